@@ -1,0 +1,222 @@
+"""A run's settings: frozen dataclasses, checked in one place, hashed, and stored with the run.
+
+The defaults are chosen to be stable from 1 to 16 islands without tuning. Whatever is in here is part of the run's
+identity: a worker whose settings differ is refused. What belongs to one worker only (its name, its device, its
+folder) is not in here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from broker.errors import ConfigError
+
+Positive = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0.0), Le(1.0)]
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model the islands train."""
+
+    __pydantic_config__ = _STRICT
+    size: str = "tiny"
+    """a size by name: tiny (0.1 M parameters), small (1 M), base (25 M), 124m, 1b"""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the islands read, and how a batch is cut from it."""
+
+    __pydantic_config__ = _STRICT
+    corpus: str = "stdlib"
+    """a prepared corpus by name; `stdlib` is the Python standard library's own sources"""
+    sequence_length: Annotated[int, Ge(2), Le(1 << 20)] = 128
+    """tokens (bytes) a sequence"""
+    batch_size: Annotated[int, Ge(1), Le(1 << 20)] = 16
+    """sequences an inner step on one island"""
+    shards: Annotated[int, Ge(1), Le(1 << 20)] = 64
+    """pieces of the training text; an island holds one at a time, and no two islands the same one"""
+    held_out_sequences: Annotated[int, Ge(1), Le(1 << 20)] = 256
+    """sequences of held-out text that an evaluation reads"""
+
+
+@dataclass(frozen=True)
+class InnerConfig:
+    """The inner optimiser: AdamW with linear warm-up and cosine decay by the global step."""
+
+    __pydantic_config__ = _STRICT
+    steps: Positive = 2000
+    """global inner steps of the run: the fastest island's clock"""
+    learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 3e-3
+    warmup_steps: Annotated[int, Ge(0)] = 100
+    final_share: Share = 0.1
+    """the learning rate at the end, as a share of its peak"""
+    weight_decay: Annotated[float, Ge(0.0), Le(10.0)] = 0.1
+    beta1: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
+    beta2: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
+    clip_norm: Annotated[float, Ge(0.0)] = 1.0
+    """gradients are clipped to this global norm; 0 clips nothing"""
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """Rounds: how often islands contribute, and how long a round stays open."""
+
+    __pydantic_config__ = _STRICT
+    interval: Annotated[int, Ge(1), Le(1 << 20)] = 24
+    """H: inner steps between two syncs of the same fragment"""
+    fragments: Annotated[int, Ge(1), Le(4096)] = 6
+    """P: fragments that the tensors are split into (at most one a tensor)"""
+    window: Annotated[int, Ge(1), Le(4096)] = 2
+    """τ: rounds that are open at once"""
+    quorum: Positive = 1
+    """K: contributions that let a round close (or all the living, if fewer live)"""
+    grace: Share = 0.9
+    """γ: share of the slack (the paper's Eq. 3) that a round waits for more contributions after its quorum"""
+    smoothing: Annotated[float, Ge(0.0), Lt(1.0)] = 0.8
+    """decay of the moving averages behind the slack"""
+    staleness_cap: Annotated[int, Ge(0)] = 16
+    """a contribution whose base is more versions behind than this is refused"""
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """How the contributions of a round become one outer gradient."""
+
+    __pydantic_config__ = _STRICT
+    embedding: Literal["average", "rda"] = "average"
+    rest: Literal["average", "rda"] = "rda"
+    granularity: Literal["tensor", "row"] = "tensor"
+    """what RDA takes a norm of"""
+    staleness: Literal["none", "polynomial", "hinge"] = "polynomial"
+    """s(staleness), the factor on a stale contribution's weight"""
+    normalise: bool = True
+    """divide the round's mean s by its running mean, so that staleness re-weighs but does not slow the run"""
+    clip: Annotated[float, Ge(0.0)] = 3.0
+    """clip a contribution to this multiple of the running median norm; 0 clips nothing"""
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """The outer optimiser, a step of which closes a round."""
+
+    __pydantic_config__ = _STRICT
+    rule: Literal["sgd", "nesterov", "mla"] = "nesterov"
+    learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 0.7
+    momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
+
+
+@dataclass(frozen=True)
+class AdoptConfig:
+    """What an island does with a snapshot that arrives while it trains."""
+
+    __pydantic_config__ = _STRICT
+    rule: Literal["overwrite", "blend", "carry"] = "overwrite"
+    blend: Share = 0.5
+    """α: the share of the island's own parameters that `blend` keeps"""
+
+
+@dataclass(frozen=True)
+class WireConfig:
+    """How numbers travel."""
+
+    __pydantic_config__ = _STRICT
+    up: Literal["float32", "bfloat16"] = "bfloat16"
+    """codec of contributions"""
+    down: Literal["float32", "bfloat16"] = "float32"
+    """codec of snapshots"""
+    zstd_level: Annotated[int, Ge(0), Le(19)] = 1
+    """0 leaves bodies uncompressed"""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that makes two workers members of the same run."""
+
+    __pydantic_config__ = _STRICT
+    seed: Annotated[int, Ge(0), Lt(1 << 31)] = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    merge: MergeConfig = field(default_factory=MergeConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    adopt: AdoptConfig = field(default_factory=AdoptConfig)
+    wire: WireConfig = field(default_factory=WireConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one inner step of one island trains on."""
+        return self.data.batch_size * self.data.sequence_length
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal configs give equal text."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that name this config."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
+
+
+def checked(settings: RunConfig | Mapping[str, Any], source: str = "the settings") -> RunConfig:
+    """A config whose every value is in range. Raises ConfigError that names each offending key and its value."""
+    values = dataclasses.asdict(settings) if isinstance(settings, RunConfig) else settings
+    try:
+        return _adapter().validate_python(values)
+    except ValidationError as error:
+        faults = [
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}"
+            + ("" if fault["type"] == "unexpected_keyword_argument" else f", not {fault['input']!r}")
+            for fault in error.errors()
+        ]
+        raise ConfigError(f"{source} cannot be used: " + "; ".join(faults), "See `archipelago init --help`.") from None
+
+
+def from_json(text: str | bytes, source: str = "the run's stored config") -> RunConfig:
+    """The config that `to_json` wrote. Raises ConfigError for anything else."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source} is not JSON ({error})", "Was the run made by another version?") from None
+    return checked(values, source)
+
+
+def from_toml(path: Path) -> RunConfig:
+    """The config in a TOML file; what the file leaves out has its default. Raises ConfigError."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the config file {path} cannot be read ({error.strerror})", "Check the path.") from None
+    except ValueError as error:
+        raise ConfigError(f"the config file {path} is not TOML ({error})", "See https://toml.io.") from None
+    return checked(values, f"the config file {path}")
+
+
+def differences(theirs: RunConfig, ours: RunConfig) -> list[str]:
+    """`key: theirs → ours` for every setting in which two configs differ."""
+
+    def flat(value: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        return {k: v for name, part in value.items() for k, v in flat(part, f"{prefix}.{name}".lstrip(".")).items()}
+
+    a, b = flat(dataclasses.asdict(theirs), ""), flat(dataclasses.asdict(ours), "")
+    return [f"{key}: {a[key]} → {b[key]}" for key in a if a[key] != b[key]]

@@ -1,0 +1,52 @@
+"""Names of the Redis keys of a run. All keys of one shard share a hash tag, so that they can change together."""
+
+from __future__ import annotations
+
+import re
+
+from broker.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+REGISTRY = "archipelago:runs"
+
+
+def checked_name(name: str, what: str) -> str:
+    """`name`, when it can stand in a key and in a path. Raises ConfigError."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{what} {name!r:.80} cannot be used", "Use 1 to 64 letters, digits, '.', '_' and '-'.")
+    return name
+
+
+class Keys:
+    """The keys of one run, shard 0."""
+
+    def __init__(self, run: str) -> None:
+        self.run = checked_name(run, "the run name")
+        self.tag = f"{{{run}:s0}}"
+        self.manifest = f"{run}:manifest"
+        self.islands = f"{run}:islands"
+        self.data = f"{run}:data"
+        self.evaluations = f"{run}:evaluations"
+        self.updates = f"{self.tag}:updates"
+        self.snapshots = f"{self.tag}:snapshots"
+        self.tape = f"{self.tag}:tape"
+        self.lease = f"{self.tag}:lease"
+        self.epoch = f"{self.tag}:epoch"
+        self.state = f"{self.tag}:state"
+        self.books = f"{self.tag}:books"
+
+    def island(self, island: str) -> str:
+        """The heartbeat of one island."""
+        return f"{self.run}:island:{island}"
+
+    def fragment(self, fragment: int) -> str:
+        """The newest full snapshot of a fragment."""
+        return f"{self.tag}:fragment:{fragment}"
+
+    def outer(self, fragment: int) -> str:
+        """The merger's own state of a fragment: exact parameters and the outer optimiser's."""
+        return f"{self.tag}:outer:{fragment}"
+
+    def chunk(self, name: str, index: int) -> str:
+        """One chunk of a large payload."""
+        return f"{self.tag}:c:{name}:{index}"

@@ -1,0 +1,263 @@
+"""What travels: plain-text fields, typed and bounded on arrival. Each message is one frozen dataclass.
+
+`to_fields` and `from_fields` are each other's inverse; `from_fields` takes text from outside, and raises WireError
+for a missing field, a wrong type or a value out of range, before anything else looks at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, Le, MaxLen
+from pydantic import AfterValidator, ConfigDict, StringConstraints, TypeAdapter, ValidationError
+
+from broker.errors import WireError
+
+Message = TypeVar("Message")
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Count = Annotated[int, Ge(0), Le(1 << 62)]
+Seconds = Annotated[float, Ge(0.0), Le(1e9)]
+Text = Annotated[str, MaxLen(512)]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+_CONFIG = ConfigDict(extra="ignore")
+
+
+def _finite(value: float) -> float:
+    if math.isinf(value):
+        raise ValueError("infinite")
+    return value
+
+
+Measure = Annotated[float, AfterValidator(_finite)]
+"""A measured number; NaN says that nothing was measured yet."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One island's outer gradient of one fragment, without its payload. Identity: island, incarnation, sequence."""
+
+    __pydantic_config__ = _CONFIG
+    island: Name
+    incarnation: Name
+    sequence: Count
+    round: Annotated[int, Ge(1), Le(1 << 62)]
+    fragment: Count
+    base: Count
+    """version of the fragment that the outer gradient was measured from"""
+    tokens: Annotated[int, Ge(1), Le(1 << 53)]
+    steps: Annotated[int, Ge(1), Le(1 << 53)]
+    global_step: Count
+    loss: Measure
+    step_seconds: Seconds
+    """how long one inner step takes this island: the clock of the grace window"""
+    farewell: bool
+    """sent by an island that leaves: it joins its round, but does not call it"""
+    codec: Name
+    bytes: Count
+    digest: Digest
+
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        """What a resend or a redelivery has in common with the first."""
+        return (self.island, self.incarnation, self.sequence)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The merger has the first contribution of a round; every other island answers at its next step boundary."""
+
+    __pydantic_config__ = _CONFIG
+    round: Annotated[int, Ge(1), Le(1 << 62)]
+    fragment: Count
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A round has closed: the fragment has new parameters, its version counts them."""
+
+    __pydantic_config__ = _CONFIG
+    round: Count
+    fragment: Count
+    version: Count
+    step: Count
+    """the global step stamped on it: the furthest of its contributions'"""
+    codec: Name
+    bytes: Count
+    digest: Digest
+    """of the payload"""
+    islands: Text
+    """who was merged, in order of weight"""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A contribution that was not merged, and why: for the island and for whoever reads the stream."""
+
+    __pydantic_config__ = _CONFIG
+    island: Text
+    incarnation: Text
+    sequence: Count
+    round: Count
+    fragment: Count
+    tokens: Count
+    reason: Text
+
+
+Event = Call | Snapshot | Refusal
+EVENTS: dict[str, type[Event]] = {"call": Call, "snapshot": Snapshot, "refused": Refusal}
+KINDS = {kind: name for name, kind in EVENTS.items()}
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What an island says of itself, about once a second."""
+
+    __pydantic_config__ = _CONFIG
+    island: Name
+    incarnation: Name
+    state: Name
+    """joining, training, leaving or left"""
+    host: Text
+    pid: Count
+    device: Text
+    steps: Count
+    global_step: Count
+    tokens: Count
+    """trained on by this island, over its returns"""
+    tokens_per_second: Measure
+    step_seconds: Seconds
+    loss: Measure
+    staleness: Measure
+    """mean over the fragments of: newest version announced minus version held"""
+    backlog: Count
+    """contributions that wait to be sent"""
+    sent: Count
+    refused: Count
+    last_refusal: Text
+    bytes_up: Count
+    bytes_down: Count
+    link: Text
+    """ok, or what went wrong last"""
+
+
+@dataclass(frozen=True)
+class Presence:
+    """An island's last heartbeat, and how long ago the broker got it."""
+
+    heartbeat: Heartbeat
+    age_seconds: float
+
+
+@dataclass(frozen=True)
+class Member:
+    """One contribution's part in a round, as the tape keeps it."""
+
+    __pydantic_config__ = _CONFIG
+    island: Name
+    incarnation: Name
+    sequence: Count
+    base: Count
+    staleness: Count
+    weight: Measure
+    """share of the round: the weights of a round sum to one"""
+    clip: Measure
+    """factor that the clip scaled it with; 1 where it did nothing"""
+    tokens: Count
+    steps: Count
+    loss: Measure
+
+
+@dataclass(frozen=True)
+class TapeEntry:
+    """One round's decisions: with the payloads, enough to run it again bit for bit."""
+
+    __pydantic_config__ = _CONFIG
+    round: Count
+    fragment: Count
+    version: Count
+    epoch: Count
+    step: Count
+    gain: Measure
+    """factor on the merged outer gradient, from normalised staleness"""
+    quorum_seconds: Seconds
+    """from the first contribution to the quorum"""
+    grace_seconds: Seconds
+    """the grace window that was allowed"""
+    open_seconds: Seconds
+    """from the first contribution to the close"""
+    live: Count
+    bytes_up: Count
+    loss: Measure
+    """mean of the members' losses by tokens"""
+    digest: Digest
+    """of the published parameters' float32 bytes"""
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The merger's parameters on held-out text."""
+
+    __pydantic_config__ = _CONFIG
+    round: Count
+    step: Count
+    tokens: Count
+    """merged so far (each fragment counted by its share of a round trip)"""
+    unix_seconds: Seconds
+    """wall clock of whoever evaluated"""
+    bits_per_byte: Measure
+
+
+@dataclass(frozen=True)
+class Books:
+    """published = merged + refused + pending, in contributions and in tokens."""
+
+    __pydantic_config__ = _CONFIG
+    published: Count = 0
+    published_tokens: Count = 0
+    merged: Count = 0
+    merged_tokens: Count = 0
+    refused: Count = 0
+    refused_tokens: Count = 0
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def to_fields(message: Any) -> dict[str, str]:
+    """Plain text, field by field, in the order of the dataclass; tuples become JSON."""
+    fields = {}
+    for f in dataclasses.fields(message):
+        value = getattr(message, f.name)
+        if isinstance(value, tuple):
+            fields[f.name] = json.dumps([dataclasses.asdict(part) for part in value])
+        elif isinstance(value, float):
+            fields[f.name] = f"{value:.9g}"
+        else:
+            fields[f.name] = str(int(value)) if isinstance(value, bool) else str(value)
+    return fields
+
+
+def from_fields(kind: type[Message], fields: Mapping[str, str]) -> Message:
+    """The message in those fields. Raises WireError that names the first offending field."""
+    values: dict[str, Any] = dict(fields)
+    try:
+        if kind is TapeEntry:
+            values["members"] = json.loads(values["members"])
+        return _adapter(kind).validate_python(values)  # type: ignore[no-any-return, arg-type]
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise WireError(f"{kind.__name__.lower()}: {where}: {fault['msg'].lower()}") from None
+    except (ValueError, KeyError) as error:
+        raise WireError(f"{kind.__name__.lower()}: {error!r:.80}") from None

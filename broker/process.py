@@ -1,0 +1,98 @@
+"""What our processes have in common: errors end them with one sentence, signals ask them to stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from broker.errors import ArchipelagoError, ConfigError
+from broker.redis_transport import RedisTransport, connect
+
+URL_VARIABLE = "ARCHIPELAGO_URL"
+RUN_VARIABLE = "ARCHIPELAGO_RUN"
+
+
+def guarded(main: Callable[[], int]) -> int:
+    """Runs `main`; an error that a user can meet becomes one sentence on standard error and exit status 2."""
+    try:
+        return main()
+    except ArchipelagoError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except BrokenPipeError:  # the reader of our output, `head` say, has gone
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the interpreter flushes it on its way out
+        return 0
+
+
+def stop_on_signals() -> Callable[[], bool]:
+    """Whether SIGTERM or SIGINT has come since; a second one ends the process at once."""
+    stopped = threading.Event()
+
+    def stop(number: int, _frame: object) -> None:
+        if stopped.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        stopped.set()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    return stopped.is_set
+
+
+def log_to_stderr(who: str, verbose: bool = False) -> None:
+    """Lines of time, who and message on standard error."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format=f"%(asctime)s {who} %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+    for package in ("broker", "islands", "merger", "ops"):
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output; numbers that JSON lacks become null."""
+    sys.stdout.write(json.dumps(_plain(value), sort_keys=False) + "\n")
+    sys.stdout.flush()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not (abs(value) < float("inf")):
+        return None
+    return value
+
+
+def connect_to(url: str | None, run: str | None) -> RedisTransport:
+    """A connection to the run that arguments or environment name; without a name, to the only run that is there."""
+    url = url or os.environ.get(URL_VARIABLE)
+    if not url:
+        raise ConfigError(
+            "no Redis was named", f"Give its URL (redis://HOST:PORT) as an argument, or in ${URL_VARIABLE}."
+        )
+    run = run or os.environ.get(RUN_VARIABLE)
+    if run:
+        return connect(url, run)
+    finder = connect(url, "any")
+    try:
+        runs = finder.runs()
+    finally:
+        finder.close()
+    if len(runs) != 1:
+        here = f"{len(runs)} runs ({', '.join(runs)})" if runs else "no run"
+        raise ConfigError(f"there is {here} at that Redis", "Name one with --run, or make it with `archipelago init`.")
+    return connect(url, runs[0])

@@ -1,0 +1,524 @@
+"""The transport over Redis, Valkey or fakeredis. The only module that imports `redis`.
+
+Large payloads travel as chunks of about 1 MiB under keys of their own (a monolithic value stalls everyone else), and a
+small readable pointer in the stream or hash: chunks first, pointer last, so a torn upload is never seen. Fencing is
+WATCH on the epoch and one MULTI for each of the merger's writes: Redis itself refuses the older epoch. The client
+never retries: a retried XADD after a stall makes two entries, so repeats are said by the caller, with identities.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from broker.errors import (
+    BadUrlError,
+    BrokerError,
+    FencedError,
+    RunExistsError,
+    ServerTooOldError,
+    UnknownRunError,
+    UnreachableError,
+    WireError,
+)
+from broker.keys import REGISTRY, Keys
+from broker.manifest import Manifest
+from broker.messages import (
+    EVENTS,
+    KINDS,
+    Books,
+    Call,
+    Contribution,
+    Evaluation,
+    Event,
+    Heartbeat,
+    Presence,
+    Refusal,
+    Snapshot,
+    TapeEntry,
+    from_fields,
+    to_fields,
+)
+from broker.transport import START, Commit, Delivery
+from broker.wire import payload_bytes_max
+
+INLINE_BYTES = 16 << 10
+CHUNK_BYTES = (1 << 20) - 64  # exactly 1 MiB takes 1.25 times its size under jemalloc
+CHUNKS_MAX = 1 << 20
+SOCKET_SECONDS = 20.0
+REMEMBER_SECONDS = 24 * 3600  # islands that went silent, chunks that nobody came for
+REPLACED_SECONDS = 120  # chunks of a replaced snapshot, for whoever is reading them
+EVENTS_KEPT = 20_000
+TAPE_KEPT = 200_000
+EVALUATIONS_KEPT = 20_000
+OLDEST = (6, 2)
+_GROUP = "merger"
+_PAYLOAD, _CHUNKS, _NAME = "payload", "chunks", "chunks_name"
+
+Raw = Mapping[bytes, bytes]
+
+
+def connect(url: str, run: str) -> RedisTransport:
+    """A connection to one run at `redis://`, `rediss://`, `unix://` or, within this process, `fakeredis://NAME`.
+
+    Raises BadUrlError, UnreachableError, ServerTooOldError. The run need not exist yet.
+    """
+    if url.startswith("fakeredis://"):
+        import fakeredis
+
+        client: redis.Redis = fakeredis.FakeRedis(host=url.removeprefix("fakeredis://") or "default", port=1)
+        return RedisTransport(client, run)
+    if not re.match(r"(rediss?|unix)://.", url):
+        raise BadUrlError(
+            f"{redacted(url)!r} is not the address of a Redis",
+            "Write redis://HOST:PORT, rediss://:PASSWORD@HOST:PORT or unix:///PATH.",
+        )
+    try:
+        client = redis.Redis.from_url(
+            url,
+            socket_timeout=SOCKET_SECONDS,
+            socket_connect_timeout=5.0,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+            retry_on_error=[],
+        )
+    except (ValueError, TypeError) as error:
+        raise BadUrlError(f"{redacted(url)!r} cannot be read ({error})", "Write redis://HOST:PORT.") from None
+    transport = RedisTransport(client, run, redacted(url))
+    try:
+        transport.require_version()
+    except BrokerError:
+        client.close()
+        raise
+    return transport
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, fit for logs and errors."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "the address"
+    if parts.password is None:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"))
+
+
+def _text(raw: Raw) -> dict[str, str]:
+    return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in raw.items() if k != b"payload"}
+
+
+class RedisTransport:
+    """See `broker.transport.Transport`. Threads may share one: each call takes its own connection from a pool."""
+
+    def __init__(self, client: redis.Redis, run: str, where: str = "the Redis") -> None:
+        self.run = run
+        self._keys = Keys(run)
+        self._redis: Any = client  # redis-py's annotations mix its sync and async answers
+        self._where = where
+        self._elements_max: int | None = None
+
+    # -- plumbing ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+            raise BrokerError(f"{self._where} refuses us ({error})", "Check user and password in the URL.") from error
+        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            raise UnreachableError(
+                f"{self._where} does not answer ({error})", "Is it running, and may this machine reach it?"
+            ) from error
+        except redis.WatchError:
+            raise
+        except redis.ResponseError as error:
+            if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+                raise BrokerError(f"{self._where} wants a password", "Write redis://:PASSWORD@HOST:PORT.") from error
+            raise BrokerError(f"{self._where} refused a command ({error})", "See its log and `INFO`.") from error
+
+    def require_version(self) -> None:
+        """Raises ServerTooOldError when the server lacks what the streams need."""
+        with self._translated():
+            found = str(self._redis.info("server").get("redis_version", "0"))
+        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
+            raise ServerTooOldError(
+                f"{self._where} is Redis {found}, and 6.2 is the oldest that works",
+                "Upgrade it, or leave the URL out: `archipelago up` then starts one of its own.",
+            )
+
+    def _require_run(self) -> None:
+        with self._translated():
+            known = self._redis.exists(self._keys.manifest)
+        if not known:
+            raise self._unknown()
+
+    def _unknown(self) -> UnknownRunError:
+        here = ", ".join(self.runs()) or "none"
+        return UnknownRunError(
+            f"there is no run {self.run!r} at {self._where} (runs there: {here})",
+            "Make it with `archipelago init`, or name another with --run.",
+        )
+
+    @contextmanager
+    def _fenced(self, epoch: int) -> Iterator[Any]:
+        """A transaction that Redis refuses when a newer epoch exists."""
+        with self._translated(), self._redis.pipeline(transaction=True) as pipe:
+            try:
+                pipe.watch(self._keys.epoch)
+                newest = int(pipe.get(self._keys.epoch) or 0)
+                if newest != epoch:
+                    raise redis.WatchError
+                pipe.multi()
+                yield pipe
+                pipe.execute()
+            except redis.WatchError:
+                raise FencedError(
+                    f"this merger's epoch {epoch} was overtaken", "Another merger serves this run; this one leaves."
+                ) from None
+
+    def _place(self, name: str, payload: bytes) -> dict[str, str | bytes]:
+        """Uploads a large payload as chunks that expire unless kept; the fields that say where, or the payload."""
+        if len(payload) <= INLINE_BYTES:
+            return {_PAYLOAD: payload}
+        view = memoryview(payload)
+        starts = range(0, len(payload), CHUNK_BYTES)
+        for first in range(0, len(starts), 4):  # a window of 4 keeps the server's buffers small
+            with self._redis.pipeline(transaction=False) as pipe:
+                for index, start in list(enumerate(starts))[first : first + 4]:
+                    pipe.set(
+                        self._keys.chunk(name, index), bytes(view[start : start + CHUNK_BYTES]), ex=REMEMBER_SECONDS
+                    )
+                pipe.execute()
+        return {_CHUNKS: str(len(starts)), _NAME: name}
+
+    def _keep(self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes]) -> None:
+        """Points `key` at a payload that was placed, within a transaction, and lets its chunks live on."""
+        pipe.delete(key)
+        pipe.hset(key, mapping={**fields, **where})
+        for index in range(int(where.get(_CHUNKS, 0))):
+            pipe.persist(self._keys.chunk(str(where[_NAME]), index))
+
+    def _fetch(self, raw: Raw, size: int) -> bytes:
+        """The payload that `_place` put away, of `size` bytes. Raises WireError when a chunk is gone."""
+        if _PAYLOAD.encode() in raw:
+            return raw[_PAYLOAD.encode()]
+        name, count = self._pointer(raw)
+        if size > self._payload_max() or count != -(-size // CHUNK_BYTES):
+            raise WireError(f"{count} chunks for a payload of {size} bytes")
+        parts: list[bytes] = []
+        for first in range(0, count, 4):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for index in range(first, min(first + 4, count)):
+                    pipe.get(self._keys.chunk(name, index))
+                parts += pipe.execute()
+        if any(part is None for part in parts):
+            raise WireError("a chunk of the payload is missing")
+        return b"".join(parts)
+
+    @staticmethod
+    def _pointer(raw: Raw) -> tuple[str, int]:
+        try:
+            count = int(raw[_CHUNKS.encode()])
+            name = raw[_NAME.encode()].decode()
+        except (KeyError, ValueError):
+            raise WireError("neither a payload nor a pointer to one") from None
+        if not 0 < count <= CHUNKS_MAX:
+            raise WireError(f"{count} chunks")
+        return name, count
+
+    def _payload_max(self) -> int:
+        if self._elements_max is None:
+            self._elements_max = max(self.manifest().sizes)
+        return 4 * payload_bytes_max(self._elements_max)  # the merger's own state holds momentum beside parameters
+
+    def _chunk_keys(self, raw: Raw) -> list[str]:
+        if _NAME.encode() not in raw:
+            return []
+        name, count = self._pointer(raw)
+        return [self._keys.chunk(name, index) for index in range(count)]
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def runs(self) -> list[str]:
+        with self._translated():
+            return sorted(name.decode() for name in self._redis.smembers(REGISTRY))
+
+    def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
+        self._elements_max = max(manifest.sizes)
+        with self._translated(), self._redis.pipeline(transaction=True) as pipe:
+            pipe.watch(self._keys.manifest)
+            if pipe.exists(self._keys.manifest):
+                raise self._exists()
+            placed = [self._place(f"f{s.fragment}.0", payload) for s, payload in snapshots]
+            pipe.multi()
+            for (snapshot, _), where in zip(snapshots, placed, strict=True):
+                self._keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
+            pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
+            pipe.xgroup_create(self._keys.updates, _GROUP, id="0", mkstream=True)
+            pipe.sadd(REGISTRY, self.run)
+            try:
+                pipe.execute()
+            except redis.WatchError:
+                raise self._exists() from None
+
+    def _exists(self) -> RunExistsError:
+        return RunExistsError(f"a run {self.run!r} is at {self._where} already", "Choose another name with --run.")
+
+    def manifest(self) -> Manifest:
+        with self._translated():
+            raw = self._redis.hgetall(self._keys.manifest)
+        if not raw:
+            raise self._unknown()
+        return Manifest.from_fields(_text(raw))
+
+    # -- islands ----------------------------------------------------------------------------------------------------
+
+    def publish(self, contribution: Contribution, payload: bytes) -> None:
+        name = f"{contribution.island}.{contribution.incarnation}.{contribution.sequence}"
+        with self._translated():
+            where = self._place(name, payload)
+            with self._redis.pipeline(transaction=True) as pipe:
+                pipe.xadd(self._keys.updates, {**to_fields(contribution), **where})
+                pipe.hincrby(self._keys.books, "published", 1)
+                pipe.hincrby(self._keys.books, "published_tokens", contribution.tokens)
+                pipe.hincrby(self._keys.books, "bytes_up", len(payload))
+                pipe.execute()
+
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
+        key = self._keys.island(heartbeat.island)
+        with self._translated(), self._redis.pipeline(transaction=False) as pipe:
+            pipe.hset(key, mapping=to_fields(heartbeat))
+            pipe.pexpire(key, REMEMBER_SECONDS * 1000)
+            pipe.sadd(self._keys.islands, heartbeat.island)
+            pipe.execute()
+
+    def claim_shard(self) -> int:
+        with self._translated():
+            return int(self._redis.hincrby(self._keys.data, "claimed", 1)) - 1
+
+    # -- anyone -----------------------------------------------------------------------------------------------------
+
+    def last_event(self) -> str:
+        with self._translated():
+            newest = self._redis.xrevrange(self._keys.snapshots, count=1)
+        return newest[0][0].decode() if newest else START
+
+    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
+        block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
+        with self._translated():
+            found = self._redis.xread({self._keys.snapshots: after}, count=count, block=block)
+        out: list[tuple[str, Event]] = []
+        for entry, raw in _entries(found):
+            fields = _text(raw)
+            kind = EVENTS.get(fields.get("kind", ""))
+            if kind is not None:  # kinds that a newer merger may add
+                out.append((entry, from_fields(kind, fields)))
+        return out
+
+    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+        with self._translated():
+            for _ in range(8):
+                raw = self._redis.hgetall(self._keys.fragment(fragment))
+                if not raw:
+                    raise self._unknown()
+                snapshot = from_fields(Snapshot, _text(raw))
+                try:
+                    payload = self._fetch(raw, snapshot.bytes)
+                except WireError:
+                    continue  # replaced, and its chunks expired, while we read: the newer one is whole
+                if account:
+                    self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
+                return snapshot, payload
+        raise WireError(f"fragment {fragment} cannot be read whole")
+
+    def presences(self) -> list[Presence]:
+        with self._translated():
+            names = sorted(name.decode() for name in self._redis.smembers(self._keys.islands))
+            with self._redis.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hgetall(self._keys.island(name))
+                    pipe.pttl(self._keys.island(name))
+                answers = pipe.execute()
+            out, forgotten = [], []
+            for index, name in enumerate(names):
+                raw, ttl_ms = answers[2 * index], answers[2 * index + 1]
+                if not raw:
+                    forgotten.append(name)
+                    continue
+                out.append(Presence(from_fields(Heartbeat, _text(raw)), REMEMBER_SECONDS - ttl_ms / 1000))
+            if forgotten:
+                self._redis.srem(self._keys.islands, *forgotten)
+        return out
+
+    def books(self) -> Books:
+        with self._translated():
+            return from_fields(Books, _text(self._redis.hgetall(self._keys.books)))
+
+    def backlog(self) -> int:
+        with self._translated():
+            return int(self._redis.xlen(self._keys.updates))
+
+    def tape(self, count: int) -> list[TapeEntry]:
+        return self._newest(self._keys.tape, TapeEntry, count)
+
+    def evaluations(self) -> list[Evaluation]:
+        return self._newest(self._keys.evaluations, Evaluation, EVALUATIONS_KEPT)
+
+    def _newest(self, key: str, kind: type[Any], count: int) -> list[Any]:
+        with self._translated():
+            found = self._redis.xrevrange(key, count=count)
+        return [from_fields(kind, _text(raw)) for _, raw in reversed(found)]
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        with self._translated():
+            self._redis.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
+
+    # -- the merger -------------------------------------------------------------------------------------------------
+
+    def acquire(self, holder: str, seconds: float) -> int | None:
+        self._require_run()
+        with self._translated(), self._redis.pipeline(transaction=True) as pipe:
+            pipe.watch(self._keys.lease)
+            owner = pipe.get(self._keys.lease)
+            if owner is not None and owner.decode() != holder:
+                return None
+            pipe.multi()
+            pipe.incr(self._keys.epoch)
+            pipe.set(self._keys.lease, holder, px=int(seconds * 1000))
+            try:
+                return int(pipe.execute()[0])
+            except redis.WatchError:
+                return None
+
+    def renew(self, epoch: int, holder: str, seconds: float) -> None:
+        with self._translated():
+            kept = self._redis.pexpire(self._keys.lease, int(seconds * 1000))  # works at maxmemory, where SET does not
+            newest = int(self._redis.get(self._keys.epoch) or 0)
+        if newest != epoch or not kept:
+            with self._fenced(epoch) as pipe:
+                pipe.set(self._keys.lease, holder, px=int(seconds * 1000))
+
+    def release(self, epoch: int) -> None:
+        with self._fenced(epoch) as pipe:
+            pipe.delete(self._keys.lease)
+
+    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
+        return self._read_updates(">", count, block_seconds)
+
+    def unacknowledged(self) -> list[Delivery]:
+        out: list[Delivery] = []
+        after = "0"
+        while found := self._read_updates(after, 256, 0):
+            out += found
+            after = found[-1].entry
+        return out
+
+    def _read_updates(self, after: str, count: int, block_seconds: float) -> list[Delivery]:
+        block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
+        with self._translated():
+            try:
+                found = self._redis.xreadgroup(_GROUP, _GROUP, {self._keys.updates: after}, count=count, block=block)
+            except redis.ResponseError as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                self._require_run()  # the stream was deleted by hand: begin it anew, lose nothing that is left
+                self._redis.xgroup_create(self._keys.updates, _GROUP, id="0", mkstream=True)
+                return []
+            return [self._delivery(entry, raw) for entry, raw in _entries(found)]
+
+    def _delivery(self, entry: str, raw: Raw) -> Delivery:
+        if not raw:
+            return Delivery(entry, None, b"", "the entry was deleted before it was merged")
+        try:
+            contribution = from_fields(Contribution, _text(raw))
+        except WireError as error:
+            return Delivery(entry, None, b"", error.reason)
+        try:
+            return Delivery(entry, contribution, self._fetch(raw, contribution.bytes))
+        except WireError as error:
+            return Delivery(entry, contribution, b"", error.reason)
+
+    def merger_state(self) -> str:
+        with self._translated():
+            return (self._redis.get(self._keys.state) or b"").decode()
+
+    def outer(self, fragment: int) -> bytes:
+        with self._translated():
+            raw = self._redis.hgetall(self._keys.outer(fragment))
+            return self._fetch(raw, int(raw[b"bytes"])) if raw else b""
+
+    def call(self, epoch: int, call: Call) -> None:
+        with self._fenced(epoch) as pipe:
+            self._announce(pipe, call)
+
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+        with self._translated():
+            old = [self._entry_chunks(entry) for entry, _ in refusals]
+        with self._fenced(epoch) as pipe:
+            for (entry, refusal), chunks in zip(refusals, old, strict=True):
+                self._end(pipe, entry, chunks)
+                pipe.hincrby(self._keys.books, "refused", 1)
+                pipe.hincrby(self._keys.books, "refused_tokens", refusal.tokens)
+                self._announce(pipe, refusal)
+
+    def commit(self, epoch: int, commit: Commit) -> None:
+        p, version = commit.snapshot.fragment, commit.snapshot.version
+        places = {self._keys.fragment(p): (f"f{p}.{version}", commit.payload)}
+        places[self._keys.outer(p)] = (f"o{p}.{version}", commit.outer)
+        with self._translated():
+            replaced = [key for where in places for key in self._chunk_keys(self._redis.hgetall(where))]
+            merged = [self._entry_chunks(entry) for entry in commit.entries]
+            placed = {key: self._place(f"{name}.e{epoch}", data) for key, (name, data) in places.items()}
+        outer_fields = {"version": str(version), "bytes": str(len(commit.outer))}
+        fields = {self._keys.fragment(p): to_fields(commit.snapshot), self._keys.outer(p): outer_fields}
+        with self._fenced(epoch) as pipe:
+            for key, where in placed.items():
+                self._keep(pipe, key, fields[key], where)
+            for key in replaced:
+                pipe.expire(key, REPLACED_SECONDS)
+            for entry, chunks in zip(commit.entries, merged, strict=True):
+                self._end(pipe, entry, chunks)
+            pipe.set(self._keys.state, commit.state)
+            pipe.hincrby(self._keys.books, "merged", len(commit.entries))
+            pipe.hincrby(self._keys.books, "merged_tokens", commit.tokens)
+            pipe.xadd(self._keys.tape, to_fields(commit.tape), maxlen=TAPE_KEPT)
+            self._announce(pipe, commit.snapshot)
+
+    def _entry_chunks(self, entry: str) -> list[str]:
+        found = self._redis.xrange(self._keys.updates, entry, entry)
+        try:
+            return self._chunk_keys(found[0][1]) if found else []
+        except WireError:
+            return []
+
+    def _end(self, pipe: Any, entry: str, chunks: list[str]) -> None:
+        pipe.xack(self._keys.updates, _GROUP, entry)
+        pipe.xdel(self._keys.updates, entry)
+        if chunks:
+            pipe.unlink(*chunks)
+
+    def _announce(self, pipe: Any, event: Event) -> None:
+        fields = {"kind": KINDS[type(event)], **to_fields(event)}
+        pipe.xadd(self._keys.snapshots, fields, maxlen=EVENTS_KEPT, approximate=True)
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+def _entries(found: Any) -> Iterator[tuple[str, Raw]]:
+    """Entries of one stream, from the list of pairs that RESP2 answers or the map that RESP3 does."""
+    if not found:
+        return
+    streams: Any = found.values() if isinstance(found, dict) else (entries for _, entries in found)
+    for entries in streams:
+        flat = entries[0] if entries and isinstance(entries[0], list) else entries
+        for entry, raw in flat:
+            yield entry.decode(), raw or {}

@@ -1,0 +1,96 @@
+"""Payloads: four magic bytes, a bounded msgpack header, and a zstd body.
+
+Nothing in a payload decides how much memory is taken: the expected element count comes from the manifest, the body's
+exact size follows from it and the codec, and both are checked against what the header and the zstd frame declare
+before a byte is decompressed. (zstandard ignores `max_output_size` when a frame declares its own size.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgpack
+import numpy as np
+import zstandard
+
+from broker.codecs import Vector, codec
+from broker.errors import WireError
+
+MAGIC = b"ARC1"
+HEADER_BYTES_MAX = 1024
+WINDOW_BYTES_MAX = 8 << 20
+_PREFIX = len(MAGIC) + 2
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Thirty-two hexadecimal digits of BLAKE2b that name a payload or a fragment's parameters."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def digest_of(values_N: Vector) -> str:
+    """The digest of a float32 vector's little-endian bytes: what the tape records of a snapshot."""
+    return digest(np.ascontiguousarray(values_N, dtype="<f4").view(np.uint8).data)
+
+
+def payload_bytes_max(elements: int) -> int:
+    """An upper bound on the size of any honest payload of so many elements, in bytes."""
+    return _PREFIX + HEADER_BYTES_MAX + 4 * elements + 4 * elements // 128 + 1024
+
+
+def pack(values_N: Vector, codec_name: str, zstd_level: int) -> bytes:
+    """A payload that `unpack` turns back into the codec's rounding of `values_N` (float32, N elements)."""
+    body = codec(codec_name).encode(values_N)
+    if zstd_level:
+        body = zstandard.ZstdCompressor(level=zstd_level, write_content_size=True).compress(body)
+    header = msgpack.packb({"codec": codec_name, "elements": int(values_N.size), "zstd": bool(zstd_level)})
+    return MAGIC + len(header).to_bytes(2, "big") + header + body
+
+
+def unpack(payload: bytes, elements: int) -> Vector:
+    """The float32 vector of exactly `elements` elements in a payload. Raises WireError for anything else."""
+    header, body = _split(payload)
+    if header.get("elements") != elements:
+        raise WireError(f"{header.get('elements')!r:.32} elements where the manifest has {elements}")
+    chosen = codec(str(header.get("codec")))
+    expected = chosen.encoded_size(elements)
+    if header.get("zstd"):
+        body = _decompress(body, expected)
+    if len(body) != expected:
+        raise WireError(f"a body of {len(body)} bytes where the codec needs {expected}")
+    values_N = chosen.decode(body)
+    if not np.isfinite(values_N).all():
+        raise WireError("NaN or infinity among the values")
+    return values_N
+
+
+def _split(payload: bytes) -> tuple[dict[str, Any], bytes]:
+    if payload[: len(MAGIC)] != MAGIC:
+        raise WireError("no archipelago payload, or one of another version")
+    size = int.from_bytes(payload[len(MAGIC) : _PREFIX], "big")
+    if size > HEADER_BYTES_MAX or _PREFIX + size > len(payload):
+        raise WireError(f"a header of {size} bytes in a payload of {len(payload)}")
+    try:
+        header = msgpack.unpackb(
+            payload[_PREFIX : _PREFIX + size],
+            max_map_len=16,
+            max_array_len=0,
+            max_str_len=64,
+            max_bin_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise WireError(f"the header is not msgpack ({type(error).__name__})") from None
+    if not isinstance(header, dict):
+        raise WireError("the header is not a map")
+    return header, payload[_PREFIX + size :]
+
+
+def _decompress(body: bytes, expected: int) -> bytes:
+    try:
+        frame = zstandard.get_frame_parameters(body)
+        if frame.content_size != expected or frame.window_size > max(WINDOW_BYTES_MAX, 2 * expected):
+            raise WireError(f"a zstd frame of {frame.content_size} bytes where the codec needs {expected}")
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=expected)
+    except zstandard.ZstdError as error:
+        raise WireError(f"the body is not zstd ({error})") from None

@@ -1,0 +1,7 @@
+"""`python -m islands`."""
+
+import sys
+
+from islands.main import entry
+
+sys.exit(entry())

@@ -1,0 +1,75 @@
+"""The inner step: AdamW with warm-up and cosine by the global step, as one compiled scan over n steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from broker.config import InnerConfig
+from islands.model import Model, Params
+
+
+class InnerState(NamedTuple):
+    """Parameters (float32, by tensor name) and the inner optimiser's state, which syncs never reset."""
+
+    params: Params
+    optimizer: optax.OptState
+
+
+InnerSteps = Callable[[InnerState, jax.Array, jax.Array], tuple[InnerState, jax.Array]]
+
+
+def learning_rate(config: InnerConfig) -> optax.Schedule:
+    """Linear warm-up, then cosine decay to `final_share` of the peak at `steps`, as a function of the global step."""
+    warmup = min(config.warmup_steps, config.steps - 1)
+    return optax.schedules.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (warmup + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=config.steps,
+        end_value=config.learning_rate * config.final_share,
+    )
+
+
+def optimizer(config: InnerConfig) -> optax.GradientTransformation:
+    """AdamW before its learning rate, which the step applies: the optimiser's own count is not the global step."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
+        # Norm scales are vectors; decaying them only fights the normalisation.
+        optax.add_decayed_weights(config.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
+    )
+
+
+def begin(config: InnerConfig, params: Params) -> InnerState:
+    """Fresh moments for these parameters."""
+    return InnerState(params, optimizer(config).init(params))
+
+
+def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
+    """`steps(state, tokens_nxBxT1, global_step)` makes n inner steps and gives the state and the n losses (nats).
+
+    `tokens_nxBxT1` is uint8 or int32, `global_step` an int32 scalar, the steps made before the first of these. The
+    state that goes in is donated. Compiles once for each n.
+    """
+    transformation, schedule = optimizer(config), learning_rate(config)
+
+    def step(
+        carry: tuple[InnerState, jax.Array], tokens_BxT1: jax.Array
+    ) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
+        state, count = carry
+        loss, gradients = jax.value_and_grad(model.loss)(state.params, tokens_BxT1.astype(jnp.int32))
+        updates, moments = transformation.update(gradients, state.optimizer, state.params)
+        rate = jnp.asarray(schedule(count), jnp.float32)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        return (InnerState(params, moments), count + 1), loss
+
+    def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
+        (after, _), losses_n = jax.lax.scan(step, (state, global_step), tokens_nxBxT1)
+        return after, losses_n
+
+    return jax.jit(steps, donate_argnums=0)

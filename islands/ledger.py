@@ -1,0 +1,119 @@
+"""An island's bookkeeping: which round it owes a contribution to, and whose progress is in it. No arrays, no clocks.
+
+Every `H / P` inner steps (a stride) an island owes one contribution, to the earliest open round that it has not
+answered. A round that another island has called is answered at the next step boundary, and settles the stride. Each
+inner step is counted, for each fragment, from the last time that fragment was sent or adopted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from broker.messages import Call, Event, Refusal, Snapshot
+
+
+@dataclass
+class FragmentCount:
+    """Progress on one fragment that no contribution holds yet, and the version it is measured from."""
+
+    version: int = 0
+    newest: int = 0
+    """newest version that was announced"""
+    steps: int = 0
+    tokens: int = 0
+
+
+class Ledger:
+    """Counts of one island; `global_step` is the clock of the learning-rate schedule."""
+
+    def __init__(self, island: str, incarnation: str, fragments: int, interval: int, window: int) -> None:
+        self.island = island
+        self.incarnation = incarnation
+        self.interval = interval
+        self.window = min(window, fragments)
+        self.counts = [FragmentCount() for _ in range(fragments)]
+        self.closed = 0
+        self.global_step = 0
+        self.refused = 0
+        self.last_refusal = ""
+        self._called: set[int] = set()
+        self._answered: set[int] = set()
+        self._owed = 0  # in units of 1/P inner step: a stride is owed at `interval`
+
+    def stepped(self, steps: int, tokens: int) -> None:
+        """So many inner steps were made, on so many tokens in all."""
+        for count in self.counts:
+            count.steps += steps
+            count.tokens += tokens
+        self.global_step += steps
+        # At most one stride is owed, however long the window was shut: no burst when it opens.
+        self._owed = min(self._owed + steps * len(self.counts), max(self.interval, len(self.counts)))
+
+    def heard(self, event: Event) -> None:
+        """Takes in what the merger announced."""
+        match event:
+            case Call(round=number):
+                if number > self.closed:
+                    self._called.add(number)
+            case Snapshot(round=number, fragment=p, version=version):
+                self.counts[p].newest = max(self.counts[p].newest, version)
+                self._close(number)
+            case Refusal(island=self.island, incarnation=self.incarnation, round=number, reason=reason):
+                self._answered.discard(number)  # what was refused has not answered its round
+                self.refused += 1
+                self.last_refusal = reason
+            case _:
+                pass
+
+    def due(self) -> int | None:
+        """The round to contribute to at this step boundary, if any; ask again until there is none."""
+        for number in sorted(self._called):
+            if self._may_answer(number):
+                return number
+        if self._owed >= self.interval:
+            for number in range(self.closed + 1, self.closed + 1 + self.window):
+                if self._may_answer(number):
+                    return number
+        return None
+
+    def sent(self, number: int) -> None:
+        """The progress on that round's fragment is on its way; it is measured from here until the next adoption."""
+        self._owed = 0 if number in self._called else max(0, self._owed - self.interval)
+        self._answered.add(number)
+        self._zero(self._fragment(number))
+
+    def adopted(self, snapshot: Snapshot, keeps_progress: bool) -> None:
+        """The fragment is measured from that snapshot now. `keeps_progress`: unsent steps stay in the parameters."""
+        count = self.counts[snapshot.fragment]
+        count.version = snapshot.version
+        count.newest = max(count.newest, snapshot.version)
+        if not keeps_progress:
+            self._zero(snapshot.fragment)
+        self._close(snapshot.round)
+        self.global_step = max(self.global_step, snapshot.step)
+
+    def farewells(self) -> list[int]:
+        """For every fragment with unsent progress its next round: what an island sends when it leaves."""
+        fragments = len(self.counts)
+        rounds = range(self.closed + 1, self.closed + 1 + fragments)
+        return [number for number in rounds if self.counts[self._fragment(number)].steps]
+
+    @property
+    def staleness(self) -> float:
+        """Mean over the fragments of the newest announced version minus the version held."""
+        return sum(c.newest - c.version for c in self.counts) / len(self.counts)
+
+    def _fragment(self, number: int) -> int:
+        return (number - 1) % len(self.counts)
+
+    def _may_answer(self, number: int) -> bool:
+        unanswered = number > self.closed and number not in self._answered
+        return unanswered and self.counts[self._fragment(number)].steps > 0
+
+    def _zero(self, fragment: int) -> None:
+        self.counts[fragment].steps = self.counts[fragment].tokens = 0
+
+    def _close(self, number: int) -> None:
+        self.closed = max(self.closed, number)
+        self._called = {n for n in self._called if n > self.closed}
+        self._answered = {n for n in self._answered if n > self.closed}

@@ -1,0 +1,234 @@
+"""The background link: everything that an island says to the broker and hears from it, beside the training loop.
+
+The training thread only touches queues in memory. Three pumps do the rest, each on a thread and a connection of its
+own: sending, receiving, heartbeats. A pump that meets an outage notes it, waits, and tries again for ever. In virtual
+time nothing is started, and the owner calls `pump` instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from broker.codecs import Vector
+from broker.errors import BrokerError, WireError
+from broker.manifest import Manifest
+from broker.messages import Contribution, Event, Heartbeat, Snapshot
+from broker.transport import START, Transport
+from broker.wire import digest, pack, unpack
+
+BLOCK_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
+RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A contribution as the training thread knows it: bytes and digest follow when the link encodes `delta_N`."""
+
+    contribution: Contribution
+    delta_N: jax.Array
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A snapshot that is here, decoded: float32, N elements."""
+
+    snapshot: Snapshot
+    params_N: Vector
+
+
+class Link:
+    """The queues between an island and its broker."""
+
+    def __init__(self, transport: Transport, manifest: Manifest) -> None:
+        self.transport = transport
+        self.manifest = manifest
+        self.bytes_up = self.bytes_down = self.sent = 0
+        self.trouble = ""
+        """what the pumps met last, empty when all is well"""
+        self.failure: Exception | None = None
+        """an error that no retry mends; the island stops on it"""
+        self._outbox: deque[Draft] = deque()
+        self._events: deque[Event] = deque()
+        self._arrivals: dict[int, Arrival] = {}
+        self._wanted: set[int] = set()
+        self._after = START
+        self._shards: deque[int] = deque()
+        self._beat: Heartbeat | None = None
+        self._said: Heartbeat | None = None
+        self._lock = threading.Lock()
+        self._emptied = threading.Condition()
+        self._work = threading.Event()
+        self._beating = threading.Event()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    # -- the training thread's side: nothing here waits for anyone ---------------------------------------------------
+
+    def send(self, draft: Draft) -> None:
+        """Queues a contribution. The window bounds the queue: an island that hears nothing owes nothing more."""
+        draft.delta_N.copy_to_host_async()
+        self._outbox.append(draft)
+        self._work.set()
+
+    def take(self) -> tuple[list[Event], list[Arrival]]:
+        """What has come since the last time: events in order, and the newest snapshot of each fragment."""
+        with self._lock:
+            events, self._events = list(self._events), deque()
+            arrivals, self._arrivals = list(self._arrivals.values()), {}
+        return events, arrivals
+
+    def claim(self) -> int | None:
+        """The next shard's ordinal if one is at hand, else None; either way another one is on its way."""
+        self._beating.set()
+        return self._shards.popleft() if self._shards else None
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Replaces the heartbeat that goes out next."""
+        self._beat = heartbeat
+
+    @property
+    def backlog(self) -> int:
+        """Contributions not yet taken by the broker."""
+        return len(self._outbox)
+
+    # -- joining ----------------------------------------------------------------------------------------------------
+
+    def join(self) -> list[Arrival]:
+        """All fragments as they are now, and a place in the stream from which nothing newer is missed. May raise."""
+        self._after = self.transport.last_event()
+        arrivals = [self._fetch(p) for p in range(len(self.manifest.fragments))]
+        self._claim_ahead()
+        return arrivals
+
+    # -- pumps ------------------------------------------------------------------------------------------------------
+
+    def pump_send(self) -> None:
+        """Encodes and publishes what is queued, oldest first; what fails stays queued."""
+        while self._outbox:
+            draft = self._outbox[0]
+            payload = pack(np.asarray(draft.delta_N), draft.contribution.codec, self.manifest.config.wire.zstd_level)
+            contribution = replace(draft.contribution, bytes=len(payload), digest=digest(payload))
+            self.transport.publish(contribution, payload)
+            self.bytes_up += len(payload)
+            self.sent += 1
+            with self._emptied:
+                self._outbox.popleft()
+                self._emptied.notify_all()
+
+    def pump_receive(self, block_seconds: float = 0.0) -> None:
+        """Hears events, and fetches the fragments they announce."""
+        for entry, event in self.transport.events(self._after, block_seconds):
+            if isinstance(event, Snapshot):
+                self._wanted.add(event.fragment)
+            with self._lock:
+                self._events.append(event)
+            self._after = entry
+        for p in sorted(self._wanted):
+            arrival = self._fetch(p)
+            with self._lock:
+                self._arrivals[p] = arrival
+            self._wanted.discard(p)
+
+    def pump_heartbeat(self) -> None:
+        """Says that the island lives, and keeps the next shard at hand."""
+        beat = self._beat
+        if beat is not None:
+            self.transport.heartbeat(beat)
+            with self._emptied:
+                self._said = beat
+                self._emptied.notify_all()
+        self._claim_ahead()
+
+    def pump(self) -> None:
+        """All three, without waiting; trouble is noted and nothing is lost."""
+        for action in (self.pump_send, self.pump_receive, self.pump_heartbeat):
+            self._attempt(action)
+
+    def _claim_ahead(self) -> None:
+        if not self._shards:
+            self._shards.append(self.transport.claim_shard())
+
+    def _fetch(self, p: int) -> Arrival:
+        snapshot, payload = self.transport.fragment(p, account=True)
+        if digest(payload) != snapshot.digest or snapshot.fragment != p:
+            raise WireError(f"the snapshot of fragment {p} is not the announced one")
+        self.bytes_down += len(payload)
+        return Arrival(snapshot, unpack(payload, self.manifest.sizes[p]))
+
+    # -- threads ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the pumps' threads."""
+        pumps: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
+            ("send", self.pump_send, self._await_work),
+            ("receive", lambda: self.pump_receive(BLOCK_SECONDS), lambda: None),
+            ("heartbeat", self.pump_heartbeat, self._await_beat),
+        ]
+        for name, pump, wait in pumps:
+            thread = threading.Thread(target=self._keep_pumping, args=(pump, wait), name=f"link-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def drain(self, seconds: float) -> bool:
+        """Waits up to `seconds` until everything queued and the last heartbeat are sent; whether they were."""
+        self._beating.set()
+        with self._emptied:
+            self._emptied.wait_for(lambda: self._is_drained or self.failure is not None, timeout=seconds)
+            return self._is_drained
+
+    @property
+    def _is_drained(self) -> bool:
+        return not self._outbox and self._said is self._beat
+
+    def stop(self, seconds: float = 2.0) -> None:
+        """Ends the threads; one that hangs in a call is left behind, and ends with the process."""
+        self._stopping.set()
+        self._work.set()
+        self._beating.set()
+        for thread in self._threads:
+            thread.join(seconds / max(1, len(self._threads)))
+
+    def _await_work(self) -> None:
+        self._work.wait()
+        self._work.clear()
+
+    def _await_beat(self) -> None:
+        self._beating.wait(HEARTBEAT_SECONDS)
+        self._beating.clear()
+
+    def _keep_pumping(self, pump: Callable[[], None], wait: Callable[[], None]) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            if self._attempt(pump):
+                failures = 0
+                wait()
+            else:
+                self._stopping.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+                failures += 1
+
+    def _attempt(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except (BrokerError, WireError) as error:
+            if not self.trouble:
+                log.warning("the link is down, training goes on: %s", error.what)
+            self.trouble = error.what[:500]
+            return False
+        except Exception as error:  # noqa: BLE001 - a thread must not die unseen: the island raises it
+            self.failure = error
+            self._stopping.set()
+            return False
+        if self.trouble:
+            log.info("the link is up again")
+        self.trouble = ""
+        return True

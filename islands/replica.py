@@ -1,0 +1,87 @@
+"""An island's parameters, fragment by fragment: what it sends of them, and how it takes snapshots in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from broker.codecs import Vector
+from broker.manifest import Manifest, Tensor
+from islands.adoption import Adopt, build
+from islands.model import Params
+from islands.quantise import QUANTISE
+
+Rows = tuple[tuple[Tensor, int], ...]
+
+
+def flatten(rows: Rows, params: Params) -> jax.Array:
+    """A fragment's tensors as one float32 vector of N elements, in the manifest's order."""
+    return jnp.concatenate([params[tensor.name].reshape(-1) for tensor, _ in rows])
+
+
+def unflatten(rows: Rows, vector_N: jax.Array) -> Params:
+    """The inverse of `flatten`."""
+    return {t.name: vector_N[offset : offset + t.size].reshape(t.shape) for t, offset in rows}
+
+
+class Replica:
+    """References of every fragment; the parameters themselves belong to the inner loop and are passed in.
+
+    The outer gradient is the reference minus the own parameters. After sending, the reference moves to the point that
+    the merger will reconstruct (what the codec's rounding left out stays owed), so no progress is sent twice.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.layout = manifest.layout
+        self.rule = build(manifest.config.adopt)
+        self.references: list[jax.Array] = []
+        quantise = QUANTISE[manifest.config.wire.up]
+        self._measure = [jax.jit(partial(_measure, rows, quantise)) for rows in self.layout]
+        self._adopt = [jax.jit(partial(_adopt, rows, self.rule.adopt)) for rows in self.layout]
+
+    def begin(self, vectors: list[Vector]) -> Params:
+        """Takes over all fragments (float32 vectors) as they are, and gives the parameters."""
+        self.references = [jnp.asarray(vector_N) for vector_N in vectors]
+        params: Params = {}
+        for rows, vector_N in zip(self.layout, self.references, strict=True):
+            # Copies: the inner step donates its parameters, and the references must outlive that.
+            params |= {name: jnp.array(value) for name, value in unflatten(rows, vector_N).items()}
+        return dict(sorted(params.items()))
+
+    def warm_up(self, params: Params) -> None:
+        """Compiles both directions of every fragment, and changes nothing."""
+        for p, reference_N in enumerate(self.references):
+            part = self._part(p, params)
+            self._measure[p](reference_N, part)
+            self._adopt[p](reference_N, part, reference_N)
+
+    def measure(self, fragment: int, params: Params) -> jax.Array:
+        """The outer gradient (float32, N elements, rounded as the codec will); moves the reference to the sent point."""
+        part = self._part(fragment, params)
+        delta_N, self.references[fragment] = self._measure[fragment](self.references[fragment], part)
+        return delta_N
+
+    def adopt(self, fragment: int, params: Params, new_N: Vector) -> Params:
+        """The parameters with the fragment's snapshot taken in by the run's adopt rule."""
+        part, self.references[fragment] = self._adopt[fragment](
+            jnp.asarray(new_N), self._part(fragment, params), self.references[fragment]
+        )
+        return {**params, **part}
+
+    def _part(self, fragment: int, params: Params) -> Params:
+        return {tensor.name: params[tensor.name] for tensor, _ in self.layout[fragment]}
+
+
+def _measure(
+    rows: Rows, quantise: Callable[[jax.Array], jax.Array], reference_N: jax.Array, part: Params
+) -> tuple[jax.Array, jax.Array]:
+    delta_N = quantise(reference_N - flatten(rows, part))
+    return delta_N, reference_N - delta_N
+
+
+def _adopt(rows: Rows, rule: Adopt, new_N: jax.Array, part: Params, reference_N: jax.Array) -> tuple[Params, jax.Array]:
+    own_N, next_reference_N = rule(new_N, flatten(rows, part), reference_N)
+    return unflatten(rows, own_N), next_reference_N

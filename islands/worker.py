@@ -1,0 +1,228 @@
+"""An island: trains on its own, never waits. Between two inner steps it adopts what has come, and sends what it owes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from broker.manifest import Manifest
+from broker.messages import Contribution, Heartbeat
+from islands.batches import Batches
+from islands.inner import InnerSteps, begin
+from islands.ledger import Ledger
+from islands.link import Arrival, Draft, Link
+from islands.replica import Replica
+
+FLUSH_SECONDS = 10.0
+FAREWELL_SECONDS = 2.0
+SMOOTHING = 0.9
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Speed:
+    """Moving averages of what an inner step takes, and the loss that it reached."""
+
+    step_seconds: float = 0.0
+    loss: float = math.nan
+
+    def stepped(self, steps: int, seconds: float) -> None:
+        """So many steps took so many seconds."""
+        each = seconds / steps
+        self.step_seconds = SMOOTHING * self.step_seconds + (1 - SMOOTHING) * each if self.step_seconds else each
+
+
+@dataclass
+class Totals:
+    """Of this island, over its returns."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+class Island:
+    """One island of one run, without a loop of its own: `boundary` and `advance` in turn, then `leave`."""
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        steps: InnerSteps,
+        batches: Batches,
+        link: Link,
+        arrivals: Sequence[Arrival],
+        clock: Callable[[], float] = time.monotonic,
+        incarnation: str = "",
+        scan_steps: int = 1,
+    ) -> None:
+        """Begins from `arrivals`, one snapshot of every fragment, with fresh inner optimiser state."""
+        config = manifest.config
+        self.name = name
+        self.manifest = manifest
+        self.config = config
+        self.link = link
+        self.batches = batches
+        self.clock = clock
+        self.incarnation = incarnation or uuid.uuid4().hex[:8]
+        self.scan_steps = scan_steps
+        self.replica = Replica(manifest)
+        self.ledger = Ledger(name, self.incarnation, len(manifest.fragments), config.sync.interval, config.sync.window)
+        self.device = jax.devices()[0].device_kind[:200]
+        self.speed = Speed()
+        self.totals = Totals()
+        self.inner = begin(config.inner, self.replica.begin([arrival.params_N for arrival in arrivals]))
+        for arrival in arrivals:
+            self.ledger.adopted(arrival.snapshot, keeps_progress=False)
+        self.steps = steps
+        self._sequence = 0
+        self._in_flight: jax.Array | None = None
+        self._losses: list[jax.Array] = []
+        self._stepped_at = clock()
+
+    def warm_up(self) -> None:
+        """Compiles whatever the loop runs, on copies, so that nothing compiles while others wait for this island."""
+        self.beat("joining")
+        copy = jax.tree.map(jnp.array, self.inner)
+        shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
+        after, losses_n = self.steps(copy, jnp.zeros(shape, jnp.uint8), jnp.asarray(0, jnp.int32))
+        self.replica.warm_up(after.params)
+        losses_n.block_until_ready()
+        self._stepped_at = self.clock()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the global step has reached the run's end."""
+        return self.ledger.global_step >= self.config.inner.steps
+
+    # -- the loop's two halves --------------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """Between two inner steps: hears, adopts, sends. Waits for nobody."""
+        if self.link.failure is not None:
+            raise self.link.failure
+        events, arrivals = self.link.take()
+        for event in events:
+            self.ledger.heard(event)
+        for arrival in arrivals:
+            self._adopt(arrival)
+        while (number := self.ledger.due()) is not None:
+            self._send(number, farewell=False)
+        self.beat("training")
+
+    def advance(self) -> None:
+        """`scan_steps` inner steps. The device works on them while the next boundary passes."""
+        n = self.scan_steps
+        batch = jnp.asarray(self.batches.next(n))
+        self.inner, losses_n = self.steps(self.inner, batch, jnp.asarray(self.ledger.global_step, jnp.int32))
+        tokens = n * self.config.tokens_per_step
+        self.ledger.stepped(n, tokens)
+        self.totals.steps += n
+        self.totals.tokens += tokens
+        self._losses.append(losses_n)
+        # One stretch of steps may be in flight: enough to keep the device busy, and the clock honest.
+        if self._in_flight is not None:
+            self._in_flight.block_until_ready()
+        self._in_flight = losses_n
+        now = self.clock()
+        self.speed.stepped(n, now - self._stepped_at)
+        self._stepped_at = now
+
+    def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
+        """Sends what it has of every fragment, and says goodbye; whether all of it got through."""
+        self.beat("leaving")
+        for number in self.ledger.farewells():
+            self._send(number, farewell=True)
+        through = self.link.drain(flush_seconds)
+        self.beat(state)
+        return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and through
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, arrival: Arrival) -> None:
+        snapshot = arrival.snapshot
+        if snapshot.version <= self.ledger.counts[snapshot.fragment].version:
+            return
+        params = self.replica.adopt(snapshot.fragment, self.inner.params, arrival.params_N)
+        self.inner = self.inner._replace(params=params)
+        self.ledger.adopted(snapshot, self.replica.rule.keeps_progress)
+
+    def _send(self, number: int, farewell: bool) -> None:
+        p = self.manifest.fragment_of(number)
+        count = self.ledger.counts[p]
+        contribution = Contribution(
+            island=self.name,
+            incarnation=self.incarnation,
+            sequence=self._sequence,
+            round=number,
+            fragment=p,
+            base=count.version,
+            tokens=count.tokens,
+            steps=count.steps,
+            global_step=self.ledger.global_step,
+            loss=self._mean_loss(),
+            step_seconds=self.speed.step_seconds,
+            farewell=farewell,
+            codec=self.config.wire.up,
+            bytes=0,
+            digest="",
+        )
+        self.link.send(Draft(contribution, self.replica.measure(p, self.inner.params)))
+        self._sequence += 1
+        self.ledger.sent(number)
+
+    def _mean_loss(self) -> float:
+        """Mean loss of the steps since it was asked last; the last known where there were none."""
+        if self._losses:
+            self.speed.loss = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in self._losses]))
+            self._losses.clear()
+        return self.speed.loss
+
+    def beat(self, state: str) -> None:
+        """Renews what the next heartbeat says."""
+        seconds = self.speed.step_seconds
+        self.link.beat(
+            Heartbeat(
+                island=self.name,
+                incarnation=self.incarnation,
+                state=state,
+                host=platform.node()[:200],
+                pid=os.getpid(),
+                device=self.device,
+                steps=self.totals.steps,
+                global_step=self.ledger.global_step,
+                tokens=self.totals.tokens,
+                tokens_per_second=self.config.tokens_per_step / seconds if seconds else 0.0,
+                step_seconds=seconds,
+                loss=self.speed.loss,
+                staleness=self.ledger.staleness,
+                backlog=self.link.backlog,
+                sent=self.link.sent,
+                refused=self.ledger.refused,
+                last_refusal=self.ledger.last_refusal,
+                bytes_up=self.link.bytes_up,
+                bytes_down=self.link.bytes_down,
+                link=self.link.trouble or "ok",
+            )
+        )
+
+
+def train(island: Island, stopped: Callable[[], bool]) -> str:
+    """Trains until the run's end or `stopped`; then leaves. Returns how it left: `done` or `left`."""
+    while not (stopped() or island.finished):
+        island.boundary()
+        island.advance()
+    state = "done" if island.finished else "left"
+    if not island.leave(state):
+        log.warning("the broker did not take everything: %s contributions stay behind", island.link.backlog)
+    return state

@@ -1,0 +1,51 @@
+"""`archipelago merger` and `python -m merger`: serves a run; a second one stands by until the first is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from broker.process import connect_to, guarded, log_to_stderr, print_json, stop_on_signals
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MergerOptions:
+    """Serve a run: merge what the islands send. Runs on the CPU; a second merger waits until the first is gone."""
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL"""
+    run: str | None = None
+    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
+    json: bool = False
+    """print one JSON object at the end"""
+
+
+def main(options: MergerOptions) -> int:
+    """Serves until a signal, or until another merger has taken over."""
+    stopped = stop_on_signals()
+    log_to_stderr("merger")
+    transport = connect_to(options.url, options.run)
+    transport.manifest()  # before JAX loads: a wrong name is answered at once
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
+
+    from merger.service import Merger, serve
+
+    merger = Merger(transport)
+    serve(merger, stopped)
+    books = transport.books() if stopped() else None
+    log.info("leaves after round %s", merger.rounds.closed)
+    if options.json:
+        print_json({"run": transport.run, "round": merger.rounds.closed, "merged": books.merged if books else None})
+    return 0
+
+
+def entry() -> int:
+    """`python -m merger`."""
+    return guarded(lambda: main(tyro.cli(MergerOptions, args=sys.argv[1:])))

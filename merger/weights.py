@@ -1,0 +1,114 @@
+"""How much each contribution of a round counts, and how much the round as a whole does.
+
+A contribution weighs `tokens · (tokens / steps) · s(staleness)`: Decoupled DiLoCo (arXiv 2604.21428), Algorithm 2,
+times a staleness factor s. Within the round only the ratios matter (`shares`). Across rounds, a run whose rounds are
+always somewhat stale would be slowed by s as such; so the round's mean s is divided by its running mean (`gain`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from broker.config import MergeConfig
+
+RUNNING_DECAY = 0.95
+"""Decay, a round, of the running mean of s: a memory of about twenty rounds."""
+GAIN_MAX = 2.0
+"""A fresh round after many stale ones is enlarged by at most this factor."""
+
+
+def _none(staleness: int, islands: int) -> float:
+    return 1.0
+
+
+def _polynomial(staleness: int, islands: int) -> float:
+    return float((1.0 + staleness) ** -0.5)
+
+
+def _hinge(staleness: int, islands: int) -> float:
+    excess = staleness - max(islands, 1)
+    return 1.0 if excess <= 0 else 1.0 / (0.5 * excess + 1.0)
+
+
+STALENESS: dict[str, Callable[[int, int], float]] = {"none": _none, "polynomial": _polynomial, "hinge": _hinge}
+"""s(staleness τ in versions, live islands M) in (0, 1], by name. `none`: 1. `polynomial`: (1 + τ)^−½. `hinge`: 1 up to
+M, then 1/(½(τ − M) + 1). Both are FedAsync's (arXiv 1903.03934). To add one: a function here, its name in
+`MergeConfig.staleness`."""
+
+
+Part = tuple[int, int, int]
+"""What decides one contribution's weight: tokens ≥ 0, inner steps ≥ 1, staleness ≥ 0 in versions."""
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    """Exponential mean, over the rounds, of a round's mean s. It starts at 1, as if all rounds before were fresh."""
+
+    value: float = 1.0
+
+    def after(self, mean_staleness_factor: float) -> RunningMean:
+        """The mean with one more round in it."""
+        # In this form, unlike decay·a + (1 − decay)·b, a constant sample is an exact fixed point.
+        return RunningMean(self.value + (1.0 - RUNNING_DECAY) * (mean_staleness_factor - self.value))
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A round's decisions about weight, in the order of its parts."""
+
+    shares: tuple[float, ...]
+    """of each part, in [0, 1]; they sum to one"""
+    gain: float
+    """factor on the merged outer gradient, in (0, GAIN_MAX]"""
+    running: RunningMean
+    """for the next round"""
+
+
+def raw_weight(tokens: int, steps: int) -> float:
+    """`tokens · (tokens / steps)`: the work done, times its batch size (Decoupled DiLoCo, Algorithm 2). steps ≥ 1."""
+    return tokens * (tokens / steps)
+
+
+def _scaled(weights: Sequence[float]) -> list[float]:
+    """The weights relative to the largest, so that no sum of them overflows; ones when all are zero."""
+    if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
+        raise ValueError(f"weights must be finite and not negative: {list(weights)}")
+    largest = max(weights, default=0.0)
+    return [weight / largest if largest > 0.0 else 1.0 for weight in weights]
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Each weight's part of their sum; equal parts when all are zero. One weight has exactly 1.0.
+
+    The sum is rounded once (`fsum`), so the order of the weights changes no bit of any share. Raises ValueError for a
+    negative or non-finite weight.
+    """
+    scaled = _scaled(weights)
+    total = math.fsum(scaled)
+    return [weight / total for weight in scaled]
+
+
+def gain(mean_staleness_factor: float, running: RunningMean) -> float:
+    """How much a round counts against the rounds before it: its mean s over their running mean, at most GAIN_MAX."""
+    return min(mean_staleness_factor / running.value, GAIN_MAX)
+
+
+def weigh(parts: Sequence[Part], config: MergeConfig, islands: int, running: RunningMean) -> Weighed:
+    """Shares and gain of one round, from its parts (at least one) and the number of live islands.
+
+    The gain is `gain(mean s, running)`, with the mean weighted by `raw_weight`; or mean s itself when
+    `config.normalise` is off, so that stale rounds take smaller steps. Raises ValueError for a round without parts.
+    """
+    if not parts:
+        raise ValueError("a round without contributions has no weights")
+    s = STALENESS[config.staleness]
+    raw = _scaled([raw_weight(tokens, steps) for tokens, steps, _ in parts])
+    stale = [weight * s(staleness, islands) for weight, (_, _, staleness) in zip(raw, parts, strict=True)]
+    mean = math.fsum(stale) / math.fsum(raw)
+    return Weighed(
+        shares=tuple(shares(stale)),
+        gain=gain(mean, running) if config.normalise else mean,
+        running=running.after(mean),
+    )

@@ -1,0 +1,1 @@
+"""The command line, the launcher, and everything around a run: status, chaos, simulator, benchmarks, reports."""

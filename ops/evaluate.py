@@ -1,0 +1,86 @@
+"""`archipelago evaluate`: the run's parameters on held-out text, once or as they come. Reads; trains nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from broker.errors import BrokerError, UnreachableError
+from broker.messages import Evaluation
+from broker.process import connect_to, log_to_stderr, print_json, stop_on_signals
+from broker.transport import Transport
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Measure bits per byte of the merged parameters on held-out text, and record it with the run."""
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """redis://HOST:PORT; default $ARCHIPELAGO_URL"""
+    run: str | None = None
+    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
+    every: float = 0.0
+    """seconds between two evaluations, until SIGTERM (then once more); 0 evaluates once"""
+    json: bool = False
+    """print one JSON object at the end"""
+
+
+def main(options: EvaluateOptions) -> int:
+    """Evaluates once, or again and again until a signal."""
+    stopped = stop_on_signals()
+    log_to_stderr("evaluate")
+    transport = connect_to(options.url, options.run)
+    evaluate = evaluator(transport)
+    newest = evaluate()
+    due = time.monotonic() + options.every
+    while options.every and not stopped():
+        if time.monotonic() < due:
+            time.sleep(0.1)
+            continue
+        due = time.monotonic() + options.every
+        try:
+            newest = evaluate()
+        except UnreachableError:
+            continue  # an outage ends by itself
+    if options.every:
+        newest = evaluate()
+    if options.json:
+        print_json({"run": transport.run, "round": newest.round, "bits_per_byte": newest.bits_per_byte})
+    elif not options.every:
+        print(f"{newest.bits_per_byte:.4f} bits per byte at round {newest.round}")  # noqa: T201
+    return 0
+
+
+def evaluator(transport: Transport) -> Callable[[], Evaluation]:
+    """A function that evaluates the newest parameters and records it; nothing new is not evaluated twice."""
+    manifest = transport.manifest()
+
+    from islands.batches import held_out
+    from islands.corpus import open_corpus
+    from islands.device import prepare_device
+    from islands.evaluation import compile_evaluation, published
+    from islands.model import build
+
+    prepare_device()
+    config = manifest.config
+    corpus = open_corpus(manifest.corpus.name)
+    if corpus.identity != manifest.corpus:
+        raise BrokerError(f"the corpus {corpus.name!r} on this machine is not the run's", "Copy the run's corpus here.")
+    text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
+    measure = compile_evaluation(build(config.model.size), text)
+
+    def evaluate() -> Evaluation:
+        params, number, step = published(transport, manifest)
+        known = transport.evaluations()
+        if known and known[-1].round == number:
+            return known[-1]
+        tokens = transport.books().merged_tokens // len(manifest.fragments)
+        found = Evaluation(number, step, tokens, time.time(), measure(params))
+        transport.evaluated(found)
+        return found
+
+    return evaluate

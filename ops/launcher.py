@@ -1,0 +1,122 @@
+"""Child processes that are kept alive: each with a log file, tethered to this process, started again when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ops import tether
+
+RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0)
+USER_ERROR = 2
+"""Exit status of a worker that a restart cannot help."""
+
+
+def thread_environment(workers: int) -> dict[str, str]:
+    """Threads of each of so many workers that share this machine's cores."""
+    threads = max(1, (os.cpu_count() or 1) // max(1, workers))
+    flags = f"--xla_cpu_multi_thread_eigen={'true' if threads > 1 else 'false'} intra_op_parallelism_threads={threads}"
+    return {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+        "OMP_NUM_THREADS": str(threads),
+        # Several islands may share one accelerator: none takes its whole memory.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+@dataclass
+class Child:
+    """One process by name. `done` once it ended as it should; `failed` holds why it cannot go on."""
+
+    name: str
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    restarts: int = 0
+    done: bool = False
+    failed: str = ""
+    process: subprocess.Popen[bytes] | None = None
+    _again_at: float = field(default=0.0, repr=False)
+
+    def start(self) -> None:
+        """Starts it in a session of its own, so that Ctrl-C reaches the launcher alone. Call from the main thread."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                tether.command([sys.executable, *self.argv]),
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def tend(self, now: float) -> str:
+        """Looks after it; says what happened, if anything did."""
+        if self.done or self.failed or self.process is None:
+            return ""
+        status = self.process.poll()
+        if status is None:
+            return ""
+        if status == 0:
+            self.done = True
+            return f"{self.name} is done"
+        if status == USER_ERROR:
+            self.failed = self.last_words()
+            return f"{self.name} cannot go on: {self.failed}"
+        if not self._again_at:
+            pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS) - 1)]
+            self._again_at = now + pause
+            return f"{self.name} died ({_cause(status)}); starts again in {pause:.0f} s, its log is {self.log}"
+        if now >= self._again_at:
+            self._again_at = 0.0
+            self.restarts += 1
+            self.start()
+        return ""
+
+    def stop(self, seconds: float) -> None:
+        """SIGTERM, then SIGKILL once `seconds` have passed."""
+        self.signal(signal.SIGTERM)
+        self.wait(seconds)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Passes a signal on, if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def wait(self, seconds: float) -> None:
+        """Waits for its end, and brings it about once `seconds` have passed."""
+        if self.process is None:
+            return
+        try:
+            self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def last_words(self) -> str:
+        """The last line of its log."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1] if lines else ""
+
+
+def stop_all(children: Sequence[Child], seconds: float) -> None:
+    """SIGTERM to all at once, then waits for each until `seconds` have passed in all."""
+    for child in children:
+        child.signal(signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    for child in children:
+        child.wait(deadline - time.monotonic())
+
+
+def _cause(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"status {status}"

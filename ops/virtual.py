@@ -1,0 +1,127 @@
+"""A whole run in one process and in virtual time: real islands, a real merger, a clock that jumps from event to event.
+
+Exact in everything but the wall clock, and the same from run to run: what tests and `bench parity` stand on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from broker.config import RunConfig
+from broker.manifest import Manifest
+from broker.memory import MemoryBroker
+from broker.transport import Transport
+from islands.batches import Batches
+from islands.corpus import OpenCorpus
+from islands.creation import describe, first_snapshots
+from islands.inner import InnerSteps
+from islands.link import Link
+from islands.worker import Island
+from merger.service import Merger
+
+
+@dataclass
+class VirtualClock:
+    """Seconds that only its owner moves."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class VirtualRun:
+    """`step_seconds[i]` is how long island i takes for an inner step; islands act in the order of the clock."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: OpenCorpus,
+        steps: InnerSteps,
+        step_seconds: Sequence[float],
+        connect: Callable[[], Transport] | None = None,
+        clock: VirtualClock | None = None,
+        run: str = "virtual",
+    ) -> None:
+        self.clock = clock or VirtualClock()
+        broker = MemoryBroker(self.clock)
+        self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
+        self._corpus, self._steps = corpus, steps
+        self.transport = self._connect()
+        self.manifest: Manifest = describe(run, config, corpus.identity)
+        self.transport.create(self.manifest, first_snapshots(self.manifest))
+        self.merger = self.new_merger()
+        self.islands: dict[str, Island] = {}
+        self._step_seconds: dict[str, float] = {}
+        self._agenda: list[tuple[float, int, str]] = []
+        self._events = 0
+        for index, seconds in enumerate(step_seconds):
+            self.add_island(f"island-{index}", seconds)
+
+    def new_merger(self) -> Merger:
+        """Another merger takes the lease and loads; the run goes on with it."""
+        merger = Merger(self._connect(), self.clock, holder="virtual", live_poll_seconds=0.0)
+        merger.acquire()
+        merger.load()
+        self.merger = merger
+        return merger
+
+    def add_island(self, name: str, step_seconds: float) -> Island:
+        """One more island joins, now."""
+        link = Link(self._connect(), self.manifest)
+        config = self.manifest.config
+        arrivals = link.join()
+        batches = Batches(self._corpus.train, config, link.claim, fallback=len(self._step_seconds))
+        island = Island(name, self.manifest, self._steps, batches, link, arrivals, self.clock, incarnation="v")
+        island.beat("training")
+        link.pump()
+        self.islands[name] = island
+        self._step_seconds[name] = step_seconds
+        self._schedule(name, self.clock.now)
+        return island
+
+    def remove_island(self, name: str, *, farewell: bool) -> None:
+        """An island leaves as on SIGTERM, or vanishes as on SIGKILL."""
+        island = self.islands.pop(name)
+        if farewell:
+            island.leave(flush_seconds=0.0)
+            island.link.pump()
+            self.merger.turn(0.0)
+
+    def advance_until(self, done: Callable[[], bool]) -> None:
+        """Plays events until `done` holds or every island has finished and left."""
+        while self.islands and not done():
+            self.play_one()
+
+    def finish(self) -> None:
+        """Plays on to the run's end, and merges what the leavers sent."""
+        self.advance_until(lambda: False)
+        self.merger.turn(0.0)
+
+    def play_one(self) -> None:
+        """The next thing to happen: a grace window that ends, or an island at its step boundary."""
+        deadline = self.merger.rounds.deadline()
+        if self._agenda and deadline is not None and deadline <= self._agenda[0][0]:
+            self.clock.now = max(self.clock.now, deadline)
+            self.merger.turn(0.0)
+            return
+        at, _, name = heapq.heappop(self._agenda)
+        self.clock.now = max(self.clock.now, at)
+        island = self.islands.get(name)
+        if island is None:
+            return
+        if island.finished:
+            self.remove_island(name, farewell=True)
+            return
+        island.link.pump()
+        island.boundary()
+        island.link.pump()
+        self.merger.turn(0.0)
+        island.advance()
+        self._schedule(name, self.clock.now + self._step_seconds[name] * island.scan_steps)
+
+    def _schedule(self, name: str, at: float) -> None:
+        self._events += 1
+        heapq.heappush(self._agenda, (at, self._events, name))

@@ -1,0 +1,265 @@
+"""Merge rules against numbers worked out by hand, and what must hold of any contributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args, get_type_hints
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from broker.config import MergeConfig
+from broker.manifest import Tensor
+from merger import merge_rules
+from merger.merge_rules import MERGE_RULES, Group, MergeRule, groups, merge
+
+Vector = NDArray[np.float32]
+LAYOUT = ((Tensor("bias", (3,)), 0), (Tensor("embed", (4, 2), "embedding"), 3), (Tensor("kernel", (3, 2, 2)), 11))
+AVERAGE = (Group(0, 1, 6, "average"),)
+RDA = (Group(0, 1, 6, "rda"),)
+ROWS = (Group(0, 2, 3, "rda"),)
+# No subnormals, and none can come out of sums and differences: they count as zero.
+ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-90, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
+DELTA = arrays(np.float32, 6, elements=ELEMENTS)
+SMALL = arrays(np.float32, 6, elements=st.floats(-1.0, 1.0, width=32, allow_subnormal=False))
+COMPILES = settings(deadline=None)  # the first example pays for the compiler
+WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
+
+
+def vector(*values: float) -> Vector:
+    return np.array(values, np.float32)
+
+
+def merged(deltas: Sequence[Vector], shares: Sequence[float], of: tuple[Group, ...]) -> Vector:
+    return np.asarray(merge(deltas, shares, of))
+
+
+def bits(values: Vector) -> list[int]:
+    return [int(b) for b in np.asarray(values).view(np.uint32)]
+
+
+def norm(values: Vector) -> float:
+    return float(np.linalg.norm(values.astype(np.float64)))
+
+
+# -- groups --------------------------------------------------------------------------------------------------------
+
+
+def test_groups_of_whole_tensors() -> None:
+    assert groups(LAYOUT, MergeConfig(embedding="average", rest="rda", granularity="tensor")) == (
+        Group(0, 1, 3, "rda"),
+        Group(3, 1, 8, "average"),
+        Group(11, 1, 12, "rda"),
+    )
+
+
+def test_groups_of_rows() -> None:
+    assert groups(LAYOUT, MergeConfig(embedding="rda", rest="average", granularity="row")) == (
+        Group(0, 1, 3, "average"),  # one axis: one vector
+        Group(3, 4, 2, "rda"),
+        Group(11, 3, 4, "average"),  # rows run along the first axis
+    )
+
+
+def test_scalars_have_a_group_and_empty_tensors_have_none() -> None:
+    layout = ((Tensor("nothing", (0, 5)), 0), (Tensor("scale", ()), 0), (Tensor("none", (5, 0)), 1))
+    for granularity in ("tensor", "row"):
+        assert groups(layout, MergeConfig(granularity=granularity)) == (Group(0, 1, 1, "rda"),)
+
+
+def test_the_config_and_the_registry_name_the_same_rules() -> None:
+    hints = get_type_hints(MergeConfig)
+    assert set(get_args(hints["embedding"])) == set(get_args(hints["rest"])) == set(MERGE_RULES)
+
+
+# -- average -------------------------------------------------------------------------------------------------------
+
+
+def test_average_by_hand() -> None:
+    # ¼·1 + ¾·3 = 2.5 and ¼·2 − ¾·2 = −1
+    result = merged([vector(1, 2), vector(3, -2)], [0.25, 0.75], (Group(0, 1, 2, "average"),))
+    assert result.tolist() == [2.5, -1.0]
+
+
+@COMPILES
+@given(DELTA)
+def test_one_contribution_under_average_comes_out_bit_for_bit(delta_N: Vector) -> None:
+    assert bits(merged([delta_N], [1.0], AVERAGE)) == bits(delta_N)
+
+
+def test_average_keeps_the_sign_of_zero() -> None:
+    assert bits(merged([np.full(6, -0.0, np.float32)], [1.0], AVERAGE)) == [1 << 31] * 6
+
+
+# -- radial-directional average ------------------------------------------------------------------------------------
+
+
+def test_rda_by_hand() -> None:
+    # Norms 7 and 14, unit vectors (1, 0) and (0, 1), shares 3/7 and 4/7. Mean norm: 3 + 8 = 11.
+    # Mean of the units: (3/7, 4/7), of norm 5/7, so the direction is (0.6, 0.8).
+    result = merged([vector(7, 0), vector(0, 14)], [3 / 7, 4 / 7], (Group(0, 1, 2, "rda"),))
+    np.testing.assert_allclose(result, [6.6, 8.8], rtol=3e-7)
+
+
+def test_rda_by_rows_by_hand() -> None:
+    # First rows (2, 0), (0, 2): mean norm 2 along (1, 1)/√2. Second rows (0, 0), (0, 6): mean norm 3 along (0, 1).
+    result = merged([vector(2, 0, 0, 0), vector(0, 2, 0, 6)], [0.5, 0.5], (Group(0, 2, 2, "rda"),))
+    np.testing.assert_allclose(result, [math.sqrt(2), math.sqrt(2), 0, 3], rtol=3e-7)
+
+
+def test_each_tensor_has_its_own_rule_and_norm() -> None:
+    layout = ((Tensor("embed", (1, 2), "embedding"), 0), (Tensor("kernel", (2, 1)), 2))
+    deltas = [vector(2, 0, 1, 0), vector(0, 2, 0, 3)]
+    # The embedding: average (1, 1). The kernel: mean norm (1 + 3)/2 = 2 along (1, 1)/√2.
+    result = merged(deltas, [0.5, 0.5], groups(layout, MergeConfig(embedding="average", rest="rda")))
+    np.testing.assert_allclose(result, [1, 1, math.sqrt(2), math.sqrt(2)], rtol=3e-7)
+    # The kernel by rows: each row is one number, of mean norm ½ and 1½.
+    result = merged(deltas, [0.5, 0.5], groups(layout, MergeConfig(granularity="row")))
+    np.testing.assert_allclose(result, [1, 1, 0.5, 1.5], rtol=3e-7)
+
+
+def test_rda_keeps_the_length_of_orthogonal_contributions_where_average_shrinks_it() -> None:
+    islands = 9
+    deltas = list(np.eye(islands, 16, dtype=np.float32) * np.float32(5))
+    shares = [1 / islands] * islands
+    assert norm(merged(deltas, shares, (Group(0, 1, 16, "average"),))) == pytest.approx(
+        5 / math.sqrt(islands), rel=1e-6
+    )
+    assert norm(merged(deltas, shares, (Group(0, 1, 16, "rda"),))) == pytest.approx(5, rel=1e-6)
+
+
+@COMPILES
+@given(DELTA)
+def test_one_contribution_under_rda_comes_out_but_for_rounding(delta_N: Vector) -> None:
+    np.testing.assert_allclose(merged([delta_N], [1.0], RDA), delta_N, rtol=2e-6, atol=float(1e-6 * abs(delta_N).max()))
+
+
+@COMPILES
+@given(st.lists(DELTA, min_size=5, max_size=5), WEIGHTS)
+def test_the_norm_of_rda_is_the_mean_of_norms(deltas: list[Vector], weights: list[float]) -> None:
+    shares = [w / sum(weights) for w in weights]
+    norms = [norm(delta_N) for delta_N in deltas]
+    direction = sum(w / n * d.astype(np.float64) for w, n, d in zip(shares, norms, deltas, strict=True) if n > 0)
+    assume(np.linalg.norm(direction) > 1e-3)
+    assert norm(merged(deltas, shares, RDA)) == pytest.approx(sum(map(float.__mul__, shares, norms)), rel=2e-6)
+
+
+@COMPILES
+@given(st.lists(SMALL, min_size=5, max_size=5), WEIGHTS, st.integers(-40, 40))
+def test_scaling_all_contributions_by_a_power_of_two_scales_the_result_exactly(
+    deltas: list[Vector], weights: list[float], exponent: int
+) -> None:
+    assume(all(((abs(d) > 1e-6) | (d == 0)).all() for d in deltas))
+    shares, scale = [w / sum(weights) for w in weights], np.float32(2.0**exponent)
+    assert bits(merged([d * scale for d in deltas], shares, ROWS)) == bits(merged(deltas, shares, ROWS) * scale)
+
+
+def test_zero_vectors_are_no_trouble() -> None:
+    zero, one = np.zeros(6, np.float32), vector(3, 0, 0, 0, 4, 0)
+    assert merged([zero, zero], [0.5, 0.5], RDA).tolist() == [0.0] * 6
+    np.testing.assert_allclose(merged([zero, one], [0.5, 0.5], RDA), one / 2, rtol=3e-7)  # norm (0 + 5)/2
+    np.testing.assert_allclose(merged([zero, one], [0.5, 0.5], ROWS), one / 2, rtol=3e-7)
+    assert merged([one, zero], [0.0, 1.0], RDA).tolist() == [0.0] * 6
+
+
+def test_directions_that_cancel_leave_no_noise_of_full_length() -> None:
+    plane = (Group(0, 1, 2, "rda"),)
+    turns = [2 * math.pi * third / 3 for third in range(3)]
+    deltas = [vector(math.cos(turn), math.sin(turn)) for turn in turns]
+    assert merged(deltas, [1 / 3] * 3, plane).tolist() == [0.0, 0.0]
+    assert norm(merged(deltas, [0.34, 0.33, 0.33], plane)) == pytest.approx(1.0)  # what is left is a direction
+    assert merged([vector(5, 1), vector(-5, -1)], [0.5, 0.5], plane).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("size", [1e18, 1e-30])
+def test_no_square_overflows_or_vanishes(size: float) -> None:
+    deltas = [vector(size, 0, 0, 0, 0, 0), vector(0, size, 0, 0, 0, 0)]
+    root = size / math.sqrt(2)
+    np.testing.assert_allclose(merged(deltas, [0.5, 0.5], RDA), [root, root, 0, 0, 0, 0], rtol=3e-7)
+
+
+def test_the_norm_of_many_elements_is_exact_enough() -> None:
+    delta_N = np.full(1 << 22, 0.7, np.float32)
+    delta_N[0] = 1.0  # so that the scaled squares are no round numbers; added one by one they would be 3 % off
+    result = merged([delta_N], [1.0], (Group(0, 1, 1 << 22, "rda"),))
+    np.testing.assert_allclose(result, delta_N, rtol=1e-6)
+
+
+# -- of every rule -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [AVERAGE, RDA, ROWS])
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_the_order_of_contributions_changes_only_rounding(of: tuple[Group, ...], data: st.DataObject) -> None:
+    deltas, weights = data.draw(st.lists(SMALL, min_size=5, max_size=5)), data.draw(WEIGHTS)
+    order = data.draw(st.permutations(range(5)))
+    shares = [w / sum(weights) for w in weights]
+    for row in np.array(deltas).reshape(5, of[0].rows, of[0].length).swapaxes(0, 1):
+        units = row / np.maximum(np.linalg.norm(row, axis=1, keepdims=True), 1e-30)
+        direction = np.linalg.norm(np.array(shares) @ units)
+        assume(direction == 0 or direction > 0.1)  # a short mean of units turns far with a little rounding
+    straight = merged(deltas, shares, of)
+    permuted = merged([deltas[i] for i in order], [shares[i] for i in order], of)
+    np.testing.assert_allclose(permuted, straight, rtol=0, atol=2e-5)
+    assert bits(merged(deltas, shares, of)) == bits(straight)
+
+
+@COMPILES
+@given(DELTA, st.floats(0.01, 0.99))
+def test_alike_contributions_merge_to_themselves(delta_N: Vector, share: float) -> None:
+    for of in (AVERAGE, RDA, ROWS):
+        result = merged([delta_N, delta_N], [share, 1 - share], of)
+        np.testing.assert_allclose(result, delta_N, rtol=2e-6, atol=float(1e-6 * abs(delta_N).max()))
+
+
+def test_contributions_can_be_added_as_they_arrive() -> None:
+    random = np.random.default_rng(0)
+    deltas = [random.standard_normal(23, dtype=np.float32) for _ in range(3)]
+    of = groups(LAYOUT, MergeConfig(granularity="row"))
+    acc = merge_rules.begin(of)
+    for delta_N, share in zip(deltas, [0.2, 0.3, 0.5], strict=True):
+        acc = merge_rules.add(acc, delta_N, share, of)
+    assert bits(np.asarray(merge_rules.finish(acc, of))) == bits(merged(deltas, [0.2, 0.3, 0.5], of))
+
+
+def test_a_rule_can_be_added_and_is_traced_once_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[str] = []
+
+    def add(acc: jax.Array, delta_RxL: jax.Array, share: jax.Array) -> jax.Array:
+        traces.append("add")
+        return acc + delta_RxL
+
+    average = MERGE_RULES["average"]
+    monkeypatch.setitem(MERGE_RULES, "sum", MergeRule(average.init, add, average.finish))
+    of = (Group(0, 1, 5, "sum"),)
+    for count in (1, 2, 7):
+        deltas = [np.full(5, 2.0, np.float32)] * count
+        shares = [0.1 * i for i in range(count)]
+        assert merged(deltas, shares, of).tolist() == [2.0 * count] * 5
+    assert traces == ["add"]
+
+
+def test_results_are_float32_on_the_cpu() -> None:
+    with jax.default_device(jax.devices()[-1]):
+        result = merge([np.ones(6, np.float32)], [1.0], RDA)
+    assert result.dtype == np.float32
+    assert result.devices() == {jax.local_devices(backend="cpu")[0]}
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    six = np.ones(6, np.float32)
+    with pytest.raises(ValueError, match="0 contributions"):
+        merge([], [], RDA)
+    with pytest.raises(ValueError, match="2 contributions with 1 shares"):
+        merge([six, six], [1.0], RDA)
+    wrong: Any
+    for wrong in (np.ones(5, np.float32), np.ones(7, np.float32), np.ones((1, 6), np.float32), np.ones(6, np.float64)):
+        with pytest.raises(ValueError, match="groups have float32"):
+            merge([six, wrong], [0.5, 0.5], RDA)

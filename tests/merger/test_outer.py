@@ -1,0 +1,302 @@
+"""Outer optimisers against their recursions, and their states on the way to bytes and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args, get_type_hints
+
+import jax
+import msgpack
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from broker.config import OuterConfig
+from broker.errors import WireError
+from broker.wire import digest
+from merger import outer
+from merger.outer import MAGIC, OUTER, OuterOptimizer, build, dump, load
+
+Vector = NDArray[np.float32]
+RULES = ["sgd", "nesterov", "mla"]
+# No subnormals, and none can come out of sums and differences: they count as zero.
+ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-90, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
+VECTOR = arrays(np.float32, 6, elements=ELEMENTS)
+SGD_OF_RATE_ONE = build(OuterConfig(rule="sgd", learning_rate=1.0))
+
+
+def vector(*values: float) -> Vector:
+    return np.array(values, np.float32)
+
+
+def of(rule: Any, learning_rate: float = 0.7, momentum: float = 0.9) -> OuterOptimizer:
+    return build(OuterConfig(rule=rule, learning_rate=learning_rate, momentum=momentum))
+
+
+def bits(values: Any) -> list[int]:
+    return [int(b) for b in np.asarray(values).view(np.uint32)]
+
+
+def deltas(count: int, size: int = 8) -> list[Vector]:
+    random = np.random.default_rng(1)
+    return [random.standard_normal(size, dtype=np.float32) for _ in range(count)]
+
+
+def test_the_config_and_the_registry_name_the_same_rules() -> None:
+    assert set(get_args(get_type_hints(OuterConfig)["rule"])) == set(OUTER) == set(RULES)
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)  # the first example pays for the compiler
+@given(VECTOR, VECTOR)
+def test_sgd_of_rate_one_is_the_exact_difference(params_N: Vector, delta_N: Vector) -> None:
+    state = SGD_OF_RATE_ONE.init(params_N)
+    stepped_N, _, published_N = SGD_OF_RATE_ONE.step(params_N, state, delta_N, 1.0)
+    assert bits(stepped_N) == bits(params_N - delta_N) == bits(published_N)
+
+
+def test_sgd_by_hand() -> None:
+    sgd = of("sgd", 0.5)
+    params_N, _, _ = sgd.step(vector(3, -1), sgd.init(vector(3, -1)), vector(2, 4), 0.5)
+    assert params_N.tolist() == [2.0, -3.0]  # 3 − ½·2 and −1 − ½·4
+
+
+def test_nesterov_by_hand() -> None:
+    rule = of("nesterov", 0.5, 0.5)
+    params_N, state, published_N = rule.step(vector(2), rule.init(vector(2)), vector(1), 1.0)
+    # b = 1; θ = 2 − ½(1 + ½·1) = 1.25
+    assert params_N.tolist() == published_N.tolist() == [1.25]
+    params_N, state, _ = rule.step(params_N, state, vector(1), 1.0)
+    # b = ½·1 + 1 = 1.5; θ = 1.25 − ½(1 + ½·1.5) = 0.375
+    assert params_N.tolist() == [0.375]
+
+
+def test_look_ahead_by_hand() -> None:
+    rule = of("mla", 1.0, 0.5)
+    params_N, state, published_N = rule.step(vector(1), rule.init(vector(1)), vector(0.5), 1.0)
+    # G = ½; m = ½·½ = ¼; θ = 1 − (½ + ½·¼) = 0.375; published 0.375 − ½·¼ = 0.25
+    assert (params_N.tolist(), published_N.tolist()) == ([0.375], [0.25])
+    params_N, _, published_N = rule.step(params_N, state, vector(1), 0.5)
+    # G = ½; m = ½·¼ + ½·½ = 0.375; θ = 0.375 − (½ + 0.1875) = −0.3125; published −0.3125 − 0.1875 = −0.5
+    assert (params_N.tolist(), published_N.tolist()) == ([-0.3125], [-0.5])
+
+
+@pytest.mark.parametrize(("rate", "mu"), [(0.7, 0.9), (1.0, 0.0), (0.4, 0.5)])
+def test_nesterov_follows_the_closed_recursion(rate: float, mu: float) -> None:
+    rule = of("nesterov", rate, mu)
+    theta, b = np.ones(8), np.zeros(8)
+    params_N: Any = np.ones(8, np.float32)
+    state = rule.init(params_N)
+    for delta_N in deltas(6):
+        b = mu * b + delta_N
+        theta = theta - rate * (delta_N + mu * b)
+        params_N, state, published_N = rule.step(params_N, state, delta_N, 0.5)
+        np.testing.assert_allclose(params_N, theta, rtol=1e-5, atol=1e-5)
+        assert bits(published_N) == bits(params_N)
+
+
+@pytest.mark.parametrize(("rate", "mu"), [(0.7, 0.9), (1.0, 0.0), (0.4, 0.5)])
+def test_look_ahead_follows_the_closed_recursion(rate: float, mu: float) -> None:
+    rule = of("mla", rate, mu)
+    theta, m = np.ones(8), np.zeros(8)
+    params_N: Any = np.ones(8, np.float32)
+    state = rule.init(params_N)
+    for arrivals, delta_N in enumerate(deltas(6), start=1):
+        rho = math.sqrt(min(arrivals, 4) / 4)
+        m = mu * m + (1 - mu) * rho * delta_N
+        theta = theta - rate * (rho * delta_N + mu * m)
+        params_N, state, published_N = rule.step(params_N, state, delta_N, rho)
+        np.testing.assert_allclose(params_N, theta, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(published_N, theta - rate * mu * m, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule_name", RULES)
+def test_every_rule_finds_the_optimum_of_a_quadratic(rule_name: str) -> None:
+    curvature_N, optimum_N = vector(0.1, 0.5, 1.0), vector(2, -3, 0.25)
+    rule = of(rule_name)
+    params_N: Any = np.zeros(3, np.float32)
+    published_N, state = params_N, rule.init(params_N)
+    for _ in range(400):
+        delta_N = curvature_N * (np.asarray(published_N) - optimum_N)
+        params_N, state, published_N = rule.step(params_N, state, delta_N, 1.0)
+    np.testing.assert_allclose(params_N, optimum_N, atol=1e-4)
+    np.testing.assert_allclose(published_N, optimum_N, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule_name", RULES)
+def test_a_step_changes_none_of_its_inputs_and_repeats_bit_for_bit(rule_name: str) -> None:
+    rule, (params_N, first_N, second_N) = of(rule_name), deltas(3)
+    _, state, _ = rule.step(params_N, rule.init(params_N), first_N, 1.0)
+    one = rule.step(params_N, state, second_N, 0.5)
+    two = rule.step(params_N, state, second_N, 0.5)
+    assert [bits(leaf) for leaf in jax.tree.leaves(one)] == [bits(leaf) for leaf in jax.tree.leaves(two)]
+    assert bits(params_N) == bits(deltas(3)[0])
+
+
+@pytest.mark.parametrize("rule_name", RULES)
+def test_everything_is_float32_on_the_cpu(rule_name: str) -> None:
+    rule, params_N = of(rule_name), np.ones(8, np.float32)
+    with jax.default_device(jax.devices()[-1]):
+        state = rule.init(params_N)
+        leaves = jax.tree.leaves((state, rule.step(params_N, state, params_N, 1.0)))
+    assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
+    assert {device for leaf in leaves for device in leaf.devices()} == {jax.local_devices(backend="cpu")[0]}
+
+
+def test_participation_and_values_are_not_traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[str] = []
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        traces.append("step")
+        return updates, state
+
+    counted = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    monkeypatch.setitem(OUTER, "sgd", lambda config: outer.from_optax(counted))
+    rule = of("sgd")
+    params_N: Any = np.ones(8, np.float32)
+    for participation in (1, 0.5, 0.25, np.float64(0.1), np.float32(0.3)):
+        params_N, _, _ = rule.step(params_N, rule.init(params_N), np.ones(8, np.float32), participation)
+    assert traces == ["step"]
+    assert np.asarray(params_N).tolist() == [6.0] * 8
+
+
+@pytest.mark.parametrize("rule_name", RULES)
+def test_vectors_that_do_not_fit_are_an_error(rule_name: str) -> None:
+    rule, params_N = of(rule_name), np.ones(8, np.float32)
+    state = rule.init(params_N)
+    for wrong in (np.ones(1, np.float32), np.ones((8, 1), np.float32), np.ones(8, np.float64)):
+        with pytest.raises(ValueError, match="delta: float"):
+            rule.step(params_N, state, wrong, 1.0)
+    with pytest.raises(ValueError, match="parameters: float64"):
+        rule.step(params_N.astype(np.float64), state, params_N, 1.0)
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def trained(rule: OuterOptimizer, size: int = 8) -> tuple[Any, Any]:
+    params_N: Any = np.ones(size, np.float32)
+    state = rule.init(params_N)
+    for delta_N in deltas(2, size):
+        params_N, state, _ = rule.step(params_N, state, delta_N, 0.5)
+    return params_N, state
+
+
+@pytest.mark.parametrize("rule_name", RULES)
+def test_a_run_goes_on_from_bytes_as_if_nothing_had_happened(rule_name: str) -> None:
+    rule = of(rule_name)
+    params_N, state = trained(rule)
+    loaded_N, loaded = load(rule.init(np.zeros(8, np.float32)), dump(params_N, state), 8)
+    assert bits(loaded_N) == bits(params_N)
+    went_on = jax.tree.leaves(rule.step(params_N, state, deltas(3)[2], 0.5))
+    went_on_from_bytes = jax.tree.leaves(rule.step(loaded_N, loaded, deltas(3)[2], 0.5))
+    assert [bits(leaf) for leaf in went_on_from_bytes] == [bits(leaf) for leaf in went_on]
+    assert loaded_N.devices() == {jax.local_devices(backend="cpu")[0]}
+
+
+def test_every_bit_pattern_survives() -> None:
+    # Minus zero, the smallest subnormal, infinity, and NaNs that carry something.
+    patterns = np.array([1 << 31, 1, 0x7F800000, 0x7FC00001, 0xFFC12345, 0x3F800000], np.uint32).view(np.float32)
+    rule = of("nesterov")
+    state = jax.tree.map(lambda leaf: jax.device_put(patterns), rule.init(patterns))
+    loaded_N, loaded = load(rule.init(patterns), dump(patterns, state))
+    assert bits(loaded_N) == bits(patterns)
+    assert [bits(leaf) for leaf in jax.tree.leaves(loaded)] == [bits(patterns)]
+
+
+def test_states_with_other_dtypes_survive_too() -> None:
+    adam = outer.from_optax(optax.adam(0.1))
+    params_N = np.ones(8, np.float32)
+    state = jax.tree.map(lambda leaf: leaf + 1, adam.init(params_N))
+    _, loaded = load(adam.init(params_N), dump(params_N, state))
+    before, after = jax.tree.leaves(state), jax.tree.leaves(loaded)
+    assert [leaf.dtype for leaf in after] == [leaf.dtype for leaf in before]
+    assert [leaf.tolist() for leaf in after] == [leaf.tolist() for leaf in before]
+    assert before[0].tolist() == 1  # the step count, an integer
+
+
+@pytest.mark.parametrize("rule_name", RULES)
+def test_every_damaged_byte_and_every_cut_is_noticed(rule_name: str) -> None:
+    rule = of(rule_name)
+    params_N, state = trained(rule)
+    data = dump(params_N, state)
+    for i in range(len(data)):
+        damaged = bytearray(data)
+        damaged[i] ^= 1 << (i % 8)
+        for wrong in (bytes(damaged), data[:i]):
+            with pytest.raises(WireError):
+                load(state, wrong, 8)
+    with pytest.raises(WireError):
+        load(state, data + b"\0", 8)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
+    state = SGD_OF_RATE_ONE.init(np.ones(8, np.float32))
+    for hostile in (data, MAGIC + data, MAGIC + digest(data).encode() + data):
+        with pytest.raises(WireError):
+            load(state, hostile, 8)
+
+
+def sealed(value: Any) -> bytes:
+    body = value if isinstance(value, bytes) else serialization.msgpack_serialize(value)
+    return MAGIC + digest(body).encode() + body
+
+
+EIGHT = np.ones(8, np.float32)
+TRACE = "state[0].trace"
+
+
+def array_of(shape: Any, dtype: Any, body: bytes) -> bytes:
+    packed = msgpack.packb((shape, dtype, body))
+    data: bytes = msgpack.packb({"params": msgpack.ExtType(1, packed), TRACE: msgpack.ExtType(1, packed)})
+    return data
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"",
+        b"\x91" * 5000,  # lists in lists in lists
+        [EIGHT, EIGHT],
+        {"params": EIGHT},
+        {"params": EIGHT, TRACE: EIGHT, "more": EIGHT},
+        {"params": EIGHT, TRACE: np.ones(7, np.float32)},
+        {"params": np.ones(7, np.float32), TRACE: EIGHT},
+        {"params": EIGHT.reshape(2, 4), TRACE: EIGHT},
+        {"params": EIGHT.astype(np.float64), TRACE: EIGHT},
+        {"params": EIGHT, TRACE: EIGHT.view(np.int32)},
+        {"params": 1.0, TRACE: EIGHT},
+        {"params": [[1.0], [2.0, 3.0]], TRACE: EIGHT},
+        {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": {"0": 8}, "chunks": {"0": 5}}},
+        {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": 8, "chunks": {}}},
+        array_of([1 << 62], "float32", b""),
+        array_of([8], "object", b"\0" * 64),
+        array_of([8], "(", b"\0" * 32),
+        array_of([8], 5, b"\0" * 32),
+        array_of("x", "float32", b"\0" * 32),
+    ],
+)
+def test_well_sealed_bytes_that_do_not_fit_are_refused(hostile: Any) -> None:
+    state = of("nesterov").init(EIGHT)
+    load(state, sealed({"params": EIGHT, TRACE: EIGHT}), 8)  # the seal and the names are right
+    with pytest.raises(WireError):
+        load(state, sealed(hostile), 8)
+
+
+def test_the_state_of_another_rule_or_size_is_refused() -> None:
+    states = {name: trained(of(name)) for name in RULES}
+    for name, (params_N, state) in states.items():
+        for other in set(RULES) - {name}:
+            with pytest.raises(WireError, match="where the rule has"):
+                load(states[other][1], dump(params_N, state))
+        with pytest.raises(WireError, match=r"float32 of shape \(9,\)"):
+            load(state, dump(params_N, state), 9)

@@ -1,0 +1,170 @@
+"""Shares, staleness and gain against numbers worked out by hand, and the properties that hold for all numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from random import Random
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.config import MergeConfig
+from merger.weights import GAIN_MAX, STALENESS, Part, RunningMean, gain, raw_weight, shares, weigh
+
+CONFIG = MergeConfig(staleness="polynomial", normalise=True)
+PARTS = st.lists(
+    st.tuples(st.integers(1, 1 << 53), st.integers(1, 1 << 20), st.integers(0, 1000)), min_size=1, max_size=20
+)
+WEIGHTS = st.lists(st.floats(0.0, 1e308), min_size=1, max_size=20)
+
+
+def test_raw_weight_is_tokens_times_batch_size() -> None:
+    assert raw_weight(tokens=600, steps=3) == 600 * 200  # 600 / 3 = 200 tokens a step
+    assert raw_weight(tokens=10, steps=4) == 25.0  # 10 · 2.5
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness", "islands", "expected"),
+    [
+        ("none", 0, 4, 1.0),
+        ("none", 99, 4, 1.0),
+        ("polynomial", 0, 4, 1.0),
+        ("polynomial", 3, 4, 0.5),  # 4^−½
+        ("polynomial", 8, 4, 1 / 3),  # 9^−½
+        ("hinge", 4, 4, 1.0),  # up to M
+        ("hinge", 5, 4, 1 / 1.5),  # 1 / (½·1 + 1)
+        ("hinge", 8, 4, 1 / 3),  # 1 / (½·4 + 1)
+        ("hinge", 1, 0, 1.0),  # no live island counts as one
+        ("hinge", 3, 0, 0.5),  # 1 / (½·2 + 1)
+    ],
+)
+def test_staleness_factors_by_hand(name: str, staleness: int, islands: int, expected: float) -> None:
+    assert STALENESS[name](staleness, islands) == pytest.approx(expected, rel=1e-15)
+
+
+@given(staleness=st.integers(0, 10**6), islands=st.integers(0, 64))
+def test_staleness_factors_never_grow_with_staleness(staleness: int, islands: int) -> None:
+    for s in STALENESS.values():
+        assert 0.0 < s(staleness + 1, islands) <= s(staleness, islands) <= 1.0
+
+
+def test_the_config_and_the_registry_name_the_same_functions() -> None:
+    assert set(get_args(get_type_hints(MergeConfig)["staleness"])) == set(STALENESS)
+
+
+def test_shares_by_hand() -> None:
+    assert shares([1.0, 3.0]) == [0.25, 0.75]
+    assert shares([0.0, 0.0, 0.0, 0.0]) == [0.25] * 4
+    assert shares([1e308, 1e308]) == [0.5, 0.5]  # their sum is beyond float64
+    assert shares([5e-324, 5e-324, 0.0]) == [0.5, 0.5, 0.0]
+    assert shares([]) == []
+
+
+@given(st.floats(0.0, 1e308))
+def test_one_contribution_has_exactly_the_whole_share(weight: float) -> None:
+    assert shares([weight]) == [1.0]
+
+
+@given(WEIGHTS)
+def test_shares_are_shares(weights: list[float]) -> None:
+    found = shares(weights)
+    assert abs(math.fsum(found) - 1.0) <= 1e-12
+    assert all(0.0 <= share <= 1.0 for share in found)
+
+
+@given(st.lists(st.floats(1e-100, 1e100), min_size=1, max_size=20), st.floats(1e-100, 1e100))
+def test_scaling_all_weights_changes_no_share(weights: list[float], scale: float) -> None:
+    assert shares([weight * scale for weight in weights]) == pytest.approx(shares(weights), rel=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_weights_that_are_none_are_an_error(wrong: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        shares([1.0, wrong])
+
+
+def test_weigh_by_hand() -> None:
+    # Raw weights 10 · 10/1 = 100 and 20 · 20/4 = 100. Staleness 0 and 3: s = 1 and ½, so 100 and 50 of 150.
+    weighed = weigh([(10, 1, 0), (20, 4, 3)], CONFIG, 2, RunningMean(0.8))
+    assert weighed.shares == pytest.approx((2 / 3, 1 / 3), rel=1e-15)
+    # The mean of s by raw weight is (100·1 + 100·½) / 200 = 0.75, against a running mean of 0.8.
+    assert weighed.gain == pytest.approx(0.75 / 0.8, rel=1e-15)
+    assert weighed.running.value == pytest.approx(0.95 * 0.8 + 0.05 * 0.75, rel=1e-14)
+
+
+def test_the_mean_of_s_is_weighted_by_the_work_before_staleness() -> None:
+    # Raw weights 300 and 100, s = 1 and ½: (300 + 50) / 400 = 0.875; unweighted it would be 0.75.
+    assert weigh([(300, 300, 0), (100, 100, 3)], CONFIG, 2, RunningMean()).gain == pytest.approx(0.875, rel=1e-15)
+
+
+def test_without_normalisation_stale_rounds_shrink() -> None:
+    off = replace(CONFIG, normalise=False)
+    running = RunningMean(0.5)
+    assert weigh([(10, 1, 3)], off, 1, running).gain == 0.5
+    assert weigh([(10, 1, 3)], CONFIG, 1, running).gain == 1.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 53), st.integers(1, 1 << 20), st.just(0)), min_size=1, max_size=20))
+def test_fresh_rounds_have_a_gain_of_exactly_one(parts: list[Part]) -> None:
+    weighed = weigh(parts, CONFIG, 4, RunningMean())
+    assert weighed.gain == 1.0
+    assert weighed.running == RunningMean(1.0)
+
+
+@given(PARTS, st.randoms(use_true_random=False))
+def test_the_order_of_parts_changes_no_bit(parts: list[Part], random: Random) -> None:
+    order = list(range(len(parts)))
+    random.shuffle(order)
+    straight = weigh(parts, CONFIG, 4, RunningMean(0.7))
+    permuted = weigh([parts[i] for i in order], CONFIG, 4, RunningMean(0.7))
+    assert permuted.shares == tuple(straight.shares[i] for i in order)
+    assert (permuted.gain, permuted.running) == (straight.gain, straight.running)
+
+
+@given(PARTS, st.integers(0, 1000))
+def test_a_staler_part_never_gets_a_larger_share(parts: list[Part], more: int) -> None:
+    tokens, steps, staleness = parts[0]
+    before = weigh(parts, CONFIG, 4, RunningMean()).shares
+    after = weigh([(tokens, steps, staleness + more), *parts[1:]], CONFIG, 4, RunningMean()).shares
+    assert after[0] <= before[0] * (1 + 1e-12)
+    assert abs(math.fsum(after) - 1.0) <= 1e-12
+
+
+@given(PARTS, st.floats(1e-3, 1.0))
+def test_gain_is_bounded(parts: list[Part], running: float) -> None:
+    assert 0.0 < weigh(parts, CONFIG, 4, RunningMean(running)).gain <= GAIN_MAX
+
+
+def test_gain_is_clamped() -> None:
+    assert gain(1.0, RunningMean(0.1)) == GAIN_MAX == 2.0
+    assert gain(0.3, RunningMean(0.2)) == pytest.approx(1.5)
+
+
+def test_in_the_long_run_staleness_does_not_slow_the_run() -> None:
+    random, running, gains = np.random.default_rng(0), RunningMean(), []
+    for _ in range(2000):
+        parts = [(100, 10, int(staleness)) for staleness in random.integers(0, 6, size=4)]
+        weighed = weigh(parts, CONFIG, 4, running)
+        running = weighed.running
+        gains.append(weighed.gain)
+    assert statistics.fmean(gains[200:]) == pytest.approx(1.0, abs=0.01)
+    assert running.value < 0.8  # while the mean of s itself is far from one
+    assert statistics.stdev(gains[200:]) > 0.02  # and rounds still differ by their staleness
+
+
+def test_the_running_mean_approaches_a_constant_by_its_decay() -> None:
+    running = RunningMean()
+    for _ in range(20):
+        running = running.after(0.5)
+    assert running.value == pytest.approx(0.5 + 0.5 * 0.95**20, rel=1e-12)
+    assert RunningMean(0.3).after(0.3).value == 0.3
+
+
+def test_a_round_without_contributions_is_an_error() -> None:
+    with pytest.raises(ValueError, match="without contributions"):
+        weigh([], CONFIG, 4, RunningMean())
