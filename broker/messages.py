@@ -209,7 +209,7 @@ class Evaluation:
     step: Count
     tokens: Count
     """merged so far (each fragment counted by its share of a round trip)"""
-    unix_seconds: Seconds
+    unix_seconds: Annotated[float, Ge(0.0), Le(1e12)]
     """wall clock of whoever evaluated"""
     bits_per_byte: Measure
 
@@ -242,7 +242,7 @@ def to_fields(message: Any) -> dict[str, str]:
         if isinstance(value, tuple):
             fields[f.name] = json.dumps([dataclasses.asdict(part) for part in value])
         elif isinstance(value, float):
-            fields[f.name] = f"{value:.9g}"
+            fields[f.name] = f"{value:.12g}"
         else:
             fields[f.name] = str(int(value)) if isinstance(value, bool) else str(value)
     return fields

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import platformdirs
+
 from broker.errors import ArchipelagoError, ConfigError
 from broker.redis_transport import RedisTransport, connect
 
@@ -59,6 +61,16 @@ def log_to_stderr(who: str, verbose: bool = False) -> None:
     )
     for package in ("broker", "islands", "merger", "ops"):
         logging.getLogger(package).setLevel(logging.INFO)
+
+
+def keep_compiled() -> None:
+    """Lets JAX keep compiled programs between processes: a restarted worker is back within a second or two.
+
+    Call before JAX is imported, which reads these.
+    """
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(platformdirs.user_cache_path("archipelago") / "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def print_json(value: Any) -> None:

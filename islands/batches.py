@@ -1,8 +1,8 @@
 """Batches of an island: a pure function of the text, the run's seed, and the shard ordinals that the island claimed.
 
 The training text is cut into shards. Islands claim **ordinals** 0, 1, 2 … from a counter of the run, and ordinal n
-names a shard, so that in each epoch (as many ordinals as there are shards) every shard is trained on by one island once.
-Only training text goes in here; held-out text goes through `held_out`.
+names a shard, so that in each epoch (as many ordinals as there are shards) every shard is some island's once. Only
+training text goes in here; held-out text goes through `held_out`.
 
 Random numbers are raw PCG64 output, whose stream NumPy promises to keep (unlike that of `Generator.permutation`): all
 islands must find the same permutation, whichever NumPy they have.

@@ -20,17 +20,16 @@ def _manager(folder: Path) -> Any:
     return ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True))
 
 
+def _whose(island: Island) -> dict[str, str]:
+    return {"run": island.manifest.run, "tree": island.manifest.tree_digest}
+
+
 def save(folder: Path, island: Island) -> None:
     """Writes the island's state, whole or not at all; the two newest are kept."""
     import orbax.checkpoint as ocp
 
     totals = [island.totals.steps, island.totals.tokens]
-    rest = {
-        "batches": island.batches.state(),
-        "totals": totals,
-        "run": island.manifest.run,
-        "tree": island.manifest.tree_digest,
-    }
+    rest = {"batches": island.batches.state(), "totals": totals, **_whose(island)}
     with _manager(folder) as manager:
         manager.save(
             island.ledger.global_step,
@@ -54,7 +53,7 @@ def restore(folder: Path, island: Island) -> bool:
             return False
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, island.inner.optimizer)
         kept = manager.restore(newest, args=ocp.args.Composite(rest=ocp.args.JsonRestore()))["rest"]
-        if (kept["run"], kept["tree"]) != (island.manifest.run, island.manifest.tree_digest):
+        if any(kept.get(key) != value for key, value in _whose(island).items()):
             log.warning("%s holds another run's state: beginning with fresh moments", folder)
             return False
         found = manager.restore(newest, args=ocp.args.Composite(optimizer=ocp.args.StandardRestore(abstract)))

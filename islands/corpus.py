@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
+import platform
 import secrets
 import shutil
 import sysconfig
@@ -265,7 +266,7 @@ def prepare_stdlib() -> OpenCorpus:
         )
 
     def fill(writer: TextWriter) -> str:
-        return _write_files(writer, files, "the Python standard library")
+        return _write_files(writer, files, f"standard library of Python {platform.python_version()}")
 
     return create(STDLIB, fill)
 

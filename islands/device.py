@@ -1,29 +1,17 @@
-"""The shell around JAX: where it runs, what it keeps compiled, and how many steps are worth one dispatch."""
+"""How many inner steps are worth one dispatch, measured on the device at hand."""
 
 from __future__ import annotations
 
 import time
-import warnings
 
 import jax
 import jax.numpy as jnp
-import platformdirs
 
 from islands.worker import Island
 
 DISPATCH_MATTERS_SECONDS = 0.02
 """A step that takes longer than this hides its dispatch anyway, and finer boundaries answer calls sooner."""
 BOUNDARY_SECONDS = 0.04
-
-
-def prepare_device() -> None:
-    """Keeps compiled programs between processes, so that a restarted island trains again within a second or two."""
-    folder = platformdirs.user_cache_path("archipelago") / "jax"
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
 
 
 def best_scan_steps(island: Island) -> int:

@@ -28,7 +28,8 @@ def compile_evaluation(model: Model, held_out_NxT1: NDArray[np.uint8]) -> Callab
 
     @jax.jit
     def mean_nats(params: Params) -> jax.Array:
-        return jax.lax.map(lambda tokens: model.loss(params, tokens.astype(jnp.int32)), batches).mean()
+        nats: jax.Array = jax.lax.map(lambda tokens: model.loss(params, tokens.astype(jnp.int32)), batches)
+        return nats.mean()
 
     return lambda params: float(mean_nats(params)) / math.log(2.0)
 

@@ -16,7 +16,7 @@ import tyro
 
 from broker.errors import ConfigError
 from broker.keys import checked_name
-from broker.process import connect_to, log_to_stderr, print_json, stop_on_signals
+from broker.process import connect_to, keep_compiled, log_to_stderr, print_json, stop_on_signals
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +57,18 @@ def main(options: IslandOptions) -> int:
 def _run(options: IslandOptions, name: str, stopped: Callable[[], bool]) -> dict[str, object]:
     transport = connect_to(options.url, options.run)
     manifest = transport.manifest()  # before JAX loads: a wrong name is answered at once
+    keep_compiled()
 
     from islands import checkpoint
     from islands.batches import Batches
     from islands.corpus import open_corpus
     from islands.creation import describe
-    from islands.device import best_scan_steps, prepare_device
+    from islands.device import best_scan_steps
     from islands.inner import compile_steps
     from islands.link import Link
     from islands.model import build
     from islands.worker import Island, train
 
-    prepare_device()
     config = manifest.config
     corpus = open_corpus(manifest.corpus.name)
     manifest.require_same(describe(manifest.run, config, corpus.identity))
@@ -95,10 +95,17 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool]) -> dict
     checkpoint.save(folder, island)
     log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
     return {
-        "island": name, "run": manifest.run, "state": state, "steps": island.totals.steps, "tokens": island.totals.tokens,
-        "global_step": island.ledger.global_step, "sent": link.sent, "refused": island.ledger.refused,
-        "bytes_up": link.bytes_up, "bytes_down": link.bytes_down,
-    }  # fmt: skip
+        "island": name,
+        "run": manifest.run,
+        "state": state,
+        "steps": island.totals.steps,
+        "tokens": island.totals.tokens,
+        "global_step": island.ledger.global_step,
+        "sent": link.sent,
+        "refused": island.ledger.refused,
+        "bytes_up": link.bytes_up,
+        "bytes_down": link.bytes_down,
+    }
 
 
 def _number_of(name: str) -> int:

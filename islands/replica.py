@@ -59,8 +59,9 @@ class Replica:
             self._adopt[p](reference_N, part, reference_N)
 
     def measure(self, fragment: int, params: Params) -> jax.Array:
-        """The outer gradient (float32, N elements, rounded as the codec will); moves the reference to the sent point."""
+        """The outer gradient (float32, N elements, rounded as the codec will); moves the reference to what was sent."""
         part = self._part(fragment, params)
+        delta_N: jax.Array
         delta_N, self.references[fragment] = self._measure[fragment](self.references[fragment], part)
         return delta_N
 

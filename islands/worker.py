@@ -1,4 +1,4 @@
-"""An island: trains on its own, never waits. Between two inner steps it adopts what has come, and sends what it owes."""
+"""An island trains on its own and never waits. Between two inner steps it adopts what came and sends what it owes."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from broker.process import connect_to, guarded, log_to_stderr, print_json, stop_on_signals
+from broker.process import connect_to, guarded, keep_compiled, log_to_stderr, print_json, stop_on_signals
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ def main(options: MergerOptions) -> int:
     log_to_stderr("merger")
     transport = connect_to(options.url, options.run)
     transport.manifest()  # before JAX loads: a wrong name is answered at once
+    keep_compiled()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
     from merger.service import Merger, serve

@@ -28,7 +28,7 @@ Accumulator = Any
 """whatever pytree of arrays a rule keeps of one group"""
 
 CANCELLED = 1e-6
-"""A mean of unit vectors shorter than this is rounding noise (about 10 float32 ulps), and has no direction."""
+"""A mean of unit vectors shorter than this is rounding noise (some 8 float32 ulps), and has no direction."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ MERGE_RULES: dict[str, MergeRule] = {
     "rda": MergeRule(_rda_init, _rda_add, _rda_finish),
 }
 """By name. `average`: Σ w Δ. `rda`: (Σ w‖Δ‖) · φ(Σ w φ(Δ)), which keeps the length where nearly orthogonal Δ would
-average to about 1/√M of it. Both from Decoupled DiLoCo (arXiv 2604.21428), shares w sum to one."""
+average to about 1/√M of it. Both are in Decoupled DiLoCo (arXiv 2604.21428)."""
 
 
 def _cpu() -> jax.Device:

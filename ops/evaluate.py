@@ -11,7 +11,7 @@ import tyro
 
 from broker.errors import BrokerError, UnreachableError
 from broker.messages import Evaluation
-from broker.process import connect_to, log_to_stderr, print_json, stop_on_signals
+from broker.process import connect_to, keep_compiled, log_to_stderr, print_json, stop_on_signals
 from broker.transport import Transport
 
 
@@ -58,14 +58,13 @@ def main(options: EvaluateOptions) -> int:
 def evaluator(transport: Transport) -> Callable[[], Evaluation]:
     """A function that evaluates the newest parameters and records it; nothing new is not evaluated twice."""
     manifest = transport.manifest()
+    keep_compiled()
 
     from islands.batches import held_out
     from islands.corpus import open_corpus
-    from islands.device import prepare_device
     from islands.evaluation import compile_evaluation, published
     from islands.model import build
 
-    prepare_device()
     config = manifest.config
     corpus = open_corpus(manifest.corpus.name)
     if corpus.identity != manifest.corpus:

@@ -156,8 +156,8 @@ def start_server(folder: Path, program: Program | None = None, *, timeout_second
     is for the silence; a server that says it is loading its data gets the time that takes. Raises BrokerError when
     another launcher has the folder, or when the server does not come up, with the end of its log.
     """
-    program = program or find_program()
     folder = folder.absolute()
+    program = program or find_program(_remembered_kind(folder))
     with contextlib.ExitStack() as held:
         held.enter_context(_locked(folder))
         port, password = _remembered(folder) if program.path else (0, "")
@@ -165,7 +165,7 @@ def start_server(folder: Path, program: Program | None = None, *, timeout_second
         for _ in range(PORT_ATTEMPTS):
             port = port if port and _is_free(port) else _free_port()
             if program.path:
-                _write_config(folder, port, password)
+                _write_config(folder, program.kind, port, password)
             log_start = _size(folder / LOG)
             process = _launch(program, folder, port)
             held.callback(_end, process)
@@ -255,7 +255,14 @@ def _free_port() -> int:
         return port
 
 
-def _write_config(folder: Path, port: int, password: str) -> None:
+def _remembered_kind(folder: Path) -> Kind | None:
+    """What wrote the folder's data: another program might not read it, or begin empty without a word."""
+    path = folder / CONFIG
+    first = path.read_text().partition("\n")[0] if path.exists() else ""
+    return next((kind for kind in get_args(Kind) if first == f"# {kind}"), None)
+
+
+def _write_config(folder: Path, kind: Kind, port: int, password: str) -> None:
     """Readable by the owner only, from its first byte on: the password stands in it, and on no command line."""
     settings = {
         "bind": LOOPBACK,
@@ -272,6 +279,7 @@ def _write_config(folder: Path, port: int, password: str) -> None:
     }
     handle, name = tempfile.mkstemp(dir=folder, prefix=CONFIG)  # made with mode 0600
     with os.fdopen(handle, "w") as file:
+        file.write(f"# {kind}\n")
         file.writelines(f"{key} {value}\n" for key, value in settings.items())
     Path(name).replace(folder / CONFIG)
 

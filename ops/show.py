@@ -53,8 +53,8 @@ def _run_lines(view: RunView) -> RenderableType:
     )
     grid.add_row(
         "quality",
-        f"held-out bits per byte [bold]{number(view.bits_per_byte_last)}[/] (first {number(view.bits_per_byte_first)}), "
-        f"training loss {number(view.loss)} nats",
+        f"held-out bits per byte [bold]{number(view.bits_per_byte_last)}[/] "
+        f"(first {number(view.bits_per_byte_first)}), training loss {number(view.loss)} nats",
     )
     grid.add_row(
         "islands",
@@ -65,7 +65,8 @@ def _run_lines(view: RunView) -> RenderableType:
     grid.add_row(
         "books",
         f"published {books.published:,} = merged {books.merged:,} + refused {books.refused:,} + pending "
-        f"{view.pending:,}; {view.tokens_merged:,} tokens merged; up {size(view.bytes_up)}, down {size(view.bytes_down)}",
+        f"{view.pending:,}; {view.tokens_merged:,} tokens merged; "
+        f"up {size(view.bytes_up)}, down {size(view.bytes_down)}",
     )
     return grid
 

@@ -280,7 +280,7 @@ def array_of(shape: Any, dtype: Any, body: bytes) -> bytes:
         {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": 8, "chunks": {}}},
         array_of([1 << 62], "float32", b""),
         array_of([8], "object", b"\0" * 64),
-        array_of([8], "(", b"\0" * 32),
+        array_of([8], ",", b"\0" * 32),
         array_of([8], 5, b"\0" * 32),
         array_of("x", "float32", b"\0" * 32),
     ],

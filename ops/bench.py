@@ -1,0 +1,91 @@
+"""`archipelago bench`: measurements, each as ratios within one run, with a table for people and JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from broker.config import RunConfig, checked
+from broker.errors import ConfigError
+from broker.process import keep_compiled, print_json
+from ops.settings import say
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Measure: `parity` (loss against data-parallel and one process, in virtual time) or `steps` (scan or single)."""
+
+    what: Annotated[Literal["parity", "steps"], tyro.conf.Positional]
+    """which measurement"""
+    quick: bool = False
+    """a shorter run that says less: 400 global steps"""
+    islands: tuple[int, ...] = (1, 3)
+    """parity: numbers of islands"""
+    slow: float = 1.0
+    """parity: the last island's steps take this many times longer"""
+    output: Path = Path("runs/bench")
+    """folder for the JSON and the picture"""
+    config: Path | None = None
+    """a TOML file with settings; flags win over it"""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    json: bool = False
+    """print one JSON object"""
+
+
+def main(options: BenchOptions) -> int:
+    """Runs one measurement."""
+    config = checked(options.settings)
+    if not options.islands or not all(1 <= count <= 64 for count in options.islands):
+        raise ConfigError(f"--islands cannot be {options.islands}", "Give numbers from 1 to 64.")
+    if not options.slow >= 1:
+        raise ConfigError(f"--slow cannot be {options.slow}", "Give a factor of at least 1.")
+    keep_compiled()
+    measures: dict[str, Callable[[BenchOptions, RunConfig], dict[str, Any]]] = {"parity": _parity, "steps": _steps}
+    found = measures[options.what](options, config)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{options.what}.json"
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        print_json(found)
+    else:
+        Console(highlight=False).print(_table(found["rows"]))
+    say(f"written: {path}" + (f"  picture: {found['picture']}" if "picture" in found else ""))
+    return 0
+
+
+def _parity(options: BenchOptions, config: RunConfig) -> dict[str, Any]:
+    from ops.parity import parity
+
+    if options.quick:
+        inner = dataclasses.replace(config.inner, steps=400, warmup_steps=40)
+        config = dataclasses.replace(config, inner=inner)
+    return parity(config, options.islands, options.slow, options.output, say)
+
+
+def _steps(options: BenchOptions, config: RunConfig) -> dict[str, Any]:
+    from ops.steps import steps
+
+    return steps(config, repeats=5 if options.quick else 20)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="left" if name == next(iter(rows[0])) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

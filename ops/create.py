@@ -1,0 +1,68 @@
+"""`archipelago init`: creates a run in a Redis, whole or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from broker.config import RunConfig, checked
+from broker.errors import MismatchError, RunExistsError
+from broker.keys import checked_name
+from broker.manifest import Manifest
+from broker.process import connect_to, print_json
+from broker.transport import Transport
+from ops.settings import say
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    """Create a run: its config, its corpus and its first parameters. Workers then join it by URL and name."""
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL"""
+    run: str = "demo"
+    """name of the run"""
+    config: Path | None = None
+    """a TOML file with settings; flags win over it"""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    json: bool = False
+    """print one JSON object"""
+
+
+def main(options: InitOptions) -> int:
+    """Creates the run, or says that it is there already."""
+    config = checked(options.settings)
+    transport = connect_to(options.url, checked_name(options.run, "the run name"))
+    manifest, created = create(transport, config)
+    if options.json:
+        print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
+                    "fragments": len(manifest.fragments), "config_digest": config.digest()})  # fmt: skip
+    else:
+        done = "created" if created else "is there already, with this very config"
+        say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
+        say(f"  serve it:  archipelago merger URL --run {manifest.run}")
+        say(f"  join it:   archipelago island URL --run {manifest.run}")
+    return 0
+
+
+def create(transport: Transport, config: RunConfig) -> tuple[Manifest, bool]:
+    """The run's manifest, and whether it was created just now. Raises MismatchError if it is there with another."""
+    from islands.corpus import open_corpus
+    from islands.creation import describe, first_snapshots
+
+    manifest = describe(transport.run, config, open_corpus(config.data.corpus).identity)
+    try:
+        transport.create(manifest, first_snapshots(manifest))
+        return manifest, True
+    except RunExistsError:
+        found = transport.manifest()
+    try:
+        found.require_same(manifest)
+    except MismatchError as error:
+        raise MismatchError(
+            error.subject, error.theirs, error.ours, "Use the run's own settings, or name another run with --run."
+        ) from None
+    return found, False

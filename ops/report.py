@@ -1,0 +1,95 @@
+"""What is left of a run: `report.json` and the loss curve beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from broker.messages import Evaluation
+from ops.view import RunView
+
+Curve = Sequence[tuple[int, float]]
+"""(tokens, bits per byte), in order"""
+
+
+def summary(
+    view: RunView,
+    evaluations: Sequence[Evaluation],
+    one_process: Curve,
+    *,
+    tokens_per_second: float,
+    seconds: float,
+    server: str,
+) -> dict[str, Any]:
+    """The report as plain data. `seconds` of training in this session; `one_process` is empty where it did not run."""
+    alone = one_process[-1][1] if one_process else math.nan
+    return {
+        "run": view.run,
+        "finished": view.step >= view.steps,
+        "bits_per_byte_first": view.bits_per_byte_first,
+        "bits_per_byte_last": view.bits_per_byte_last,
+        "bits_per_byte_one_process": alone,
+        "rounds": view.rounds,
+        "steps": view.step,
+        "islands": view.known,
+        "contributions": view.books.published,
+        "merged": view.books.merged,
+        "refused": view.books.refused,
+        "pending": view.pending,
+        "tokens_trained": view.tokens_trained,
+        "tokens_merged": view.tokens_merged,
+        "tokens_per_second": tokens_per_second,
+        "seconds": seconds,
+        "bytes_up": view.bytes_up,
+        "bytes_down": view.bytes_down,
+        "parameters": view.parameters,
+        "fragments": view.fragments,
+        "server": server,
+        "curve": [[e.tokens, e.bits_per_byte] for e in evaluations],
+        "curve_one_process": [list(point) for point in one_process],
+        "each_island": [asdict(island) for island in view.islands],
+    }
+
+
+def write(folder: Path, report: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Writes report.json and loss.png into the folder; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, picture = folder / "report.json", folder / "loss.png"
+    text.write_text(json.dumps(_finite(report), indent=2) + "\n", encoding="utf-8")
+    curves = {f"{report['islands']} islands": report["curve"], "one process, same tokens": report["curve_one_process"]}
+    draw(picture, f"{report['run']}: {report['parameters']:,} parameters", curves)
+    return text, picture
+
+
+def draw(path: Path, title: str, curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
+    """Held-out bits per byte over tokens, one line a curve; empty curves are left out."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    for label, points in curves.items():
+        if points:
+            tokens, bits = zip(*points, strict=True)
+            axes.plot([t / 1e6 for t in tokens], bits, marker="o", markersize=3, label=f"{label}: {bits[-1]:.3f}")
+    axes.set(title=title, xlabel="million tokens (bytes)", ylabel="held-out bits per byte")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.lines:
+        axes.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null says that nothing was measured."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,49 @@
+"""Options that several verbs share, and how flags, a TOML file and defaults become one config."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from broker import config
+from broker.config import RunConfig
+from broker.errors import ConfigError
+
+CONFIG_FLAG = "--config"
+
+
+def config_file(args: Sequence[str]) -> RunConfig:
+    """Defaults for the flags: those of the TOML file that `--config PATH` names, if any. Flags win over the file."""
+    for index, arg in enumerate(args):
+        if arg == CONFIG_FLAG:
+            if index + 1 == len(args):
+                raise ConfigError("--config needs a path", "Write --config FILE.toml.")
+            return config.from_toml(Path(args[index + 1]))
+        if arg.startswith(f"{CONFIG_FLAG}="):
+            return config.from_toml(Path(arg.partition("=")[2]))
+    return RunConfig()
+
+
+def to_toml(settings: RunConfig) -> str:
+    """The config as a TOML file that `--config` reads back."""
+    lines, sections = [], []
+    for key, value in dataclasses.asdict(settings).items():
+        if isinstance(value, dict):
+            sections += ["", f"[{key}]", *(f"{name} = {_toml(part)}" for name, part in value.items())]
+        else:
+            lines.append(f"{key} = {_toml(value)}")
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def say(text: str = "") -> None:
+    """A line for people: on standard error, since standard output belongs to results."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,272 @@
+"""`archipelago up`, the main job: a Redis if none is given, a merger and N islands here, live view, report."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.live import Live
+
+from broker.config import RunConfig, checked
+from broker.errors import ArchipelagoError, ConfigError, UnreachableError
+from broker.keys import checked_name
+from broker.manifest import Manifest
+from broker.process import RUN_VARIABLE, URL_VARIABLE, print_json, stop_on_signals
+from broker.redis_transport import RedisTransport, connect, redacted
+from ops import report, show
+from ops.create import create
+from ops.launcher import Child, stop_all, thread_environment
+from ops.server import Server, start_server
+from ops.settings import say, to_toml
+from ops.view import RunView, observe
+
+LOOK_SECONDS = 1.0
+LINE_SECONDS = 10.0
+LEAVE_SECONDS = 30.0
+DRAIN_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """Train on this machine: starts a Redis (unless a URL is given), a merger and islands; ends with a report.
+
+    Ctrl-C ends it cleanly, and the same command goes on from there.
+    """
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """a Redis that runs already; without one, `up` starts its own on loopback"""
+    run: str = "demo"
+    """name of the run, and of its folder"""
+    islands: int = 3
+    """islands on this machine; more may join from anywhere"""
+    folder: Path = Path("runs")
+    """where runs keep their logs, data and reports"""
+    evaluate_every: float = 15.0
+    """seconds between two evaluations on held-out text"""
+    one_process: bool = True
+    """afterwards train one process on as many tokens, for comparison"""
+    config: Path | None = None
+    """a TOML file with settings; flags win over it"""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    json: bool = False
+    """print the report as one JSON object"""
+
+
+def main(options: UpOptions) -> int:
+    """Trains, and writes the report. 130 when it was interrupted before the end."""
+    config = checked(options.settings)
+    name = checked_name(options.run, "the run name")
+    if not 1 <= options.islands <= 256:
+        raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.")
+    if not options.evaluate_every > 0:
+        raise ConfigError(f"--evaluate-every cannot be {options.evaluate_every}", "Give seconds, such as 15.")
+    folder = options.folder / name
+    stopped = stop_on_signals()
+    with ExitStack() as stack:
+        server, url = _server(options.url, folder, stack)
+        transport = connect(url, name)
+        stack.callback(transport.close)
+        manifest, created = create(transport, config)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        _greet(manifest, created, server, url, folder)
+        session = Session(options, manifest, transport, url, folder, stopped)
+        finished = session.train()
+        found = session.report(server.describe() if server else redacted(url), with_baseline=finished)
+    text, picture = report.write(folder, found)
+    _farewell(found, finished, text, picture, options)
+    return 0 if finished else 130
+
+
+def _server(url: str | None, folder: Path, stack: ExitStack) -> tuple[Server | None, str]:
+    if url:
+        return None, url
+    server = stack.enter_context(start_server(folder / "redis"))
+    return server, server.url
+
+
+def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, folder: Path) -> None:
+    say(f"run {manifest.run!r} {'begins' if created else 'goes on'}: {manifest.parameters:,} parameters "
+        f"({manifest.config.model.size}) in {len(manifest.fragments)} fragments, corpus {manifest.corpus.name} "
+        f"({manifest.corpus.bytes:,} bytes)")  # fmt: skip
+    say(f"  redis   {server.describe() if server else redacted(url)}")
+    if server:
+        say(f"  look    {server.cli_hint()}")
+        say(f"  join    archipelago island '{url}' --run {manifest.run}")
+    say(f"  folder  {folder}/ (logs, config.toml, report)")
+
+
+class Session:
+    """One call of `up`: children, view, and what is measured between their start and their end."""
+
+    def __init__(
+        self, options: UpOptions, manifest: Manifest, transport: RedisTransport, url: str, folder: Path,
+        stopped: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.options, self.manifest, self.transport = options, manifest, transport
+        self.folder, self.stopped = folder, stopped
+        environment = {URL_VARIABLE: url, RUN_VARIABLE: manifest.run}
+        # One more than the islands: merger and evaluator have bursts of work of their own.
+        threads = thread_environment(options.islands)
+
+        def child(child_name: str, *argv: str) -> Child:
+            return Child(child_name, argv, {**environment, **threads}, folder / "logs" / f"{child_name}.log")
+
+        self.merger = child("merger", "-m", "merger")
+        self.evaluator = child("evaluate", "-m", "ops", "evaluate", "--every", str(options.evaluate_every))
+        names = [f"island-{number}" for number in range(options.islands)]
+        self.islands = [
+            child(name, "-m", "islands", "--name", name, "--folder", str(folder / "islands" / name)) for name in names
+        ]
+        self.seconds = 0.0
+        self.tokens_before = 0
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Starts everything, watches until the islands are done or a signal comes, and ends it in order."""
+        view = self._look()
+        self.tokens_before = view.tokens_trained
+        if view.step >= view.steps:
+            say(f"the run has made all its {view.steps:,} steps already")
+            return True
+        children = [self.merger, self.evaluator, *self.islands]
+        began = time.monotonic()
+        try:
+            for child in children:
+                child.start()
+            self._watch(children)
+            self._end()
+        finally:
+            stop_all(children, 5.0)
+        self.seconds = time.monotonic() - began
+        return all(child.done for child in self.islands)
+
+    def _watch(self, children: list[Child]) -> None:
+        console = Console(stderr=True, highlight=False)
+        live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        with ExitStack() as stack:
+            if live:
+                stack.enter_context(live)
+            line_due = look_due = 0.0
+            while not self.stopped() and not all(child.done for child in self.islands):
+                now = time.monotonic()
+                for child in children:
+                    if happened := child.tend(now):
+                        console.print(f"  {happened}")
+                self._require_hope()
+                if now >= look_due:
+                    look_due = now + LOOK_SECONDS
+                    line_due = self._display(live, now, line_due)
+                time.sleep(0.1)
+
+    def _display(self, live: Live | None, now: float, line_due: float) -> float:
+        try:
+            view = self._look()
+        except UnreachableError:
+            return line_due  # the islands train on; so does the watch
+        if live:
+            live.update(show.render(view))
+        elif now >= line_due:
+            say(f"  {show.line(view)}")
+            return now + LINE_SECONDS
+        return line_due
+
+    def _require_hope(self) -> None:
+        broken = [child for child in [self.merger, *self.islands] if child.failed]
+        if self.merger.failed or len([c for c in broken if c is not self.merger]) == len(self.islands):
+            raise ArchipelagoError(
+                f"{broken[0].name} cannot go on: {broken[0].failed.removeprefix('error: ')}",
+                f"Its log is {broken[0].log}.",
+            )
+
+    def _end(self) -> None:
+        """Islands send what they have and leave; the merger merges it; the last evaluation sees it."""
+        stop_all(self.islands, LEAVE_SECONDS)
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self.merger.process is not None and self.merger.process.poll() is None and time.monotonic() < deadline:
+            if self.transport.backlog() == 0:
+                break
+            time.sleep(0.05)
+        stop_all([self.evaluator], LEAVE_SECONDS)
+        stop_all([self.merger], LEAVE_SECONDS)
+
+    def _look(self) -> RunView:
+        return observe(self.transport, self.manifest)
+
+    # -- afterwards -------------------------------------------------------------------------------------------------
+
+    def report(self, server: str, with_baseline: bool) -> dict[str, object]:
+        """The report as plain data; trains the one process first, where that is wanted and was not done before."""
+        view = self._look()
+        curve: list[tuple[int, float]] = []
+        if with_baseline and self.options.one_process:
+            curve = self._one_process(view.tokens_trained)
+        tokens = view.tokens_trained - self.tokens_before
+        return report.summary(
+            view,
+            self.transport.evaluations(),
+            curve,
+            tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
+            seconds=self.seconds,
+            server=server,
+        )
+
+    def _one_process(self, tokens: int) -> list[tuple[int, float]]:
+        kept = self.folder / "one_process.json"
+        if kept.exists():
+            found = json.loads(kept.read_text(encoding="utf-8"))
+            if found["tokens"] == tokens:
+                return [(int(t), float(b)) for t, b in found["curve"]]
+        say(f"one process trains on the same {tokens:,} tokens, for comparison (Ctrl-C skips it)")
+        child = Child(
+            "one-process",
+            [
+                "-m",
+                "ops",
+                "alone",
+                "--tokens",
+                str(tokens),
+                "--output",
+                str(kept),
+                "--config",
+                str(self.folder / "config.toml"),
+            ],
+            thread_environment(1),
+            self.folder / "logs" / "one-process.log",
+        )
+        child.start()
+        shown = 0
+        try:
+            while child.process is not None and child.process.poll() is None and not self.stopped():
+                lines = child.log.read_text(encoding="utf-8").splitlines()
+                for text in lines[shown:]:
+                    say(f"  {text}")
+                shown = len(lines)
+                time.sleep(0.2)
+        finally:
+            child.stop(5.0)
+        if not kept.exists():
+            say("  it did not finish: the report goes without it")
+            return []
+        return [(int(t), float(b)) for t, b in json.loads(kept.read_text(encoding="utf-8"))["curve"]]
+
+
+def _farewell(found: dict[str, object], finished: bool, text: Path, picture: Path, options: UpOptions) -> None:
+    if options.json:
+        print_json(found)
+    first, last, alone = (found[f"bits_per_byte_{key}"] for key in ("first", "last", "one_process"))
+    say()
+    say(f"held-out bits per byte: {show.number(float(first), 4)} → {show.number(float(last), 4)}"  # type: ignore[arg-type]
+        f" with {found['islands']} islands; one process on as many tokens: {show.number(float(alone), 4)}")  # type: ignore[arg-type]  # fmt: skip
+    say(f"report: {text}  picture: {picture}")
+    if not finished:
+        say(f"interrupted; the same command goes on:  archipelago up --run {found['run']} …")

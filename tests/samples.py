@@ -1,0 +1,72 @@
+"""Small valid values of the messages, for tests to bend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from broker.codecs import Vector
+from broker.config import RunConfig
+from broker.manifest import Corpus, Manifest, Tensor, balanced
+from broker.messages import Contribution, Heartbeat, Member, Snapshot, TapeEntry
+from broker.transport import Commit
+from broker.wire import digest, pack
+
+
+def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 4) -> Manifest:
+    """A run of four tensors in two fragments; `width` makes them larger."""
+    tensors = (
+        Tensor("embedding", (8, width), "embedding"),
+        Tensor("layers.0", (4, width)),
+        Tensor("layers.1", (width, 3)),
+        Tensor("norm", (width,)),
+    )
+    config = config or RunConfig()
+    config = replace(config, sync=replace(config.sync, fragments=2))
+    return Manifest(run, config, tensors, balanced(tensors, 2), Corpus("text", "0" * 32, 1000), {"jax": "1"})
+
+
+def first_snapshots(of: Manifest, value: float = 0.0) -> list[tuple[Snapshot, bytes]]:
+    """Version 0 of each fragment, all elements equal."""
+    out = []
+    for p, size in enumerate(of.sizes):
+        payload = pack(np.full(size, value, np.float32), "float32", 1)
+        out.append((Snapshot(0, p, 0, 0, "float32", len(payload), digest(payload), ""), payload))
+    return out
+
+
+def contribution(payload: bytes = b"payload", **changes: Any) -> Contribution:
+    """Island `a`, incarnation `x`, sequence 0, round 1, fragment 0; with these changes."""
+    base = Contribution(
+        island="a", incarnation="x", sequence=0, round=1, fragment=0, base=0, tokens=100, steps=4, global_step=4,
+        loss=2.5, step_seconds=1.0, farewell=False, codec="float32", bytes=len(payload), digest=digest(payload),
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def packed(values_N: Vector, **changes: Any) -> tuple[Contribution, bytes]:
+    """A contribution with those values as its payload."""
+    payload = pack(values_N, "float32", 1)
+    return contribution(payload, **changes), payload
+
+
+def heartbeat(island: str = "a", state: str = "training", **changes: Any) -> Heartbeat:
+    """An island's heartbeat."""
+    base = Heartbeat(
+        island=island, incarnation="x", state=state, host="h", pid=1, device="cpu", steps=10, global_step=10,
+        tokens=1000, tokens_per_second=100.0, step_seconds=0.1, loss=2.0, staleness=0.0, backlog=0, sent=1, refused=0,
+        last_refusal="", bytes_up=10, bytes_down=10, link="ok",
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def commit(entries: list[str], payload: bytes = b"new", round_number: int = 1, **changes: Any) -> Commit:
+    """A commit of that round of fragment 0 that merges those entries."""
+    version = (round_number + 1) // 2
+    member = Member("a", "x", 0, 0, 0, 1.0, 1.0, 100, 4, 2.5)
+    tape = TapeEntry(round_number, 0, version, 1, 4, 1.0, 0.1, 0.2, 0.3, 1, 7, 2.5, digest(payload), (member,))
+    snapshot = Snapshot(round_number, 0, version, 4, "float32", len(payload), digest(payload), "a")
+    base = Commit(snapshot, payload, b"outer", '{"closed": 1}', tape, entries, 100)
+    return replace(base, **changes)
