@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
-import samples
 
 from broker.errors import FencedError, RunExistsError, UnknownRunError
 from broker.memory import MemoryBroker
@@ -15,6 +14,7 @@ from broker.messages import Books, Call, Evaluation, Refusal, Snapshot
 from broker.redis_transport import connect
 from broker.transport import START, Transport
 from ops.server import Server
+from tests import samples
 
 Connect = Callable[[], Transport]
 WIDTH = 100_000
@@ -161,13 +161,14 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
     assert new is not None
     assert new > old
     (delivery,) = transport.updates(0.0)
-    for write in (
+    writes: list[Callable[[], None]] = [
         lambda: transport.commit(old, samples.commit([delivery.entry])),
         lambda: transport.refuse(old, [(delivery.entry, Refusal("a", "x", 0, 1, 0, 100, "no"))]),
         lambda: transport.call(old, Call(1, 0)),
         lambda: transport.renew(old, "first", 10.0),
         lambda: transport.release(old),
-    ):
+    ]
+    for write in writes:
         with pytest.raises(FencedError):
             write()
     assert newer.events(START, 0.0) == []
