@@ -45,7 +45,7 @@ class DataConfig:
     """a prepared corpus by name; `stdlib` is the Python standard library's own sources"""
     sequence_length: Annotated[int, Ge(2), Le(1 << 20)] = 128
     """tokens (bytes) a sequence"""
-    batch_size: Annotated[int, Ge(1), Le(1 << 20)] = 16
+    batch_size: Annotated[int, Ge(1), Le(1 << 20)] = 8
     """sequences an inner step on one island"""
     shards: Annotated[int, Ge(1), Le(1 << 20)] = 64
     """pieces of the training text; an island holds one at a time, and no two islands the same one"""

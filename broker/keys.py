@@ -35,6 +35,11 @@ class Keys:
         self.state = f"{self.tag}:state"
         self.books = f"{self.tag}:books"
 
+    def of_the_past(self, fragments: int) -> list[str]:
+        """What must not be there when the run begins. Not the epoch: an older merger may still be alive."""
+        outers = [self.outer(fragment) for fragment in range(fragments)]
+        return [self.updates, self.snapshots, self.tape, self.state, self.books, self.data, self.evaluations, *outers]
+
     def island(self, island: str) -> str:
         """The heartbeat of one island."""
         return f"{self.run}:island:{island}"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from broker import config as configs
 from broker.config import RunConfig
@@ -135,13 +135,24 @@ class Manifest:
                 corpus=Corpus(str(name), str(digest), int(size)),
                 versions=json.loads(fields["versions"]),
             )
-            _ = manifest.layout
+            manifest._require_whole(fields)
         except (KeyError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"the run's manifest cannot be read ({error!r})",
                 "It was damaged or made by another version of archipelago: make the run anew with `archipelago init`.",
             ) from None
         return manifest
+
+    def _require_whole(self, fields: Mapping[str, str]) -> None:
+        """Raises ValueError unless the fragments partition the tensors and both digests are the stored ones."""
+        names = sorted(name for fragment in self.fragments for name in fragment)
+        if not names or names != sorted(tensor.name for tensor in self.tensors) or not all(self.fragments):
+            raise ValueError("fragments: not a partition of the tensors")
+        if not all(min(t.shape, default=1) > 0 and t.kind in get_args(TensorKind) for t in self.tensors):
+            raise ValueError("tensors: an impossible shape or kind")
+        for key, ours in (("tree_digest", self.tree_digest), ("config_digest", self.config.digest())):
+            if fields[key] != ours:
+                raise ValueError(f"{key}: {fields[key]:.32} is stored, {ours} was found")
 
     def require_same(self, ours: Manifest) -> None:
         """Raises MismatchError, with both values, unless a worker's own manifest `ours` equals this run's."""

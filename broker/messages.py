@@ -242,7 +242,7 @@ def to_fields(message: Any) -> dict[str, str]:
         if isinstance(value, tuple):
             fields[f.name] = json.dumps([dataclasses.asdict(part) for part in value])
         elif isinstance(value, float):
-            fields[f.name] = f"{value:.12g}"
+            fields[f.name] = repr(float(value))  # the shortest text that gives the same bits again
         else:
             fields[f.name] = str(int(value)) if isinstance(value, bool) else str(value)
     return fields
@@ -259,5 +259,7 @@ def from_fields(kind: type[Message], fields: Mapping[str, str]) -> Message:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise WireError(f"{kind.__name__.lower()}: {where}: {fault['msg'].lower()}") from None
-    except (ValueError, KeyError) as error:
-        raise WireError(f"{kind.__name__.lower()}: {error!r:.80}") from None
+    except KeyError as error:
+        raise WireError(f"{kind.__name__.lower()}: {error.args[0]}: missing") from None
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"{kind.__name__.lower()}: members: {error!r:.80}") from None

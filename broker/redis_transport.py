@@ -8,12 +8,14 @@ never retries: a retried XADD after a stall makes two entries, so repeats are sa
 
 from __future__ import annotations
 
+import logging
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -65,6 +67,7 @@ _GROUP = "merger"
 _PAYLOAD, _CHUNKS, _NAME = "payload", "chunks", "chunks_name"
 
 Raw = Mapping[bytes, bytes]
+log = logging.getLogger(__name__)
 
 
 def connect(url: str, run: str) -> RedisTransport:
@@ -77,40 +80,54 @@ def connect(url: str, run: str) -> RedisTransport:
 
         client: redis.Redis = fakeredis.FakeRedis(host=url.removeprefix("fakeredis://") or "default", port=1)
         return RedisTransport(client, run)
-    if not re.match(r"(rediss?|unix)://.", url):
-        raise BadUrlError(
-            f"{redacted(url)!r} is not the address of a Redis",
-            "Write redis://HOST:PORT, rediss://:PASSWORD@HOST:PORT or unix:///PATH.",
-        )
+    tcp: dict[str, Any] = {} if url.startswith("unix:") else {"socket_connect_timeout": 5.0, "socket_keepalive": True}
     try:
+        _require_address(url)
         client = redis.Redis.from_url(
             url,
+            protocol=2,  # the third begins with HELLO, which old servers and some proxies do not know
             socket_timeout=SOCKET_SECONDS,
-            socket_connect_timeout=5.0,
-            socket_keepalive=True,
             retry=Retry(NoBackoff(), 0),
             retry_on_error=[],
+            **tcp,
         )
-    except (ValueError, TypeError) as error:
-        raise BadUrlError(f"{redacted(url)!r} cannot be read ({error})", "Write redis://HOST:PORT.") from None
-    transport = RedisTransport(client, run, redacted(url))
-    try:
-        transport.require_version()
-    except BrokerError:
-        client.close()
-        raise
-    return transport
+        transport = RedisTransport(client, run, redacted(url))
+        try:
+            transport.require_version()
+        except BrokerError:
+            client.close()
+            raise
+        return transport
+    except (ValueError, TypeError) as error:  # also for options that the client lacks and names no host can have
+        secret = redacted(url) != url  # the client's words may quote a password that was cut in two
+        raise BadUrlError(
+            f"{redacted(url)!r} cannot be read as the address of a Redis" + ("" if secret else f" ({error})"),
+            "Write redis://HOST:PORT, rediss://:PASSWORD@HOST:PORT or unix:///PATH"
+            + (", and in a password %2F for '/', %3F for '?', %23 for '#'." if secret else "."),
+        ) from None
+
+
+def _require_address(url: str) -> None:
+    """Raises ValueError for what the client would quietly understand otherwise."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ValueError("it begins with none of redis://, rediss://, unix://")
+    if parts.scheme == "unix":
+        if parts.hostname is not None or not parts.path:
+            raise ValueError("the path of a socket must be absolute")
+    elif not parts.hostname:
+        raise ValueError("it names no host")
+    elif not re.fullmatch(r"/?\d*", parts.path) or parts.fragment:
+        raise ValueError("after the host only the number of a database may follow")
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, fit for logs and errors."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "the address"
-    if parts.password is None:
-        return url
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"))
+    """The URL without its password, fit for logs and errors; also where it is no URL because of its password."""
+    before, at, after = url.rpartition("@")
+    scheme, slashes, user = before.rpartition("://")
+    if at and not url.startswith("unix:///"):
+        url = f"{scheme}{slashes}{user.partition(':')[0] + ':' if ':' in user else ''}***@{after}"
+    return re.sub(r"(password=)[^&#]*", r"\1***", url, flags=re.IGNORECASE)
 
 
 def _text(raw: Raw) -> dict[str, str]:
@@ -125,7 +142,9 @@ class RedisTransport:
         self._keys = Keys(run)
         self._redis: Any = client  # redis-py's annotations mix its sync and async answers
         self._where = where
+        self._password = client.connection_pool.connection_kwargs.get("password")
         self._elements_max: int | None = None
+        self._unreadable: set[str] = set()
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
@@ -134,17 +153,27 @@ class RedisTransport:
         try:
             yield
         except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
-            raise BrokerError(f"{self._where} refuses us ({error})", "Check user and password in the URL.") from error
+            raise BrokerError(
+                f"{self._where} refuses us ({self._said(error)})",
+                "Check user and password in the URL: redis://USER:PASSWORD@HOST:PORT.",
+            ) from error
         except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
             raise UnreachableError(
-                f"{self._where} does not answer ({error})", "Is it running, and may this machine reach it?"
+                f"{self._where} does not answer ({self._said(error)})", "Is it running, and may this machine reach it?"
             ) from error
-        except redis.WatchError:
-            raise
         except redis.ResponseError as error:
-            if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
-                raise BrokerError(f"{self._where} wants a password", "Write redis://:PASSWORD@HOST:PORT.") from error
-            raise BrokerError(f"{self._where} refused a command ({error})", "See its log and `INFO`.") from error
+            raise BrokerError(
+                f"{self._where} refused a command ({self._said(error)})", "See its log and `INFO`."
+            ) from error
+        except redis.InvalidResponse as error:
+            raise BrokerError(
+                f"{self._where} does not answer as a Redis does ({self._said(error)})", "Check the port."
+            ) from error
+
+    def _said(self, error: Exception) -> str:
+        """The error on one line; servers quote commands that they do not know, and so the password."""
+        text = " ".join(str(error).split())
+        return text.replace(self._password, "***") if self._password else text
 
     def require_version(self) -> None:
         """Raises ServerTooOldError when the server lacks what the streams need."""
@@ -187,9 +216,14 @@ class RedisTransport:
                 ) from None
 
     def _place(self, name: str, payload: bytes) -> dict[str, str | bytes]:
-        """Uploads a large payload as chunks that expire unless kept; the fields that say where, or the payload."""
+        """Uploads a large payload as chunks that expire unless kept; the fields that say where, or the payload.
+
+        Chunks of two uploads never share a name: whoever says something again, or creates the same run at the same
+        time, neither overwrites nor later deletes what the other entry points to.
+        """
         if len(payload) <= INLINE_BYTES:
             return {_PAYLOAD: payload}
+        name = f"{name}.{secrets.token_hex(4)}"
         view = memoryview(payload)
         starts = range(0, len(payload), CHUNK_BYTES)
         for first in range(0, len(starts), 4):  # a window of 4 keeps the server's buffers small
@@ -219,11 +253,15 @@ class RedisTransport:
         for first in range(0, count, 4):
             with self._redis.pipeline(transaction=False) as pipe:
                 for index in range(first, min(first + 4, count)):
-                    pipe.get(self._keys.chunk(name, index))
-                parts += pipe.execute()
-        if any(part is None for part in parts):
-            raise WireError("a chunk of the payload is missing")
-        return b"".join(parts)
+                    pipe.getrange(self._keys.chunk(name, index), 0, CHUNK_BYTES - 1)  # never more, whatever is there
+                found = pipe.execute(raise_on_error=False)
+            if not all(isinstance(part, bytes) and part for part in found):
+                raise WireError("a chunk of the payload is missing")
+            parts += found
+        payload = b"".join(parts)
+        if len(payload) != size:
+            raise WireError(f"chunks of {len(payload)} bytes for a payload of {size}")
+        return payload
 
     @staticmethod
     def _pointer(raw: Raw) -> tuple[str, int]:
@@ -245,6 +283,8 @@ class RedisTransport:
         if _NAME.encode() not in raw:
             return []
         name, count = self._pointer(raw)
+        if count > -(-self._payload_max() // CHUNK_BYTES):
+            return []  # forged: not worth a transaction of that size
         return [self._keys.chunk(name, index) for index in range(count)]
 
     # -- the run ----------------------------------------------------------------------------------------------------
@@ -261,6 +301,7 @@ class RedisTransport:
                 raise self._exists()
             placed = [self._place(f"f{s.fragment}.0", payload) for s, payload in snapshots]
             pipe.multi()
+            pipe.delete(*self._keys.of_the_past(len(snapshots)))  # somebody deleted a manifest by hand
             for (snapshot, _), where in zip(snapshots, placed, strict=True):
                 self._keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
             pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
@@ -314,16 +355,15 @@ class RedisTransport:
         return newest[0][0].decode() if newest else START
 
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
-        with self._translated():
-            found = self._redis.xread({self._keys.snapshots: after}, count=count, block=block)
-        out: list[tuple[str, Event]] = []
-        for entry, raw in _entries(found):
-            fields = _text(raw)
-            kind = EVENTS.get(fields.get("kind", ""))
-            if kind is not None:  # kinds that a newer merger may add
-                out.append((entry, from_fields(kind, fields)))
-        return out
+        deadline = time.monotonic() + block_seconds
+        while True:
+            with self._translated():
+                block = _block_ms(deadline - time.monotonic())
+                found = list(_entries(self._redis.xread({self._keys.snapshots: after}, count=count, block=block)))
+            out = [(entry, event) for entry, raw in found if (event := _event(entry, raw)) is not None]
+            if out or not found:
+                return out
+            after = found[-1][0]  # nothing in there that this version can read
 
     def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         with self._translated():
@@ -355,7 +395,14 @@ class RedisTransport:
                 if not raw:
                     forgotten.append(name)
                     continue
-                out.append(Presence(from_fields(Heartbeat, _text(raw)), REMEMBER_SECONDS - ttl_ms / 1000))
+                try:
+                    heartbeat = from_fields(Heartbeat, _text(raw))
+                except WireError as error:  # one island's nonsense must not blind us to the others
+                    if name not in self._unreadable:
+                        log.warning("the heartbeat of %s cannot be read: %s", name, error.reason)
+                    self._unreadable.add(name)
+                    continue
+                out.append(Presence(heartbeat, REMEMBER_SECONDS - ttl_ms / 1000))
             if forgotten:
                 self._redis.srem(self._keys.islands, *forgotten)
         return out
@@ -429,12 +476,12 @@ class RedisTransport:
         return out
 
     def _read_updates(self, after: str, count: int, block_seconds: float) -> list[Delivery]:
-        block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
+        block = _block_ms(block_seconds)
         with self._translated():
             try:
                 found = self._redis.xreadgroup(_GROUP, _GROUP, {self._keys.updates: after}, count=count, block=block)
             except redis.ResponseError as error:
-                if "NOGROUP" not in str(error):
+                if not re.search("NOGROUP|UNBLOCKED", str(error)):
                     raise
                 self._require_run()  # the stream was deleted by hand: begin it anew, lose nothing that is left
                 self._redis.xgroup_create(self._keys.updates, _GROUP, id="0", mkstream=True)
@@ -518,6 +565,22 @@ class RedisTransport:
 
     def close(self) -> None:
         self._redis.close()
+
+
+def _block_ms(seconds: float) -> int | None:
+    """For BLOCK: shorter than the socket's patience, None for not at all."""
+    return max(1, int(min(seconds, SOCKET_SECONDS / 2) * 1000)) if seconds > 0 else None
+
+
+def _event(entry: str, raw: Raw) -> Event | None:
+    """None for a kind that a newer merger may add, and for what cannot be read."""
+    fields = _text(raw)
+    kind = EVENTS.get(fields.get("kind", ""))
+    try:
+        return from_fields(kind, fields) if kind else None
+    except WireError as error:
+        log.warning("event %s cannot be read: %s", entry, error.reason)
+        return None
 
 
 def _entries(found: Any) -> Iterator[tuple[str, Raw]]:

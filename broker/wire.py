@@ -91,6 +91,6 @@ def _decompress(body: bytes, expected: int) -> bytes:
         frame = zstandard.get_frame_parameters(body)
         if frame.content_size != expected or frame.window_size > max(WINDOW_BYTES_MAX, 2 * expected):
             raise WireError(f"a zstd frame of {frame.content_size} bytes where the codec needs {expected}")
-        return zstandard.ZstdDecompressor().decompress(body, max_output_size=expected)
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=expected, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"the body is not zstd ({error})") from None

@@ -138,7 +138,7 @@ class Batches:
     def restore(self, state: Mapping[str, int]) -> None:
         """Goes on from where `state()` was taken, with the same text and config. Raises DataError for any other."""
         ordinal, repeat, position = state["ordinal"], state["repeat"], state["position"]
-        restored = self._begin(ordinal, repeat) if ordinal >= 0 else None
+        restored = self._begin(ordinal, repeat) if ordinal >= 0 and repeat >= 0 else None
         if not 0 <= position <= (len(restored.starts) if restored else 0) or repeat < 0:
             raise DataError(
                 f"the saved place in the text (sequence {position} of pass {repeat} of ordinal {ordinal}) is not there",

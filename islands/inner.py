@@ -63,8 +63,9 @@ def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
     ) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
         state, count = carry
         loss, gradients = jax.value_and_grad(model.loss)(state.params, tokens_BxT1.astype(jnp.int32))
-        updates, moments = transformation.update(gradients, state.optimizer, state.params)
-        rate = jnp.asarray(schedule(count), jnp.float32)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and computes in float32
+            updates, moments = transformation.update(gradients, state.optimizer, state.params)
+            rate = jnp.asarray(schedule(count), jnp.float32)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         return (InnerState(params, moments), count + 1), loss
 

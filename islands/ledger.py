@@ -46,8 +46,8 @@ class Ledger:
             count.steps += steps
             count.tokens += tokens
         self.global_step += steps
-        # At most one stride is owed, however long the window was shut: no burst when it opens.
-        self._owed = min(self._owed + steps * len(self.counts), max(self.interval, len(self.counts)))
+        # What could not be sent before these steps lapses, however long the window was shut: no burst when it opens.
+        self._owed = min(self._owed, self.interval - 1) + steps * len(self.counts)
 
     def heard(self, event: Event) -> None:
         """Takes in what the merger announced."""
@@ -78,7 +78,7 @@ class Ledger:
 
     def sent(self, number: int) -> None:
         """The progress on that round's fragment is on its way; it is measured from here until the next adoption."""
-        self._owed = 0 if number in self._called else max(0, self._owed - self.interval)
+        self._owed = max(0, self._owed - self.interval)
         self._answered.add(number)
         self._zero(self._fragment(number))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 
 from broker.codecs import Vector
+from broker.config import AdoptConfig
 from broker.manifest import Manifest, Tensor
 from islands.adoption import Adopt, build
 from islands.model import Params
@@ -38,9 +39,8 @@ class Replica:
         self.layout = manifest.layout
         self.rule = build(manifest.config.adopt)
         self.references: list[jax.Array] = []
-        quantise = QUANTISE[manifest.config.wire.up]
-        self._measure = [jax.jit(partial(_measure, rows, quantise)) for rows in self.layout]
-        self._adopt = [jax.jit(partial(_adopt, rows, self.rule.adopt)) for rows in self.layout]
+        self._measure = [_compiled_measure(rows, manifest.config.wire.up) for rows in self.layout]
+        self._adopt = [_compiled_adopt(rows, manifest.config.adopt) for rows in self.layout]
 
     def begin(self, vectors: list[Vector]) -> Params:
         """Takes over all fragments (float32 vectors) as they are, and gives the parameters."""
@@ -74,6 +74,19 @@ class Replica:
 
     def _part(self, fragment: int, params: Params) -> Params:
         return {tensor.name: params[tensor.name] for tensor, _ in self.layout[fragment]}
+
+
+# One compilation a fragment and process, however many islands a process holds in virtual time.
+@cache
+def _compiled_measure(rows: Rows, codec: str) -> Callable[[jax.Array, Params], tuple[jax.Array, jax.Array]]:
+    return jax.jit(partial(_measure, rows, QUANTISE[codec]))
+
+
+@cache
+def _compiled_adopt(
+    rows: Rows, config: AdoptConfig
+) -> Callable[[jax.Array, Params, jax.Array], tuple[Params, jax.Array]]:
+    return jax.jit(partial(_adopt, rows, build(config).adopt))
 
 
 def _measure(

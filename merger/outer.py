@@ -9,6 +9,7 @@ To add a rule: a builder in OUTER, and its name in `OuterConfig.rule`. `from_opt
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -89,6 +90,7 @@ OUTER: dict[str, Callable[[OuterConfig], OuterOptimizer]] = {
 `look_ahead`."""
 
 
+@cache
 def build(config: OuterConfig) -> OuterOptimizer:
     """The outer optimiser that the config names, compiled, on the CPU; it compiles once for each fragment size.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,9 @@ def to_toml(settings: RunConfig) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    if isinstance(value, str):  # a TOML string is a JSON string, but for DEL and for pairs of surrogates
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
 
 
 def say(text: str = "") -> None:

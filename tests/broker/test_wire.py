@@ -1,0 +1,272 @@
+"""Payloads: what goes in comes out, and what is hostile is refused before it takes memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from broker.codecs import CODECS, Vector, codec
+from broker.errors import WireError
+from broker.wire import HEADER_BYTES_MAX, MAGIC, digest, digest_of, pack, payload_bytes_max, unpack
+
+ELEMENTS = 300
+VALUES_N = np.linspace(-2.0, 2.0, ELEMENTS, dtype=np.float32)
+BODY = VALUES_N.tobytes()
+HONEST = {"codec": "float32", "elements": ELEMENTS, "zstd": True}
+
+
+def made(header: object, body: bytes) -> bytes:
+    """A payload with any header and body."""
+    text = header if isinstance(header, bytes) else msgpack.packb(header)
+    return MAGIC + len(text).to_bytes(2, "big") + text + body
+
+
+def zstd(data: bytes, **options: Any) -> bytes:
+    return zstandard.ZstdCompressor(level=1, **options).compress(data)
+
+
+def streamed(data: bytes) -> bytes:
+    """A frame that does not declare its size."""
+    compressor = zstandard.ZstdCompressor(level=1, write_content_size=False).compressobj()
+    return compressor.compress(data) + compressor.flush()
+
+
+def declared(size: int, data: bytes) -> bytes:
+    """A frame that declares `size` and holds `data`, whatever its length."""
+    honest = zstd(data, write_checksum=False, write_content_size=True)
+    start = zstandard.frame_header_size(honest)
+    # magic, a descriptor that says: eight bytes of content size, one segment (so the size is the window, too)
+    return honest[:4] + bytes([0b1110_0000]) + size.to_bytes(8, "little") + honest[start:]
+
+
+def windowed(log: int, data: bytes, size: int) -> bytes:
+    """A frame that asks for a window of 2^log bytes, and declares `size`."""
+    honest = zstd(data)
+    start = zstandard.frame_header_size(honest)
+    return honest[:4] + bytes([0b1100_0000, (log - 10) << 3]) + size.to_bytes(8, "little") + honest[start:]
+
+
+@contextmanager
+def memory_below(limit: int) -> Iterator[None]:
+    """Fails when Python's allocators, zstandard's output among them, ever hold more than `limit` bytes inside."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < limit, f"{peak:,} bytes were taken"
+
+
+def refused(payload: bytes, elements: int = ELEMENTS) -> str:
+    with memory_below(1 << 20), pytest.raises(WireError) as caught:
+        unpack(payload, elements)
+    assert len(caught.value.reason) < 300
+    return caught.value.reason
+
+
+@given(
+    st.lists(st.floats(-(2.0**127), 2.0**127, width=32), max_size=50),
+    st.sampled_from(sorted(CODECS)),
+    st.integers(0, 3),
+)
+def test_unpack_gives_what_the_codec_rounds_to(values: list[float], name: str, level: int) -> None:
+    values_N = np.array(values, np.float32)
+    payload = pack(values_N, name, level)
+    assert len(payload) <= payload_bytes_max(values_N.size)
+    rounded_N = codec(name).decode(codec(name).encode(values_N))
+    assert unpack(payload, values_N.size).tobytes() == rounded_N.tobytes()
+
+
+@pytest.mark.parametrize("level", [0, 1, 19])
+@pytest.mark.parametrize("elements", [1, 1000, 300_000])
+def test_noise_stays_below_the_bound(elements: int, level: int) -> None:
+    values_N = np.random.default_rng(0).normal(size=elements).astype(np.float32)
+    payload = pack(values_N, "float32", min(level, 3) if elements > 1000 else level)
+    assert len(payload) <= payload_bytes_max(elements)
+    assert unpack(payload, elements).tobytes() == values_N.tobytes()
+
+
+def test_the_made_payloads_are_as_pack_makes_them() -> None:
+    """Else the refusals below would be for another reason."""
+    for body in (zstd(BODY), declared(len(BODY), BODY), windowed(20, BODY, len(BODY))):
+        assert unpack(made(HONEST, body), ELEMENTS).tobytes() == BODY
+    assert unpack(made({**HONEST, "zstd": False}, BODY), ELEMENTS).tobytes() == BODY
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_every_truncation_is_refused(level: int) -> None:
+    payload = pack(VALUES_N, "bfloat16", level)
+    for size in range(len(payload)):
+        with pytest.raises(WireError):
+            unpack(payload[:size], ELEMENTS)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_anything_after_the_end_is_refused(level: int) -> None:
+    payload = pack(VALUES_N, "float32", level)
+    refused(payload + b"\0")
+    refused(payload + payload)
+    refused(payload + zstd(b""))
+    refused(payload + zstd(BODY))
+
+
+def test_another_magic_is_refused() -> None:
+    assert "another version" in refused(b"ARC2" + pack(VALUES_N, "float32", 1)[4:])
+    refused(b"")
+    refused(b"\x80\x04]q\0.")
+
+
+@pytest.mark.parametrize("size", [0, 1, 30, HEADER_BYTES_MAX + 1, 0xFFFF])
+def test_a_header_length_that_lies_is_refused(size: int) -> None:
+    payload = pack(VALUES_N, "float32", 1)
+    refused(payload[:4] + size.to_bytes(2, "big") + payload[6:])
+
+
+HOSTILE_HEADERS = {
+    "no msgpack": b"\xc1",
+    "cut off": b"\x83\xa5codec",
+    "more after it": msgpack.packb(HONEST) + b"\x00",
+    "an array of 4 billion": b"\xdd\xff\xff\xff\xff",
+    "a map of 4 billion": b"\xdf\xff\xff\xff\xff",
+    "a string of 4 GB": b"\xdb\xff\xff\xff\xff",
+    "bytes of 4 GB": b"\xc6\xff\xff\xff\xff",
+    "an extension of 4 GB": b"\xc9\xff\xff\xff\xff\x01",
+    "a timestamp": b"\xd6\xff\x00\x00\x00\x00",
+    "deep arrays": b"\x91" * 1000 + b"\xc0",
+    "deep maps": b"\x81\xa1a" * 300 + b"\xc0",
+    "a map as a key": b"\x81\x80\xc0",
+    "an array as a key": b"\x81\x90\xc0",
+    "not UTF-8": b"\x81\xa1\xff\xc0",
+    "many keys": msgpack.packb({str(n): n for n in range(100)}),
+    "a long string": msgpack.packb({**HONEST, "codec": "x" * 500}),
+    "a number": msgpack.packb(7),
+    "nothing": msgpack.packb(None),
+    "no keys": msgpack.packb({}),
+}
+
+
+@pytest.mark.parametrize("header", HOSTILE_HEADERS.values(), ids=HOSTILE_HEADERS.keys())
+def test_a_hostile_header_is_refused(header: bytes) -> None:
+    refused(made(header, zstd(BODY)))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"elements": ELEMENTS - 1}, "299 elements where the manifest has 300"),
+        ({"elements": 2**62}, "elements"),
+        ({"elements": -1}, "elements"),
+        ({"elements": "300"}, "elements"),
+        ({"elements": None}, "elements"),
+        ({"codec": "float64"}, "codec 'float64' is unknown"),
+        ({"codec": None}, "unknown"),
+        ({"codec": "bfloat16"}, "where the codec needs 600"),
+        ({"zstd": False}, "where the codec needs 1200"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(change: dict[str, Any], reason: str) -> None:
+    assert reason in refused(made({**HONEST, **change}, zstd(BODY)))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("place", [0, ELEMENTS - 1])
+def test_one_number_that_is_not_finite_is_refused(value: float, name: str, place: int) -> None:
+    values_N = VALUES_N.copy()
+    values_N[place] = value
+    assert "NaN or infinity" in refused(pack(values_N, name, 1))
+
+
+def test_what_rounding_makes_infinite_is_refused() -> None:
+    values_N: Vector = np.full(ELEMENTS, np.finfo(np.float32).max, np.float32)
+    assert unpack(pack(values_N, "float32", 1), ELEMENTS).max() == values_N[0]
+    assert "infinity" in refused(pack(values_N, "bfloat16", 1))
+
+
+def bombs() -> dict[str, bytes]:
+    return {
+        "16 MiB of zeros, declared": zstd(bytes(1 << 24)),
+        "16 MiB of zeros, not declared": streamed(bytes(1 << 24)),
+        "1 GiB declared": declared(1 << 30, BODY),
+        "16 EiB declared": declared(2**64 - 2, BODY),
+        "the size not declared": streamed(BODY),
+        "the right size declared, 16 MiB held": declared(len(BODY), bytes(1 << 24)),
+        "the right size declared, one byte more held": declared(len(BODY), BODY + b"\0"),
+        "the right size declared, one byte less held": declared(len(BODY), BODY[:-1]),
+        "the right size declared, nothing held": declared(len(BODY), b""),
+        "a window of 1 GiB": windowed(30, BODY, len(BODY)),
+        "a window of 2 TiB": windowed(41, BODY, len(BODY)),
+        "a skippable frame": b"\x50\x2a\x4d\x18\x04\0\0\0abcd",
+        "a skippable frame before the body": b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + zstd(BODY),
+        "a frame for a dictionary": zstd(BODY)[:4] + b"\x21\x07\xb0\x04" + zstd(BODY)[7:],
+        "two frames of half the size": zstd(BODY[:600]) + zstd(BODY[600:]),
+        "gzip": b"\x1f\x8b\x08" + bytes(100),
+        "nothing": b"",
+    }
+
+
+@pytest.mark.parametrize("body", bombs().values(), ids=bombs().keys())
+def test_a_bomb_is_refused_and_takes_no_memory(body: bytes) -> None:
+    refused(made(HONEST, body))
+
+
+def test_the_measure_sees_what_a_bomb_takes() -> None:
+    """Decompressed without the checks, the same bytes do take the memory, and `memory_below` does fail."""
+    bomb = zstd(bytes(1 << 24))
+    with pytest.raises(AssertionError, match="bytes were taken"), memory_below(1 << 20):
+        zstandard.ZstdDecompressor().decompress(bomb, max_output_size=len(BODY))
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+def test_random_bytes_raise_only_wire_errors(data: bytes) -> None:
+    for payload in (data, MAGIC + data, made(data, BODY), made(HONEST, data)):
+        with pytest.raises(WireError):
+            unpack(payload, ELEMENTS)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["codec", "elements", "zstd", "more"]), VALUES, max_size=4))
+def test_random_headers_raise_only_wire_errors(header: dict[str, object]) -> None:
+    with pytest.raises(WireError):
+        unpack(made(header, zstd(BODY)), ELEMENTS)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7), st.sampled_from([0, 1]))
+def test_a_flipped_bit_never_raises_anything_else(place: int, bit: int, level: int) -> None:
+    payload = bytearray(pack(VALUES_N, "bfloat16", level))
+    payload[place % len(payload)] ^= 1 << bit
+    try:
+        found_N = unpack(bytes(payload), ELEMENTS)
+    except WireError:
+        return
+    assert found_N.shape == (ELEMENTS,)
+    assert np.isfinite(found_N).all()
+
+
+def test_digests_are_of_the_bytes() -> None:
+    assert digest_of(VALUES_N) == digest(BODY) == digest(memoryview(BODY))
+    assert digest_of(VALUES_N[::-1]) == digest(VALUES_N[::-1].tobytes())
+    assert digest(b"") == "cae66941d9efbd404e4d88758ea67670"  # BLAKE2b-128 of nothing
+    assert digest(BODY) != digest(BODY[:-1] + b"\1")

@@ -1,0 +1,60 @@
+"""A small corpus of real text and a small model, compiled once, for runs in one process."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from broker.config import RunConfig
+from islands.corpus import OpenCorpus, prepare_text
+from islands.inner import InnerSteps, compile_steps
+from islands.model import build
+
+SMALL = RunConfig()
+SMALL = replace(
+    SMALL,
+    data=replace(SMALL.data, sequence_length=32, batch_size=4, shards=8, held_out_sequences=32),
+    inner=replace(SMALL.inner, steps=48, warmup_steps=4),
+    sync=replace(SMALL.sync, interval=12, fragments=6),
+)
+"""Runs of a second or two."""
+
+
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `small-text` is prepared: some modules of the standard library."""
+    folder = tmp_path_factory.mktemp("corpora")
+    source = tmp_path_factory.mktemp("source")
+    for name in ("argparse.py", "ast.py", "datetime.py", "inspect.py", "pathlib.py", "typing.py"):
+        path = Path(sysconfig.get_path("stdlib")) / name
+        if path.exists():
+            (source / name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARCHIPELAGO_DATA", str(folder))
+        prepare_text(source, "small-text")
+    return folder
+
+
+@pytest.fixture
+def corpus(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
+    """The small corpus, also for processes that the test starts."""
+    from islands.corpus import open_corpus
+
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpus_folder))
+    return open_corpus("small-text")
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    """A run of a second or two."""
+    return SMALL
+
+
+@cache
+def compiled(config: RunConfig) -> InnerSteps:
+    """Inner steps of the tiny model; one compilation serves all tests with the same inner settings."""
+    return compile_steps(build("tiny"), config.inner)

@@ -1,0 +1,109 @@
+"""One island with average merge and outer SGD at rate 1 is plain training, bit for bit; and the same again and again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import compiled
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig, WireConfig
+from broker.redis_transport import connect
+from islands.batches import Batches
+from islands.corpus import OpenCorpus
+from islands.inner import begin
+from islands.model import Params, build
+from ops.virtual import VirtualRun
+
+PLAIN = {
+    "merge": MergeConfig(embedding="average", rest="average", clip=0.0),
+    "outer": OuterConfig(rule="sgd", learning_rate=1.0),
+    "adopt": AdoptConfig(rule="carry"),
+}
+
+
+def plain_training(config: RunConfig, corpus: OpenCorpus, steps: int) -> Params:
+    """The inner steps alone: no island, no merger."""
+    compiled_steps = compiled(config)
+    state = begin(config.inner, build("tiny").init(config.seed))
+    ordinals = iter(range(1 << 20))
+    batches = Batches(corpus.train, config, lambda: next(ordinals))
+    for step in range(steps):
+        state, _ = compiled_steps(state, jnp.asarray(batches.next(1)), jnp.asarray(step, jnp.int32))
+    return state.params
+
+
+def assert_same_bits(one: Params, other: Params) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(np.asarray(one[name]), np.asarray(other[name]), err_msg=name)
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16"])
+def test_one_island_is_plain_training(config: RunConfig, corpus: OpenCorpus, codec: str) -> None:
+    """Even with a lossy codec up: what rounding left out stays with the island that owes it."""
+    wire = WireConfig(up=codec, down="float32")  # type: ignore[arg-type]
+    config = replace(config, wire=wire, **PLAIN)  # type: ignore[arg-type]
+    run = VirtualRun(config, corpus, compiled(config), [1.0])
+    island = run.islands["island-0"]
+    run.advance_until(lambda: island.totals.steps >= config.inner.steps)
+    assert run.merger.rounds.closed >= config.inner.steps // 2 - 2, "it did not sync"
+    assert_same_bits(island.inner.params, plain_training(config, corpus, config.inner.steps))
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(delays=st.lists(st.integers(0, 3), min_size=4, max_size=8))
+def test_however_late_its_snapshots_come(config: RunConfig, corpus: OpenCorpus, delays: list[int]) -> None:
+    config = replace(config, wire=WireConfig(up="float32", down="float32"), **PLAIN)  # type: ignore[arg-type]
+    run = VirtualRun(config, corpus, compiled(config), [1.0])
+    island = run.islands["island-0"]
+    receive, turn = island.link.pump_receive, iter(delays * 100)
+
+    def sometimes(block_seconds: float = 0.0) -> None:
+        if next(turn) == 0:
+            receive(block_seconds)
+
+    island.link.pump_receive = sometimes  # type: ignore[method-assign]
+    steps = 24
+    run.advance_until(lambda: island.totals.steps >= steps)
+    assert_same_bits(island.inner.params, plain_training(config, corpus, steps))
+
+
+def test_the_merger_holds_the_same_parameters(config: RunConfig, corpus: OpenCorpus) -> None:
+    """After its last contributions, up to the rounding of one subtraction."""
+    config = replace(config, wire=WireConfig(up="float32", down="float32"), **PLAIN)  # type: ignore[arg-type]
+    run = VirtualRun(config, corpus, compiled(config), [1.0])
+    run.finish()
+    expected = plain_training(config, corpus, config.inner.steps)
+    for rows, fragment in zip(run.manifest.layout, run.merger.fragments, strict=True):
+        for tensor, offset in rows:
+            found = np.asarray(fragment.params_N[offset : offset + tensor.size]).reshape(tensor.shape)
+            np.testing.assert_allclose(found, np.asarray(expected[tensor.name]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["memory", "fakeredis"])
+def test_the_same_run_gives_the_same_bits(config: RunConfig, corpus: OpenCorpus, where: str) -> None:
+    digests = []
+    for attempt in range(2):
+        name = f"again-{where}-{attempt}"
+        connection = partial(connect, f"fakeredis://{name}", name) if where == "fakeredis" else None
+        run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1, 2.5], connect=connection, run=name)
+        run.finish()
+        digests.append([entry.digest for entry in run.transport.tape(1000)])
+    assert digests[0] == digests[1]
+    assert len(digests[0]) > 6
+
+
+def test_fakeredis_changes_no_bit(config: RunConfig, corpus: OpenCorpus) -> None:
+    """The wire carries what memory passes by reference."""
+    tapes = []
+    for connection in (None, partial(connect, "fakeredis://bits", "bits")):
+        run = VirtualRun(config, corpus, compiled(config), [1.0, 1.3], connect=connection, run="bits")
+        run.finish()
+        tapes.append([(entry.round, entry.digest, entry.members) for entry in run.transport.tape(1000)])
+    assert tapes[0] == tapes[1]

@@ -1,0 +1,159 @@
+"""Whole runs on fakeredis in virtual time: who takes part, who is waited for, what happens when islands come and go."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from conftest import compiled
+
+from broker.config import AdoptConfig, OuterConfig, RunConfig
+from broker.messages import TapeEntry
+from broker.redis_transport import connect
+from islands.batches import held_out
+from islands.corpus import OpenCorpus
+from islands.evaluation import compile_evaluation, published
+from islands.model import build
+from ops.virtual import VirtualRun
+
+
+Start = Callable[..., VirtualRun]
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest, corpus: OpenCorpus) -> Start:
+    """`start(config, seconds a step of each island)`: a run on a fakeredis of its own."""
+    names = (f"{request.node.name.translate({91: 45, 93: None})[:50]}-{n}" for n in itertools.count())
+
+    def start(config: RunConfig, speeds: list[float]) -> VirtualRun:
+        name = next(names)
+        connection = partial(connect, f"fakeredis://{name}", name)
+        return VirtualRun(config, corpus, compiled(config), speeds, connect=connection, run=name)
+
+    return start
+
+
+def members(entry: TapeEntry) -> set[str]:
+    return {member.island for member in entry.members}
+
+
+def books_balance(run: VirtualRun) -> None:
+    books, pending = run.transport.books(), run.transport.backlog()
+    assert books.published == books.merged + books.refused + pending
+    if not pending:
+        assert books.published_tokens == books.merged_tokens + books.refused_tokens
+
+
+def test_it_learns(start: Start, config: RunConfig, corpus: OpenCorpus) -> None:
+    config = replace(config, inner=replace(config.inner, steps=120, warmup_steps=10))
+    run = start(config, [1.0, 1.0, 1.3])
+    measure = compile_evaluation(build("tiny"), held_out(corpus.valid, 32, 32))
+    before = measure(published(run.transport, run.manifest)[0])
+    run.finish()
+    after = measure(published(run.transport, run.manifest)[0])
+    assert before == pytest.approx(8.0, abs=0.6), "a fresh model knows nothing"
+    assert after < 0.75 * before
+    books_balance(run)
+    assert run.transport.backlog() == 0
+
+
+def test_everyone_answers_the_fastest_ones_calls(start: Start, config: RunConfig) -> None:
+    """Speeds 1 to 1.5: all three are in nearly every round, and nothing is stale."""
+    run = start(config, [1.0, 1.2, 1.5])
+    run.finish()
+    tape = run.transport.tape(1000)[6:-6]
+    assert statistics.fmean(len(members(entry)) for entry in tape) > 2.7
+    assert max(member.staleness for entry in tape for member in entry.members) <= 1
+    assert [entry.round for entry in run.transport.tape(1000)] == list(range(1, run.merger.rounds.closed + 1))
+
+
+def test_a_slow_island_neither_holds_up_nor_is_left_out(start: Start, config: RunConfig) -> None:
+    run = start(config, [1.0, 1.0, 6.0])
+    fastest = run.islands["island-0"]
+    run.advance_until(lambda: fastest.finished)
+    assert run.clock.now == config.inner.steps - 1, "the fast islands waited"
+    run.finish()
+    tape = run.transport.tape(1000)
+    mine = [m for entry in tape for m in entry.members if m.island == "island-2"]
+    assert len(mine) >= 4, "the slow island's work was lost"
+    others = [m for entry in tape for m in entry.members if m.island != "island-2"]
+    assert max(m.weight for m in mine if len(tape) > 1) < 0.5
+    assert max(m.staleness for m in others) <= 1
+
+
+def test_no_progress_is_sent_twice(start: Start, config: RunConfig) -> None:
+    """Tokens merged of any fragment never exceed the tokens trained."""
+    run = start(config, [1.0, 1.7])
+    islands = dict(run.islands)
+    run.finish()
+    for p in range(len(run.manifest.fragments)):
+        merged = sum(m.tokens for e in run.transport.tape(1000) if e.fragment == p for m in e.members)
+        trained = sum(island.totals.tokens for island in islands.values())
+        assert merged <= trained
+        assert merged > 0.7 * trained
+
+
+def test_a_quorum_larger_than_the_living_degrades(start: Start, config: RunConfig) -> None:
+    run = start(replace(config, sync=replace(config.sync, quorum=8)), [1.0, 1.4])
+    run.finish()
+    assert run.merger.rounds.closed >= 12
+    assert all(len(members(entry)) == 2 for entry in run.transport.tape(1000)[:-8])
+
+
+def test_an_island_joins_while_the_run_goes_on(start: Start, config: RunConfig) -> None:
+    run = start(config, [1.0, 1.0])
+    run.advance_until(lambda: run.merger.rounds.closed >= 8)
+    newcomer = run.add_island("newcomer", 1.0)
+    assert newcomer.ledger.global_step > 0, "its learning rate would begin anew"
+    before = run.merger.rounds.closed
+    run.advance_until(lambda: run.merger.rounds.closed >= before + 8)
+    recent = run.transport.tape(6)
+    assert all("newcomer" in members(entry) for entry in recent)
+    books_balance(run)
+
+
+def test_an_island_leaves_with_what_it_has(start: Start, config: RunConfig) -> None:
+    run = start(config, [1.0, 1.0, 1.0])
+    run.advance_until(lambda: run.merger.rounds.closed >= 8)
+    run.remove_island("island-2", farewell=True)
+    run.advance_until(lambda: run.merger.rounds.closed >= 16)
+    farewells = [m for entry in run.transport.tape(1000) for m in entry.members if m.island == "island-2"]
+    assert len({m.sequence for m in farewells}) == len(farewells)
+    assert members(run.transport.tape(1)[0]) == {"island-0", "island-1"}
+    run.finish()
+    books_balance(run)
+    assert run.transport.backlog() == 0
+
+
+def test_a_new_merger_goes_on_to_the_same_bits(start: Start, config: RunConfig) -> None:
+    digests = []
+    for replaced_after in ((), (3, 7, 8)):
+        run = start(config, [1.0, 1.2])
+        epochs = {run.merger.epoch}
+        while run.islands:
+            run.play_one()
+            if run.merger.rounds.closed in replaced_after:
+                epochs.add(run.new_merger().epoch)
+        run.merger.turn(0.0)
+        digests.append([entry.digest for entry in run.transport.tape(1000)])
+        assert len(epochs) > len(replaced_after)
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("rule", ["sgd", "nesterov", "mla"])
+@pytest.mark.parametrize("adopt", ["overwrite", "blend", "carry"])
+def test_every_outer_and_adopt_rule_runs(start: Start, config: RunConfig, rule: str, adopt: str) -> None:
+    config = replace(
+        config,
+        outer=OuterConfig(rule=rule, learning_rate=0.7, momentum=0.5),  # type: ignore[arg-type]
+        adopt=AdoptConfig(rule=adopt),  # type: ignore[arg-type]
+    )
+    run = start(config, [1.0, 1.5])
+    run.finish()
+    losses = [entry.loss for entry in run.transport.tape(1000)]
+    assert statistics.fmean(losses[-6:]) < losses[0]
+    books_balance(run)
