@@ -194,7 +194,7 @@ def from_json(text: str | bytes, source: str = "the run's stored config") -> Run
     """The config that `to_json` wrote. Raises ConfigError for anything else."""
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON ({error})", "Was the run made by another version?") from None
     return checked(values, source)
 

@@ -133,10 +133,10 @@ class Manifest:
                 tensors=tensors,
                 fragments=tuple(tuple(map(str, names)) for names in json.loads(fields["fragments"])),
                 corpus=Corpus(str(name), str(digest), int(size)),
-                versions=json.loads(fields["versions"]),
+                versions=dict(json.loads(fields["versions"])),
             )
             manifest._require_whole(fields)
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"the run's manifest cannot be read ({error!r})",
                 "It was damaged or made by another version of archipelago: make the run anew with `archipelago init`.",

@@ -289,12 +289,12 @@ def prepare_text(source: Path, name: str) -> OpenCorpus:
     """A text file, or all text files of a folder in the order of their paths, joined by newlines, as corpus `name`.
 
     Hidden files are left out; files that are not UTF-8 text are skipped and counted in the corpus's `source`. Raises
-    DataError when there is nothing at `source`, when it holds too little text, or when `name` stands for other text.
+    DataError when `source` is not there, when it holds too little text, or when `name` stands for other text.
     """
     if name == STDLIB:
         raise DataError(f"{STDLIB!r} is the name of the Python standard library's sources", "Choose another --name.")
-    if not source.exists():
-        raise DataError(f"there is nothing to prepare at {source}", "Check the path.")
+    if not (source.is_file() or source.is_dir()):
+        raise DataError(f"there is no file or folder to prepare at {source}", "Check the path.")
     files = _visible_files(source) if source.is_dir() else [source]
 
     def fill(writer: TextWriter) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -228,6 +228,7 @@ def transformer(size: Size, compute_dtype: DTypeLike) -> Model:
 BUILDERS: dict[str, Callable[[DTypeLike], Model]] = {name: partial(transformer, size) for name, size in SIZES.items()}
 
 
+@cache
 def build(size: str, compute_dtype: DTypeLike | None = None) -> Model:
     """The model of that name, computing in `compute_dtype` (default: what suits the default device).
 

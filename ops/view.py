@@ -28,6 +28,7 @@ class IslandView:
     steps: int
     tokens: int
     tokens_per_second: float
+    step_seconds: float
     loss: float
     staleness: float
     """versions that it lags behind, mean over the fragments"""
@@ -131,6 +132,7 @@ def _island(presence: Presence, tape: Sequence[TapeEntry]) -> IslandView:
         steps=beat.steps,
         tokens=beat.tokens,
         tokens_per_second=beat.tokens_per_second,
+        step_seconds=beat.step_seconds,
         loss=beat.loss,
         staleness=beat.staleness,
         participation=rounds / len(tape) if tape else 0.0,

@@ -92,7 +92,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(tmp_path: Path, data: Pat
 
 
 def test_a_path_to_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing to prepare at .*absent"):
+    with pytest.raises(DataError, match=r"no file or folder to prepare at .*absent"):
         corpus.prepare_text(tmp_path / "absent", "mine")
 
 

@@ -10,6 +10,7 @@ import urllib.request
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,7 @@ def test_only_http_addresses_are_asked(tmp_path: Path) -> None:
         enwik8.download(replace(INDEX, url="file:///etc"), tmp_path)
 
 
+@pytest.mark.skipif(find_spec("pip") is None, reason="this environment has no pip")
 def test_pip_says_which_index_it_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.test/simple")
     monkeypatch.setenv("PIP_CERT", str(tmp_path / "ca.pem"))

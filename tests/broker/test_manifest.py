@@ -1,0 +1,242 @@
+"""The manifest: fragments that are balanced, offsets that fit, and disagreements that are told with both values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import samples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.config import RunConfig
+from broker.errors import ConfigError, MismatchError
+from broker.manifest import Corpus, Manifest, Tensor, balanced
+
+MANIFEST = samples.manifest()
+SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
+
+
+def tensors_of(sizes: Sequence[int]) -> list[Tensor]:
+    return [Tensor(f"t{index}", (size,)) for index, size in enumerate(sizes)]
+
+
+def loads(tensors: Sequence[Tensor], fragments: Sequence[Sequence[str]]) -> list[int]:
+    size = {tensor.name: tensor.size for tensor in tensors}
+    return [sum(size[name] for name in names) for names in fragments]
+
+
+def optimum(sizes: Sequence[int], bins: int) -> int:
+    """The smallest peak that any split has, found by trying all of them."""
+    best = sum(sizes)
+
+    def place(rest: Sequence[int], filled: tuple[int, ...]) -> None:
+        nonlocal best
+        if max(filled) >= best:
+            return
+        if not rest:
+            best = max(filled)
+            return
+        for load in set(filled):  # bins of the same load are alike
+            index = filled.index(load)
+            place(rest[1:], (*filled[:index], load + rest[0], *filled[index + 1 :]))
+
+    best += 1
+    place(sorted(sizes, reverse=True), (0,) * bins)
+    return best
+
+
+@given(SIZES, st.integers(1, 20))
+def test_every_tensor_is_in_one_fragment_and_none_is_empty(sizes: list[int], count: int) -> None:
+    tensors = tensors_of(sizes)
+    fragments = balanced(tensors, count)
+    assert sorted(name for names in fragments for name in names) == sorted(tensor.name for tensor in tensors)
+    assert len(fragments) == min(count, len(sizes))
+    assert all(fragments)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 4))
+def test_the_peak_keeps_to_grahams_bound(sizes: list[int], count: int) -> None:
+    tensors, bins = tensors_of(sizes), min(count, len(sizes))
+    peak = max(loads(tensors, balanced(tensors, count)))
+    assert 3 * bins * peak <= (4 * bins - 1) * optimum(sizes, bins)  # 4/3 − 1/(3m)
+
+
+@given(SIZES, st.integers(1, 20))
+def test_the_peak_of_many_tensors_is_near_the_mean(sizes: list[int], count: int) -> None:
+    """The bound of any greedy split: the last tensor went to the lightest bin, so all others were as full."""
+    tensors = tensors_of(sizes)
+    found = loads(tensors, balanced(tensors, count))
+    assert len(found) * max(found) <= sum(sizes) + (len(found) - 1) * max(sizes)
+
+
+@given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 8))
+def test_the_order_of_the_tensors_does_not_matter(data: st.DataObject, sizes: list[int], count: int) -> None:
+    tensors = tensors_of(sizes)
+    assert balanced(data.draw(st.permutations(tensors)), count) == balanced(tensors, count)
+
+
+def test_balanced_by_hand() -> None:
+    tensors = [Tensor(name, (size,)) for name, size in zip("abcde", (3, 3, 2, 2, 2), strict=True)]
+    assert balanced(tensors, 2) == (("a", "c", "e"), ("b", "d"))
+    assert balanced(tensors[:2], 6) == (("a",), ("b",))
+
+
+@given(SIZES, st.integers(1, 8))
+def test_offsets_are_contiguous(sizes: list[int], count: int) -> None:
+    tensors = tuple(tensors_of(sizes))
+    manifest = replace(MANIFEST, tensors=tensors, fragments=balanced(tensors, count))
+    assert manifest.parameters == sum(sizes)
+    for names, rows, size in zip(manifest.fragments, manifest.layout, manifest.sizes, strict=True):
+        assert tuple(tensor.name for tensor, _ in rows) == names
+        ends = [offset + tensor.size for tensor, offset in rows]
+        assert [offset for _, offset in rows] == [0, *ends[:-1]]
+        assert ends[-1] == size
+
+
+def test_rounds_go_round_the_fragments() -> None:
+    fragments = tuple((name,) for name in "abc")
+    manifest = replace(MANIFEST, tensors=tuple(Tensor(name, (2,)) for name in "abc"), fragments=fragments)
+    assert [manifest.fragment_of(t) for t in range(1, 8)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [manifest.version_after(t) for t in range(1, 8)] == [1, 1, 1, 2, 2, 2, 3]
+    assert [MANIFEST.version_after(t) for t in range(1, 6)] == [1, 1, 2, 2, 3]
+
+
+def test_the_size_of_a_tensor() -> None:
+    assert Tensor("matrix", (3, 5)).size == 15
+    assert Tensor("scalar", ()).size == 1
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 5), max_size=3), st.sampled_from(["embedding", "rest"])), min_size=1),
+    st.integers(1, 5),
+    st.dictionaries(st.text(), st.text()),
+)
+def test_fields_are_lossless(shapes: list[Any], count: int, versions: dict[str, str]) -> None:
+    tensors = tuple(Tensor(f"layer.{index}", tuple(shape), kind) for index, (shape, kind) in enumerate(shapes))
+    manifest = Manifest("run", RunConfig(seed=3), tensors, balanced(tensors, count), Corpus("c", "0" * 32, 9), versions)
+    fields = manifest.to_fields()
+    assert all(type(text) is str for text in fields.values())
+    assert Manifest.from_fields(fields) == manifest
+
+
+def bent_config(**changes: object) -> str:
+    return json.dumps({**json.loads(MANIFEST.config.to_json()), **changes})
+
+
+TENSORS = json.loads(MANIFEST.to_fields()["tensors"])
+FRAGMENTS = json.loads(MANIFEST.to_fields()["fragments"])
+DAMAGED = [
+    ("config", ""),
+    ("config", "{}"),
+    ("config", bent_config(seed=-1)),
+    ("config", bent_config(seed=1)),
+    ("config", bent_config(later=1)),
+    ("config", "[" * 100_000),
+    ("config_digest", "0" * 16),
+    ("tensors", ""),
+    ("tensors", "7"),
+    ("tensors", "[]"),
+    ("tensors", "[" * 100_000),
+    ("tensors", json.dumps(TENSORS[:-1])),
+    ("tensors", json.dumps([*TENSORS, ["more", [1], "rest"]])),
+    ("tensors", json.dumps([["embedding", [8, 5], "embedding"], *TENSORS[1:]])),
+    ("tensors", json.dumps([["embedding", [-8, -4], "embedding"], *TENSORS[1:]])),
+    ("tensors", json.dumps([["embedding", [0], "embedding"], *TENSORS[1:]])),
+    ("tensors", json.dumps([["embedding", ["x"], "embedding"], *TENSORS[1:]])),
+    ("tensors", json.dumps([["embedding", [8, 4], "other"], *TENSORS[1:]])),
+    ("tensors", json.dumps([["embedding"], *TENSORS[1:]])),
+    ("fragments", ""),
+    ("fragments", "[]"),
+    ("fragments", "[[], []]"),
+    ("fragments", json.dumps([*FRAGMENTS, []])),
+    ("fragments", json.dumps(FRAGMENTS[:1])),
+    ("fragments", json.dumps([*FRAGMENTS, ["nobody"]])),
+    ("fragments", json.dumps([*FRAGMENTS, FRAGMENTS[0]])),
+    ("fragments", json.dumps(FRAGMENTS[::-1])),
+    ("tree_digest", "0" * 16),
+    ("corpus", ""),
+    ("corpus", '["text"]'),
+    ("corpus", '["text", "0", "many"]'),
+    ("versions", ""),
+    ("versions", "7"),
+    ("versions", '"text"'),
+]
+
+
+@pytest.mark.parametrize(("key", "text"), DAMAGED)
+def test_a_damaged_field_is_an_error(key: str, text: str) -> None:
+    with pytest.raises(ConfigError):
+        Manifest.from_fields({**MANIFEST.to_fields(), key: text})
+
+
+def test_tensors_and_fragments_that_fit_each_other_but_not_the_digest() -> None:
+    tensors = (Tensor("other", (4,)),)
+    forged = replace(MANIFEST, tensors=tensors, fragments=(("other",),)).to_fields()
+    with pytest.raises(ConfigError, match="tree_digest"):
+        Manifest.from_fields({**forged, "tree_digest": MANIFEST.tree_digest})
+
+
+@pytest.mark.parametrize("key", MANIFEST.to_fields())
+def test_a_missing_field_is_an_error_that_names_it(key: str) -> None:
+    fields = MANIFEST.to_fields()
+    del fields[key]
+    with pytest.raises(ConfigError, match=key):
+        Manifest.from_fields(fields)
+
+
+def test_equal_manifests_fit_each_other() -> None:
+    MANIFEST.require_same(replace(MANIFEST, versions={"jax": "another"}))
+
+
+def disagreement(ours: Manifest) -> MismatchError:
+    with pytest.raises(MismatchError) as caught:
+        MANIFEST.require_same(ours)
+    assert caught.value.remedy
+    assert str(caught.value.theirs) in str(caught.value)
+    assert str(caught.value.ours) in str(caught.value)
+    return caught.value
+
+
+def test_another_config_is_told_with_both_values() -> None:
+    config = replace(MANIFEST.config, sync=replace(MANIFEST.config.sync, interval=99))
+    error = disagreement(replace(MANIFEST, config=config))
+    assert error.subject == "config"
+    assert MANIFEST.config.digest() in str(error)
+    assert config.digest() in str(error)
+    assert "sync.interval: 24 → 99" in str(error)
+
+
+def test_another_tree_is_told_with_both_values() -> None:
+    ours = samples.manifest(width=5)
+    error = disagreement(ours)
+    assert error.subject == "tree of tensors"
+    assert MANIFEST.tree_digest in str(error.theirs)
+    assert ours.tree_digest in str(error.ours)
+    assert "('embedding', (8, 4))" in str(error.theirs)
+    assert "('embedding', (8, 5))" in str(error.ours)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        replace(MANIFEST, fragments=MANIFEST.fragments[::-1]),
+        replace(MANIFEST, tensors=(replace(MANIFEST.tensors[0], kind="rest"), *MANIFEST.tensors[1:])),
+    ],
+    ids=["fragments", "kind"],
+)
+def test_what_else_makes_another_tree(ours: Manifest) -> None:
+    error = disagreement(ours)
+    assert error.subject == "tree of tensors"
+    assert error.theirs != error.ours
+
+
+@pytest.mark.parametrize("ours", [Corpus("text", "1" * 32, 1000), Corpus("text", "0" * 32, 1001)])
+def test_another_corpus_is_told_with_both_values(ours: Corpus) -> None:
+    error = disagreement(replace(MANIFEST, corpus=ours))
+    assert error.subject == "corpus 'text'"
+    assert error.theirs == f"{'0' * 32} (1,000 bytes)"
+    assert error.ours == f"{ours.digest} ({ours.bytes:,} bytes)"

@@ -1,0 +1,227 @@
+"""Messages: text and back without a loss, and a refusal that names the field for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+import samples
+from annotated_types import Ge, Le, MaxLen
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.errors import WireError
+from broker.messages import (
+    EVENTS,
+    KINDS,
+    Books,
+    Call,
+    Contribution,
+    Digest,
+    Evaluation,
+    Heartbeat,
+    Measure,
+    Member,
+    Name,
+    Refusal,
+    Seconds,
+    Snapshot,
+    TapeEntry,
+    Text,
+    from_fields,
+    to_fields,
+)
+
+MESSAGES = [Contribution, Call, Snapshot, Refusal, Heartbeat, TapeEntry, Evaluation, Books]
+TAPE = samples.commit([]).tape
+EXAMPLES: dict[type[Any], Any] = {
+    Contribution: samples.contribution(),
+    Call: Call(1, 0),
+    Snapshot: samples.commit([]).snapshot,
+    Refusal: Refusal("a", "x", 0, 1, 0, 100, "too old"),
+    Heartbeat: samples.heartbeat(),
+    TapeEntry: TAPE,
+    Evaluation: Evaluation(1, 2, 3, 4.0, 5.0),
+    Books: Books(1, 2, 3, 4, 5, 6, 7, 8),
+}
+
+
+def strategy(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of one field, up to the bounds that its annotation states."""
+    if annotation == Name:
+        return st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+    if annotation == Digest:
+        return st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
+    if annotation == Measure:
+        return st.floats(allow_infinity=False)
+    if annotation is bool:
+        return st.booleans()
+    if annotation == tuple[Member, ...]:
+        return st.lists(message(Member), max_size=3).map(tuple)
+    kind, *constraints = get_args(annotation)
+    bounds = {type(constraint): constraint for constraint in constraints}
+    if kind is str:
+        return st.text(max_size=bounds[MaxLen].max_length)
+    if kind is int:
+        return st.integers(bounds[Ge].ge, bounds[Le].le)
+    assert kind is float
+    return st.floats(bounds[Ge].ge, bounds[Le].le)
+
+
+def message(kind: type[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **{name: strategy(hint) for name, hint in get_type_hints(kind, include_extras=True).items()})
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the last bit, and NaN equals NaN: `repr` of a float is exact."""
+    return repr(one) == repr(other)
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+@given(data=st.data())
+def test_every_message_survives_the_wire(kind: type[Any], data: st.DataObject) -> None:
+    sent = data.draw(message(kind))
+    fields = to_fields(sent)
+    assert list(fields) == [f.name for f in dataclasses.fields(kind)]
+    assert all(type(text) is str for text in fields.values())
+    assert same(from_fields(kind, fields), sent)
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_fields_that_a_newer_version_adds_are_ignored(kind: type[Any]) -> None:
+    assert same(from_fields(kind, {**to_fields(EXAMPLES[kind]), "new": "1", "kind": "call"}), EXAMPLES[kind])
+
+
+@given(st.floats(0.0, 1.0), st.floats(allow_nan=False, allow_infinity=False))
+def test_a_replay_reads_the_very_same_numbers(weight: float, gain: float) -> None:
+    """A share that lost a digit would round to another float32, and the replay to other parameters."""
+    member = dataclasses.replace(TAPE.members[0], weight=weight, clip=gain)
+    found = from_fields(TapeEntry, to_fields(dataclasses.replace(TAPE, gain=gain, members=(member, member))))
+    assert (found.gain.hex(), found.members[1].clip.hex()) == (gain.hex(), gain.hex())
+    assert found.members[0].weight.hex() == weight.hex()
+
+
+def test_numpy_scalars_travel_as_numbers() -> None:
+    sent = dataclasses.replace(EXAMPLES[Evaluation], bits_per_byte=np.float64(1) / 3)
+    assert to_fields(sent)["bits_per_byte"] == "0.3333333333333333"
+
+
+def test_a_contribution_reads_like_a_log() -> None:
+    assert to_fields(samples.contribution(b"", farewell=True)) == {
+        "island": "a",
+        "incarnation": "x",
+        "sequence": "0",
+        "round": "1",
+        "fragment": "0",
+        "base": "0",
+        "tokens": "100",
+        "steps": "4",
+        "global_step": "4",
+        "loss": "2.5",
+        "step_seconds": "1.0",
+        "farewell": "1",
+        "codec": "float32",
+        "bytes": "0",
+        "digest": "cae66941d9efbd404e4d88758ea67670",
+    }
+
+
+def test_members_are_readable_json() -> None:
+    (member,) = json.loads(to_fields(TAPE)["members"])
+    assert member["island"] == "a"
+    assert member["weight"] == 1.0
+    unknown = dataclasses.replace(TAPE.members[0], loss=math.nan)
+    found = from_fields(TapeEntry, to_fields(dataclasses.replace(TAPE, members=(unknown,))))
+    assert math.isnan(found.members[0].loss)
+
+
+def refused(kind: type[Any], fields: dict[str, str]) -> str:
+    with pytest.raises(WireError) as caught:
+        from_fields(kind, fields)
+    assert len(caught.value.reason) < 400
+    return caught.value.reason
+
+
+REQUIRED = [
+    pytest.param(kind, f.name, id=f"{kind.__name__}-{f.name}")
+    for kind in MESSAGES
+    for f in dataclasses.fields(kind)
+    if f.default is dataclasses.MISSING
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), REQUIRED)
+def test_a_missing_field_is_refused_by_name(kind: type[Any], name: str) -> None:
+    fields = to_fields(EXAMPLES[kind])
+    del fields[name]
+    assert f": {name}: " in refused(kind, fields)
+
+
+def wrong_values(annotation: Any) -> list[str]:
+    """Text that the annotation must not let through."""
+    if annotation == Name:
+        return ["", "-a", ".", "a/b", "a b", "a\n", "a\0", "ä", "{a}", "a:b", "*", "[red]a", "a" * 65]
+    if annotation == Digest:
+        return ["", "0" * 31, "0" * 33, "A" * 32, "0" * 32 + "\n", "g" * 32]
+    if annotation == Text:
+        return ["x" * 513]
+    if annotation is bool:
+        return ["", "maybe", "2"]
+    if annotation in (Seconds, Measure):
+        wrong = ["", "x", "inf", "-Infinity", "1e999", "1,5"]
+        return wrong if annotation == Measure else [*wrong, "nan", "-0.001", "1e10"]
+    if annotation == tuple[Member, ...]:
+        member = json.loads(to_fields(TAPE)["members"])[0]
+        bad_name, inf, short = {**member, "island": "a b"}, {**member, "weight": math.inf}, {**member}
+        del short["clip"]
+        wrong = [json.dumps([bad]) for bad in (bad_name, inf, short, 1, None, [member])]
+        return [*wrong, "", "null", "5", "{}", "[", "[" * 100_000, '{"a":' * 100_000, "[" + "9" * 5000 + "]"]
+    kind, *constraints = get_args(annotation)
+    bounds: dict[Any, Any] = {type(constraint): constraint for constraint in constraints}
+    low, high = bounds[Ge].ge, bounds[Le].le
+    if kind is int:
+        return ["", "x", "1.5", "nan", "inf", "0x10", str(low - 1), str(high + 1), "9" * 5000]
+    return ["", "x", "inf", "nan", str(low - 1.0), str(high * 1.001)]
+
+
+BENT = [
+    pytest.param(kind, name, wrong_values(hint), id=f"{kind.__name__}-{name}")
+    for kind in MESSAGES
+    for name, hint in get_type_hints(kind, include_extras=True).items()
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "values"), BENT)
+def test_a_wrong_field_is_refused_by_name(kind: type[Any], name: str, values: list[str]) -> None:
+    for value in values:
+        reason = refused(kind, {**to_fields(EXAMPLES[kind]), name: value})
+        assert reason.startswith(f"{kind.__name__.lower()}: {name}"), value
+
+
+def test_a_fault_in_a_member_says_which() -> None:
+    members = json.loads(to_fields(TAPE)["members"]) * 2
+    members[1]["island"] = "a b"
+    assert ": members.1.island: " in refused(TapeEntry, {**to_fields(TAPE), "members": json.dumps(members)})
+
+
+def test_a_loss_may_be_unknown_and_not_infinite() -> None:
+    fields = to_fields(samples.contribution(loss=math.nan))
+    assert fields["loss"] == "nan"
+    assert math.isnan(from_fields(Contribution, fields).loss)
+    for loss in (math.inf, -math.inf):
+        assert "contribution: loss: " in refused(Contribution, to_fields(samples.contribution(loss=loss)))
+
+
+def test_the_kinds_of_events_are_each_others_inverse() -> None:
+    assert {KINDS[kind]: kind for kind in EVENTS.values()} == EVENTS
+
+
+def test_the_identity_of_a_contribution() -> None:
+    one = samples.contribution(sequence=3)
+    assert one.identity == ("a", "x", 3)
+    assert dataclasses.replace(one, round=2, fragment=1, digest="0" * 32).identity == one.identity
+    assert len({samples.contribution(**{key: "b"}).identity for key in ("island", "incarnation")} | {one.identity}) == 3

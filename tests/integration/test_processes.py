@@ -1,0 +1,248 @@
+"""Real processes on a real server: the main job, the pieces by hand, outages, and the end of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from broker.manifest import Manifest
+from broker.redis_transport import connect
+from islands.corpus import OpenCorpus
+from ops.server import Server, start_server
+from ops.view import RunView, observe
+
+pytestmark = pytest.mark.processes
+
+SETTINGS = (
+    "--data.corpus=small-text --data.shards=8 --data.sequence-length=32 --data.batch-size=4 "
+    "--data.held-out-sequences=32 --inner.warmup-steps=5 --sync.interval=12"
+).split()
+Until = Callable[..., None]
+
+
+class Processes:
+    """Starts `archipelago` verbs, keeps what they say, and leaves none behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[subprocess.Popen[str]] = []
+
+    def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
+        log = self.folder / f"process-{len(self.all)}.log"
+        with log.open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ops", *args],
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            )
+        self.all.append(process)
+        return process
+
+    def run(self, *args: str, **environment: str) -> Mapping[str, Any]:
+        """Runs a verb to its end; its JSON object."""
+        process = self.start(*args, "--json", **environment)
+        out, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, self.said(process)
+        found: Mapping[str, Any] = json.loads(out)
+        return found
+
+    def said(self, process: subprocess.Popen[str]) -> str:
+        return (self.folder / f"process-{self.all.index(process)}.log").read_text()
+
+    def end(self) -> None:
+        for process in self.all:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+
+
+@pytest.fixture
+def processes(tmp_path: Path, corpus: OpenCorpus) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.end()
+
+
+def view(url: str, run: str) -> RunView:
+    transport = connect(url, run)
+    try:
+        return observe(transport, transport.manifest())
+    finally:
+        transport.close()
+
+
+def balanced(seen: RunView) -> bool:
+    return seen.books.published == seen.books.merged + seen.books.refused + seen.pending
+
+
+def test_up_trains_reports_and_goes_on(processes: Processes, tmp_path: Path, until: Until) -> None:
+    """Ctrl-C in the middle, then the same command again to the end."""
+    args = ["up", "--run=job", "--islands=2", "--inner.steps=200", "--evaluate-every=2", *SETTINGS]
+    first = processes.start(*args)
+    config = tmp_path / "runs/job/redis/server.conf"
+    until(config.exists, "the server's config", 60)
+
+    def step() -> int:
+        port, password = (_setting(config, key) for key in ("port", "requirepass"))
+        try:
+            return view(f"redis://:{password}@127.0.0.1:{port}/0", "job").step
+        except Exception:  # noqa: BLE001 - not up yet
+            return 0
+
+    until(lambda: step() >= 10, "some rounds", 120)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) == 130, processes.said(first)
+    interrupted = json.loads((tmp_path / "runs/job/report.json").read_text())
+    assert not interrupted["finished"]
+    assert interrupted["pending"] == 0
+
+    found = processes.run(*args)
+    assert found["finished"]
+    assert found["steps"] >= 200
+    assert found["rounds"] > interrupted["rounds"] > 0
+    assert found["tokens_merged"] > interrupted["tokens_merged"]
+    assert found["bits_per_byte_last"] < 0.7 * found["bits_per_byte_first"]
+    assert found["bits_per_byte_one_process"] < 0.7 * found["bits_per_byte_first"]
+    assert found["pending"] == 0
+    assert found["contributions"] == found["merged"] + found["refused"]
+    assert found == json.loads((tmp_path / "runs/job/report.json").read_text())
+    for key in ("tokens_per_second", "bytes_up", "bytes_down", "islands"):
+        assert found[key] > 0, key
+    assert (tmp_path / "runs/job/loss.png").read_bytes().startswith(b"\x89PNG")
+    logs = (tmp_path / "runs/job/logs/island-0.log").read_text()
+    assert "kept optimiser state" in logs
+
+
+def _setting(config: Path, key: str) -> str:
+    return next(line.split()[1] for line in config.read_text().splitlines() if line.startswith(f"{key} "))
+
+
+def test_nothing_outlives_a_killed_launcher(processes: Processes, until: Until) -> None:
+    launcher = processes.start("up", "--run=killed", "--islands=1", "--inner.steps=100000", *SETTINGS)
+    us = psutil.Process(launcher.pid)
+    until(lambda: len(us.children(recursive=True)) >= 4, "server, merger, island and evaluator", 90)
+    children = us.children(recursive=True)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not [c for c in children if _alive(c)], "everything to die")
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_pieces_by_hand(processes: Processes, server: Server, until: Until) -> None:
+    """init, merger, two islands; a third joins with URL and name alone; one leaves on SIGTERM; redis shows text."""
+    url, run = server.url, "by-hand"
+    made = processes.run("init", url, "--run", run, "--inner.steps=100000", *SETTINGS)
+    assert made["created"]
+    assert not processes.run("init", url, "--run", run, "--inner.steps=100000", *SETTINGS)["created"]
+    processes.start("merger", url, "--run", run)
+    islands = [processes.start("island", url, "--run", run, "--name", name) for name in ("one", "two")]
+    until(lambda: view(url, run).participating == 2, "two islands to take part", 90)
+    islands.append(processes.start("island", ARCHIPELAGO_URL=url, ARCHIPELAGO_RUN=run))
+    until(lambda: view(url, run).participating == 3, "the newcomer to take part", 90)
+    seen = processes.run("status", url, "--run", run)
+    assert (seen["live"], seen["known"]) == (3, 3)
+    assert {island["state"] for island in seen["islands"]} == {"training"}
+
+    islands[0].send_signal(signal.SIGTERM)
+    assert islands[0].wait(30) == 0, processes.said(islands[0])
+    left = view(url, run)
+    assert next(island.state for island in left.islands if island.name == "one") == "left"
+    until(lambda: view(url, run).live == 2, "the island to be gone")
+    rounds = view(url, run).rounds
+    until(lambda: view(url, run).rounds > rounds + 6, "the others to go on")
+    assert view(url, run).books.refused == 0
+    until(lambda: balanced(view(url, run)), "balanced books")
+    transport = connect(url, run)
+    assert sum(member.island == "one" for entry in transport.tape(100_000) for member in entry.members) > 0
+    transport.close()
+
+
+def test_a_killed_merger_is_replaced_by_one_that_stands_by(
+    processes: Processes, server: Server, until: Until
+) -> None:
+    url, run = server.url, "standby"
+    processes.run("init", url, "--run", run, "--inner.steps=100000", *SETTINGS)
+    first = processes.start("merger", url, "--run", run)
+    processes.start("island", url, "--run", run, "--name", "one")
+    until(lambda: view(url, run).rounds >= 4, "some rounds", 90)
+    processes.start("merger", url, "--run", run)
+    first.kill()
+    rounds = view(url, run).rounds
+    until(lambda: view(url, run).rounds > rounds + 4, "the second merger to go on", 60)
+    until(lambda: balanced(view(url, run)), "balanced books")
+
+
+def test_a_dead_redis_slows_no_island(processes: Processes, tmp_path: Path, until: Until) -> None:
+    """SIGKILL of the server: the island steps on; the server returns from its append-only file; the island catches up."""
+    run, folder = "outage", tmp_path / "redis"
+    server = start_server(folder)
+    url = server.url
+    processes.run("init", url, "--run", run, "--inner.steps=100000", *SETTINGS)
+    processes.start("merger", url, "--run", run)
+    island = processes.start("island", url, "--run", run, "--name", "one")
+    until(lambda: view(url, run).rounds >= 4, "some rounds", 90)
+    before = view(url, run)
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    died = time.monotonic()
+    until(lambda: "training goes on" in processes.said(island), "the island to notice")
+    until(lambda: time.monotonic() - died > 2.0, "an outage of two seconds")
+    assert island.poll() is None
+    with start_server(folder) as again:
+        assert again.url == url
+        back = view(url, run)
+        assert back.rounds >= before.rounds - 1
+        until(lambda: view(url, run).rounds > before.rounds + 4, "rounds to go on", 60)
+        after = view(url, run)
+        outage_steps = after.islands[0].steps - before.islands[0].steps
+        assert outage_steps > 0.3 * 2.0 / max(after.islands[0].step_seconds, 1e-3), "it stood still"
+        until(lambda: balanced(view(url, run)), "balanced books")
+        processes.end()
+
+
+def test_a_worker_of_another_config_is_refused(processes: Processes, server: Server) -> None:
+    url, run = server.url, "other-config"
+    processes.run("init", url, "--run", run, *SETTINGS)
+    other = processes.start("init", url, "--run", run, *SETTINGS, "--outer.learning-rate=0.3")
+    assert other.wait(60) == 2
+    said = processes.said(other)
+    assert "outer.learning_rate: 0.7 → 0.3" in said
+    assert "Traceback" not in said
+    transport = connect(url, run)
+    manifest: Manifest = transport.manifest()
+    transport.close()
+    assert manifest.config.outer.learning_rate == 0.7
+
+
+def test_an_island_with_another_text_is_refused(processes: Processes, server: Server, tmp_path: Path) -> None:
+    url, run = server.url, "other-text"
+    processes.run("init", url, "--run", run, *SETTINGS)
+    text = tmp_path / "other.txt"
+    text.write_text("another text entirely\n" * 10_000)
+    environment = {"ARCHIPELAGO_DATA": str(tmp_path / "other-corpora")}
+    processes.run("prepare", str(text), "--name", "small-text", **environment)
+    island = processes.start("island", url, "--run", run, **environment)
+    assert island.wait(60) == 2
+    said = processes.said(island)
+    assert "error: the run's corpus 'small-text' is" in said
+    assert "Traceback" not in said

@@ -1,0 +1,192 @@
+"""AdamW, its schedule and its scan, against the same sums in numpy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from broker.config import InnerConfig
+from broker.manifest import Tensor
+from islands.inner import InnerState, begin, compile_steps, learning_rate
+from islands.model import Model, Params
+
+Wide = NDArray[np.float64]
+CONFIG = InnerConfig(
+    steps=10, learning_rate=0.1, warmup_steps=4, final_share=0.1, weight_decay=0.2, beta1=0.9, beta2=0.95, clip_norm=1.0
+)
+TOKENS_nxBxT1 = np.array([[[3, 1]], [[0, 2]], [[5, 4]], [[1, 1]]], np.uint8)
+"""four batches of one sequence of one token and its target"""
+
+
+class Quadratic:
+    """½‖kernel − t₀‖² + ½‖bias − t₁‖² for a sequence [t₀, t₁]: its gradients are the differences."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+
+    def loss(self, params: Params, tokens_BxT1: jax.Array) -> jax.Array:
+        self.traces += 1
+        assert tokens_BxT1.dtype == jnp.int32
+        goal_B, other_B = tokens_BxT1.astype(jnp.float32).T
+        return 0.5 * (jnp.sum((params["kernel"] - goal_B[0]) ** 2) + jnp.sum((params["bias"] - other_B[0]) ** 2))
+
+    @property
+    def model(self) -> Model:
+        def logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
+            raise NotImplementedError
+
+        tensors = (Tensor("bias", (2,)), Tensor("kernel", (2, 2)))
+        return Model(lambda seed: fresh(), self.loss, tensors, logits)
+
+
+def fresh() -> Params:
+    return {"bias": jnp.array([0.5, -0.5], jnp.float32), "kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]], jnp.float32)}
+
+
+def run(config: InnerConfig, tokens_nxBxT1: NDArray[np.uint8], global_step: int = 0) -> tuple[InnerState, list[float]]:
+    steps = compile_steps(Quadratic().model, config)
+    state, losses_n = steps(begin(config, fresh()), jnp.asarray(tokens_nxBxT1), jnp.asarray(global_step, jnp.int32))
+    return state, losses_n.tolist()
+
+
+class Reference:
+    """AdamW (Loshchilov and Hutter, 2019) as its paper has it, in float64."""
+
+    def __init__(self, config: InnerConfig) -> None:
+        self.config = config
+        self.params: dict[str, Wide] = {name: np.asarray(value, np.float64) for name, value in fresh().items()}
+        self.first = {name: np.zeros_like(value) for name, value in self.params.items()}
+        self.second = {name: np.zeros_like(value) for name, value in self.params.items()}
+        self.count = 0
+
+    def step(self, tokens: list[int], rate: float) -> float:
+        c = self.config
+        gradients = {"kernel": self.params["kernel"] - tokens[0], "bias": self.params["bias"] - tokens[1]}
+        squares = sum(float(np.sum(g**2)) for g in gradients.values())
+        factor = min(1.0, c.clip_norm / math.sqrt(squares)) if c.clip_norm else 1.0
+        self.count += 1
+        for name, gradient in gradients.items():
+            g = factor * gradient
+            self.first[name] = c.beta1 * self.first[name] + (1 - c.beta1) * g
+            self.second[name] = c.beta2 * self.second[name] + (1 - c.beta2) * g**2
+            first = self.first[name] / (1 - c.beta1**self.count)
+            second = self.second[name] / (1 - c.beta2**self.count)
+            decay = c.weight_decay if name == "kernel" else 0.0  # vectors are not decayed
+            self.params[name] = self.params[name] - rate * (
+                first / (np.sqrt(second) + 1e-8) + decay * self.params[name]
+            )
+        return squares / 2
+
+
+# -- the schedule --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 0.02),  # a fifth of the peak: the first of 4 warm-up steps is not lost
+        (2, 0.06),
+        (4, 0.1),
+        (7, 0.055),  # half-way: 0.01 + ½ · 0.09
+        (10, 0.01),
+        (1000, 0.01),
+    ],
+)
+def test_warm_up_and_cosine_by_hand(step: int, rate: float) -> None:
+    assert float(learning_rate(CONFIG)(jnp.asarray(step))) == pytest.approx(rate, rel=1e-6)
+
+
+def test_without_warm_up_the_peak_comes_first() -> None:
+    assert float(learning_rate(replace(CONFIG, warmup_steps=0))(0)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 100), (2, 100), (50, 100)])
+def test_a_run_shorter_than_its_warm_up_still_has_a_schedule(steps: int, warmup: int) -> None:
+    schedule = learning_rate(replace(CONFIG, steps=steps, warmup_steps=warmup))
+    assert float(schedule(steps - 1)) == pytest.approx(0.1)  # the peak, at the last step
+    assert all(0.0 < float(schedule(step)) <= 0.1 * (1 + 1e-6) for step in range(steps + 1))
+
+
+# -- the step ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0, 100.0], ids=["clipped", "never clips", "nothing to clip"])
+def test_three_steps_of_adamw(clip_norm: float) -> None:
+    config = replace(CONFIG, clip_norm=clip_norm)
+    reference = Reference(config)
+    # Steps 3 and 4 end the warm-up at 0.08 and 0.1; at 5 the cosine is a sixth of its way.
+    rates = [0.08, 0.1, 0.01 + 0.045 * (1 + math.cos(math.pi / 6))]
+    expected = [reference.step(TOKENS_nxBxT1[i, 0].tolist(), rate) for i, rate in enumerate(rates)]
+    state, losses = run(config, TOKENS_nxBxT1[:3], global_step=3)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, value in reference.params.items():
+        np.testing.assert_allclose(np.asarray(state.params[name]), value, rtol=2e-6)
+
+
+def test_the_first_step_by_hand() -> None:
+    state, losses = run(replace(CONFIG, clip_norm=0.0), np.array([[[0, 0]]], np.uint8), global_step=4)
+    assert losses == pytest.approx([0.5 * (1 + 4 + 9 + 16 + 0.25 + 0.25)])
+    # With corrected moments the first step goes by the gradient's sign; the kernel decays by 0.1 · 0.2 of itself too.
+    expected = [[1 - 0.1 - 0.02, 2 - 0.1 - 0.04], [3 - 0.1 - 0.06, 4 - 0.1 - 0.08]]
+    np.testing.assert_allclose(np.asarray(state.params["kernel"]), expected, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(state.params["bias"]), [0.4, -0.4], rtol=1e-6)
+
+
+def test_clipping_is_by_the_norm_over_all_tensors() -> None:
+    """Without the moments' normalisation clipping shows; the second moments are squares of what went in."""
+    state, _ = run(CONFIG, np.array([[[0, 0]]], np.uint8))
+    adam: Any = state.optimizer[1]  # type: ignore[index]
+    norm = math.sqrt(1 + 4 + 9 + 16 + 0.25 + 0.25)
+    np.testing.assert_allclose(np.asarray(adam.mu["kernel"]), 0.1 * np.array([[1, 2], [3, 4]]) / norm, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(adam.mu["bias"]), 0.1 * np.array([0.5, -0.5]) / norm, rtol=1e-6)
+
+
+# -- the scan ------------------------------------------------------------------------------------------------------
+
+
+def test_a_scan_is_as_many_single_steps() -> None:
+    scanned, losses = run(CONFIG, TOKENS_nxBxT1, global_step=2)
+    steps = compile_steps(Quadratic().model, CONFIG)
+    state, singles = begin(CONFIG, fresh()), []
+    for n in range(len(TOKENS_nxBxT1)):
+        state, losses_n = steps(state, jnp.asarray(TOKENS_nxBxT1[n : n + 1]), jnp.asarray(2 + n, jnp.int32))
+        singles += losses_n.tolist()
+    # The compiler fuses a loop's body and a single step differently: they differ in float32's last bit.
+    assert singles == pytest.approx(losses, rel=1e-6)
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(scanned), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-7)
+
+
+def test_it_compiles_once_for_each_length() -> None:
+    quadratic = Quadratic()
+    steps = compile_steps(quadratic.model, CONFIG)
+    state = begin(CONFIG, fresh())
+    traces = []
+    for n, global_step in [(1, 0), (1, 1), (1, 5000), (3, 2), (3, 7), (1, 3)]:
+        tokens = jnp.asarray(TOKENS_nxBxT1[:n])
+        state, _ = steps(state, tokens, jnp.asarray(global_step, jnp.int32))
+        traces.append(quadratic.traces)
+    first, second = traces[0], traces[3] - traces[0]
+    assert traces == [first, first, first, first + second, first + second, first + second]
+
+
+def test_the_state_that_goes_in_is_used_up() -> None:
+    steps = compile_steps(Quadratic().model, CONFIG)
+    before = begin(CONFIG, fresh())
+    steps(before, jnp.asarray(TOKENS_nxBxT1[:1]), jnp.asarray(0, jnp.int32))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.params))
+
+
+def test_tokens_may_be_wider_than_bytes() -> None:
+    steps = compile_steps(Quadratic().model, CONFIG)
+    wide = jnp.asarray(TOKENS_nxBxT1.astype(np.int32))
+    state, _ = steps(begin(CONFIG, fresh()), wide, jnp.asarray(0, jnp.int32))
+    bytes_, _ = run(CONFIG, TOKENS_nxBxT1)
+    assert state.params["kernel"].tolist() == bytes_.params["kernel"].tolist()

@@ -1,0 +1,192 @@
+"""What an island sends of its parameters: no progress twice, and none lost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from broker.codecs import CODECS, Vector
+from broker.config import AdoptConfig, RunConfig, WireConfig
+from broker.manifest import Corpus, Manifest, Tensor
+from broker.wire import pack, unpack
+from islands.model import Params
+from islands.replica import Replica, flatten, unflatten
+
+# No subnormals, and none can come out of differences: they count as zero.
+ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-40, 2.0**40, width=32), st.sampled_from([1.0, -1.0]))
+SIZES = (4, 9)
+VECTORS = st.tuples(*(arrays(np.float32, size, elements=ELEMENTS) for size in SIZES))
+UP = st.sampled_from(sorted(CODECS))
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8}
+"""how far a codec may be from a value, as a share of it"""
+
+
+def manifest(rule: Any = "overwrite", up: Any = "float32", blend: float = 0.5) -> Manifest:
+    """Two fragments; the first is one tensor alone."""
+    config = RunConfig(adopt=AdoptConfig(rule=rule, blend=blend), wire=WireConfig(up=up))
+    tensors = (Tensor("bias", (4,)), Tensor("kernel", (2, 3)), Tensor("scale", (3,)))
+    return Manifest("sample", config, tensors, (("bias",), ("kernel", "scale")), Corpus("text", "0" * 32, 1000), {})
+
+
+def params_of(of: Manifest, vectors: tuple[Vector, ...]) -> Params:
+    """Parameters with these values, fragment by fragment."""
+    params: Params = {}
+    for rows, vector_N in zip(of.layout, vectors, strict=True):
+        params |= unflatten(rows, jnp.asarray(vector_N))
+    return params
+
+
+def begun(of: Manifest, vectors: tuple[Vector, ...]) -> tuple[Replica, Params]:
+    replica = Replica(of)
+    return replica, replica.begin(list(vectors))
+
+
+def wide(vector_N: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.asarray(vector_N, np.float64)
+
+
+def counting() -> tuple[Vector, ...]:
+    return tuple(np.arange(1, size + 1, dtype=np.float32) for size in SIZES)
+
+
+# -- fragments as vectors ------------------------------------------------------------------------------------------
+
+
+def test_a_fragment_is_its_tensors_one_after_the_other() -> None:
+    of = manifest()
+    params = params_of(of, counting())
+    assert params["kernel"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert params["scale"].tolist() == [7.0, 8.0, 9.0]
+    assert flatten(of.layout[1], params).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+
+
+@given(VECTORS)
+def test_flatten_and_unflatten_are_inverse(vectors: tuple[Vector, ...]) -> None:
+    of = manifest()
+    params = params_of(of, vectors)
+    assert {name: value.shape for name, value in params.items()} == {t.name: t.shape for t in of.tensors}
+    for rows, vector_N in zip(of.layout, vectors, strict=True):
+        assert np.asarray(flatten(rows, params)).tobytes() == vector_N.tobytes()
+
+
+def test_beginning_gives_all_parameters_by_name() -> None:
+    _, params = begun(manifest(), counting())
+    assert list(params) == ["bias", "kernel", "scale"]
+    assert params["bias"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+# -- outer gradients -----------------------------------------------------------------------------------------------
+
+
+def test_the_outer_gradient_is_old_minus_new() -> None:
+    replica, params = begun(manifest(), counting())
+    params["bias"] = jnp.array([0.0, 2.5, 3.0, 8.0], jnp.float32)
+    assert replica.measure(0, params).tolist() == [1.0, -0.5, 0.0, -4.0]
+    assert replica.measure(0, params).tolist() == [0.0, 0.0, 0.0, 0.0]  # all of it was sent
+    params["bias"] = params["bias"] - 1.0
+    assert replica.measure(0, params).tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert replica.measure(1, params).tolist() == [0.0] * 9  # the other fragment knows nothing of it
+
+
+def test_what_the_codec_leaves_out_stays_owed() -> None:
+    replica, params = begun(manifest(up="bfloat16"), tuple(np.zeros(size, np.float32) for size in SIZES))
+    # bfloat16 has 8 bits: 257/256 is half-way between 1 and 1 + 2/256, and goes to the even one of them.
+    params["bias"] = jnp.full((4,), -257 / 256, jnp.float32)
+    assert replica.measure(0, params).tolist() == [1.0] * 4
+    assert replica.measure(0, params).tolist() == [1 / 256] * 4
+
+
+@given(UP, VECTORS, VECTORS)
+def test_the_receiver_reads_exactly_what_the_reference_moved_by(
+    up: str, base: tuple[Vector, ...], now: tuple[Vector, ...]
+) -> None:
+    of = manifest(up=up)
+    replica, _ = begun(of, base)
+    for p, base_N in enumerate(base):
+        delta_N = np.asarray(replica.measure(p, params_of(of, now)))
+        received_N = unpack(pack(delta_N, up, 1), of.sizes[p])
+        assert received_N.tobytes() == delta_N.tobytes()
+        assert np.asarray(replica.references[p]).tobytes() == (base_N - received_N).tobytes()
+
+
+@given(UP, st.lists(VECTORS, min_size=2, max_size=5))
+def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tuple[Vector, ...]]) -> None:
+    of = manifest(up=up)
+    replica, _ = begun(of, stations[0])
+    for p, size in enumerate(SIZES):
+        sent = np.zeros(size)
+        last = before = wide(stations[0][p])
+        for station in stations[1:]:
+            before = wide(replica.references[p])
+            sent += wide(replica.measure(p, params_of(of, station)))
+            last = wide(station[p])
+        # One rounding of the codec, of what was sent last; and float32's own, of each sum and difference.
+        size_of_all = sum(np.abs(wide(station[p])) for station in stations)
+        allowed = ROUNDING[up] * np.abs(before - last) + 2.0**-20 * size_of_all
+        assert (np.abs(wide(stations[0][p]) - sent - last) <= allowed).all()
+
+
+# -- adoption ------------------------------------------------------------------------------------------------------
+
+
+@given(UP, VECTORS, VECTORS, VECTORS)
+def test_carrying_a_snapshot_of_what_was_sent_changes_no_bit(
+    up: str, base: tuple[Vector, ...], sent: tuple[Vector, ...], now: tuple[Vector, ...]
+) -> None:
+    of = manifest("carry", up)
+    replica, _ = begun(of, base)
+    params = params_of(of, now)
+    for p in range(len(SIZES)):
+        delta_N = np.asarray(replica.measure(p, params_of(of, sent)))
+        new_N = np.asarray(base[p]) - unpack(pack(delta_N, up, 1), of.sizes[p])  # SGD at rate 1 of this island alone
+        params = replica.adopt(p, params, new_N)
+    for rows, now_N in zip(of.layout, now, strict=True):
+        assert np.asarray(flatten(rows, params)).tobytes() == now_N.tobytes()
+
+
+def test_carry_owes_the_unsent_progress_to_the_next_contribution() -> None:
+    of = manifest("carry")
+    replica, params = begun(of, counting())
+    params["bias"] = params["bias"] - 1.0
+    assert replica.measure(0, params).tolist() == [1.0] * 4
+    params["bias"] = params["bias"] - 0.5
+    params = replica.adopt(0, params, np.full(4, 100.0, np.float32))
+    assert params["bias"].tolist() == [99.5] * 4
+    assert replica.measure(0, params).tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("overwrite", 100.0), ("blend", 75.25)])
+def test_the_other_rules_owe_nothing_after_adoption(rule: str, expected: float) -> None:
+    replica, params = begun(manifest(rule, blend=0.25), tuple(np.zeros(size, np.float32) for size in SIZES))
+    params["bias"] = params["bias"] + 1.0
+    params = replica.adopt(0, params, np.full(4, 100.0, np.float32))
+    assert params["bias"].tolist() == [expected] * 4  # ¾·100 + ¼·1
+    assert params["kernel"].tolist() == [[0.0] * 3] * 2  # not of this fragment
+    assert replica.measure(0, params).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+def test_references_outlive_an_inner_step_that_donates_its_parameters(rule: str) -> None:
+    replica, params = begun(manifest(rule), counting())
+    step = jax.jit(lambda params: {name: value - 1.0 for name, value in params.items()}, donate_argnums=0)
+    params = step(params)
+    assert [replica.measure(p, params).tolist() for p in (0, 1)] == [[1.0] * 4, [1.0] * 9]
+    for p, size in enumerate(SIZES):
+        params = replica.adopt(p, params, np.full(size, 100.0, np.float32))
+    params = step(params)
+    assert [replica.measure(p, params).tolist() for p in (0, 1)] == [[1.0] * 4, [1.0] * 9]
+
+
+def test_warming_up_changes_nothing() -> None:
+    replica, params = begun(manifest("carry", "bfloat16"), counting())
+    params = {name: value + 1.0 for name, value in params.items()}
+    replica.warm_up(params)
+    assert [reference_N.tolist() for reference_N in replica.references] == [v.tolist() for v in counting()]
