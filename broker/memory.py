@@ -19,6 +19,7 @@ from broker.messages import (
     Heartbeat,
     Presence,
     Refusal,
+    Resume,
     Snapshot,
     TapeEntry,
     from_fields,
@@ -103,7 +104,7 @@ class MemoryTransport:
         with self._opened() as run:
             return run.manifest
 
-    def publish(self, contribution: Contribution, payload: bytes) -> None:
+    def publish(self, contribution: Contribution, payload: bytes) -> str:
         with self._opened() as run:
             copy = from_fields(Contribution, to_fields(contribution))  # what a wire would do to it
             run.updates[run.next_update] = (copy, payload)
@@ -111,6 +112,11 @@ class MemoryTransport:
             run.books["published"] += 1
             run.books["published_tokens"] += contribution.tokens
             run.books["bytes_up"] += len(payload)
+            return f"{run.next_update - 1}-0"
+
+    def holds(self, entry: str) -> bool:
+        with self._opened() as run:
+            return int(entry.split("-")[0]) in run.updates
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
         with self._opened() as run:
@@ -203,9 +209,9 @@ class MemoryTransport:
         with self._opened() as run:
             return run.outer.get(fragment, b"")
 
-    def call(self, epoch: int, call: Call) -> None:
+    def announce(self, epoch: int, event: Call | Resume) -> None:
         with self._fenced(epoch) as run:
-            run.events.append(call)
+            run.events.append(event)
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
         with self._fenced(epoch) as run:

@@ -67,6 +67,11 @@ class Contribution:
         """What a resend or a redelivery has in common with the first."""
         return (self.island, self.incarnation, self.sequence)
 
+    @property
+    def identity_text(self) -> str:
+        """The identity as announcements spell it."""
+        return f"{self.island}/{self.incarnation}/{self.sequence}"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -91,8 +96,13 @@ class Snapshot:
     bytes: Count
     digest: Digest
     """of the payload"""
-    islands: Text
-    """who was merged, in order of weight"""
+    merged: Annotated[str, MaxLen(65536)]
+    """identities (island/incarnation/sequence) of what was merged, heaviest first"""
+
+    @property
+    def identities(self) -> frozenset[str]:
+        """The same, one by one: what a sender waits to read."""
+        return frozenset(self.merged.split())
 
 
 @dataclass(frozen=True)
@@ -107,10 +117,27 @@ class Refusal:
     fragment: Count
     tokens: Count
     reason: Text
+    repeat: bool = False
+    """the contribution came twice; this is about the second copy only"""
+
+    @property
+    def identity_text(self) -> str:
+        """The refused contribution's."""
+        return f"{self.island}/{self.incarnation}/{self.sequence}"
 
 
-Event = Call | Snapshot | Refusal
-EVENTS: dict[str, type[Event]] = {"call": Call, "snapshot": Snapshot, "refused": Refusal}
+@dataclass(frozen=True)
+class Resume:
+    """A merger has begun, or begun again, from what Redis holds. Who was told more than that has to go back to it."""
+
+    __pydantic_config__ = _CONFIG
+    round: Count
+    """the last closed round"""
+    epoch: Count
+
+
+Event = Call | Snapshot | Refusal | Resume
+EVENTS: dict[str, type[Event]] = {"call": Call, "snapshot": Snapshot, "refused": Refusal, "resume": Resume}
 KINDS = {kind: name for name, kind in EVENTS.items()}
 
 
@@ -258,7 +285,8 @@ def from_fields(kind: type[Message], fields: Mapping[str, str]) -> Message:
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
-        raise WireError(f"{kind.__name__.lower()}: {where}: {fault['msg'].lower()}") from None
+        why = fault["msg"][:1].lower() + fault["msg"][1:]
+        raise WireError(f"{kind.__name__.lower()}: {where}: {why}") from None
     except KeyError as error:
         raise WireError(f"{kind.__name__.lower()}: {error.args[0]}: missing") from None
     except (ValueError, RecursionError) as error:

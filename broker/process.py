@@ -105,6 +105,6 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
     finally:
         finder.close()
     if len(runs) != 1:
-        here = f"{len(runs)} runs ({', '.join(runs)})" if runs else "no run"
-        raise ConfigError(f"there is {here} at that Redis", "Name one with --run, or make it with `archipelago init`.")
+        here = f"there are {len(runs)} runs ({', '.join(runs)})" if runs else "there is no run"
+        raise ConfigError(f"{here} at that Redis", "Name one with --run, or make it with `archipelago init`.")
     return connect(url, runs[0])

@@ -44,6 +44,7 @@ from broker.messages import (
     Heartbeat,
     Presence,
     Refusal,
+    Resume,
     Snapshot,
     TapeEntry,
     from_fields,
@@ -324,7 +325,7 @@ class RedisTransport:
 
     # -- islands ----------------------------------------------------------------------------------------------------
 
-    def publish(self, contribution: Contribution, payload: bytes) -> None:
+    def publish(self, contribution: Contribution, payload: bytes) -> str:
         name = f"{contribution.island}.{contribution.incarnation}.{contribution.sequence}"
         with self._translated():
             where = self._place(name, payload)
@@ -333,7 +334,12 @@ class RedisTransport:
                 pipe.hincrby(self._keys.books, "published", 1)
                 pipe.hincrby(self._keys.books, "published_tokens", contribution.tokens)
                 pipe.hincrby(self._keys.books, "bytes_up", len(payload))
-                pipe.execute()
+                entry: bytes = pipe.execute()[0]
+        return entry.decode()
+
+    def holds(self, entry: str) -> bool:
+        with self._translated():
+            return bool(self._redis.xrange(self._keys.updates, entry, entry))
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
         key = self._keys.island(heartbeat.island)
@@ -509,9 +515,9 @@ class RedisTransport:
             raw = self._redis.hgetall(self._keys.outer(fragment))
             return self._fetch(raw, int(raw[b"bytes"])) if raw else b""
 
-    def call(self, epoch: int, call: Call) -> None:
+    def announce(self, epoch: int, event: Call | Resume) -> None:
         with self._fenced(epoch) as pipe:
-            self._announce(pipe, call)
+            self._announce(pipe, event)
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
         with self._translated():

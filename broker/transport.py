@@ -23,6 +23,7 @@ from broker.messages import (
     Heartbeat,
     Presence,
     Refusal,
+    Resume,
     Snapshot,
     TapeEntry,
 )
@@ -77,8 +78,12 @@ class Transport(Protocol):
         ...
 
     # islands
-    def publish(self, contribution: Contribution, payload: bytes) -> None:
-        """Returns once the broker has it. Saying it twice makes two entries; the merger merges one."""
+    def publish(self, contribution: Contribution, payload: bytes) -> str:
+        """Its entry, once the broker has it. Saying it twice makes two entries; the merger merges one."""
+        ...
+
+    def holds(self, entry: str) -> bool:
+        """Whether a published entry is still there: not merged, not refused, not lost with a broker that died."""
         ...
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -151,7 +156,7 @@ class Transport(Protocol):
         """The merger's own state of the fragment at the last commit, empty where there was none."""
         ...
 
-    def call(self, epoch: int, call: Call) -> None: ...
+    def announce(self, epoch: int, event: Call | Resume) -> None: ...
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
         """Ends entries of the updates stream, each with its reason, and tells the islands."""

@@ -30,7 +30,7 @@ def first_snapshots(manifest: Manifest) -> list[tuple[Snapshot, bytes]]:
     out = []
     for p, rows in enumerate(manifest.layout):
         payload = pack(np.asarray(jax.device_get(flatten(rows, params))), config.wire.down, config.wire.zstd_level)
-        snapshot = Snapshot(0, p, 0, 0, config.wire.down, len(payload), digest(payload), "")
+        snapshot = Snapshot(0, p, 0, 0, config.wire.down, len(payload), digest(payload), merged="")
         out.append((snapshot, payload))
     return out
 

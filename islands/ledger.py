@@ -7,6 +7,7 @@ inner step is counted, for each fragment, from the last time that fragment was s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from broker.messages import Call, Event, Refusal, Snapshot
@@ -58,12 +59,21 @@ class Ledger:
             case Snapshot(round=number, fragment=p, version=version):
                 self.counts[p].newest = max(self.counts[p].newest, version)
                 self._close(number)
-            case Refusal(island=self.island, incarnation=self.incarnation, round=number, reason=reason):
+            case Refusal(island=self.island, incarnation=self.incarnation, round=number, reason=reason, repeat=False):
                 self._answered.discard(number)  # what was refused has not answered its round
                 self.refused += 1
                 self.last_refusal = reason
             case _:
                 pass
+
+    def resumed(self, closed: int, unresolved: Collection[int]) -> None:
+        """A merger begins again after round `closed`. If we knew of later ones, a broker has lost them: go back."""
+        if closed < self.closed:
+            self.closed = closed
+            self._called.clear()
+            for count in self.counts:
+                count.newest = 0
+        self._answered = {number for number in unresolved if number > self.closed}
 
     def due(self) -> int | None:
         """The round to contribute to at this step boundary, if any; ask again until there is none."""
@@ -101,7 +111,7 @@ class Ledger:
     @property
     def staleness(self) -> float:
         """Mean over the fragments of the newest announced version minus the version held."""
-        return sum(c.newest - c.version for c in self.counts) / len(self.counts)
+        return sum(max(0, c.newest - c.version) for c in self.counts) / len(self.counts)
 
     def _fragment(self, number: int) -> int:
         return (number - 1) % len(self.counts)

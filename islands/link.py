@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from broker.codecs import Vector
 from broker.errors import BrokerError, WireError
 from broker.manifest import Manifest
-from broker.messages import Contribution, Event, Heartbeat, Snapshot
+from broker.messages import Contribution, Event, Heartbeat, Refusal, Resume, Snapshot
 from broker.transport import START, Transport
 from broker.wire import digest, pack, unpack
 
@@ -36,6 +36,15 @@ class Draft:
 
     contribution: Contribution
     delta_N: jax.Array
+
+
+@dataclass(frozen=True)
+class Published:
+    """A contribution that the broker has acknowledged, kept until the merger has decided about it."""
+
+    contribution: Contribution
+    payload: bytes
+    entry: str
 
 
 @dataclass(frozen=True)
@@ -58,10 +67,12 @@ class Link:
         self.failure: Exception | None = None
         """an error that no retry mends; the island stops on it"""
         self._outbox: deque[Draft] = deque()
+        self._unresolved: dict[str, Published] = {}
         self._events: deque[Event] = deque()
         self._arrivals: dict[int, Arrival] = {}
         self._wanted: set[int] = set()
         self._after = START
+        self._closed = 0
         self._shards: deque[int] = deque()
         self._beat: Heartbeat | None = None
         self._said: Heartbeat | None = None
@@ -87,6 +98,12 @@ class Link:
             arrivals, self._arrivals = list(self._arrivals.values()), {}
         return events, arrivals
 
+    def unresolved_rounds(self) -> set[int]:
+        """Rounds of the contributions that are sent or queued, and neither merged nor refused as far as we heard."""
+        with self._lock:
+            sent = {published.contribution.round for published in self._unresolved.values()}
+        return sent | {draft.contribution.round for draft in list(self._outbox)}
+
     def claim(self) -> int | None:
         """The next shard's ordinal if one is at hand, else None; either way another one is on its way."""
         self._beating.set()
@@ -107,6 +124,7 @@ class Link:
         """All fragments as they are now, and a place in the stream from which nothing newer is missed. May raise."""
         self._after = self.transport.last_event()
         arrivals = [self._fetch(p) for p in range(len(self.manifest.fragments))]
+        self._closed = max(arrival.snapshot.round for arrival in arrivals)
         self._claim_ahead()
         return arrivals
 
@@ -118,7 +136,9 @@ class Link:
             draft = self._outbox[0]
             payload = pack(np.asarray(draft.delta_N), draft.contribution.codec, self.manifest.config.wire.zstd_level)
             contribution = replace(draft.contribution, bytes=len(payload), digest=digest(payload))
-            self.transport.publish(contribution, payload)
+            entry = self.transport.publish(contribution, payload)
+            with self._lock:
+                self._unresolved[contribution.identity_text] = Published(contribution, payload, entry)
             self.bytes_up += len(payload)
             self.sent += 1
             with self._emptied:
@@ -128,16 +148,46 @@ class Link:
     def pump_receive(self, block_seconds: float = 0.0) -> None:
         """Hears events, and fetches the fragments they announce."""
         for entry, event in self.transport.events(self._after, block_seconds):
-            if isinstance(event, Snapshot):
-                self._wanted.add(event.fragment)
+            self._hear(event)
             with self._lock:
                 self._events.append(event)
-            self._after = entry
+            self._after = entry  # last: an event whose consequences failed is heard again
         for p in sorted(self._wanted):
             arrival = self._fetch(p)
             with self._lock:
                 self._arrivals[p] = arrival
             self._wanted.discard(p)
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Snapshot():
+                self._closed = max(self._closed, event.round)
+                self._wanted.add(event.fragment)
+                self._resolve(event.identities)
+            case Refusal(repeat=False):
+                self._resolve({event.identity_text})
+            case Resume():
+                self._say_again()
+                if event.round < self._closed:  # the broker lost rounds that we had heard of
+                    self._wanted.update(range(len(self.manifest.fragments)))
+                self._closed = event.round
+            case _:
+                pass
+
+    def _resolve(self, identities: Set[str]) -> None:
+        with self._lock:
+            for identity in self._unresolved.keys() & identities:
+                del self._unresolved[identity]
+
+    def _say_again(self) -> None:
+        """A broker that died may have lost what it had acknowledged: what nobody merged or refused is sent again."""
+        with self._lock:
+            unresolved = dict(self._unresolved)
+        for identity, published in unresolved.items():
+            if not self.transport.holds(published.entry):
+                entry = self.transport.publish(published.contribution, published.payload)
+                with self._lock:
+                    self._unresolved[identity] = replace(published, entry=entry)
 
     def pump_heartbeat(self) -> None:
         """Says that the island lives, and keeps the next shard at hand."""

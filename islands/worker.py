@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from broker.manifest import Manifest
-from broker.messages import Contribution, Heartbeat
+from broker.messages import Contribution, Heartbeat, Resume
 from islands.batches import Batches
 from islands.inner import InnerSteps, begin
 from islands.ledger import Ledger
@@ -113,7 +113,10 @@ class Island:
             raise self.link.failure
         events, arrivals = self.link.take()
         for event in events:
-            self.ledger.heard(event)
+            if isinstance(event, Resume):
+                self.ledger.resumed(event.round, self.link.unresolved_rounds())
+            else:
+                self.ledger.heard(event)
         for arrival in arrivals:
             self._adopt(arrival)
         while (number := self.ledger.due()) is not None:
@@ -151,8 +154,8 @@ class Island:
 
     def _adopt(self, arrival: Arrival) -> None:
         snapshot = arrival.snapshot
-        if snapshot.version <= self.ledger.counts[snapshot.fragment].version:
-            return
+        if snapshot.version == self.ledger.counts[snapshot.fragment].version:
+            return  # an older one is news too: a broker that died took the newer with it
         params = self.replica.adopt(snapshot.fragment, self.inner.params, arrival.params_N)
         self.inner = self.inner._replace(params=params)
         self.ledger.adopted(snapshot, self.replica.rule.keeps_progress)

@@ -11,6 +11,8 @@ TOKENS_PER_STEP_MAX = 64
 """An island may train larger batches than the run's, up to this factor: weights grow with tokens squared."""
 ROUNDS_AHEAD_MAX = 2
 """How many round trips over the fragments a contribution may be ahead of the last closed round."""
+REMEMBERED_MAX = 1024
+"""Sequence numbers that are remembered one by one; what is missing further back counts as seen."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,11 @@ class Sequences:
         return sequence < self.floor or sequence in self.above
 
     def add(self, sequence: int) -> None:
-        """Marks it as seen. Numbers come nearly in order, so `above` stays small."""
-        self.above.add(sequence)
+        """Marks it as seen. Numbers come nearly in order, so `above` stays small; after a gap it is kept small."""
+        if sequence >= self.floor:
+            self.above.add(sequence)
+        if len(self.above) > REMEMBERED_MAX:
+            self.floor = min(self.above)
         while self.floor in self.above:
             self.above.remove(self.floor)
             self.floor += 1

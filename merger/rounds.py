@@ -94,12 +94,15 @@ class Rounds:
             open_seconds=found.seconds_since_first(now),
         )
 
+    def pace_after(self, close: Close) -> Pace:
+        """The averages with this round's time to quorum: what its commit keeps for the next merger."""
+        return self.pace.after_quorum(close.quorum_seconds, self.config.smoothing)
+
     def closed_round(self, close: Close, sync_seconds: float) -> None:
         """The round was merged and committed, which took `sync_seconds`."""
         self.closed = close.round
         self._open.pop(close.round, None)
-        self.pace = self.pace.after_quorum(close.quorum_seconds, self.config.smoothing)
-        self.pace = self.pace.after_sync(sync_seconds, self.config.smoothing)
+        self.pace = self.pace_after(close).after_sync(sync_seconds, self.config.smoothing)
 
     def deadline(self) -> float | None:
         """When the next round's grace window ends, if it has begun."""

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from broker.errors import BrokerError, FencedError, UnreachableError, WireError
-from broker.messages import Call, Presence, Refusal, Snapshot, TapeEntry
+from broker.messages import Call, Presence, Refusal, Resume, Snapshot, TapeEntry
 from broker.transport import Commit, Delivery, Transport
 from broker.wire import digest, digest_of, pack, unpack
 from merger import merge_rules, outer
@@ -30,6 +30,8 @@ LIVE_SECONDS = 10.0
 """An island that was not heard of for so long is not waited for."""
 LIVE_POLL_SECONDS = 0.5
 BLOCK_SECONDS = 0.25
+NORM_MAX = 1e18
+"""A contribution of a larger norm could overflow float32 in the merge or in the momentum: no training makes one."""
 
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
@@ -87,6 +89,7 @@ class Merger:
         self._live_at = float("-inf")
         for delivery in self.transport.unacknowledged():
             self._receive(delivery)
+        self.transport.announce(self.epoch, Resume(self.state.closed, self.epoch))
 
     def _load_fragment(self, p: int) -> FragmentState:
         size = self.manifest.sizes[p]
@@ -110,10 +113,10 @@ class Merger:
     def turn(self, block_seconds: float = BLOCK_SECONDS) -> bool:
         """Reads what has come, calls and closes what is due. True if a round was closed."""
         self._keep_lease()
-        for delivery in self.transport.updates(self._patience(block_seconds)):
+        for delivery in self.transport.updates(self._patience(block_seconds)) or self._orphans():
             self._receive(delivery)
         for number in self.rounds.calls():
-            self.transport.call(self.epoch, Call(number, self.manifest.fragment_of(number)))
+            self.transport.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
         self._look_around()
         closed = False
         while (close := self.rounds.close(self.clock(), self.live, self._waiting_fragments())) is not None:
@@ -126,6 +129,13 @@ class Merger:
         if deadline is None:
             return block_seconds
         return min(block_seconds, max(0.0, deadline - self.clock()))
+
+    def _orphans(self) -> list[Delivery]:
+        """What a merger that we overtook read after we had loaded: nobody but us can end it."""
+        known = {w.entry for waiting in self.waiting.values() for w in waiting}
+        if self.transport.backlog() <= len(known):
+            return []
+        return [delivery for delivery in self.transport.unacknowledged() if delivery.entry not in known]
 
     def _keep_lease(self) -> None:
         if self.clock() - self._renewed_at >= LEASE_SECONDS / 4:
@@ -146,7 +156,7 @@ class Merger:
             self._refuse(delivery, delivery.fault)
             return
         if self.state.has_seen(contribution.identity) or self._is_waiting(contribution.identity):
-            self._refuse(delivery, "a repeat of a contribution that was taken already")
+            self._refuse(delivery, "a repeat of a contribution that was taken already", repeat=True)
             return
         p = contribution.fragment
         try:
@@ -157,10 +167,13 @@ class Merger:
             if isinstance(verdict, Rejected):
                 raise WireError(verdict.reason)
             delta_N = unpack(delivery.payload, self.manifest.sizes[p])
+            norm = float(np.linalg.norm(delta_N.astype(np.float64)))
+            if norm > NORM_MAX:
+                raise WireError(f"a norm of {norm:.1e} is over the most that can be merged, {NORM_MAX:.0e}")
         except WireError as error:
             self._refuse(delivery, error.reason)
+            self.state.see(contribution.identity)
             return
-        norm = float(np.linalg.norm(delta_N.astype(np.float64)))
         self.waiting.setdefault(p, []).append(Waiting(delivery.entry, contribution, delta_N, norm))
         self.rounds.answer(contribution, self.clock())
 
@@ -172,12 +185,12 @@ class Merger:
         fragments = len(self.fragments)
         return (self.rounds.closed - p - 1) // fragments + 1 if p < fragments else 0
 
-    def _refuse(self, delivery: Delivery, reason: str) -> None:
+    def _refuse(self, delivery: Delivery, reason: str, repeat: bool = False) -> None:
         c = delivery.contribution
         refusal = (
-            Refusal("?", "?", 0, 0, 0, 0, reason[:500])
+            Refusal("?", "?", 0, 0, 0, 0, reason[:500], repeat)
             if c is None
-            else Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, reason[:500])
+            else Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, reason[:500], repeat)
         )
         log.warning("refused a contribution of %s to round %s: %s", refusal.island, refusal.round, reason)
         self.transport.refuse(self.epoch, [(delivery.entry, refusal)])
@@ -212,7 +225,7 @@ class Merger:
             codec=self.config.wire.down,
             bytes=len(payload),
             digest=digest(payload),
-            islands=" ".join(m.island for m in by_weight)[:500],
+            merged=" ".join(f"{m.island}/{m.incarnation}/{m.sequence}" for m in by_weight),
         )
         tape = TapeEntry(
             round=close.round,
@@ -244,11 +257,11 @@ class Merger:
         )
         self.fragments[p] = closed.state
         self.rounds.closed_round(close, self.clock() - began)
-        self.state.pace = self.rounds.pace
 
     def _note(self, close: Close, p: int, waiting: list[Waiting], fragment: FragmentState) -> None:
         """Brings the run's state up to the round; the commit carries it, and a failed commit throws it away."""
         self.state.closed = close.round
+        self.state.pace = self.rounds.pace_after(close)
         self.state.norms[p] = fragment.norms
         self.state.step = max([self.state.step, *(w.contribution.global_step for w in waiting)])
         self.state.tokens += sum(w.contribution.tokens for w in waiting)

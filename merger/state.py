@@ -75,7 +75,7 @@ class RunState:
                 norms={int(p): NormWindow(tuple(norms)) for p, norms in values["norms"].items()},
                 seen={who: Sequences(floor, set(above)) for who, (floor, *above) in values["seen"].items()},
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"the merger's state cannot be read ({error!r})", "Was it written by another version of archipelago?"
             ) from None

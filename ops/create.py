@@ -12,7 +12,7 @@ from broker.config import RunConfig, checked
 from broker.errors import MismatchError, RunExistsError
 from broker.keys import checked_name
 from broker.manifest import Manifest
-from broker.process import connect_to, print_json
+from broker.process import connect_to, keep_compiled, print_json
 from broker.transport import Transport
 from ops.settings import say
 
@@ -50,6 +50,8 @@ def main(options: InitOptions) -> int:
 
 def create(transport: Transport, config: RunConfig) -> tuple[Manifest, bool]:
     """The run's manifest, and whether it was created just now. Raises MismatchError if it is there with another."""
+    keep_compiled()
+
     from islands.corpus import open_corpus
     from islands.creation import describe, first_snapshots
 

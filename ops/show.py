@@ -10,7 +10,8 @@ from rich.text import Text
 
 from ops.view import IslandView, RunView
 
-_COLUMNS = ("island", "state", "steps", "tokens/s", "loss", "lag", "takes part", "backlog", "up", "down", "seen")
+_COLUMNS = ("island", "state", "steps", "tokens/s", "loss", "lag", "part", "queue", "up", "down", "seen")
+"""`part`: share of the recent rounds that it took part in. `seen`: how long ago. Short, to fit 80 columns."""
 
 
 def render(view: RunView) -> RenderableType:
@@ -72,9 +73,9 @@ def _run_lines(view: RunView) -> RenderableType:
 
 
 def _islands(view: RunView) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for index, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
+    for index, column in enumerate(_COLUMNS):  # where there is too little room the names give way, not the numbers
+        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=index > 0, overflow="ellipsis")
     for island in view.islands:
         table.add_row(*_row(island))
     troubles = [f"{i.name}: {i.link}" for i in view.islands if i.live and i.link != "ok"]
@@ -96,5 +97,5 @@ def _row(island: IslandView) -> list[Text | str]:
         str(island.backlog),
         size(island.bytes_up),
         size(island.bytes_down),
-        f"{max(0.0, island.last_seen_seconds):.0f} s ago",
+        f"{max(0.0, island.last_seen_seconds):.0f} s",
     ]

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.config import RunConfig
 from broker.errors import ConfigError, MismatchError
 from broker.manifest import Corpus, Manifest, Tensor, balanced
+from tests import samples
 
 MANIFEST = samples.manifest()
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=60)

@@ -10,7 +10,7 @@ import pytest
 
 from broker.errors import FencedError, RunExistsError, UnknownRunError
 from broker.memory import MemoryBroker
-from broker.messages import Books, Call, Evaluation, Refusal, Snapshot
+from broker.messages import Books, Call, Evaluation, Refusal, Resume, Snapshot
 from broker.redis_transport import connect
 from broker.transport import START, Transport
 from ops.server import Server
@@ -116,9 +116,11 @@ def test_reading_waits_for_a_contribution(transport: Transport, connections: Con
 
 @pytest.mark.parametrize("payload", [b"new", LARGE], ids=["inline", "chunks"])
 def test_a_commit_changes_everything_at_once(transport: Transport, connections: Connect, payload: bytes) -> None:
-    transport.publish(samples.contribution(payload), payload)
+    entry = transport.publish(samples.contribution(payload), payload)
+    assert transport.holds(entry)
     epoch = served(transport)
     (delivery,) = transport.updates(0.0)
+    assert delivery.entry == entry
     commit = samples.commit([delivery.entry], payload, outer=payload + b"!")
     transport.commit(epoch, commit)
     other = connections()
@@ -128,6 +130,7 @@ def test_a_commit_changes_everything_at_once(transport: Transport, connections: 
     assert other.tape(10) == [commit.tape]
     assert [event for _, event in other.events(START, 0.0)] == [commit.snapshot]
     assert other.backlog() == 0
+    assert not other.holds(entry)
     assert other.unacknowledged() == []
     assert other.books() == Books(1, 100, 1, 100, 0, 0, len(payload), len(payload))
 
@@ -164,7 +167,7 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
     writes: list[Callable[[], None]] = [
         lambda: transport.commit(old, samples.commit([delivery.entry])),
         lambda: transport.refuse(old, [(delivery.entry, Refusal("a", "x", 0, 1, 0, 100, "no"))]),
-        lambda: transport.call(old, Call(1, 0)),
+        lambda: transport.announce(old, Call(1, 0)),
         lambda: transport.renew(old, "first", 10.0),
         lambda: transport.release(old),
     ]
@@ -196,18 +199,18 @@ def test_a_lease_runs_out(transport: Transport, connections: Connect, until: Cal
 def test_events_are_read_from_any_place(transport: Transport) -> None:
     epoch = served(transport)
     assert transport.last_event() == START
-    transport.call(epoch, Call(1, 0))
+    transport.announce(epoch, Call(1, 0))
     after_first = transport.last_event()
-    transport.call(epoch, Call(2, 1))
-    assert [event for _, event in transport.events(START, 0.0)] == [Call(1, 0), Call(2, 1)]
-    assert [event for _, event in transport.events(after_first, 0.0)] == [Call(2, 1)]
+    transport.announce(epoch, Resume(1, epoch))
+    assert [event for _, event in transport.events(START, 0.0)] == [Call(1, 0), Resume(1, epoch)]
+    assert [event for _, event in transport.events(after_first, 0.0)] == [Resume(1, epoch)]
     assert transport.events(transport.last_event(), 0.0) == []
     assert transport.events(transport.last_event(), 0.02) == []
 
 
 def test_events_wait_for_the_first(transport: Transport, connections: Connect) -> None:
     epoch = served(transport)
-    caller = threading.Timer(0.05, lambda: connections().call(epoch, Call(1, 0)))
+    caller = threading.Timer(0.05, lambda: connections().announce(epoch, Call(1, 0)))
     caller.start()
     found = transport.events(START, 10.0)
     caller.join()

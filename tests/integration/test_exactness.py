@@ -1,4 +1,4 @@
-"""One island with average merge and outer SGD at rate 1 is plain training, bit for bit; and the same again and again."""
+"""One island with average merge and outer SGD at rate 1 is plain training, bit for bit; runs repeat bit for bit."""
 
 from __future__ import annotations
 

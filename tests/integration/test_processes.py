@@ -23,10 +23,15 @@ from ops.view import RunView, observe
 
 pytestmark = pytest.mark.processes
 
-SETTINGS = (
-    "--data.corpus=small-text --data.shards=8 --data.sequence-length=32 --data.batch-size=4 "
-    "--data.held-out-sequences=32 --inner.warmup-steps=5 --sync.interval=12"
-).split()
+SETTINGS = [
+    "--data.corpus=small-text",
+    "--data.shards=8",
+    "--data.sequence-length=32",
+    "--data.batch-size=4",
+    "--data.held-out-sequences=32",
+    "--inner.warmup-steps=5",
+    "--sync.interval=12",
+]
 Until = Callable[..., None]
 
 
@@ -177,9 +182,7 @@ def test_the_pieces_by_hand(processes: Processes, server: Server, until: Until) 
     transport.close()
 
 
-def test_a_killed_merger_is_replaced_by_one_that_stands_by(
-    processes: Processes, server: Server, until: Until
-) -> None:
+def test_a_killed_merger_is_replaced_by_one_that_stands_by(processes: Processes, server: Server, until: Until) -> None:
     url, run = server.url, "standby"
     processes.run("init", url, "--run", run, "--inner.steps=100000", *SETTINGS)
     first = processes.start("merger", url, "--run", run)
@@ -193,7 +196,7 @@ def test_a_killed_merger_is_replaced_by_one_that_stands_by(
 
 
 def test_a_dead_redis_slows_no_island(processes: Processes, tmp_path: Path, until: Until) -> None:
-    """SIGKILL of the server: the island steps on; the server returns from its append-only file; the island catches up."""
+    """SIGKILL of the server: the island steps on; the server returns from its append-only file; the run catches up."""
     run, folder = "outage", tmp_path / "redis"
     server = start_server(folder)
     url = server.url

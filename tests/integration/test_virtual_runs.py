@@ -20,7 +20,6 @@ from islands.evaluation import compile_evaluation, published
 from islands.model import build
 from ops.virtual import VirtualRun
 
-
 Start = Callable[..., VirtualRun]
 
 
@@ -81,7 +80,8 @@ def test_a_slow_island_neither_holds_up_nor_is_left_out(start: Start, config: Ru
     mine = [m for entry in tape for m in entry.members if m.island == "island-2"]
     assert len(mine) >= 4, "the slow island's work was lost"
     others = [m for entry in tape for m in entry.members if m.island != "island-2"]
-    assert max(m.weight for m in mine if len(tape) > 1) < 0.5
+    shared = [m.weight for entry in tape if len(members(entry)) > 1 for m in entry.members if m.island == "island-2"]
+    assert max(shared) < 0.3, "a sixth of the work may not weigh as much as the rest"
     assert max(m.staleness for m in others) <= 1
 
 

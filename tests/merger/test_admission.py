@@ -1,0 +1,81 @@
+"""Every reason to refuse a contribution, and the memory of what was seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import samples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.config import RunConfig, SyncConfig
+from merger.admission import REMEMBERED_MAX, Accepted, Rejected, Sequences, admit
+
+CONFIG = RunConfig(sync=SyncConfig(staleness_cap=3))
+MANIFEST = samples.manifest(config=CONFIG)  # two fragments
+MOST_TOKENS = 4 * CONFIG.tokens_per_step * 64
+"""for four steps: batches of 64 times the run's"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "closed", "version", "staleness"),
+    [
+        ({}, 0, 0, 0),
+        ({"round": 2, "fragment": 1}, 0, 0, 0),
+        ({"round": 4, "fragment": 1}, 0, 0, 0),  # two round trips ahead
+        ({"round": 1, "base": 2}, 10, 5, 3),  # late, and at the cap
+        ({"tokens": MOST_TOKENS}, 0, 0, 0),
+        ({"farewell": True, "steps": 1, "tokens": 1}, 0, 0, 0),
+    ],
+)
+def test_accepted(changes: dict[str, Any], closed: int, version: int, staleness: int) -> None:
+    assert admit(samples.contribution(**changes), MANIFEST, closed, version) == Accepted(staleness)
+
+
+@pytest.mark.parametrize(
+    ("changes", "closed", "version", "reason"),
+    [
+        ({"fragment": 1}, 0, 0, "round 1 does not sync fragment 1"),
+        ({"round": 2}, 0, 0, "round 2 does not sync fragment 0"),
+        ({"round": 3, "fragment": 2}, 0, 0, "round 3 does not sync fragment 2"),
+        ({"round": 5}, 0, 0, "round 5 is far ahead of round 0, the last one closed"),
+        ({"round": 15}, 10, 5, "round 15 is far ahead of round 10, the last one closed"),
+        ({"base": 1}, 0, 0, "measured from version 1, which does not exist yet (now 0)"),
+        ({"tokens": MOST_TOKENS + 1}, 0, 0, f"{MOST_TOKENS + 1} tokens in 4 steps cannot be"),
+        ({"base": 2}, 10, 6, "staleness 4 is over the cap of 3"),
+    ],
+)
+def test_rejected(changes: dict[str, Any], closed: int, version: int, reason: str) -> None:
+    assert admit(samples.contribution(**changes), MANIFEST, closed, version) == Rejected(reason)
+
+
+# -- sequences -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 40), max_size=80))
+def test_sequences_are_a_set_that_packs_its_beginning(numbers: list[int]) -> None:
+    kept, plain = Sequences(), set[int]()
+    for number in numbers:
+        kept.add(number)
+        plain.add(number)
+        assert kept.floor == next(n for n in range(42) if n not in plain)
+        assert kept.above == {n for n in plain if n > kept.floor}
+    assert [n in kept for n in range(42)] == [n in plain for n in range(42)]
+
+
+def test_numbers_in_order_take_no_room() -> None:
+    kept = Sequences()
+    for number in range(5000):
+        kept.add(number)
+    assert (kept.floor, kept.above) == (5000, set())
+
+
+def test_a_gap_does_not_take_room_for_ever() -> None:
+    kept = Sequences()
+    for number in range(1, 3 * REMEMBERED_MAX):  # number 0 never came
+        kept.add(number)
+        assert len(kept.above) <= REMEMBERED_MAX
+        assert number in kept
+        assert number + 1 not in kept
+    assert all(number in kept for number in range(1, 3 * REMEMBERED_MAX))

@@ -1,0 +1,312 @@
+"""When rounds are called and closed: the quorum, the living, and the grace window, with a clock of our own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import samples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.config import SyncConfig
+from broker.messages import Contribution
+from merger.pace import Pace
+from merger.rounds import Close, Rounds
+
+FRAGMENTS = 4
+
+
+def rounds(closed: int = 0, pace: Pace | None = None, fragments: int = FRAGMENTS, **settings: Any) -> Rounds:
+    """Four fragments every eight steps: a stride is two inner steps. Half of the slack is grace."""
+    changes = {"interval": 8, "window": 2, "quorum": 1, "grace": 0.5, "smoothing": 0.8} | settings
+    return Rounds(SyncConfig(**changes), fragments, closed, pace or Pace())
+
+
+def answered(island: str, number: int = 1, *, farewell: bool = False, step_seconds: float = 1.0) -> Contribution:
+    return samples.contribution(
+        island=island, round=number, fragment=(number - 1) % FRAGMENTS, farewell=farewell, step_seconds=step_seconds
+    )
+
+
+def waiting(*numbers: int) -> set[int]:
+    """The fragments of these rounds."""
+    return {(number - 1) % FRAGMENTS for number in numbers}
+
+
+LIVE = frozenset({"a", "b"})
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_contribution_calls_its_round_once() -> None:
+    some = rounds()
+    assert some.calls() == []
+    some.answer(answered("a"), 0.0)
+    assert some.calls() == [1]
+    some.answer(answered("b"), 1.0)
+    assert some.calls() == []
+
+
+def test_only_open_rounds_are_called() -> None:
+    some = rounds(closed=4, window=2)
+    for number in (7, 6):
+        some.answer(answered("a", number), 0.0)
+    assert some.calls() == [6]  # 5 and 6 are open
+    some.answer(answered("a", 5), 0.0)
+    assert some.calls() == [5]
+    close = some.close(0.0, frozenset("a"), waiting(5, 6, 7))
+    assert close is not None
+    some.closed_round(close, 0.0)
+    assert some.calls() == [7]
+
+
+def test_a_leaver_hurries_nobody() -> None:
+    some = rounds()
+    some.answer(answered("a", farewell=True), 0.0)
+    assert some.calls() == []
+    assert some.close(0.0, LIVE, waiting(1)) is None
+    assert some.deadline() is None
+    some.answer(answered("b"), 5.0)
+    assert some.calls() == [1]
+
+
+def test_a_window_over_p_is_p() -> None:
+    some = rounds(window=64, fragments=3)
+    for number in (1, 2, 3, 4):
+        some.answer(samples.contribution(round=number, fragment=(number - 1) % 3), 0.0)
+    assert some.window == 3
+    assert some.calls() == [1, 2, 3]
+
+
+# -- closing by answers --------------------------------------------------------------------------------------------
+
+
+def test_it_closes_as_soon_as_all_the_living_have_answered() -> None:
+    some = rounds(quorum=2)
+    some.answer(answered("a"), 10.0)
+    assert some.close(10.0, LIVE, waiting(1)) is None
+    some.answer(answered("b"), 12.0)
+    close = some.close(12.5, LIVE, waiting(1))
+    # The quorum is noted at the first look after it; the stride is 2 s, and Eq. 3 gives ½ · 2 · 2 s.
+    assert close == Close(1, quorum_seconds=2.5, grace_seconds=2.0, open_seconds=2.5)
+
+
+def test_answers_of_the_dead_do_no_harm() -> None:
+    some = rounds()
+    for island in ("gone", "a", "b"):
+        some.answer(answered(island), 0.0)
+    assert some.close(0.0, LIVE, waiting(1)) is not None
+
+
+def test_a_farewell_answers_for_its_island() -> None:
+    some = rounds(quorum=2)
+    some.answer(answered("a", farewell=True), 0.0)
+    some.answer(answered("b"), 0.0)
+    assert some.close(0.0, LIVE, waiting(1)) is not None
+
+
+def test_several_contributions_of_one_island_are_one_answer() -> None:
+    some = rounds(quorum=2)
+    for _ in range(3):
+        some.answer(answered("a"), 0.0)
+    assert some.close(1e6, LIVE, waiting(1)) is None
+
+
+def test_a_quorum_over_the_living_is_all_the_living() -> None:
+    some = rounds(quorum=5)
+    some.answer(answered("a"), 0.0)
+    assert some.close(0.0, LIVE, waiting(1)) is None
+    assert some.close(1e6, LIVE, waiting(1)) is None  # two live, one has answered
+    assert some.close(1e6, frozenset("a"), waiting(1)) is not None  # the other one died
+
+
+def test_an_answer_of_a_dead_island_makes_up_the_quorum_of_the_living() -> None:
+    some = rounds(quorum=2, grace=0.0)
+    some.answer(answered("gone"), 0.0)
+    assert some.close(1.0, frozenset("ab"), waiting(1)) is None
+    close = some.close(2.0, frozenset("a"), waiting(1))
+    assert close == Close(1, quorum_seconds=2.0, grace_seconds=0.0, open_seconds=2.0)
+
+
+# -- closing by the clock ------------------------------------------------------------------------------------------
+
+
+def test_grace_by_hand() -> None:
+    some = rounds(pace=Pace(quorum_seconds=0.5, sync_seconds=0.5), quorum=2)
+    live = frozenset({"fast", "slow", "silent"})
+    some.answer(answered("slow", step_seconds=3.0), 10.0)
+    some.answer(answered("fast", step_seconds=1.0), 11.0)
+    # T_step = 2 · 1 s of the fastest; slack = 2 · 2 − (0.5 + 0.5) = 3; grace = ½ · 3.
+    assert some.deadline() is None
+    assert some.close(11.0, live, waiting(1)) is None
+    assert some.deadline() == 12.5
+    assert some.close(math.nextafter(12.5, 0.0), live, waiting(1)) is None
+    assert some.close(12.5, live, waiting(1)) == Close(1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=2.5)
+
+
+def test_the_averages_move_with_every_round() -> None:
+    some = rounds(pace=Pace(quorum_seconds=0.5, sync_seconds=0.5))
+    live = frozenset({"fast", "silent"})
+    some.answer(answered("fast"), 10.0)
+    assert some.close(11.0, live, waiting(1)) is None  # seen a second late: T_quorum
+    close = some.close(20.0, live, waiting(1))
+    assert close == Close(1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=10.0)
+    some.closed_round(close, sync_seconds=1.5)
+    assert some.pace.quorum_seconds == pytest.approx(0.6)  # 0.8 · 0.5 + 0.2 · 1
+    assert some.pace.sync_seconds == pytest.approx(0.7)  # 0.8 · 0.5 + 0.2 · 1.5
+    some.answer(answered("fast", 2), 30.0)
+    assert some.close(30.0, live, waiting(2)) is None
+    assert some.deadline() == pytest.approx(31.35)  # ½ · (4 − 1.3)
+
+
+def test_grace_is_fixed_at_the_quorum() -> None:
+    some = rounds()
+    live = frozenset({"a", "b", "c"})
+    some.answer(answered("a", step_seconds=1.0), 0.0)
+    assert some.close(0.0, live, waiting(1)) is None
+    some.answer(answered("b", step_seconds=0.001), 1.0)  # would leave almost none
+    assert some.close(1.0, live, waiting(1)) is None
+    assert some.deadline() == 2.0
+
+
+def test_no_grace_closes_at_the_quorum() -> None:
+    some = rounds(grace=0.0)
+    some.answer(answered("a"), 3.0)
+    assert some.close(3.0, LIVE, waiting(1)) == Close(1, 0.0, 0.0, 0.0)
+
+
+def test_without_slack_there_is_no_grace() -> None:
+    some = rounds(pace=Pace(quorum_seconds=4.0, sync_seconds=0.5))
+    some.answer(answered("a"), 0.0)
+    assert some.close(0.0, LIVE, waiting(1)) is not None
+
+
+def test_nobody_waits_for_a_quorum_that_is_not_there() -> None:
+    """K is a least number: below it no clock closes the round."""
+    some = rounds(quorum=2)
+    some.answer(answered("a"), 0.0)
+    assert some.close(1e9, frozenset("abc"), waiting(1)) is None
+    assert some.deadline() is None
+
+
+# -- order ---------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_close_in_order() -> None:
+    some = rounds()
+    some.answer(answered("a", 2), 0.0)
+    some.answer(answered("b", 2), 0.0)
+    assert some.close(1e6, LIVE, waiting(2)) is None  # complete, but round 1 is not there
+    some.answer(answered("a", 1), 1e6)
+    some.answer(answered("b", 1), 1e6)
+    for number in (1, 2):
+        close = some.close(1e6, LIVE, waiting(number, 2))
+        assert close is not None
+        assert close.round == number
+        some.closed_round(close, 0.0)
+    assert some.closed == 2
+
+
+def test_a_round_behind_another_keeps_its_own_quorum_and_grace() -> None:
+    some = rounds()
+    some.answer(answered("a", 2), 0.0)
+    assert some.close(0.0, LIVE, waiting(2)) is None
+    some.answer(answered("a", 1), 10.0)
+    assert some.close(10.0, LIVE, waiting(1, 2)) is None
+    close = some.close(12.0, LIVE, waiting(1, 2))
+    assert close == Close(1, quorum_seconds=0.0, grace_seconds=2.0, open_seconds=2.0)
+    some.closed_round(close, 0.0)
+    assert some.deadline() == 2.0  # over long ago
+    assert some.close(12.0, LIVE, waiting(2)) == Close(2, 0.0, 2.0, 12.0)
+
+
+def test_a_late_contribution_waits_and_answers_nothing() -> None:
+    some = rounds(closed=4)
+    some.answer(answered("a", 1), 0.0)  # round 1 and round 5 sync the same fragment
+    assert some.calls() == []
+    assert some.close(1e6, frozenset("a"), waiting(5)) is None
+    some.answer(answered("a", 5), 1e6)
+    assert some.close(1e6, frozenset("a"), waiting(5)) is not None
+
+
+def test_nothing_closes_while_nothing_waits() -> None:
+    some = rounds()
+    assert some.close(1e6, frozenset(), set()) is None
+    assert some.close(1e6, LIVE, set()) is None
+    some.answer(answered("a"), 0.0)
+    assert some.close(1e6, LIVE, waiting(2)) is None  # what waits is of another fragment
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+def drain(some: Rounds, left: set[int]) -> list[int]:
+    """Closes rounds with nobody alive; each takes along what waits for its fragment."""
+    closed = []
+    while (close := some.close(0.0, frozenset(), left)) is not None:
+        left.discard((close.round - 1) % some.fragments)
+        some.closed_round(close, 0.0)
+        closed.append(close.round)
+    return closed
+
+
+def test_when_nobody_lives_everything_is_drained() -> None:
+    some = rounds()
+    some.answer(answered("a", 3, farewell=True), 0.0)
+    assert drain(some, waiting(3)) == [1, 2, 3]  # 1 and 2 are empty
+    assert some.closed == 3
+
+
+@given(st.integers(0, 20), st.sets(st.integers(0, FRAGMENTS - 1)), st.integers(1, 9), st.integers(1, 9))
+def test_draining_takes_one_trip_over_the_fragments_at_most(
+    closed: int, left: set[int], window: int, quorum: int
+) -> None:
+    numbers = drain(rounds(closed=closed, window=window, quorum=quorum), set(left))
+    assert numbers == list(range(closed + 1, closed + 1 + len(numbers)))
+    assert {(number - 1) % FRAGMENTS for number in numbers} >= left
+    assert len(numbers) <= FRAGMENTS
+
+
+ISLANDS = st.sampled_from("abc")
+
+
+@given(
+    st.lists(
+        st.tuples(ISLANDS, st.integers(-3, 4), st.booleans(), st.floats(0.0, 3.0), st.frozensets(ISLANDS, min_size=1)),
+        max_size=30,
+    ),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_no_round_closes_early(
+    happenings: list[tuple[str, int, bool, float, frozenset[str]]], window: int, quorum: int
+) -> None:
+    """In whatever order islands answer, leave, come and pause: in order, with all the living or a quorum that waited."""
+    some = rounds(window=window, quorum=quorum)
+    answers: dict[int, set[str]] = {}
+    called: set[int] = set()
+    quorum_at: dict[int, float] = {}
+    now = 0.0
+
+    def note_quorums(live: frozenset[str]) -> None:
+        for number in range(some.closed + 1, some.closed + 1 + window):
+            if number in called and len(answers[number]) >= min(quorum, len(live)):
+                quorum_at.setdefault(number, now)
+
+    for island, ahead, farewell, seconds, live in happenings:
+        now += seconds
+        number = max(1, some.closed + ahead)
+        some.answer(answered(island, number, farewell=farewell), now)
+        if number > some.closed:
+            answers.setdefault(number, set()).add(island)
+            called |= set() if farewell else {number}
+        note_quorums(live)
+        while (close := some.close(now, live, set(range(FRAGMENTS)))) is not None:
+            assert close.round == some.closed + 1
+            if not live <= answers.get(close.round, set()):
+                assert now >= quorum_at[close.round] + close.grace_seconds
+            some.closed_round(close, 0.0)
+            note_quorums(live)

@@ -1,0 +1,759 @@
+"""The merger on a broker in memory: whatever comes, however often it is restarted, fenced or cut off, the books balance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from broker.codecs import Vector
+from broker.config import OuterConfig, RunConfig, SyncConfig
+from broker.errors import FencedError, UnreachableError
+from broker.memory import MemoryBroker, MemoryTransport
+from broker.messages import Call, Contribution, Presence, Refusal, Resume, Snapshot
+from broker.transport import START, Commit, Delivery
+from broker.wire import digest, pack, unpack
+from merger.pace import Pace
+from merger.service import LEASE_SECONDS, LIVE_SECONDS, Merger, live_islands, serve
+from merger.state import RunState
+from ops.virtual import VirtualClock
+
+SIZE = 32
+"""elements of either fragment"""
+CONFIG = RunConfig(
+    sync=SyncConfig(interval=8, window=2, quorum=1, grace=0.5, smoothing=0.5, staleness_cap=2),
+    outer=OuterConfig(rule="nesterov", learning_rate=0.5, momentum=0.5),
+)
+
+
+def constant(value: float, size: int = SIZE) -> Vector:
+    return np.full(size, value, np.float32)
+
+
+def values(seed: int) -> Vector:
+    return np.random.default_rng(seed).standard_normal(SIZE, dtype=np.float32)
+
+
+class Faulty(MemoryTransport):
+    """Calls that `faults` names by method and ordinal break the connection, before or after they did their work."""
+
+    def __init__(self, broker: MemoryBroker, run: str, faults: Iterable[tuple[str, int, str]] = ()) -> None:
+        super().__init__(broker, run)
+        self.faults = {(name, ordinal): when for name, ordinal, when in faults}
+        self.calls = Counter[str]()
+        self.broken = 0
+
+    def _through(self, name: str, work: Callable[[], Any]) -> Any:
+        when = self.faults.get((name, self.calls[name]))
+        self.calls[name] += 1
+        if when != "before":
+            done = work()
+        if when is not None:
+            self.broken += 1
+            raise UnreachableError(f"the connection broke {when} {name}")
+        return done
+
+    def acquire(self, holder: str, seconds: float) -> int | None:
+        epoch: int | None = self._through("acquire", lambda: super(Faulty, self).acquire(holder, seconds))
+        return epoch
+
+    def renew(self, epoch: int, holder: str, seconds: float) -> None:
+        self._through("renew", lambda: super(Faulty, self).renew(epoch, holder, seconds))
+
+    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
+        found: list[Delivery] = self._through("updates", lambda: super(Faulty, self).updates(0.0, count))
+        return found
+
+    def unacknowledged(self) -> list[Delivery]:
+        found: list[Delivery] = self._through("unacknowledged", super().unacknowledged)
+        return found
+
+    def merger_state(self) -> str:
+        return str(self._through("merger_state", super().merger_state))
+
+    def presences(self) -> list[Presence]:
+        found: list[Presence] = self._through("presences", super().presences)
+        return found
+
+    def announce(self, epoch: int, event: Call | Resume) -> None:
+        self._through("announce", lambda: super(Faulty, self).announce(epoch, event))
+
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+        self._through("refuse", lambda: super(Faulty, self).refuse(epoch, refusals))
+
+    def commit(self, epoch: int, commit: Commit) -> None:
+        self._through("commit", lambda: super(Faulty, self).commit(epoch, commit))
+
+
+class Sea:
+    """A run of two fragments, its islands' side played by the test, and a clock that the test moves."""
+
+    def __init__(self, config: RunConfig = CONFIG, **sync: Any) -> None:
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.transport = self.broker.connect("sample")
+        config = replace(config, sync=replace(config.sync, **sync))
+        self.manifest = samples.manifest(config=config)
+        assert self.manifest.sizes == (SIZE, SIZE)
+        self.transport.create(self.manifest, samples.first_snapshots(self.manifest))
+        self.sequences = Counter[str]()
+        self.sent: list[tuple[Contribution, bytes]] = []
+
+    def merger(self, holder: str = "merger", clock: VirtualClock | None = None) -> Merger:
+        """One that holds the lease and has loaded."""
+        made = Merger(self.broker.connect("sample"), clock or self.clock, holder, live_poll_seconds=0.0)
+        assert made.acquire()
+        made.load()
+        return made
+
+    def live(self, *islands: str, state: str = "training") -> None:
+        for island in islands:
+            self.transport.heartbeat(samples.heartbeat(island, state=state))
+
+    def version(self, p: int) -> int:
+        return self.transport.fragment(p)[0].version
+
+    def digests(self) -> list[str]:
+        return [self.transport.fragment(p)[0].digest for p in range(2)]
+
+    def parameters(self, p: int) -> list[float]:
+        params: list[float] = unpack(self.transport.fragment(p)[1], SIZE).tolist()
+        return params
+
+    def send(
+        self, island: str, number: int, values_N: Vector, *, payload: bytes | None = None, **changes: Any
+    ) -> Contribution:
+        """An island's next contribution, measured from the newest version unless `changes` say otherwise."""
+        payload = pack(values_N, "float32", 1) if payload is None else payload
+        p = (number - 1) % 2
+        ordinary = {"round": number, "fragment": p, "base": self.version(p), "sequence": self.sequences[island]}
+        contribution = samples.contribution(payload, island=island, **(ordinary | changes))
+        self.sequences[island] += 1
+        self.publish(contribution, payload)
+        return contribution
+
+    def publish(self, contribution: Contribution, payload: bytes) -> None:
+        self.sent.append((contribution, payload))
+        self.transport.publish(contribution, payload)
+
+    def events(self, kind: type[Any]) -> list[Any]:
+        return [event for _, event in self.transport.events(START, 0.0, 10_000) if isinstance(event, kind)]
+
+    def merged(self) -> list[tuple[str, str, int]]:
+        """Identities of all that is in the tape."""
+        return [(m.island, m.incarnation, m.sequence) for entry in self.transport.tape(10_000) for m in entry.members]
+
+    def balance(self) -> None:
+        """published = merged + refused + pending, in contributions and in tokens; the tape and the stream agree."""
+        books = self.transport.books()
+        pending = self.broker.runs["sample"].updates.values()
+        assert books.published == len(self.sent) == books.merged + books.refused + len(pending)
+        assert books.published_tokens == sum(c.tokens for c, _ in self.sent)
+        tokens = books.merged_tokens + books.refused_tokens + sum(c.tokens for c, _ in pending)
+        assert books.published_tokens == tokens
+        members = [m for entry in self.transport.tape(10_000) for m in entry.members]
+        assert (books.merged, books.merged_tokens) == (len(members), sum(m.tokens for m in members))
+        assert books.refused == len(self.events(Refusal))
+        assert max(Counter(self.merged()).values(), default=0) <= 1
+
+
+def state_of(sea: Sea) -> RunState:
+    """The committed state; that no sync was timed yet counts as one that took no time, as it does in Eq. 3."""
+    state = RunState.from_json(sea.transport.merger_state())
+    state.pace = Pace(state.pace.quorum_seconds or 0.0, state.pace.sync_seconds or 0.0)
+    return state
+
+
+# -- one merger ----------------------------------------------------------------------------------------------------
+
+
+def test_a_round_of_one_island() -> None:
+    sea = Sea()
+    sea.live("a")
+    merger = sea.merger()
+    assert not merger.turn(0.0)
+    sea.send("a", 1, constant(1.0), global_step=9, loss=3.0)
+    assert merger.turn(0.0)
+    # Nesterov: b = 1, θ = 0 − ½(1 + ½ · 1).
+    assert sea.parameters(0) == [-0.75] * SIZE
+    assert sea.parameters(1) == [0.0] * SIZE
+    ((call,), (snapshot,)) = sea.events(Call), sea.events(Snapshot)
+    assert call == Call(1, 0)
+    assert (snapshot.version, snapshot.step, snapshot.merged) == (1, 9, "a/x/0")
+    (entry,) = sea.transport.tape(5)
+    assert (entry.round, entry.fragment, entry.version, entry.loss, entry.live) == (1, 0, 1, 3.0, 1)
+    assert entry.digest == digest(constant(-0.75).tobytes())
+    assert not merger.turn(0.0)
+    sea.balance()
+
+
+def test_rounds_of_two_islands_in_turn() -> None:
+    sea = Sea()
+    sea.live("a", "b")
+    merger = sea.merger()
+    for number in (1, 2, 3, 4):
+        sea.send("a", number, constant(1.0))
+        assert not merger.turn(0.0)
+        assert [call.round for call in sea.events(Call)] == list(range(1, number + 1))
+        sea.send("b", number, constant(3.0))
+        assert merger.turn(0.0)
+    # The mean is 2. b = 2, 3; θ = −½(2 + 1), then − ½(2 + 1.5).
+    assert sea.parameters(0) == sea.parameters(1) == [-3.25] * SIZE
+    assert [(s.fragment, s.version) for s in sea.events(Snapshot)] == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    assert len(sea.events(Call)) == 4
+    sea.balance()
+
+
+def test_a_grace_window_ends_by_the_clock() -> None:
+    sea = Sea()
+    sea.live("a", "silent")
+    merger = sea.merger()
+    sea.send("a", 1, constant(1.0), step_seconds=0.25)
+    assert not merger.turn(0.0)
+    assert merger.rounds.deadline() == 1.0  # ½ · τ 2 · H/P 4 · 0.25 s
+    sea.clock.now = 0.999
+    assert not merger.turn(0.0)
+    sea.clock.now = 1.0
+    assert merger.turn(0.0)
+    (entry,) = sea.transport.tape(1)
+    assert (entry.grace_seconds, entry.open_seconds, entry.live) == (1.0, 1.0, 2)
+
+
+def test_what_comes_late_is_merged_with_the_next_round_of_its_fragment() -> None:
+    sea = Sea()
+    sea.live("a")
+    merger = sea.merger()
+    sea.send("a", 1, constant(1.0))
+    merger.turn(0.0)
+    sea.send("late", 1, constant(1.0), base=0)
+    assert not merger.turn(0.0)
+    assert sea.transport.backlog() == 1
+    for number in (2, 3):
+        sea.send("a", number, constant(1.0))
+        merger.turn(0.0)
+    (entry,) = sea.transport.tape(1)
+    assert [(m.island, m.staleness) for m in entry.members] == [("a", 0), ("late", 1)]
+    assert entry.members[1].weight < entry.members[0].weight
+    sea.balance()
+
+
+def test_leavers_are_merged_when_nobody_is_left() -> None:
+    sea = Sea()
+    sea.live("a", state="leaving")
+    merger = sea.merger()
+    for number in (2, 1):
+        sea.send("a", number, constant(1.0), farewell=True)
+    assert merger.turn(0.0)
+    assert sea.parameters(0) == sea.parameters(1) == [-0.75] * SIZE
+    assert sea.events(Call) == []
+    sea.balance()
+
+
+def test_the_living_are_those_who_train_and_were_heard_of() -> None:
+    def presence(island: str, state: str, age: float) -> Presence:
+        return Presence(samples.heartbeat(island, state=state), age)
+
+    everyone = [
+        presence("trains", "training", 0.0),
+        presence("joins", "joining", 0.0),
+        presence("leaves", "leaving", 0.0),
+        presence("left", "left", 0.0),
+        presence("silent", "training", LIVE_SECONDS),
+        presence("slow", "training", LIVE_SECONDS - 0.1),
+    ]
+    assert live_islands(everyone) == {"trains", "slow"}
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+BAD = ["nan", "inf", "huge", "size", "codec", "digest", "ahead", "future", "fragment", "bytes", "empty", "tokens"]
+REASONS = {
+    "nan": "NaN", "inf": "infinity", "huge": "norm", "size": "elements", "codec": "codec", "digest": "digest",
+    "ahead": "far ahead", "future": "does not exist yet", "fragment": "does not sync", "bytes": "no archipelago payload",
+    "empty": "no archipelago payload", "tokens": "cannot be",
+}  # fmt: skip
+
+
+def send_bad(sea: Sea, kind: str, island: str, number: int) -> Contribution:
+    """A contribution that nobody may merge."""
+    good = constant(1.0)
+    with np.errstate(over="ignore"):
+        odd = {"nan": np.nan, "inf": -np.inf, "huge": 3e38}.get(kind, 1.0)
+    match kind:
+        case "nan" | "inf" | "huge":
+            spoilt = good.copy()
+            spoilt[5] = odd
+            return sea.send(island, number, spoilt)
+        case "size":
+            return sea.send(island, number, constant(1.0, SIZE + 1))
+        case "codec":
+            payload = pack(good, "float32", 0).replace(b"float32", b"float64")
+            return sea.send(island, number, good, payload=payload, codec="float64")
+        case "digest":
+            return sea.send(island, number, good, digest="0" * 32)
+        case "ahead":
+            return sea.send(island, number + 2000, good)
+        case "future":
+            return sea.send(island, number, good, base=1000)
+        case "fragment":
+            return sea.send(island, number, good, fragment=7)
+        case "bytes":
+            return sea.send(island, number, good, payload=b"ARC0" + bytes(50))
+        case "empty":
+            return sea.send(island, number, good, payload=b"")
+        case _:
+            return sea.send(island, number, good, tokens=1 << 50)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_each_refusal_says_why_and_touches_nothing(kind: str) -> None:
+    sea = Sea()
+    sea.live("a")
+    merger = sea.merger()
+    before = sea.digests()
+    sent = send_bad(sea, kind, "a", 1)
+    assert not merger.turn(0.0)
+    (refusal,) = sea.events(Refusal)
+    assert (refusal.island, refusal.incarnation, refusal.sequence) == sent.identity
+    assert (refusal.round, refusal.fragment, refusal.tokens) == (sent.round, sent.fragment, sent.tokens)
+    assert REASONS[kind] in refusal.reason
+    assert sea.digests() == before
+    assert sea.transport.tape(1) == []
+    assert sea.events(Call) == []
+    sea.balance()
+    sea.send("a", 1, constant(1.0))
+    assert merger.turn(0.0)
+    assert sea.parameters(0) == [-0.75] * SIZE
+
+
+def test_too_stale_is_refused() -> None:
+    sea = Sea()  # the cap is 2
+    sea.live("a")
+    merger = sea.merger()
+    for number in range(1, 6):
+        sea.send("a", number, constant(1.0))
+        merger.turn(0.0)
+    assert sea.version(0) == 3
+    sea.send("late", 1, constant(1.0), base=0)
+    merger.turn(0.0)
+    assert [r.reason for r in sea.events(Refusal)] == ["staleness 3 is over the cap of 2"]
+    sea.balance()
+
+
+@given(st.lists(st.tuples(st.sampled_from(BAD), st.sampled_from("ab"), st.integers(1, 3)), max_size=12))
+def test_however_many_are_bad_the_parameters_stay(bad: list[tuple[str, str, int]]) -> None:
+    sea = Sea()
+    sea.live("a")
+    merger = sea.merger()
+    before = sea.digests()
+    for kind, island, number in bad:
+        send_bad(sea, kind, island, number)
+    merger.turn(0.0)
+    sea.live("a", state="left")
+    merger.turn(0.0)
+    assert sea.digests() == before
+    assert (sea.transport.backlog(), sea.transport.books().refused) == (0, len(bad))
+    sea.balance()
+
+
+def test_a_repeat_is_merged_once() -> None:
+    sea = Sea()
+    sea.live("a", "b")
+    merger = sea.merger()
+    sea.send("a", 1, constant(1.0))
+    sea.publish(*sea.sent[0])  # beside the first, which waits
+    merger.turn(0.0)
+    assert sea.transport.books().refused == 1
+    sea.send("b", 1, constant(1.0))
+    assert merger.turn(0.0)
+    sea.publish(*sea.sent[0])  # after it was merged
+    merger.turn(0.0)
+    sea.publish(*sea.sent[0])
+    sea.merger().turn(0.0)  # after a restart
+    assert sea.merged() == [("a", "x", 0), ("b", "x", 0)]
+    assert [r.reason for r in sea.events(Refusal)] == ["a repeat of a contribution that was taken already"] * 3
+    sea.balance()
+
+
+def test_a_repeat_that_was_read_before_a_restart_is_merged_once() -> None:
+    sea = Sea()
+    sea.live("a", "b")
+    sea.merger().turn(0.0)
+    sea.send("a", 1, constant(1.0))
+    sea.publish(*sea.sent[0])
+    sea.transport.updates(0.0)  # a merger read both, and died
+    merger = sea.merger()
+    assert (sea.transport.backlog(), sea.transport.books().refused) == (1, 1)
+    sea.send("b", 1, constant(1.0))
+    assert merger.turn(0.0)
+    assert sorted(sea.merged()) == [("a", "x", 0), ("b", "x", 0)]
+    sea.balance()
+
+
+def test_what_was_refused_is_not_merged_when_it_comes_again() -> None:
+    """Refused once means ended: a repeat must not be judged by a later state, nor after a restart."""
+    sea = Sea()
+    sea.live("a")
+    merger = sea.merger()
+    sea.send("a", 6, constant(1.0))  # two round trips ahead are 4
+    merger.turn(0.0)
+    for number in (1, 2, 3):
+        sea.send("a", number, constant(1.0))
+        merger.turn(0.0)
+    sea.publish(*sea.sent[0])
+    merger.turn(0.0)
+    sea.publish(*sea.sent[0])
+    sea.merger().turn(0.0)
+    assert sea.transport.books().refused == 3
+    assert ("a", "x", 0) not in sea.merged()
+    sea.balance()
+
+
+def test_refusals_leave_no_trace_that_grows() -> None:
+    sea = Sea()
+    sea.live("a")
+    merger = sea.merger()
+    for number in range(1, 30):
+        send_bad(sea, "digest", "a", number)
+        sea.send("a", number, constant(1.0))
+        merger.turn(0.0)
+    seen = RunState.from_json(sea.transport.merger_state()).seen["a/x"]
+    assert (seen.floor, seen.above) == (58, set())
+
+
+# -- any mix -------------------------------------------------------------------------------------------------------
+
+ISLANDS = st.sampled_from("abc")
+DEEDS = st.one_of(
+    st.tuples(st.just("good"), ISLANDS, st.integers(-2, 2), st.integers(0, 3)),
+    st.tuples(st.just("bad"), ISLANDS, st.integers(0, 2), st.sampled_from(BAD)),
+    st.tuples(st.just("repeat"), ISLANDS, st.integers(0, 50), st.none()),
+    st.tuples(st.sampled_from(["turn", "restart", "wait"]), ISLANDS, st.just(0), st.none()),
+    st.tuples(st.sampled_from(["training", "left"]), ISLANDS, st.just(0), st.none()),
+)
+
+
+@given(st.lists(DEEDS, max_size=40), st.integers(1, 3))
+def test_the_books_balance_after_any_mix(deeds: list[tuple[str, str, int, Any]], quorum: int) -> None:
+    sea = Sea(quorum=quorum)
+    merger = sea.merger()
+    expected: dict[tuple[str, str, int], int] = {}
+    """base of those that may be merged, by identity, until a merger has read them"""
+    merged, refused = set[tuple[str, str, int]](), 0
+
+    def turn() -> None:
+        nonlocal refused
+        for identity, base in expected.items():
+            p = next(c.fragment for c, _ in sea.sent if c.identity == identity)
+            if sea.version(p) - base > CONFIG.sync.staleness_cap:
+                refused += 1
+            else:
+                merged.add(identity)
+        expected.clear()
+        merger.turn(0.0)
+        sea.balance()
+
+    for deed, island, number, detail in deeds:
+        match deed:
+            case "good":
+                number = max(1, merger.rounds.closed + number)
+                version = sea.version((number - 1) % 2)
+                sent = sea.send(island, number, values(len(sea.sent)), base=max(0, version - detail))
+                expected[sent.identity] = sent.base
+            case "bad":
+                send_bad(sea, detail, island, merger.rounds.closed + 1 + number)
+                refused += 1
+            case "repeat" if sea.sent:
+                sea.publish(*sea.sent[number % len(sea.sent)])
+                refused += 1
+            case "turn":
+                turn()
+            case "restart":
+                merger = sea.merger()
+            case "wait":
+                sea.clock.now += 1.0
+            case "training" | "left":
+                sea.live(island, state=deed)
+            case _:
+                pass
+    turn()
+    sea.live("a", "b", "c", state="left")
+    turn()
+    books = sea.transport.books()
+    assert sea.transport.backlog() == 0
+    assert set(sea.merged()) == merged
+    assert (books.merged, books.refused) == (len(merged), refused)
+    for p in range(2):
+        versions = [s.version for s in sea.events(Snapshot) if s.fragment == p]
+        assert versions == list(range(1, len(versions) + 1))
+    assert [entry.round for entry in sea.transport.tape(10_000)] == list(range(1, merger.rounds.closed + 1))
+    if "restart" not in {deed for deed, *_ in deeds}:
+        assert max(Counter(call.round for call in sea.events(Call)).values(), default=0) <= 1
+
+
+# -- restarts ------------------------------------------------------------------------------------------------------
+
+
+def played(script: Sequence[tuple[str, int]], restarts: Iterable[int]) -> Sea:
+    """Plays (island, round ahead) one after the other, each followed by a turn; a new merger before those restarts."""
+    sea = Sea(quorum=2)
+    sea.live("a", "b", "c")
+    merger = sea.merger()
+    for index, (island, ahead) in enumerate(script):
+        if index in restarts:
+            merger = sea.merger()
+        sea.send(island, merger.rounds.closed + ahead, values(index), tokens=100 + index)
+        merger.turn(0.0)
+    if len(script) in restarts:
+        merger = sea.merger()
+    sea.live("a", "b", "c", state="left")
+    merger.turn(0.0)
+    sea.balance()
+    return sea
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(ISLANDS, st.integers(1, 2)), max_size=16), st.sets(st.integers(0, 16)))
+def test_a_restart_anywhere_goes_on_to_the_same_bits(script: list[tuple[str, int]], restarts: set[int]) -> None:
+    undisturbed, restarted = played(script, ()), played(script, restarts)
+    tapes = [
+        [(e.round, e.version, e.digest, e.members, e.gain) for e in sea.transport.tape(10_000)]
+        for sea in (undisturbed, restarted)
+    ]
+    assert tapes[0] == tapes[1]
+    assert undisturbed.digests() == restarted.digests()
+    assert state_of(undisturbed) == state_of(restarted)
+    assert [undisturbed.transport.outer(p) for p in range(2)] == [restarted.transport.outer(p) for p in range(2)]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(0.0, 2.0), min_size=2, max_size=8), st.sets(st.integers(1, 7)))
+def test_a_restart_between_rounds_keeps_the_pace(delays: list[float], restarts: set[int]) -> None:
+    """Grace windows depend on how long quorums took so far, and they decide who is in a round."""
+
+    def seconds_of(restarts: Iterable[int]) -> list[tuple[float, float, str]]:
+        sea = Sea(quorum=2)
+        merger = sea.merger()
+        for number, delay in enumerate(delays, start=1):
+            if number in restarts:
+                merger = sea.merger()
+            sea.live("a", "b", "silent")
+            sea.send("a", number, values(number))
+            merger.turn(0.0)
+            sea.clock.now += delay
+            sea.send("b", number, values(-number % 99))
+            closed = merger.turn(0.0)
+            while not closed:
+                sea.live("a", "b", "silent")
+                sea.clock.now = merger.rounds.deadline() or sea.clock.now
+                closed = merger.turn(0.0)
+        return [(e.grace_seconds, e.open_seconds, e.digest) for e in sea.transport.tape(100)]
+
+    assert seconds_of(restarts) == seconds_of(())
+
+
+# -- two mergers ---------------------------------------------------------------------------------------------------
+
+
+def everything(sea: Sea) -> list[Any]:
+    run = sea.broker.runs["sample"]
+    return [run.fragments.copy(), run.outer.copy(), run.state, list(run.tape), list(run.events), dict(run.books),
+            dict(run.updates), run.epoch, run.lease]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", ["call", "refuse", "commit", "renew"])
+def test_the_older_merger_is_fenced_and_writes_nothing(write: str) -> None:
+    sea = Sea()
+    sea.live("a")
+    sleeper = VirtualClock()  # its clock stood still while it slept
+    old = sea.merger("old", sleeper)
+    if write == "commit":
+        sea.live("a", "b")
+        sea.send("a", 1, constant(1.0))
+        assert not old.turn(0.0)
+        sea.live("b", state="left")  # now the round may close
+    sea.clock.now += LEASE_SECONDS
+    sea.live("a")
+    new = sea.merger("new")
+    if write == "refuse":
+        send_bad(sea, "nan", "a", 1)
+    if write == "call":
+        sea.send("a", 1, constant(1.0))
+    if write == "renew":
+        sleeper.now += LEASE_SECONDS
+    before = everything(sea)
+    with pytest.raises(FencedError):
+        old.turn(0.0)
+    assert everything(sea) == before
+    new.turn(0.0)
+    assert sea.transport.backlog() == 0
+    sea.balance()
+
+
+def test_what_a_fenced_merger_had_read_is_not_left_behind() -> None:
+    """A machine that slept wakes up, reads what is meant for its successor, and only then learns that it has one."""
+    sea = Sea()
+    sea.live("a", "b")
+    old = sea.merger("old", VirtualClock())
+    sea.clock.now += LEASE_SECONDS
+    sea.live("a", "b")
+    new = sea.merger("new")
+    sea.send("a", 1, constant(1.0))
+    with pytest.raises(FencedError):
+        old.turn(0.0)
+    sea.send("b", 1, constant(1.0))
+    new.turn(0.0)
+    new.turn(0.0)
+    assert sorted(sea.merged()) == [("a", "x", 0), ("b", "x", 0)]
+    sea.balance()
+
+
+def test_nobody_serves_beside_the_holder_of_the_lease() -> None:
+    sea = Sea()
+    sea.merger("first")
+    second = Merger(sea.broker.connect("sample"), sea.clock, "second")
+    assert not second.acquire()
+    sea.clock.now += LEASE_SECONDS
+    assert second.acquire()
+
+
+def test_a_merger_that_turns_keeps_its_lease() -> None:
+    sea = Sea()
+    first = sea.merger("first")
+    second = Merger(sea.broker.connect("sample"), sea.clock, "second")
+    for _ in range(20):
+        sea.clock.now += LEASE_SECONDS / 3
+        first.turn(0.0)
+        assert not second.acquire()
+
+
+# -- serving -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """A merger that serves while the test plays the islands between two turns."""
+
+    sea: Sea
+    transport: Faulty
+    rounds: int = 4
+    turns: int = 0
+
+    def __call__(self) -> bool:
+        """`stopped`: sends what comes next whenever nothing is pending; True when all rounds have closed."""
+        self.turns += 1
+        assert self.turns < 500, "the merger does not get on"
+        self.sea.live("a", "b")
+        closed = RunState.from_json(self.sea.transport.merger_state()).closed
+        if self.sea.transport.backlog() == 0:
+            if closed == self.rounds:
+                return True
+            send_bad(self.sea, "nan", "a", closed + 1)
+            self.sea.send("a", closed + 1, values(closed))
+            self.sea.send("b", closed + 1, values(100 + closed))
+            self.sea.publish(*self.sea.sent[-1])
+        return False
+
+    def pause(self, seconds: float) -> None:
+        self.sea.clock.now += seconds
+
+
+def served(faults: Iterable[tuple[str, int, str]]) -> Served:
+    """Four rounds of two islands, each with a bad contribution and a repeat, over a connection with these faults."""
+    sea = Sea(quorum=2)
+    transport = Faulty(sea.broker, "sample", faults)
+    course = Served(sea, transport)
+    serve(Merger(transport, sea.clock, "merger", live_poll_seconds=0.0), course, course.pause)
+    sea.balance()
+    return course
+
+
+def outcome(course: Served) -> list[Any]:
+    entries = course.sea.transport.tape(100)
+    return [
+        [(e.round, e.digest, e.members) for e in entries],
+        course.sea.digests(),
+        RunState.from_json(course.sea.transport.merger_state()).seen,
+        course.sea.transport.books().merged,
+    ]
+
+
+UNDISTURBED = outcome(served(()))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("method", ["commit", "refuse", "announce", "updates", "unacknowledged", "acquire", "presences"])
+def test_a_broken_connection_loses_nothing_and_repeats_nothing(method: str, when: str) -> None:
+    course = served([(method, 0, when), (method, 2, when)])
+    assert course.transport.broken >= 1
+    assert outcome(course) == UNDISTURBED
+
+
+METHODS = st.sampled_from(
+    ["commit", "refuse", "announce", "updates", "unacknowledged", "merger_state", "presences", "renew", "acquire"]
+)
+
+
+@settings(max_examples=60)
+@given(st.sets(st.tuples(METHODS, st.integers(0, 12), st.sampled_from(["before", "after"])), max_size=12))
+def test_any_outages_lose_nothing_and_repeat_nothing(faults: set[tuple[str, int, str]]) -> None:
+    assert outcome(served(faults)) == UNDISTURBED
+
+
+def test_a_fenced_merger_leaves() -> None:
+    sea = Sea()
+    old = Merger(Faulty(sea.broker, "sample"), sea.clock, "old", live_poll_seconds=0.0)
+    asked = 0
+
+    def stopped() -> bool:
+        nonlocal asked
+        asked += 1
+        assert asked < 10, "it should have left"
+        if asked == 3:
+            sea.clock.now += LEASE_SECONDS
+            sea.merger("new")
+        return False
+
+    serve(old, stopped, lambda seconds: None)
+    assert asked == 3
+    assert not Merger(sea.transport, sea.clock, "third").acquire()  # it gave nothing away that was not its own
+
+
+def test_a_standby_takes_over_when_the_lease_runs_out() -> None:
+    sea = Sea()
+    sea.live("a")
+    sea.merger("first")
+    sea.send("a", 1, constant(1.0))
+    standby = Merger(Faulty(sea.broker, "sample"), sea.clock, "standby", live_poll_seconds=0.0)
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        assert sea.events(Snapshot) == []
+        sea.clock.now += seconds
+        sea.live("a")
+
+    serve(standby, lambda: bool(sea.events(Snapshot)), pause)
+    assert sum(pauses) == pytest.approx(LEASE_SECONDS)
+    assert sea.merged() == [("a", "x", 0)]
+    assert Merger(sea.transport, sea.clock, "third").acquire()  # it gave the lease back when it was stopped
+
+
+def test_stopping_during_an_outage_still_ends() -> None:
+    sea = Sea()
+    merger = Merger(Faulty(sea.broker, "sample"), sea.clock, "merger", live_poll_seconds=0.0)
+    turns = iter([False, False, True])
+    merger.transport.release = _unreachable  # type: ignore[method-assign, assignment]
+    serve(merger, lambda: next(turns), lambda seconds: None)
+    assert merger.epoch == 1
+
+
+def _unreachable(*_: object) -> None:
+    raise UnreachableError("nobody answers")

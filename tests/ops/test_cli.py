@@ -1,0 +1,382 @@
+"""The command line: every verb's help, one JSON object, and one line for each mistake that leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from broker.config import RunConfig, checked
+from broker.keys import REGISTRY
+from broker.process import guarded
+from broker.redis_transport import connect
+from islands.corpus import prepare_text
+from ops.cli import VERBS, run
+from ops.server import Server
+from tests import samples
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--data.corpus", "small", "--data.shards", "4"]
+
+
+@pytest.fixture
+def url(server: Server) -> Iterator[str]:
+    """A database of the server that has no runs."""
+    mine = server.url.removesuffix("/0") + "/7"
+    with redis.Redis.from_url(mine) as client:
+        client.flushdb()
+        yield mine
+        client.flushdb()
+
+
+@pytest.fixture
+def raw(url: str) -> Iterator[Any]:
+    """A client of the server's own commands, on that database."""
+    with redis.Redis.from_url(url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `small` and `other`, two corpora of nearly the smallest size, are prepared."""
+    folder, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARCHIPELAGO_DATA", str(folder))
+        for name in ("small", "other"):
+            source.write_text(f"What is the {name} text about? Nothing, line by line.\n" * 2000, encoding="utf-8")
+            prepare_text(source, name)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_process_of_its_own(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Verbs set up signals and logging for the process that they think they are."""
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpora))
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    root, packages = logging.getLogger(), [logging.getLogger(name) for name in ("broker", "islands", "merger", "ops")]
+    handlers, levels = list(root.handlers), [logger.level for logger in (root, *packages)]
+    yield
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+    root.handlers[:] = handlers
+    for logger, level in zip((root, *packages), levels, strict=True):
+        logger.setLevel(level)
+
+
+Answer = tuple[int, str, str]
+Call = Callable[..., Answer]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Exit status, standard output and standard error of a command."""
+
+    def made(*args: str) -> Answer:
+        capsys.readouterr()
+        try:
+            status = guarded(lambda: run(args))
+        except SystemExit as left:  # tyro's way, for --help and for flags that it cannot read
+            status = int(left.code or 0)
+        return (status, *capsys.readouterr())
+
+    return made
+
+
+def one_line(answer: Answer) -> str:
+    """The error, when that is all that a command said."""
+    status, out, err = answer
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    return err
+
+
+def one_object(answer: Answer) -> dict[str, Any]:
+    """The JSON object, when that is all of the output."""
+    status, out, _ = answer
+    assert status == 0
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    return found
+
+
+# -- help -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["-h"], ["help"]])
+def test_the_overview_is_what_was_asked_for(call: Call, args: list[str]) -> None:
+    status, out, err = call(*args)
+    assert (status, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(VERBS)
+
+
+def test_an_unknown_verb_is_an_error_with_the_list(call: Call) -> None:
+    status, out, err = call("trian", "--islands", "3")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: there is no verb 'trian'")
+    assert all(re.search(f"^  {verb} ", err, re.MULTILINE) for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_its_help(call: Call, verb: str) -> None:
+    status, out, err = call(verb, "--help")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"usage: archipelago {verb} ")
+    assert "--json" in out
+
+
+def test_help_shows_settings_with_the_defaults_of_the_file(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[sync]\ninterval = 12321\n", encoding="utf-8")
+    assert f"(default: {RunConfig().sync.interval})" in call("init", "--help")[1]
+    assert "(default: 12321)" in call("init", "--config", "run.toml", "--help")[1]
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+NEED_A_RUN = ["status", "island", "merger", "evaluate"]
+
+
+@pytest.mark.parametrize("verb", [*NEED_A_RUN, "init", "up"])
+def test_a_wrong_address(call: Call, verb: str, tmp_path: Path) -> None:
+    assert "cannot be read as the address of a Redis" in one_line(call(verb, "http://localhost", "--run", "x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", [*NEED_A_RUN, "init", "up"])
+def test_nobody_at_the_address(call: Call, verb: str, tmp_path: Path) -> None:
+    address = f"redis://:hidden@127.0.0.1:{unused_port()}"
+    said = one_line(call(verb, address, "--run", "x"))
+    assert "does not answer" in said
+    assert "hidden" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", [*NEED_A_RUN, "init"])
+def test_no_address(call: Call, verb: str) -> None:
+    assert "no Redis was named" in one_line(call(verb))
+
+
+@pytest.mark.parametrize("verb", NEED_A_RUN)
+def test_an_unknown_run(call: Call, verb: str, url: str, raw: Any, tmp_path: Path) -> None:
+    raw.sadd(REGISTRY, "alpha")
+    said = one_line(call(verb, url, "--run", "beta"))
+    assert re.search(r"there is no run 'beta' at .* \(runs there: alpha\)", said)
+    assert raw.keys() == [REGISTRY.encode()]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", NEED_A_RUN)
+def test_no_run_at_all(call: Call, verb: str, url: str, raw: Any) -> None:
+    assert "there is no run at that Redis" in one_line(call(verb, url))
+    assert raw.keys() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--data.corpus", "nope"], "there is no corpus 'nope'"),
+        (["--data.corpus", "../small"], "the corpus name '../small' cannot be used"),
+        (["--model.size", "huge"], "'huge'"),
+        (["--sync.interval", "0"], "sync.interval: input should be greater than or equal to 1, not 0"),
+        (["--inner.learning-rate", "nan"], "inner.learning_rate: "),
+        (["--wire.zstd-level", "20"], "wire.zstd_level: "),
+        (["--run", "a b"], "the run name 'a b' cannot be used"),
+        (["--run", "{x}"], "the run name '{x}' cannot be used"),
+        (["--config", "none.toml"], "none.toml cannot be read"),
+        (["--config=none.toml"], "none.toml cannot be read"),
+        (["--config"], "--config needs a path"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_init_that_fails_leaves_nothing(
+    call: Call, url: str, raw: Any, corpora: Path, tmp_path: Path, flags: list[str], said: str
+) -> None:
+    before = sorted(corpora.rglob("*"))
+    assert said in one_line(call("init", url, *SMALL, *flags))
+    assert raw.keys() == []
+    assert sorted(corpora.rglob("*")) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[sync]\nintervall = 3", "sync.intervall: unexpected keyword argument"),
+        ("speed = 3", "speed: unexpected keyword argument"),
+        ("[sync]\ninterval = 0", "sync.interval: input should be greater than or equal to 1, not 0"),
+        ("[merge]\nrest = 'mean'", "merge.rest: "),
+        ("sync", "is not TOML"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["init", "up"])
+def test_a_config_file_that_cannot_be_used(
+    call: Call, url: str, raw: Any, tmp_path: Path, verb: str, text: str, said: str
+) -> None:
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    error = one_line(call(verb, url, "--config", "run.toml"))
+    assert "the config file run.toml" in error
+    assert said in error
+    assert raw.keys() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("up --islands 0", "--islands cannot be 0"),
+        ("up --evaluate-every 0", "--evaluate-every cannot be 0.0"),
+        ("up --evaluate-every nan", "--evaluate-every cannot be nan"),
+        ("up --run a/b", "the run name 'a/b' cannot be used"),
+        ("up --sync.window 0", "sync.window: "),
+        ("island --name a/b", "the island name 'a/b' cannot be used"),
+        ("island --scan-steps -1", "--scan-steps cannot be -1"),
+        ("alone --tokens 0", "--tokens cannot be 0"),
+        ("alone --tokens 9 --seed -1", "seed: "),
+        ("alone --tokens 9 --data.corpus nope", "there is no corpus 'nope'"),
+        ("bench parity --islands 0", "--islands cannot be (0,)"),
+        ("bench parity --slow 0.5", "--slow cannot be 0.5"),
+        ("prepare nothing-there", "to prepare at nothing-there"),
+    ],
+)
+def test_other_mistakes(call: Call, tmp_path: Path, command: str, said: str) -> None:
+    assert said in one_line(call(*command.split()))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "init --colour red",
+        "init --seed many",
+        "init --wire.up int2",
+        "alone",
+        "bench speed",
+        "status a b",
+    ],
+)
+def test_flags_that_cannot_be_read(call: Call, command: str) -> None:
+    status, out, err = call(*command.split())
+    assert (status, out) == (2, "")
+    assert f"archipelago {command.split()[0]} --help" in err
+    assert "Traceback" not in err
+
+
+def test_a_mistake_in_a_process_of_its_own() -> None:
+    args = [sys.executable, "-m", "ops", "status", "redis:/localhost"]
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
+    assert "cannot be read as the address" in one_line((done.returncode, done.stdout, done.stderr))
+
+
+# -- init and status --------------------------------------------------------------------------------------------------
+
+
+def test_init_prints_one_object_and_says_whether_it_created(call: Call, url: str, raw: Any) -> None:
+    first = one_object(call("init", url, *SMALL, "--run", "alpha", "--json"))
+    config = checked({"data": {"corpus": "small", "shards": 4}})
+    assert first.pop("parameters") > 10_000
+    assert first == {
+        "run": "alpha", "created": True, "fragments": config.sync.fragments, "config_digest": config.digest(),
+    }  # fmt: skip
+    before = sorted(raw.keys())
+    again = one_object(call("init", url, *SMALL, "--run", "alpha", "--json"))
+    assert (again["created"], again["config_digest"]) == (False, config.digest())
+    assert sorted(raw.keys()) == before
+
+
+def test_init_in_words_goes_to_standard_error(call: Call, url: str) -> None:
+    status, out, err = call("init", url, *SMALL, "--run", "alpha")
+    assert (status, out) == (0, "")
+    assert err.startswith("run 'alpha' created: ")
+    assert "archipelago island URL --run alpha" in err
+    assert "is there already" in call("init", url, *SMALL, "--run", "alpha")[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--sync.interval", "48"], "sync.interval: 24 → 48"),
+        (["--data.corpus", "other"], "data.corpus: small → other"),
+        (["--seed", "3", "--merge.rest", "average"], "seed: 0 → 3; merge.rest: rda → average"),
+    ],
+)
+def test_init_of_a_run_that_is_there_with_another_config(
+    call: Call, url: str, raw: Any, flags: list[str], said: str
+) -> None:
+    call("init", url, *SMALL, "--run", "alpha")
+    before = {key: raw.dump(key) for key in raw.scan_iter()}
+    error = one_line(call("init", url, *SMALL, "--run", "alpha", *flags))
+    assert error.startswith("error: the run's config is ")
+    assert said in error
+    assert {key: raw.dump(key) for key in raw.scan_iter()} == before
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(call: Call, url: str, raw: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("seed = 5\n[sync]\ninterval = 12\nwindow = 3\n", encoding="utf-8")
+    one_object(call("init", url, *SMALL, "--config", "run.toml", "--sync.window", "1", "--json"))
+    stored = json.loads(raw.hget("demo:manifest", "config"))
+    assert (stored["seed"], stored["sync"]["interval"], stored["sync"]["window"]) == (5, 12, 1)
+    assert stored["sync"]["fragments"] == RunConfig().sync.fragments
+
+
+def made(url: str, *names: str) -> None:
+    """Runs without a model behind them: for who only looks."""
+    for name in names:
+        transport = connect(url, name)
+        manifest = samples.manifest(name)
+        transport.create(manifest, samples.first_snapshots(manifest))
+        transport.heartbeat(samples.heartbeat("a", loss=float("nan")))
+        transport.close()
+
+
+def test_status_prints_one_object(call: Call, url: str) -> None:
+    made(url, "alpha")
+    found = one_object(call("status", url, "--json"))
+    assert (found["run"], found["known"], found["live"], found["rounds"]) == ("alpha", 1, 1, 0)
+    assert found["bits_per_byte_last"] is None  # JSON has no NaN
+    assert found["islands"][0]["loss"] is None
+    assert found["books"]["published"] == 0
+
+
+def test_status_in_words_goes_to_standard_output(call: Call, url: str) -> None:
+    made(url, "alpha")
+    status, out, err = call("status", url)
+    assert (status, err) == (0, "")
+    assert "alpha" in out
+    assert "1 known, 1 live, 0 take part" in out
+
+
+def test_address_and_run_from_the_environment(call: Call, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(url, "alpha", "beta")
+    monkeypatch.setenv("ARCHIPELAGO_URL", url)
+    monkeypatch.setenv("ARCHIPELAGO_RUN", "beta")
+    assert one_object(call("status", "--json"))["run"] == "beta"
+    assert one_object(call("status", "--run", "alpha", "--json"))["run"] == "alpha"
+    monkeypatch.setenv("ARCHIPELAGO_URL", "redis://127.0.0.1:1")
+    assert one_object(call("status", url, "--json"))["run"] == "beta"
+
+
+@pytest.mark.parametrize("verb", NEED_A_RUN)
+def test_the_only_run_needs_no_name_and_of_two_both_are_named(call: Call, url: str, verb: str) -> None:
+    made(url, "alpha")
+    assert one_object(call("status", url, "--json"))["run"] == "alpha"
+    made(url, "beta")
+    assert "there are 2 runs (alpha, beta) at that Redis" in one_line(call(verb, url))
