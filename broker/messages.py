@@ -173,12 +173,26 @@ class Heartbeat:
     """ok, or what went wrong last"""
 
 
+LIVE_SECONDS = 10.0
+"""An island that was not heard of for so long is not waited for."""
+
+
 @dataclass(frozen=True)
 class Presence:
     """An island's last heartbeat, and how long ago the broker got it."""
 
     heartbeat: Heartbeat
     age_seconds: float
+
+    @property
+    def is_live(self) -> bool:
+        """Heard of lately, and not gone."""
+        return self.age_seconds < LIVE_SECONDS and self.heartbeat.state in ("joining", "training", "leaving")
+
+    @property
+    def is_training(self) -> bool:
+        """Live, and able to answer a round: what the merger waits for."""
+        return self.is_live and self.heartbeat.state == "training"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Batches of an island: a pure function of the text, the run's seed, and the shard ordinals that the island claimed.
 
-The training text is cut into shards. Islands claim **ordinals** 0, 1, 2 … from a counter of the run, and ordinal n
-names a shard, so that in each epoch (as many ordinals as there are shards) every shard is some island's once. Only
-training text goes in here; held-out text goes through `held_out`.
+The training text is cut into windows, and these are dealt out to shards, so that each shard is a sample of the whole
+text: a shard of neighbouring windows would be all of one kind, and the islands would unlearn it with the next. Islands
+claim **ordinals** 0, 1, 2 … from a counter of the run, and ordinal n names a shard, so that in each epoch (as many
+ordinals as there are shards) every shard is some island's once. Held-out text goes through `held_out` only.
 
 Random numbers are raw PCG64 output, whose stream NumPy promises to keep (unlike that of `Generator.permutation`): all
 islands must find the same permutation, whichever NumPy they have.
@@ -23,7 +24,7 @@ from broker.errors import DataError
 
 PRIVATE_ORDINALS = 1 << 62
 """ordinals from here on are claimed from nobody: where islands begin that never reached the counter"""
-_SHARDS_STREAM, _WINDOWS_STREAM = 0, 1
+_SHARDS_STREAM, _WINDOWS_STREAM, _OFFSETS_STREAM = 0, 1, 2
 
 
 def _random(count: int, *entropy: int) -> NDArray[np.uint64]:
@@ -35,27 +36,24 @@ def _permutation(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable")
 
 
-def shard_bounds(train_bytes: int, shards: int, index: int) -> tuple[int, int]:
-    """[start, stop) in bytes of one of `shards` contiguous, disjoint pieces that together cover the training text."""
-    return train_bytes * index // shards, train_bytes * (index + 1) // shards
-
-
 def shard_for(ordinal: int, shards: int, seed: int) -> int:
     """The shard that an ordinal names: one place in a permutation of all shards, drawn anew for each epoch."""
     epoch, place = divmod(ordinal, shards)
     return int(_permutation(_random(shards, _SHARDS_STREAM, seed, epoch))[place])
 
 
-def windows(start: int, stop: int, length: int, *entropy: int) -> NDArray[np.int64]:
-    """Where the windows of T + 1 bytes in [start, stop) begin, in random order; int64 [N], at least one.
+def windows(size: int, shards: int, length: int, seed: int, ordinal: int, repeat: int = 0) -> NDArray[np.int64]:
+    """Where the windows of T + 1 bytes of an ordinal's shard begin, in random order; int64 [N], at least one.
 
-    Neighbours share the one byte that is the last target of one and the first input of the other. Needs at least T + 1
-    bytes. The first window begins at a random offset below T, so that another pass cuts the text at other places.
+    In each epoch the windows tile the text of `size` bytes from another random offset below T on, and every shards-th
+    of them belongs to a shard. Neighbours share the one byte that is the last target of one and the first input of the
+    other. Needs `size` of at least T · (shards + 1).
     """
-    offset = int(_random(1, _WINDOWS_STREAM, *entropy)[0]) % min(length, stop - start - length)
-    count = (stop - start - offset - 1) // length
-    order = _permutation(_random(count + 1, _WINDOWS_STREAM, *entropy)[1:])
-    return start + offset + order * length
+    epoch = ordinal // shards
+    offset = int(_random(1, _OFFSETS_STREAM, seed, epoch)[0]) % length
+    mine = np.arange(shard_for(ordinal, shards, seed), (size - offset - 1) // length, shards, dtype=np.int64)
+    order = _permutation(_random(mine.size, _WINDOWS_STREAM, seed, ordinal, repeat))
+    return offset + mine[order] * length
 
 
 def gather(text: NDArray[np.uint8], starts_N: NDArray[np.int64], length: int) -> NDArray[np.uint8]:
@@ -108,12 +106,11 @@ class Batches:
         self.repeats = 0
         """passes over a shard again because nothing could be claimed"""
         shards, length = config.data.shards, config.data.sequence_length
-        if train.size // shards <= length:
+        if train.size < length * (shards + 1):
             raise DataError(
-                f"{train.size:,} bytes of training text in {shards:,} shards (data.shards) leave "
-                f"{train.size // shards:,} bytes a shard, too few for a sequence of {length:,} tokens and its target "
-                "(data.sequence_length)",
-                f"Lower data.shards to at most {max(1, train.size // (length + 1)):,}, lower data.sequence_length, "
+                f"{train.size:,} bytes of training text are too few for {shards:,} shards (data.shards) of sequences "
+                f"of {length:,} tokens (data.sequence_length)",
+                f"Lower data.shards to at most {max(1, train.size // length - 1):,}, lower data.sequence_length, "
                 "or train on a larger corpus.",
             )
 
@@ -161,6 +158,6 @@ class Batches:
         return self._pass
 
     def _begin(self, ordinal: int, repeat: int) -> _Pass:
-        shards, seed = self._config.data.shards, self._config.seed
-        start, stop = shard_bounds(self._train.size, shards, shard_for(ordinal, shards, seed))
-        return _Pass(ordinal, repeat, windows(start, stop, self._config.data.sequence_length, seed, ordinal, repeat))
+        data = self._config.data
+        starts = windows(self._train.size, data.shards, data.sequence_length, self._config.seed, ordinal, repeat)
+        return _Pass(ordinal, repeat, starts)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from broker.errors import BrokerError, FencedError, UnreachableError, WireError
-from broker.messages import Call, Presence, Refusal, Resume, Snapshot, TapeEntry
+from broker.errors import BrokerError, FencedError, UnknownRunError, WireError
+from broker.messages import Call, Refusal, Resume, Snapshot, TapeEntry
 from broker.transport import Commit, Delivery, Transport
 from broker.wire import digest, digest_of, pack, unpack
 from merger import merge_rules, outer
@@ -26,8 +26,6 @@ from merger.rounds import Close, Rounds
 from merger.state import FragmentState, RunState
 
 LEASE_SECONDS = 10.0
-LIVE_SECONDS = 10.0
-"""An island that was not heard of for so long is not waited for."""
 LIVE_POLL_SECONDS = 0.5
 BLOCK_SECONDS = 0.25
 NORM_MAX = 1e18
@@ -35,13 +33,6 @@ NORM_MAX = 1e18
 
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
-
-
-def live_islands(presences: list[Presence]) -> frozenset[str]:
-    """The islands that a round waits for: heard of lately, and training."""
-    return frozenset(
-        p.heartbeat.island for p in presences if p.heartbeat.state == "training" and p.age_seconds < LIVE_SECONDS
-    )
 
 
 class Merger:
@@ -144,7 +135,7 @@ class Merger:
 
     def _look_around(self) -> None:
         if self.clock() - self._live_at >= self.live_poll_seconds:
-            self.live = live_islands(self.transport.presences())
+            self.live = frozenset(p.heartbeat.island for p in self.transport.presences() if p.is_training)
             self._live_at = self.clock()
 
     def _waiting_fragments(self) -> set[int]:
@@ -286,13 +277,15 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
                 loaded = True
                 log.info("serving from round %s, epoch %s", merger.rounds.closed, merger.epoch)
             merger.turn()
-        except UnreachableError as error:
-            log.warning("%s", error.what)
-            loaded = False  # nobody knows which writes arrived: begin from what Redis holds
-            pause(0.5)
         except FencedError as error:
             log.warning("%s", error)
             return
+        except UnknownRunError:
+            raise
+        except BrokerError as error:  # an outage, or memory that is full: both end by themselves
+            log.warning("%s", error.what)
+            loaded = False  # nobody knows which writes arrived: begin from what Redis holds
+            pause(0.5)
     if merger.epoch:
         _release(merger)
 

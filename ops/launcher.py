@@ -15,7 +15,8 @@ from ops import tether
 
 RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0)
 USER_ERROR = 2
-"""Exit status of a worker that a restart cannot help."""
+USER_ERRORS_MAX = 3
+"""A worker that ends with a user's error so often is not started again: fewer may be an outage of the Redis."""
 
 
 def thread_environment(workers: int) -> dict[str, str]:
@@ -67,13 +68,13 @@ class Child:
         if status == 0:
             self.done = True
             return f"{self.name} is done"
-        if status == USER_ERROR:
+        if status == USER_ERROR and self.restarts >= USER_ERRORS_MAX:
             self.failed = self.last_words()
             return f"{self.name} cannot go on: {self.failed}"
         if not self._again_at:
             pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS) - 1)]
             self._again_at = now + pause
-            return f"{self.name} died ({_cause(status)}); starts again in {pause:.0f} s, its log is {self.log}"
+            return f"{self.name} died ({_cause(status)}) and starts again in {pause:.0f} s; its log: {self.log}"
         if now >= self._again_at:
             self._again_at = 0.0
             self.restarts += 1

@@ -78,9 +78,11 @@ def main(options: UpOptions) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         _greet(manifest, created, server, url, folder)
-        session = Session(options, manifest, transport, url, folder, stopped)
+        described = server.describe() if server else redacted(url)
+        keeper = ServerKeeper(server, stack) if server else None
+        session = Session(options, manifest, transport, url, folder, stopped, keeper)
         finished = session.train()
-        found = session.report(server.describe() if server else redacted(url), with_baseline=finished)
+        found = session.report(described, with_baseline=finished)
     text, picture = report.write(folder, found)
     _farewell(found, finished, text, picture, options)
     return 0 if finished else 130
@@ -104,17 +106,31 @@ def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, f
     say(f"  folder  {folder}/ (logs, config.toml, report)")
 
 
+class ServerKeeper:
+    """Starts the run's own server again when it dies; its folder gives it the same data, port and password."""
+
+    def __init__(self, server: Server, stack: ExitStack) -> None:
+        self._server, self._stack = server, stack
+
+    def tend(self) -> str:
+        """Says what happened, if anything did."""
+        if self._server.alive():
+            return ""
+        self._server.stop()
+        self._server = self._stack.enter_context(start_server(self._server.folder))
+        return "redis died, and is started again from its append-only file"
+
+
 class Session:
     """One call of `up`: children, view, and what is measured between their start and their end."""
 
     def __init__(
         self, options: UpOptions, manifest: Manifest, transport: RedisTransport, url: str, folder: Path,
-        stopped: Callable[[], bool],
+        stopped: Callable[[], bool], keeper: ServerKeeper | None,
     ) -> None:  # fmt: skip
         self.options, self.manifest, self.transport = options, manifest, transport
-        self.folder, self.stopped = folder, stopped
+        self.folder, self.stopped, self.keeper = folder, stopped, keeper
         environment = {URL_VARIABLE: url, RUN_VARIABLE: manifest.run}
-        # One more than the islands: merger and evaluator have bursts of work of their own.
         threads = thread_environment(options.islands)
 
         def child(child_name: str, *argv: str) -> Child:
@@ -159,9 +175,10 @@ class Session:
             line_due = look_due = 0.0
             while not self.stopped() and not all(child.done for child in self.islands):
                 now = time.monotonic()
-                for child in children:
-                    if happened := child.tend(now):
-                        console.print(f"  {happened}")
+                happened = [self.keeper.tend()] if self.keeper else []
+                happened += [child.tend(now) for child in children]
+                for news in filter(None, happened):
+                    console.print(f"  {news}")
                 self._require_hope()
                 if now >= look_due:
                     look_due = now + LOOK_SECONDS

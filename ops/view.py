@@ -11,7 +11,6 @@ from broker.manifest import Manifest
 from broker.messages import Books, Evaluation, Presence, TapeEntry
 from broker.transport import Transport
 
-LIVE_SECONDS = 10.0
 RECENT_ROUNDS = 48
 
 
@@ -125,7 +124,7 @@ def _island(presence: Presence, tape: Sequence[TapeEntry]) -> IslandView:
     return IslandView(
         name=beat.island,
         state=beat.state,
-        live=beat.state in ("joining", "training", "leaving") and presence.age_seconds < LIVE_SECONDS,
+        live=presence.is_live,
         last_seen_seconds=presence.age_seconds,
         host=beat.host,
         device=beat.device,
