@@ -40,11 +40,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Published:
-    """A contribution that the broker has acknowledged, kept until the merger has decided about it."""
+    """A contribution that the broker has or may have, kept until the merger has decided about it."""
 
     contribution: Contribution
     payload: bytes
     entry: str
+    """empty until the broker has acknowledged it"""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Link:
         """an error that no retry mends; the island stops on it"""
         self._outbox: deque[Draft] = deque()
         self._unresolved: dict[str, Published] = {}
+        self._tried = ""
         self._events: deque[Event] = deque()
         self._arrivals: dict[int, Arrival] = {}
         self._wanted: set[int] = set()
@@ -100,9 +102,9 @@ class Link:
 
     def unresolved_rounds(self) -> set[int]:
         """Rounds of the contributions that are sent or queued, and neither merged nor refused as far as we heard."""
+        queued = {draft.contribution.round for draft in list(self._outbox)}  # first: they move from here to there
         with self._lock:
-            sent = {published.contribution.round for published in self._unresolved.values()}
-        return sent | {draft.contribution.round for draft in list(self._outbox)}
+            return queued | {published.contribution.round for published in self._unresolved.values()}
 
     def claim(self) -> int | None:
         """The next shard's ordinal if one is at hand, else None; either way another one is on its way."""
@@ -136,14 +138,29 @@ class Link:
             draft = self._outbox[0]
             payload = pack(np.asarray(draft.delta_N), draft.contribution.codec, self.manifest.config.wire.zstd_level)
             contribution = replace(draft.contribution, bytes=len(payload), digest=digest(payload))
-            entry = self.transport.publish(contribution, payload)
-            with self._lock:
-                self._unresolved[contribution.identity_text] = Published(contribution, payload, entry)
+            if self._may_be_new(contribution, payload):
+                entry = self.transport.publish(contribution, payload)
+                self._note_entry(contribution.identity_text, entry)
             self.bytes_up += len(payload)
             self.sent += 1
             with self._emptied:
                 self._outbox.popleft()
                 self._emptied.notify_all()
+
+    def _may_be_new(self, contribution: Contribution, payload: bytes) -> bool:
+        """Whether to publish it: not when it got through in spite of an error, and was decided about since."""
+        identity = contribution.identity_text
+        with self._lock:  # noted before it is published: the decision may be here before the acknowledgement
+            if self._tried == identity and identity not in self._unresolved:
+                return False
+            self._unresolved[identity] = Published(contribution, payload, entry="")
+            self._tried = identity
+            return True
+
+    def _note_entry(self, identity: str, entry: str) -> None:
+        with self._lock:
+            if identity in self._unresolved:
+                self._unresolved[identity] = replace(self._unresolved[identity], entry=entry)
 
     def pump_receive(self, block_seconds: float = 0.0) -> None:
         """Hears events, and fetches the fragments they announce."""
@@ -170,6 +187,8 @@ class Link:
                 self._say_again()
                 if event.round < self._closed:  # the broker lost rounds that we had heard of
                     self._wanted.update(range(len(self.manifest.fragments)))
+                    with self._lock:
+                        self._arrivals.clear()
                 self._closed = event.round
             case _:
                 pass
@@ -182,12 +201,11 @@ class Link:
     def _say_again(self) -> None:
         """A broker that died may have lost what it had acknowledged: what nobody merged or refused is sent again."""
         with self._lock:
-            unresolved = dict(self._unresolved)
-        for identity, published in unresolved.items():
+            acknowledged = {identity: p for identity, p in self._unresolved.items() if p.entry}
+        for identity, published in acknowledged.items():
             if not self.transport.holds(published.entry):
                 entry = self.transport.publish(published.contribution, published.payload)
-                with self._lock:
-                    self._unresolved[identity] = replace(published, entry=entry)
+                self._note_entry(identity, entry)
 
     def pump_heartbeat(self) -> None:
         """Says that the island lives, and keeps the next shard at hand."""
@@ -277,6 +295,8 @@ class Link:
         except Exception as error:  # noqa: BLE001 - a thread must not die unseen: the island raises it
             self.failure = error
             self._stopping.set()
+            with self._emptied:
+                self._emptied.notify_all()
             return False
         if self.trouble:
             log.info("the link is up again")

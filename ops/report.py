@@ -12,6 +12,7 @@ from typing import Any
 from broker.messages import Evaluation
 from ops.view import RunView
 
+TEXT, PICTURE = "report.json", "loss.png"
 Curve = Sequence[tuple[int, float]]
 """(tokens, bits per byte), in order"""
 
@@ -55,14 +56,21 @@ def summary(
     }
 
 
-def write(folder: Path, report: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Writes report.json and loss.png into the folder; their paths."""
+def write(folder: Path, report: Mapping[str, Any]) -> None:
+    """Writes report.json and loss.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    text, picture = folder / "report.json", folder / "loss.png"
-    text.write_text(json.dumps(_finite(report), indent=2) + "\n", encoding="utf-8")
+    (folder / TEXT).write_text(json.dumps(_finite(report), indent=2) + "\n", encoding="utf-8")
     curves = {f"{report['islands']} islands": report["curve"], "one process, same tokens": report["curve_one_process"]}
-    draw(picture, f"{report['run']}: {report['parameters']:,} parameters", curves)
-    return text, picture
+    draw(folder / PICTURE, f"{report['run']}: {report['parameters']:,} parameters", curves)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The report that was written there, if any; what was null is NaN again."""
+    try:
+        found = json.loads((folder / TEXT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {key: math.nan if value is None else value for key, value in found.items()}
 
 
 def draw(path: Path, title: str, curves: Mapping[str, Sequence[Sequence[float]]]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -83,8 +83,11 @@ def main(options: UpOptions) -> int:
         session = Session(options, manifest, transport, url, folder, stopped, keeper)
         finished = session.train()
         found = session.report(described, with_baseline=finished)
-    text, picture = report.write(folder, found)
-    _farewell(found, finished, text, picture, options)
+    if session.seconds or report.read(folder) is None:
+        report.write(folder, found)
+    else:  # nothing was trained: what the run's own session measured stands
+        found = report.read(folder) or found
+    _farewell(found, finished, folder, options)
     return 0 if finished else 130
 
 
@@ -221,7 +224,7 @@ class Session:
 
     # -- afterwards -------------------------------------------------------------------------------------------------
 
-    def report(self, server: str, with_baseline: bool) -> dict[str, object]:
+    def report(self, server: str, with_baseline: bool) -> dict[str, Any]:
         """The report as plain data; trains the one process first, where that is wanted and was not done before."""
         view = self._look()
         curve: list[tuple[int, float]] = []
@@ -277,13 +280,13 @@ class Session:
         return [(int(t), float(b)) for t, b in json.loads(kept.read_text(encoding="utf-8"))["curve"]]
 
 
-def _farewell(found: dict[str, object], finished: bool, text: Path, picture: Path, options: UpOptions) -> None:
+def _farewell(found: dict[str, Any], finished: bool, folder: Path, options: UpOptions) -> None:
     if options.json:
         print_json(found)
     first, last, alone = (found[f"bits_per_byte_{key}"] for key in ("first", "last", "one_process"))
     say()
-    say(f"held-out bits per byte: {show.number(float(first), 4)} → {show.number(float(last), 4)}"  # type: ignore[arg-type]
-        f" with {found['islands']} islands; one process on as many tokens: {show.number(float(alone), 4)}")  # type: ignore[arg-type]  # fmt: skip
-    say(f"report: {text}  picture: {picture}")
+    learnt = f"{show.number(first, 4)} → {show.number(last, 4)} with {found['islands']} islands"
+    say(f"held-out bits per byte: {learnt}; one process on as many tokens: {show.number(alone, 4)}")
+    say(f"report: {folder / report.TEXT}  picture: {folder / report.PICTURE}")
     if not finished:
         say(f"interrupted; the same command goes on:  archipelago up --run {found['run']} …")

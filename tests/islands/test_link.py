@@ -447,6 +447,52 @@ def test_a_decision_that_is_heard_before_publishing_returns_is_not_missed(shore:
     assert link.unresolved_rounds() == set()
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_got_through_in_spite_of_an_error_and_is_decided_is_not_sent_again(shore: Shore, refused: bool) -> None:
+    link = shore.link()
+    link.send(draft(1))
+    link.send(draft(2))
+
+    def break_off() -> None:
+        raise UnreachableError("the connection broke")
+
+    shore.sea.before_publish_returns = break_off
+    link.pump()
+    assert link.backlog == 2
+    assert link.unresolved_rounds() == {1, 2}
+    (sent,) = shore.published()
+    if refused:
+        shore.refuse(sent)
+    else:
+        shore.close(1, 1.0, sent)
+    link.pump_receive()
+    shore.sea.before_publish_returns = lambda: None
+    link.pump()
+    assert (link.backlog, link.sent) == (0, 2)
+    assert [c.round for c in shore.published()] == [2]
+    assert link.unresolved_rounds() == {2}
+
+
+def test_what_nobody_is_sure_of_is_sent_again_and_nothing_else_is(shore: Shore) -> None:
+    link = shore.link()
+    link.send(draft(1))
+    answers = iter([UnreachableError("the connection broke"), None])
+
+    def break_off_once() -> None:
+        if error := next(answers):
+            raise error
+
+    shore.sea.before_publish_returns = break_off_once
+    link.pump()
+    shore.resume(0)
+    link.pump_receive()  # it is still queued: nobody resends it meanwhile
+    assert len(shore.published()) == 1
+    link.pump()
+    first, second = shore.published()
+    assert first == second  # the merger takes one of the two
+    assert link.backlog == 0
+
+
 # -- with threads --------------------------------------------------------------------------------------------------
 
 
