@@ -31,8 +31,10 @@ def save(folder: Path, island: Island) -> None:
     totals = [island.totals.steps, island.totals.tokens]
     rest = {"batches": island.batches.state(), "totals": totals, **_whose(island)}
     with _manager(folder) as manager:
+        newest = manager.latest_step()
         manager.save(
-            island.ledger.global_step,
+            # Not the global step: who returns begins at the merger's, which may be behind where it left.
+            0 if newest is None else newest + 1,
             args=ocp.args.Composite(
                 optimizer=ocp.args.StandardSave(island.inner.optimizer), rest=ocp.args.JsonSave(rest)
             ),

@@ -187,7 +187,8 @@ class Island:
     def _mean_loss(self) -> float:
         """Mean loss of the steps since it was asked last; the last known where there were none."""
         if self._losses:
-            self.speed.loss = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in self._losses]))
+            mean = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in self._losses]))
+            self.speed.loss = mean if math.isfinite(mean) else math.nan  # no message carries an infinite number
             self._losses.clear()
         return self.speed.loss
 

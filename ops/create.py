@@ -48,6 +48,16 @@ def main(options: InitOptions) -> int:
     return 0
 
 
+def require_corpus(config: RunConfig) -> None:
+    """Raises DataError unless the corpus is here and large enough for the config; prepares the default one."""
+    from islands.batches import Batches, held_out
+    from islands.corpus import open_corpus
+
+    corpus = open_corpus(config.data.corpus)
+    Batches(corpus.train, config, lambda: None)
+    held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
+
+
 def create(transport: Transport, config: RunConfig) -> tuple[Manifest, bool]:
     """The run's manifest, and whether it was created just now. Raises MismatchError if it is there with another."""
     keep_compiled()
@@ -55,6 +65,7 @@ def create(transport: Transport, config: RunConfig) -> tuple[Manifest, bool]:
     from islands.corpus import open_corpus
     from islands.creation import describe, first_snapshots
 
+    require_corpus(config)
     manifest = describe(transport.run, config, open_corpus(config.data.corpus).identity)
     try:
         transport.create(manifest, first_snapshots(manifest))

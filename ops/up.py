@@ -19,10 +19,10 @@ from broker.config import RunConfig, checked
 from broker.errors import ArchipelagoError, ConfigError, UnreachableError
 from broker.keys import checked_name
 from broker.manifest import Manifest
-from broker.process import RUN_VARIABLE, URL_VARIABLE, print_json, stop_on_signals
+from broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled, print_json, stop_on_signals
 from broker.redis_transport import RedisTransport, connect, redacted
 from ops import report, show
-from ops.create import create
+from ops.create import create, require_corpus
 from ops.launcher import Child, stop_all, thread_environment
 from ops.server import Server, start_server
 from ops.settings import say, to_toml
@@ -69,6 +69,8 @@ def main(options: UpOptions) -> int:
     if not options.evaluate_every > 0:
         raise ConfigError(f"--evaluate-every cannot be {options.evaluate_every}", "Give seconds, such as 15.")
     folder = options.folder / name
+    keep_compiled()
+    require_corpus(config)  # before anything is started or written
     stopped = stop_on_signals()
     with ExitStack() as stack:
         server, url = _server(options.url, folder, stack)

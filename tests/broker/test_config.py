@@ -107,7 +107,7 @@ def test_toml_is_lossless(config: RunConfig) -> None:
 
 def test_a_toml_file_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    config = checked(with_value("data.corpus", 'Ärger "mit" \\ Zeichen'))
+    config = checked(with_value("data.corpus", 'Ärger "mit" \\ Zeichen\0\t\r\n\x1f\x7f\U0001f3dd'))
     path.write_text(to_toml(config), encoding="utf-8")
     assert from_toml(path) == config
     path.write_text("seed = 7\n[sync]\ninterval = 100\n", encoding="utf-8")
@@ -142,6 +142,7 @@ def test_the_digest_is_the_same_in_every_process() -> None:
 
 
 def test_the_digest_does_not_depend_on_how_the_config_was_written() -> None:
+    assert DEFAULTS.to_json() == json.dumps(json.loads(DEFAULTS.to_json()), sort_keys=True)
     shuffled = dict(reversed(json.loads(DEFAULTS.to_json()).items()))
     assert from_json(json.dumps(shuffled, indent=3)).digest() == DEFAULTS.digest()
     assert checked({"inner": {"clip_norm": 1}}).digest() == DEFAULTS.digest()

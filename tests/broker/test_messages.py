@@ -18,6 +18,7 @@ from broker.errors import WireError
 from broker.messages import (
     EVENTS,
     KINDS,
+    LIVE_SECONDS,
     Books,
     Call,
     Contribution,
@@ -27,6 +28,7 @@ from broker.messages import (
     Measure,
     Member,
     Name,
+    Presence,
     Refusal,
     Resume,
     Seconds,
@@ -227,3 +229,28 @@ def test_the_identity_of_a_contribution() -> None:
     assert one.identity == ("a", "x", 3)
     assert replace(one, round=2, fragment=1, digest="0" * 32).identity == one.identity
     assert len({one.identity, replace(one, island="b").identity, replace(one, incarnation="b").identity}) == 3
+
+
+def test_announcements_spell_identities_as_contributions_do() -> None:
+    one, other = samples.contribution(), samples.contribution(island="b", sequence=7)
+    assert (one.identity_text, other.identity_text) == ("a/x/0", "b/x/7")
+    snapshot = replace(EXAMPLES[Snapshot], merged=f"{one.identity_text} {other.identity_text}")
+    assert from_fields(Snapshot, to_fields(snapshot)).identities == {one.identity_text, other.identity_text}
+    assert replace(snapshot, merged="").identities == frozenset()
+    assert Refusal(*other.identity, 1, 0, 100, "no").identity_text == other.identity_text
+
+
+@pytest.mark.parametrize(
+    ("state", "age_seconds", "live", "training"),
+    [
+        ("joining", 0.0, True, False),
+        ("training", LIVE_SECONDS - 0.1, True, True),
+        ("training", LIVE_SECONDS, False, False),
+        ("leaving", 0.0, True, False),
+        ("left", 0.0, False, False),
+        ("dreaming", 0.0, False, False),
+    ],
+)
+def test_who_is_waited_for(state: str, age_seconds: float, live: bool, training: bool) -> None:
+    presence = Presence(samples.heartbeat("a", state), age_seconds)
+    assert (presence.is_live, presence.is_training) == (live, training)

@@ -273,6 +273,7 @@ def test_a_user_without_the_right_is_told(transport: RedisTransport, server: Ser
         f"redis://:x?{SECRET}@127.0.0.1:1",
         f"redis://:{SECRET}#x@127.0.0.1:1",
         f"redis://:x#{SECRET}@127.0.0.1:1",
+        f"redis://user:{SECRET}?x@127.0.0.1:1",
         f"redis://:x://{SECRET}@127.0.0.1:1",
         f"redis://:[{SECRET}@127.0.0.1:1",
         f"redis://:{SECRET}@[::1:1",
@@ -410,6 +411,14 @@ def test_a_forgery_is_delivered_with_its_fault_and_can_be_refused(
     transport.refuse(epoch, [(forged.entry, REFUSAL)])
     transport.commit(epoch, samples.commit([honest.entry]))
     assert (transport.backlog(), transport.unacknowledged()) == (0, [])
+
+
+def test_a_forged_number_of_chunks_costs_nothing_to_refuse(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    raw.xadd(Keys(transport.run).updates, {**FIELDS, "chunks": str(1 << 20)})
+    (forged,) = transport.updates(0.0)
+    before = raw.info("stats")["total_net_input_bytes"]
+    transport.refuse(epoch, [(forged.entry, REFUSAL)])
+    assert raw.info("stats")["total_net_input_bytes"] - before < 10_000  # not a million names to delete
 
 
 def test_saying_it_again_shares_nothing_with_the_first(

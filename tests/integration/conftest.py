@@ -1,27 +1,15 @@
-"""A small corpus of real text and a small model, compiled once, for runs in one process."""
+"""A small corpus of real text, for runs of a second or two."""
 
 from __future__ import annotations
 
 import sysconfig
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from broker.config import RunConfig
 from islands.corpus import OpenCorpus, prepare_text
-from islands.inner import InnerSteps, compile_steps
-from islands.model import build
-
-SMALL = RunConfig()
-SMALL = replace(
-    SMALL,
-    data=replace(SMALL.data, sequence_length=32, batch_size=4, shards=8, held_out_sequences=32),
-    inner=replace(SMALL.inner, steps=48, warmup_steps=4),
-    sync=replace(SMALL.sync, interval=12, fragments=6),
-)
-"""Runs of a second or two."""
+from tests.small import SMALL
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +40,3 @@ def corpus(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
 def config() -> RunConfig:
     """A run of a second or two."""
     return SMALL
-
-
-@cache
-def compiled(config: RunConfig) -> InnerSteps:
-    """Inner steps of the tiny model; one compilation serves all tests with the same inner settings."""
-    return compile_steps(build("tiny"), config.inner)

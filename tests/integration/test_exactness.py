@@ -8,7 +8,6 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import compiled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from islands.corpus import OpenCorpus
 from islands.inner import begin
 from islands.model import Params, build
 from ops.virtual import VirtualRun
+from tests.small import compiled
 
 PLAIN = {
     "merge": MergeConfig(embedding="average", rest="average", clip=0.0),

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from conftest import compiled
 
 from broker.config import AdoptConfig, OuterConfig, RunConfig
 from broker.messages import TapeEntry
@@ -19,6 +18,7 @@ from islands.corpus import OpenCorpus
 from islands.evaluation import compile_evaluation, published
 from islands.model import build
 from ops.virtual import VirtualRun
+from tests.small import compiled
 
 Start = Callable[..., VirtualRun]
 

@@ -54,7 +54,7 @@ def test_blend_keeps_its_share_of_the_own_parameters(share: float, mixed: list[f
 
 
 def test_only_carry_keeps_progress() -> None:
-    keeps = {name: build(AdoptConfig(rule=name)).keeps_progress for name in ("overwrite", "blend", "carry")}  # type: ignore[arg-type]
+    keeps = {name: build(AdoptConfig(rule=name)).keeps_progress for name in ("overwrite", "blend", "carry")}
     assert keeps == {"overwrite": False, "blend": False, "carry": True}
 
 

@@ -142,7 +142,7 @@ def test_the_first_step_by_hand() -> None:
 def test_clipping_is_by_the_norm_over_all_tensors() -> None:
     """Without the moments' normalisation clipping shows; the second moments are squares of what went in."""
     state, _ = run(CONFIG, np.array([[[0, 0]]], np.uint8))
-    adam: Any = state.optimizer[1]  # type: ignore[index]
+    adam: Any = state.optimizer[1]
     norm = math.sqrt(1 + 4 + 9 + 16 + 0.25 + 0.25)
     np.testing.assert_allclose(np.asarray(adam.mu["kernel"]), 0.1 * np.array([[1, 2], [3, 4]]) / norm, rtol=1e-6)
     np.testing.assert_allclose(np.asarray(adam.mu["bias"]), 0.1 * np.array([0.5, -0.5]) / norm, rtol=1e-6)

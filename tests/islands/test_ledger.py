@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -48,6 +50,10 @@ def train(of: Ledger, steps: int, *, closing: bool) -> list[list[int]]:
     return sent
 
 
+def flat(each_step: list[list[int]]) -> list[int]:
+    return [number for numbers in each_step for number in numbers]
+
+
 # -- strides -------------------------------------------------------------------------------------------------------
 
 
@@ -69,12 +75,12 @@ def test_a_stride_is_h_over_p_steps(interval: int, fragments: int, window: int, 
     alone = ledger(fragments, interval, window)
     sent = train(alone, len(each_step), closing=True)
     assert [len(rounds) for rounds in sent] == each_step
-    assert sum(sent, []) == list(range(1, 1 + sum(each_step)))
+    assert flat(sent) == list(range(1, 1 + sum(each_step)))
 
 
 @pytest.mark.parametrize(("interval", "fragments"), [(24, 6), (5, 2), (200, 6), (10, 7), (3, 7)])
 def test_over_a_long_time_every_fragment_is_sent_every_h_steps(interval: int, fragments: int) -> None:
-    sent = sum(train(ledger(fragments, interval, fragments), 20 * interval, closing=True), [])
+    sent = flat(train(ledger(fragments, interval, fragments), 20 * interval, closing=True))
     assert len(sent) == 20 * fragments
 
 
@@ -90,7 +96,7 @@ def test_a_scan_over_several_strides_owes_them_all() -> None:
 @pytest.mark.parametrize(("window", "fragments"), [(1, 3), (2, 3), (3, 3), (9, 3)])
 def test_an_island_that_hears_nothing_sends_a_window_and_trains_on(window: int, fragments: int) -> None:
     deaf = ledger(fragments, interval=6, window=window)
-    sent = sum(train(deaf, 100, closing=False), [])
+    sent = flat(train(deaf, 100, closing=False))
     assert sent == list(range(1, 1 + min(window, fragments)))
     assert deaf.global_step == 100
     assert deaf.due() is None
@@ -99,7 +105,7 @@ def test_an_island_that_hears_nothing_sends_a_window_and_trains_on(window: int, 
 @pytest.mark.parametrize(("interval", "fragments", "burst"), [(8, 2, 1), (5, 2, 1), (8, 8, 1), (2, 6, 3), (4, 6, 2)])
 def test_no_burst_when_the_window_opens(interval: int, fragments: int, burst: int) -> None:
     held_up = ledger(fragments, interval, window=fragments)
-    sent = sum(train(held_up, 100, closing=False), [])
+    sent = flat(train(held_up, 100, closing=False))
     assert sent == list(range(1, 1 + fragments))
     for number in sent:
         held_up.heard(snapshot(held_up, number))
@@ -111,7 +117,7 @@ def test_no_burst_when_the_window_opens(interval: int, fragments: int, burst: in
 def test_the_window_begins_after_the_last_closed_round() -> None:
     island = ledger(fragments=4, interval=4, window=2)
     island.heard(snapshot(island, 5))
-    sent = sum(train(island, 10, closing=False), [])
+    sent = flat(train(island, 10, closing=False))
     assert sent == [6, 7]
 
 
@@ -197,6 +203,44 @@ def test_refusals_of_others_and_of_a_former_life_are_not_ours() -> None:
     assert (lone.refused, lone.last_refusal) == (0, "")
 
 
+def test_the_refusal_of_a_repeat_says_nothing_about_the_first() -> None:
+    lone = ledger(fragments=1, interval=2, window=1)
+    train(lone, 4, closing=False)
+    lone.heard(replace(refusal(1), repeat=True))
+    assert lone.due() is None
+    assert (lone.refused, lone.last_refusal) == (0, "")
+
+
+# -- mergers that begin again --------------------------------------------------------------------------------------
+
+
+def test_a_merger_that_resumes_has_what_is_unresolved_and_nothing_else() -> None:
+    island = ledger(fragments=4, interval=4, window=3)
+    assert flat(train(island, 4, closing=False)) == [1, 2, 3]
+    island.resumed(0, {1, 3})
+    island.stepped(1, TOKENS)
+    assert send_due(island) == [2]
+    island.heard(snapshot(island, 2))
+    island.resumed(2, {1, 2, 3})
+    island.stepped(4, 40)
+    assert send_due(island) == [4, 5]
+
+
+def test_after_a_loss_an_island_goes_back_to_what_the_broker_still_knows() -> None:
+    island = ledger(fragments=2, interval=2, window=2)
+    for number in (1, 2, 3, 4):
+        island.adopted(snapshot(island, number), keeps_progress=False)
+    island.heard(Call(6, 1))
+    island.resumed(1, {4})
+    assert island.staleness == 0.0  # not behind, but ahead
+    island.stepped(2, 20)
+    assert send_due(island) == [2, 3]  # 4 is on its way, and the call of 6 was lost with the rest
+    island.adopted(snapshot(island, 1), keeps_progress=False)
+    assert island.counts[0].version == 1
+    island.heard(snapshot(island, 3))
+    assert island.staleness == 0.5
+
+
 # -- adoption ------------------------------------------------------------------------------------------------------
 
 
@@ -268,9 +312,7 @@ def test_farewells_name_every_fragment_with_unsent_progress_once() -> None:
 class Life(RuleBasedStateMachine):
     """An island beside a merger that calls and closes rounds when it likes, and is heard late."""
 
-    @initialize(
-        fragments=st.integers(1, 4), interval=st.integers(1, 12), window=st.integers(1, 5), keeps=st.booleans()
-    )
+    @initialize(fragments=st.integers(1, 4), interval=st.integers(1, 12), window=st.integers(1, 5), keeps=st.booleans())
     def begin(self, fragments: int, interval: int, window: int, keeps: bool) -> None:
         self.ledger = Ledger("a", "x", fragments, interval, window)
         self.window = min(window, fragments)
@@ -329,6 +371,12 @@ class Life(RuleBasedStateMachine):
     def refuse(self, data: st.DataObject) -> None:
         if self.outstanding:
             self.news.append(refusal(data.draw(st.sampled_from(sorted(self.outstanding)))))
+
+    @rule()
+    def resume(self) -> None:
+        """The merger was restarted, and has been heard to the end."""
+        self.hear(len(self.news))
+        self.ledger.resumed(self.closed, set(self.outstanding))
 
     @rule(count=st.integers(1, 4))
     def hear(self, count: int) -> None:

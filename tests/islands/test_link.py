@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import samples
 
 from broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig
 from broker.errors import UnreachableError
@@ -28,6 +27,7 @@ from islands.link import Draft, Link
 from islands.model import Model, Params
 from islands.worker import Island, train
 from merger.service import Merger
+from tests import samples
 
 SIZE = 32
 """elements of either fragment of the sample run"""
@@ -126,9 +126,7 @@ class Shore:
         """A round closes: its fragment is all `value` now."""
         payload = pack(np.full(SIZE, value, np.float32), "float32", 1)
         plain = samples.commit([], payload, number)
-        snapshot = replace(
-            plain.snapshot, fragment=(number - 1) % 2, merged=" ".join(c.identity_text for c in merged)
-        )
+        snapshot = replace(plain.snapshot, fragment=(number - 1) % 2, merged=" ".join(c.identity_text for c in merged))
         entries = [d.entry for d in self.deliveries() if d.contribution in merged]
         self.transport.commit(self.epoch, Commit(snapshot, payload, b"", "{}", plain.tape, entries, 0))
         return snapshot
@@ -396,7 +394,7 @@ def test_a_resume_is_heard_again_when_an_outage_cut_it_short(shore: Shore) -> No
         shore.sea.outage = UnreachableError("nobody answers")
         return found
 
-    shore.sea.events = only_events_come_through  # type: ignore[method-assign]
+    shore.sea.events = only_events_come_through  # type: ignore[method-assign, assignment]
     link.pump()
     assert link.take() == ([], [])
     shore.sea.events, shore.sea.outage = hears, None  # type: ignore[method-assign]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.config import RunConfig, SyncConfig
 from merger.admission import REMEMBERED_MAX, Accepted, Rejected, Sequences, admit
+from tests import samples
 
 CONFIG = RunConfig(sync=SyncConfig(staleness_cap=3))
 MANIFEST = samples.manifest(config=CONFIG)  # two fragments

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import samples
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -22,6 +21,7 @@ from merger.closing import Closed, Waiting, canonical, close_fragment, mean_loss
 from merger.merge_rules import Group
 from merger.state import FragmentState
 from merger.weights import RunningMean
+from tests import samples
 
 AVERAGE = (Group(0, 1, 2, "average"),)
 RDA = (Group(0, 1, 2, "rda"),)
@@ -57,9 +57,7 @@ def close(of: FragmentState, *parts: Waiting, running: float = 1.0, **changes: A
 
 def test_an_average_weighs_by_tokens_and_by_tokens_a_step() -> None:
     # 100 · 100/4 = 2500 and 100 · 100/2 = 5000: shares ⅓ and ⅔. ⅓(3, 0) + ⅔(0, 3) = (1, 2).
-    closed = close(
-        state(vector(10, 10)), waiting("a", vector(3, 0), steps=4), waiting("b", vector(0, 3), steps=2)
-    )
+    closed = close(state(vector(10, 10)), waiting("a", vector(3, 0), steps=4), waiting("b", vector(0, 3), steps=2))
     np.testing.assert_allclose(np.asarray(closed.published_N), [9.5, 9.0], rtol=1e-6)
     assert [m.weight for m in closed.members] == pytest.approx([1 / 3, 2 / 3])
     assert [m.clip for m in closed.members] == [1.0, 1.0]

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import samples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from broker.config import SyncConfig
 from broker.messages import Contribution
 from merger.pace import Pace
 from merger.rounds import Close, Rounds
+from tests import samples
 
 FRAGMENTS = 4
 
@@ -237,7 +237,7 @@ def test_nothing_closes_while_nothing_waits() -> None:
     assert some.close(1e6, frozenset(), set()) is None
     assert some.close(1e6, LIVE, set()) is None
     some.answer(answered("a"), 0.0)
-    assert some.close(1e6, LIVE, waiting(2)) is None  # what waits is of another fragment
+    assert some.close(1e6, frozenset("a"), waiting(2)) is None  # what waits is of another fragment
 
 
 # -- the end -------------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ ISLANDS = st.sampled_from("abc")
 def test_no_round_closes_early(
     happenings: list[tuple[str, int, bool, float, frozenset[str]]], window: int, quorum: int
 ) -> None:
-    """In whatever order islands answer, leave, come and pause: in order, with all the living or a quorum that waited."""
+    """However islands answer, come and go: rounds close in order, with all the living or after quorum and grace."""
     some = rounds(window=window, quorum=quorum)
     answers: dict[int, set[str]] = {}
     called: set[int] = set()

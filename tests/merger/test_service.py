@@ -1,4 +1,4 @@
-"""The merger on a broker in memory: whatever comes, however often it is restarted, fenced or cut off, the books balance."""
+"""The merger on a broker in memory: whatever comes, and however often it is cut off or replaced, the books balance."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.codecs import Vector
 from broker.config import OuterConfig, RunConfig, SyncConfig
-from broker.errors import FencedError, UnreachableError
+from broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from broker.memory import MemoryBroker, MemoryTransport
-from broker.messages import Call, Contribution, Presence, Refusal, Resume, Snapshot
+from broker.messages import LIVE_SECONDS, Call, Contribution, Presence, Refusal, Resume, Snapshot
 from broker.transport import START, Commit, Delivery
 from broker.wire import digest, pack, unpack
 from merger.pace import Pace
-from merger.service import LEASE_SECONDS, LIVE_SECONDS, Merger, live_islands, serve
+from merger.service import LEASE_SECONDS, Merger, serve
 from merger.state import RunState
 from ops.virtual import VirtualClock
+from tests import samples
 
 SIZE = 32
 """elements of either fragment"""
@@ -49,15 +49,15 @@ class Faulty(MemoryTransport):
         self.faults = {(name, ordinal): when for name, ordinal, when in faults}
         self.calls = Counter[str]()
         self.broken = 0
+        self.error: BrokerError = UnreachableError("the connection broke")
 
     def _through(self, name: str, work: Callable[[], Any]) -> Any:
         when = self.faults.get((name, self.calls[name]))
         self.calls[name] += 1
-        if when != "before":
-            done = work()
+        done = None if when == "before" else work()
         if when is not None:
             self.broken += 1
-            raise UnreachableError(f"the connection broke {when} {name}")
+            raise self.error
         return done
 
     def acquire(self, holder: str, seconds: float) -> int | None:
@@ -257,18 +257,17 @@ def test_leavers_are_merged_when_nobody_is_left() -> None:
 
 
 def test_the_living_are_those_who_train_and_were_heard_of() -> None:
-    def presence(island: str, state: str, age: float) -> Presence:
-        return Presence(samples.heartbeat(island, state=state), age)
-
-    everyone = [
-        presence("trains", "training", 0.0),
-        presence("joins", "joining", 0.0),
-        presence("leaves", "leaving", 0.0),
-        presence("left", "left", 0.0),
-        presence("silent", "training", LIVE_SECONDS),
-        presence("slow", "training", LIVE_SECONDS - 0.1),
-    ]
-    assert live_islands(everyone) == {"trains", "slow"}
+    sea = Sea()
+    merger = sea.merger()
+    sea.live("silent")
+    sea.clock.now = 0.1
+    sea.live("slow")
+    sea.clock.now = LIVE_SECONDS
+    sea.live("trains")
+    for state in ("joining", "leaving", "left", "done"):
+        sea.live(state, state=state)
+    merger.turn(0.0)
+    assert merger.live == {"trains", "slow"}
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -276,8 +275,8 @@ def test_the_living_are_those_who_train_and_were_heard_of() -> None:
 BAD = ["nan", "inf", "huge", "size", "codec", "digest", "ahead", "future", "fragment", "bytes", "empty", "tokens"]
 REASONS = {
     "nan": "NaN", "inf": "infinity", "huge": "norm", "size": "elements", "codec": "codec", "digest": "digest",
-    "ahead": "far ahead", "future": "does not exist yet", "fragment": "does not sync", "bytes": "no archipelago payload",
-    "empty": "no archipelago payload", "tokens": "cannot be",
+    "ahead": "far ahead", "future": "does not exist yet", "fragment": "does not sync", "tokens": "cannot be",
+    "bytes": "no archipelago payload", "empty": "no archipelago payload",
 }  # fmt: skip
 
 
@@ -665,10 +664,11 @@ class Served:
         self.sea.clock.now += seconds
 
 
-def served(faults: Iterable[tuple[str, int, str]]) -> Served:
+def served(faults: Iterable[tuple[str, int, str]], error: BrokerError | None = None) -> Served:
     """Four rounds of two islands, each with a bad contribution and a repeat, over a connection with these faults."""
     sea = Sea(quorum=2)
     transport = Faulty(sea.broker, "sample", faults)
+    transport.error = error or transport.error
     course = Served(sea, transport)
     serve(Merger(transport, sea.clock, "merger", live_poll_seconds=0.0), course, course.pause)
     sea.balance()
@@ -691,7 +691,9 @@ UNDISTURBED = outcome(served(()))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("method", ["commit", "refuse", "announce", "updates", "unacknowledged", "acquire", "presences"])
+@pytest.mark.parametrize(
+    "method", ["commit", "refuse", "announce", "updates", "unacknowledged", "acquire", "presences"]
+)
 def test_a_broken_connection_loses_nothing_and_repeats_nothing(method: str, when: str) -> None:
     course = served([(method, 0, when), (method, 2, when)])
     assert course.transport.broken >= 1
@@ -707,6 +709,33 @@ METHODS = st.sampled_from(
 @given(st.sets(st.tuples(METHODS, st.integers(0, 12), st.sampled_from(["before", "after"])), max_size=12))
 def test_any_outages_lose_nothing_and_repeat_nothing(faults: set[tuple[str, int, str]]) -> None:
     assert outcome(served(faults)) == UNDISTURBED
+
+
+def test_a_broker_that_refuses_for_a_while_is_waited_for() -> None:
+    """A Redis that is full, say: not unreachable, but as passing."""
+    course = served([("commit", n, "before") for n in range(3)], BrokerError("out of memory"))
+    assert course.transport.broken == 3
+    assert outcome(course) == UNDISTURBED
+
+
+def test_a_run_that_is_gone_is_not_waited_for() -> None:
+    sea = Sea()
+    merger = sea.merger()
+    del sea.broker.runs["sample"]
+    with pytest.raises(UnknownRunError):
+        serve(merger, lambda: False, lambda seconds: pytest.fail("it waits"))
+
+
+def test_every_beginning_is_announced() -> None:
+    sea = Sea()
+    sea.live("a")
+    first = sea.merger()
+    for number in (1, 2):
+        sea.send("a", number, constant(1.0))
+        first.turn(0.0)
+    second = sea.merger()
+    assert sea.events(Resume) == [Resume(0, first.epoch), Resume(2, second.epoch)]
+    assert second.epoch > first.epoch
 
 
 def test_a_fenced_merger_leaves() -> None:

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from broker.memory import MemoryBroker
-from broker.messages import Books, Evaluation, Member, Presence, TapeEntry
+from broker.messages import LIVE_SECONDS, Books, Evaluation, Member, Presence, TapeEntry
 from ops.show import line, number, render, size
-from ops.view import LIVE_SECONDS, RunView, observe, summarise
+from ops.view import RunView, observe, summarise
 from tests import samples
 
 MANIFEST = samples.manifest()  # 8·4 + 4·4 + 4·3 + 4 = 64 parameters in two fragments

@@ -1,0 +1,29 @@
+"""A small run, and its inner steps compiled once for all tests with the same inner settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from broker.config import InnerConfig, RunConfig
+from islands.inner import InnerSteps, compile_steps
+from islands.model import build
+
+_DEFAULT = RunConfig()
+SMALL = replace(
+    _DEFAULT,
+    data=replace(_DEFAULT.data, sequence_length=32, batch_size=4, shards=8, held_out_sequences=32),
+    inner=replace(_DEFAULT.inner, steps=48, warmup_steps=4),
+    sync=replace(_DEFAULT.sync, interval=12, fragments=6),
+)
+"""Runs of a second or two."""
+
+
+def compiled(config: RunConfig) -> InnerSteps:
+    """Inner steps of the tiny model."""
+    return _compiled(config.inner)
+
+
+@cache
+def _compiled(inner: InnerConfig) -> InnerSteps:
+    return compile_steps(build("tiny"), inner)
