@@ -58,7 +58,7 @@ class InnerConfig:
     """The inner optimiser: AdamW with linear warm-up and cosine decay by the global step."""
 
     __pydantic_config__ = _STRICT
-    steps: Positive = 2000
+    steps: Positive = 1500
     """global inner steps of the run: the fastest island's clock"""
     learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 3e-3
     warmup_steps: Annotated[int, Ge(0)] = 100
@@ -116,7 +116,7 @@ class OuterConfig:
     __pydantic_config__ = _STRICT
     rule: Literal["sgd", "nesterov", "mla"] = "nesterov"
     learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 0.7
-    momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
+    momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.5
 
 
 @dataclass(frozen=True)
