@@ -124,7 +124,7 @@ class AdoptConfig:
     """What an island does with a snapshot that arrives while it trains."""
 
     __pydantic_config__ = _STRICT
-    rule: Literal["overwrite", "blend", "carry"] = "overwrite"
+    rule: Literal["overwrite", "blend", "carry"] = "carry"
     blend: Share = 0.5
     """α: the share of the island's own parameters that `blend` keeps"""
 

@@ -249,7 +249,7 @@ class Evaluation:
     round: Count
     step: Count
     tokens: Count
-    """merged so far (each fragment counted by its share of a round trip)"""
+    """trained on by all islands so far, whether merged or not: what a single process would be given"""
     unix_seconds: Annotated[float, Ge(0.0), Le(1e12)]
     """wall clock of whoever evaluated"""
     bits_per_byte: Measure

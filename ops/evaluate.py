@@ -77,7 +77,7 @@ def evaluator(transport: Transport) -> Callable[[], Evaluation]:
         known = transport.evaluations()
         if known and known[-1].round == number:
             return known[-1]
-        tokens = transport.books().merged_tokens // len(manifest.fragments)
+        tokens = sum(presence.heartbeat.tokens for presence in transport.presences())
         found = Evaluation(number, step, tokens, time.time(), measure(params))
         transport.evaluated(found)
         return found

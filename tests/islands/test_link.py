@@ -299,6 +299,9 @@ def test_a_snapshot_that_is_damaged_is_fetched_again(shore: Shore) -> None:
     assert (len(events), arrivals) == (1, [])
     link.pump_receive()
     assert [a.params_N[0] for a in link.take()[1]] == [1.0]
+    had = link.bytes_down
+    link.pump_receive()
+    assert (link.take(), link.bytes_down) == (([], []), had)  # and not once more
 
 
 def test_an_outage_is_told_and_loses_nothing(shore: Shore) -> None:

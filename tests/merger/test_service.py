@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,8 @@ class Sea:
         assert (books.merged, books.merged_tokens) == (len(members), sum(m.tokens for m in members))
         assert books.refused == len(self.events(Refusal))
         assert max(Counter(self.merged()).values(), default=0) <= 1
+        state = RunState.from_json(self.transport.merger_state())
+        assert (state.closed, state.tokens) == (len(self.transport.tape(10_000)), books.merged_tokens)
 
 
 def state_of(sea: Sea) -> RunState:
@@ -241,7 +244,20 @@ def test_what_comes_late_is_merged_with_the_next_round_of_its_fragment() -> None
     (entry,) = sea.transport.tape(1)
     assert [(m.island, m.staleness) for m in entry.members] == [("a", 0), ("late", 1)]
     assert entry.members[1].weight < entry.members[0].weight
+    assert state_of(sea).staleness.value < 1.0  # which the next gains are measured by
     sea.balance()
+
+
+def test_the_step_that_is_stamped_is_the_furthest_of_all() -> None:
+    sea = Sea()
+    sea.live("fast", "slow")
+    merger = sea.merger()
+    for number, (fast, slow) in enumerate([(30, 10), (35, 40), (20, 25)], start=1):
+        sea.send("fast", number, constant(1.0), global_step=fast)
+        sea.send("slow", number, constant(1.0), global_step=slow)
+        merger.turn(0.0)
+    assert [s.step for s in sea.events(Snapshot)] == [30, 40, 40]
+    assert [entry.step for entry in sea.transport.tape(3)] == [30, 40, 40]
 
 
 def test_leavers_are_merged_when_nobody_is_left() -> None:
@@ -330,6 +346,21 @@ def test_each_refusal_says_why_and_touches_nothing(kind: str) -> None:
     sea.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
     assert sea.parameters(0) == [-0.75] * SIZE
+
+
+def test_a_base_is_judged_by_the_versions_of_its_fragment() -> None:
+    sea = Sea()
+    sea.live("a")
+    merger = sea.merger()
+    for closed in range(5):
+        for p in range(2):
+            sea.send("b", p + 1, constant(1.0), base=sea.version(p) + 1)
+        merger.turn(0.0)
+        now = [(closed + 1) // 2, closed // 2]
+        reasons = [r.reason for r in sea.events(Refusal)[-2:]]
+        assert reasons == [f"measured from version {v + 1}, which does not exist yet (now {v})" for v in now]
+        sea.send("a", closed + 1, constant(1.0))
+        assert merger.turn(0.0)
 
 
 def test_too_stale_is_refused() -> None:
@@ -500,15 +531,17 @@ def test_the_books_balance_after_any_mix(deeds: list[tuple[str, str, int, Any]],
 # -- restarts ------------------------------------------------------------------------------------------------------
 
 
-def played(script: Sequence[tuple[str, int]], restarts: Iterable[int]) -> Sea:
-    """Plays (island, round ahead) one after the other, each followed by a turn; a new merger before those restarts."""
+def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> Sea:
+    """Plays (island, rounds ahead, versions behind) one after the other, a turn after each; new mergers in between."""
     sea = Sea(quorum=2)
     sea.live("a", "b", "c")
     merger = sea.merger()
-    for index, (island, ahead) in enumerate(script):
+    for index, (island, ahead, behind) in enumerate(script):
         if index in restarts:
             merger = sea.merger()
-        sea.send(island, merger.rounds.closed + ahead, values(index), tokens=100 + index)
+        number = merger.rounds.closed + ahead
+        base = max(0, sea.version((number - 1) % 2) - behind)
+        sea.send(island, number, values(index), tokens=100 + index, base=base)
         merger.turn(0.0)
     if len(script) in restarts:
         merger = sea.merger()
@@ -519,8 +552,8 @@ def played(script: Sequence[tuple[str, int]], restarts: Iterable[int]) -> Sea:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(ISLANDS, st.integers(1, 2)), max_size=16), st.sets(st.integers(0, 16)))
-def test_a_restart_anywhere_goes_on_to_the_same_bits(script: list[tuple[str, int]], restarts: set[int]) -> None:
+@given(st.lists(st.tuples(ISLANDS, st.integers(1, 2), st.integers(0, 2)), max_size=16), st.sets(st.integers(0, 16)))
+def test_a_restart_anywhere_goes_on_to_the_same_bits(script: list[tuple[str, int, int]], restarts: set[int]) -> None:
     undisturbed, restarted = played(script, ()), played(script, restarts)
     tapes = [
         [(e.round, e.version, e.digest, e.members, e.gain) for e in sea.transport.tape(10_000)]
@@ -687,7 +720,9 @@ def outcome(course: Served) -> list[Any]:
     ]
 
 
-UNDISTURBED = outcome(served(()))
+@cache
+def undisturbed() -> list[Any]:
+    return outcome(served(()))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -697,7 +732,7 @@ UNDISTURBED = outcome(served(()))
 def test_a_broken_connection_loses_nothing_and_repeats_nothing(method: str, when: str) -> None:
     course = served([(method, 0, when), (method, 2, when)])
     assert course.transport.broken >= 1
-    assert outcome(course) == UNDISTURBED
+    assert outcome(course) == undisturbed()
 
 
 METHODS = st.sampled_from(
@@ -708,14 +743,14 @@ METHODS = st.sampled_from(
 @settings(max_examples=60)
 @given(st.sets(st.tuples(METHODS, st.integers(0, 12), st.sampled_from(["before", "after"])), max_size=12))
 def test_any_outages_lose_nothing_and_repeat_nothing(faults: set[tuple[str, int, str]]) -> None:
-    assert outcome(served(faults)) == UNDISTURBED
+    assert outcome(served(faults)) == undisturbed()
 
 
 def test_a_broker_that_refuses_for_a_while_is_waited_for() -> None:
     """A Redis that is full, say: not unreachable, but as passing."""
     course = served([("commit", n, "before") for n in range(3)], BrokerError("out of memory"))
     assert course.transport.broken == 3
-    assert outcome(course) == UNDISTURBED
+    assert outcome(course) == undisturbed()
 
 
 def test_a_run_that_is_gone_is_not_waited_for() -> None:
