@@ -32,19 +32,19 @@ def parity(config: RunConfig, counts: Sequence[int], slow: float, output: Path, 
     def keep(name: str, points: Sequence[Point], rounds: int, islands_per_round: float) -> float:
         curves[name] = [(p.tokens, p.bits_per_byte) for p in points]
         rows.append({"what": name, "tokens": points[-1].tokens, "bits_per_byte": points[-1].bits_per_byte,
-                     "rounds": rounds, "contributions_a_round": islands_per_round})  # fmt: skip
+                     "rounds": rounds, "per_round": islands_per_round})  # fmt: skip
         say(f"{name}: {points[-1].bits_per_byte:.4f} bits per byte after {points[-1].tokens:,} tokens")
         return points[-1].bits_per_byte
 
     for count in counts:
         points, run = islands(config, corpus, count, slow)
         members = [len(entry.members) for entry in run.transport.tape(1 << 30)]
-        ours = keep(f"{count} islands", points, len(members), sum(members) / max(1, len(members)))
-        alone = keep(f"one process ({count}×)", one_process(config, corpus, points[-1].tokens, _quiet), 0, 0.0)
-        parallel = keep(f"data-parallel over {count}", data_parallel(config, corpus, count, _quiet), 0, 0.0)
-        rows[-3] |= {"to_one_process": ours / alone, "to_data_parallel": ours / parallel}
+        ours = keep(f"{count} island{'s' * (count > 1)}", points, len(members), sum(members) / max(1, len(members)))
+        alone = keep(f"one process, {count}× steps", one_process(config, corpus, points[-1].tokens, _quiet), 0, 0.0)
+        parallel = keep(f"data-parallel, {count}× batch", data_parallel(config, corpus, count, _quiet), 0, 0.0)
+        rows[-3] |= {"to_one": ours / alone, "to_parallel": ours / parallel}
         for row in rows[-2:]:
-            row |= {"to_one_process": row["bits_per_byte"] / alone, "to_data_parallel": row["bits_per_byte"] / parallel}
+            row |= {"to_one": row["bits_per_byte"] / alone, "to_parallel": row["bits_per_byte"] / parallel}
     output.mkdir(parents=True, exist_ok=True)
     picture = output / "parity.png"
     title = f"{config.model.size} model, H = {config.sync.interval}, P = {config.sync.fragments}, {config.data.corpus}"
