@@ -63,8 +63,7 @@ class Link:
         self.transport = transport
         self.manifest = manifest
         self.bytes_up = self.bytes_down = self.sent = 0
-        self.trouble = ""
-        """what the pumps met last, empty when all is well"""
+        self._troubles: dict[str, str] = {}  # by pump: one that works says nothing of another that does not
         self.failure: Exception | None = None
         """an error that no retry mends; the island stops on it"""
         self._outbox: deque[Draft] = deque()
@@ -114,6 +113,11 @@ class Link:
     def beat(self, heartbeat: Heartbeat) -> None:
         """Replaces the heartbeat that goes out next."""
         self._beat = heartbeat
+
+    @property
+    def trouble(self) -> str:
+        """What a pump met last, empty when all is well."""
+        return next(iter(list(self._troubles.values())), "")
 
     @property
     def backlog(self) -> int:
@@ -239,7 +243,7 @@ class Link:
         """Starts the pumps' threads."""
         pumps: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
             ("send", self.pump_send, self._await_work),
-            ("receive", lambda: self.pump_receive(BLOCK_SECONDS), lambda: None),
+            ("receive", self._pump_receive_patiently, lambda: None),
             ("heartbeat", self.pump_heartbeat, self._await_beat),
         ]
         for name, pump, wait in pumps:
@@ -266,6 +270,9 @@ class Link:
         for thread in self._threads:
             thread.join(seconds / max(1, len(self._threads)))
 
+    def _pump_receive_patiently(self) -> None:
+        self.pump_receive(BLOCK_SECONDS)
+
     def _await_work(self) -> None:
         self._work.wait()
         self._work.clear()
@@ -288,9 +295,9 @@ class Link:
         try:
             action()
         except (BrokerError, WireError) as error:
-            if not self.trouble:
+            if not self._troubles:
                 log.warning("the link is down, training goes on: %s", error.what)
-            self.trouble = error.what[:500]
+            self._troubles[action.__name__] = error.what[:500]
             return False
         except Exception as error:  # noqa: BLE001 - a thread must not die unseen: the island raises it
             self.failure = error
@@ -298,7 +305,6 @@ class Link:
             with self._emptied:
                 self._emptied.notify_all()
             return False
-        if self.trouble:
+        if self._troubles.pop(action.__name__, None) and not self._troubles:
             log.info("the link is up again")
-        self.trouble = ""
         return True
