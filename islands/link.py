@@ -111,8 +111,11 @@ class Link:
         return self._shards.popleft() if self._shards else None
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Replaces the heartbeat that goes out next."""
+        """Replaces the heartbeat that goes out next; a change of state goes out at once."""
+        changed = self._beat is None or self._beat.state != heartbeat.state
         self._beat = heartbeat
+        if changed:
+            self._beating.set()
 
     @property
     def trouble(self) -> str:

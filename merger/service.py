@@ -104,11 +104,11 @@ class Merger:
     def turn(self, block_seconds: float = BLOCK_SECONDS) -> bool:
         """Reads what has come, calls and closes what is due. True if a round was closed."""
         self._keep_lease()
+        self._look_around()
         for delivery in self.transport.updates(self._patience(block_seconds)) or self._orphans():
             self._receive(delivery)
         for number in self.rounds.calls():
             self.transport.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
-        self._look_around()
         closed = False
         while (close := self.rounds.close(self.clock(), self.live, self._waiting_fragments())) is not None:
             self._close(close)
@@ -167,6 +167,8 @@ class Merger:
             return
         self.waiting.setdefault(p, []).append(Waiting(delivery.entry, contribution, delta_N, norm))
         self.rounds.answer(contribution, self.clock())
+        # Who sends, lives: between two looks at the heartbeats, a first contribution is not merged all alone.
+        self.live = self.live - {contribution.island} if contribution.farewell else self.live | {contribution.island}
 
     def _is_waiting(self, identity: tuple[str, str, int]) -> bool:
         return any(w.contribution.identity == identity for kept in self.waiting.values() for w in kept)

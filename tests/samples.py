@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from broker.codecs import Vector
-from broker.config import RunConfig
+from broker.config import InnerConfig, RunConfig
 from broker.manifest import Corpus, Manifest, Tensor, balanced
 from broker.messages import Contribution, Heartbeat, Member, Snapshot, TapeEntry
 from broker.transport import Commit
@@ -23,7 +23,7 @@ def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 
         Tensor("layers.1", (width, 3)),
         Tensor("norm", (width,)),
     )
-    config = config or RunConfig()
+    config = config or RunConfig(inner=InnerConfig(steps=2000))  # pinned: defaults may change
     config = replace(config, sync=replace(config.sync, fragments=2))
     return Manifest(run, config, tensors, balanced(tensors, 2), Corpus("text", "0" * 32, 1000), {"jax": "1"})
 

@@ -23,6 +23,7 @@ from merger.state import FragmentState
 from merger.weights import RunningMean
 from tests import samples
 
+MERGE = MergeConfig(staleness="polynomial", normalise=True, clip=3.0)
 AVERAGE = (Group(0, 1, 2, "average"),)
 RDA = (Group(0, 1, 2, "rda"),)
 BOTH = (Group(0, 1, 2, "average"), Group(2, 2, 3, "rda"))
@@ -47,7 +48,7 @@ def state(params_N: Vector, norms: NormWindow | None = None, rule: outer.OuterOp
 
 def close(of: FragmentState, *parts: Waiting, running: float = 1.0, **changes: Any) -> Closed:
     settings: dict[str, Any] = {
-        "version": 3, "live": len(parts), "groups": AVERAGE, "config": MergeConfig(), "outer": SGD,
+        "version": 3, "live": len(parts), "groups": AVERAGE, "config": MERGE, "outer": SGD,
     }  # fmt: skip
     return close_fragment(of, RunningMean(running), parts, **(settings | changes))
 
@@ -100,7 +101,7 @@ def test_stale_work_weighs_less() -> None:
 def test_a_run_that_is_always_stale_is_not_slowed() -> None:
     late = waiting("a", vector(2, 0), base=0)
     assert close(state(vector(0, 0)), late, running=0.5).gain == 1.0
-    slowed = close(state(vector(0, 0)), late, running=0.5, config=MergeConfig(normalise=False))
+    slowed = close(state(vector(0, 0)), late, running=0.5, config=replace(MERGE, normalise=False))
     assert slowed.gain == 0.5
     assert slowed.published_N.tolist() == [-0.5, 0.0]
     assert close(state(vector(0, 0)), waiting("a", vector(2, 0)), running=0.25).gain == 2.0  # at most

@@ -159,7 +159,7 @@ def test_participation_and_values_are_not_traced_anew(monkeypatch: pytest.Monkey
 
     counted = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     monkeypatch.setitem(OUTER, "sgd", lambda config: outer.from_optax(counted))
-    rule = of("sgd")
+    rule = build(OuterConfig(rule="sgd", learning_rate=0.123))  # of no other test: what was built is kept
     params_N: Any = np.ones(8, np.float32)
     for participation in (1, 0.5, 0.25, np.float64(0.1), np.float32(0.3)):
         params_N, _, _ = rule.step(params_N, rule.init(params_N), np.ones(8, np.float32), participation)

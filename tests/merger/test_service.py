@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.codecs import Vector
-from broker.config import OuterConfig, RunConfig, SyncConfig
+from broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig
 from broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from broker.memory import MemoryBroker, MemoryTransport
 from broker.messages import LIVE_SECONDS, Call, Contribution, Presence, Refusal, Resume, Snapshot
@@ -30,6 +30,7 @@ SIZE = 32
 """elements of either fragment"""
 CONFIG = RunConfig(
     sync=SyncConfig(interval=8, window=2, quorum=1, grace=0.5, smoothing=0.5, staleness_cap=2),
+    merge=MergeConfig(embedding="average", rest="rda", staleness="polynomial", normalise=True, clip=3.0),
     outer=OuterConfig(rule="nesterov", learning_rate=0.5, momentum=0.5),
 )
 
