@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from broker.errors import BrokerError
 from broker.manifest import Manifest
 from broker.redis_transport import connect
 from islands.corpus import OpenCorpus
@@ -99,16 +100,7 @@ def test_up_trains_reports_and_goes_on(processes: Processes, tmp_path: Path, unt
     args = ["up", "--run=job", "--islands=2", "--inner.steps=200", "--evaluate-every=2", *SETTINGS]
     first = processes.start(*args)
     config = tmp_path / "runs/job/redis/server.conf"
-    until(config.exists, "the server's config", 60)
-
-    def step() -> int:
-        port, password = (_setting(config, key) for key in ("port", "requirepass"))
-        try:
-            return view(f"redis://:{password}@127.0.0.1:{port}/0", "job").step
-        except Exception:  # noqa: BLE001 - not up yet
-            return 0
-
-    until(lambda: step() >= 10, "some rounds", 120)
+    until(lambda: rounds_of(config, "job") >= 4, "some rounds", 120)
     first.send_signal(signal.SIGINT)
     assert first.wait(60) == 130, processes.said(first)
     interrupted = json.loads((tmp_path / "runs/job/report.json").read_text())
@@ -132,8 +124,36 @@ def test_up_trains_reports_and_goes_on(processes: Processes, tmp_path: Path, unt
     assert "kept optimiser state" in logs
 
 
+def rounds_of(config: Path, run: str) -> int:
+    """Closed rounds of the run whose own server has this config; 0 while it does not answer."""
+    try:
+        port, password = (_setting(config, key) for key in ("port", "requirepass"))
+        return view(f"redis://:{password}@127.0.0.1:{port}/0", run).rounds
+    except (OSError, StopIteration, BrokerError):
+        return 0
+
+
 def _setting(config: Path, key: str) -> str:
     return next(line.split()[1] for line in config.read_text().splitlines() if line.startswith(f"{key} "))
+
+
+def test_up_starts_a_killed_redis_and_merger_again(processes: Processes, tmp_path: Path, until: Until) -> None:
+    launcher = processes.start("up", "--run=storm", "--islands=1", "--inner.steps=100000", *SETTINGS)
+    config = tmp_path / "runs/storm/redis/server.conf"
+    until(lambda: rounds_of(config, "storm") >= 4, "some rounds", 120)
+    for name in ("valkey-server", "merger"):
+        victim = next(c for c in psutil.Process(launcher.pid).children(recursive=True) if name in " ".join(c.cmdline()))
+        before = rounds_of(config, "storm")
+        victim.kill()
+        until(lambda before=before: rounds_of(config, "storm") > before + 4, f"rounds after the {name} died", 60)  # type: ignore[misc]
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) == 130
+    report = json.loads((tmp_path / "runs/storm/report.json").read_text())
+    assert report["pending"] == 0
+    said = processes.said(launcher)
+    assert "redis died" in said
+    assert "merger died (SIGKILL)" in said
+    assert "Traceback" not in said
 
 
 def test_nothing_outlives_a_killed_launcher(processes: Processes, until: Until) -> None:
