@@ -1,26 +1,25 @@
 """The transport over Redis, Valkey or fakeredis. The only module that imports `redis`.
 
-Large payloads travel as chunks of about 1 MiB under keys of their own (a monolithic value stalls everyone else), and a
-small readable pointer in the stream or hash: chunks first, pointer last, so a torn upload is never seen. Fencing is
-WATCH on the epoch and one MULTI for each of the merger's writes: Redis itself refuses the older epoch. The client
-never retries: a retried XADD after a stall makes two entries, so repeats are said by the caller, with identities.
+Fencing is WATCH on the epoch and one MULTI for each of the merger's writes: Redis itself refuses the older epoch. The
+client never retries: a retried XADD after a stall makes two entries, so repeats are said by the caller, with
+identities. Payloads lie where `broker.chunks` puts them.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from broker.address import redacted, require_address
+from broker.chunks import ChunkStore, Raw
 from broker.errors import (
     BadUrlError,
     BrokerError,
@@ -53,11 +52,8 @@ from broker.messages import (
 from broker.transport import START, Commit, Delivery
 from broker.wire import payload_bytes_max
 
-INLINE_BYTES = 16 << 10
-CHUNK_BYTES = (1 << 20) - 64  # exactly 1 MiB takes 1.25 times its size under jemalloc
-CHUNKS_MAX = 1 << 20
 SOCKET_SECONDS = 20.0
-REMEMBER_SECONDS = 24 * 3600  # islands that went silent, chunks that nobody came for
+REMEMBER_SECONDS = 24 * 3600  # islands that went silent
 REPLACED_SECONDS = 120  # chunks of a replaced snapshot, for whoever is reading them
 FAKE_POLL_SECONDS = 0.005
 EVENTS_KEPT = 20_000
@@ -65,9 +61,7 @@ TAPE_KEPT = 200_000
 EVALUATIONS_KEPT = 20_000
 OLDEST = (6, 2)
 _GROUP = "merger"
-_PAYLOAD, _CHUNKS, _NAME = "payload", "chunks", "chunks_name"
 
-Raw = Mapping[bytes, bytes]
 log = logging.getLogger(__name__)
 
 
@@ -83,7 +77,7 @@ def connect(url: str, run: str) -> RedisTransport:
         return RedisTransport(client, run)
     tcp: dict[str, Any] = {} if url.startswith("unix:") else {"socket_connect_timeout": 5.0, "socket_keepalive": True}
     try:
-        _require_address(url)
+        require_address(url)
         client = redis.Redis.from_url(
             url,
             protocol=2,  # the third begins with HELLO, which old servers and some proxies do not know
@@ -108,29 +102,6 @@ def connect(url: str, run: str) -> RedisTransport:
         ) from None
 
 
-def _require_address(url: str) -> None:
-    """Raises ValueError for what the client would quietly understand otherwise."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("it begins with none of redis://, rediss://, unix://")
-    if parts.scheme == "unix":
-        if parts.hostname is not None or not parts.path:
-            raise ValueError("the path of a socket must be absolute")
-    elif not parts.hostname:
-        raise ValueError("it names no host")
-    elif not re.fullmatch(r"/?\d*", parts.path) or parts.fragment:
-        raise ValueError("after the host only the number of a database may follow")
-
-
-def redacted(url: str) -> str:
-    """The URL without its password, fit for logs and errors; also where it is no URL because of its password."""
-    before, at, after = url.rpartition("@")
-    scheme, slashes, user = before.rpartition("://")
-    if at and not url.startswith("unix:///"):
-        url = f"{scheme}{slashes}{user.partition(':')[0] + ':' if ':' in user else ''}***@{after}"
-    return re.sub(r"(password=)[^&#]*", r"\1***", url, flags=re.IGNORECASE)
-
-
 def _text(raw: Raw) -> dict[str, str]:
     return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in raw.items() if k != b"payload"}
 
@@ -146,6 +117,7 @@ class RedisTransport:
         self._password = client.connection_pool.connection_kwargs.get("password")
         self._elements_max: int | None = None
         self._unreadable: set[str] = set()
+        self._chunks = ChunkStore(client, self._keys, self._payload_max)
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +151,12 @@ class RedisTransport:
     def require_version(self) -> None:
         """Raises ServerTooOldError when the server lacks what the streams need."""
         with self._translated():
-            found = str(self._redis.info("server").get("redis_version", "0"))
+            try:
+                found = str(self._redis.info("server").get("redis_version", "0"))
+            except redis.ResponseError as error:
+                if not re.match(r"unknown command .?info\b", str(error), re.IGNORECASE):
+                    raise
+                return  # fakeredis, which has no INFO and all that we need
         if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
             raise ServerTooOldError(
                 f"{self._where} is Redis {found}, and 6.2 is the oldest that works",
@@ -216,77 +193,10 @@ class RedisTransport:
                     f"this merger's epoch {epoch} was overtaken", "Another merger serves this run; this one leaves."
                 ) from None
 
-    def _place(self, name: str, payload: bytes) -> dict[str, str | bytes]:
-        """Uploads a large payload as chunks that expire unless kept; the fields that say where, or the payload.
-
-        Chunks of two uploads never share a name: whoever says something again, or creates the same run at the same
-        time, neither overwrites nor later deletes what the other entry points to.
-        """
-        if len(payload) <= INLINE_BYTES:
-            return {_PAYLOAD: payload}
-        name = f"{name}.{secrets.token_hex(4)}"
-        view = memoryview(payload)
-        starts = range(0, len(payload), CHUNK_BYTES)
-        for first in range(0, len(starts), 4):  # a window of 4 keeps the server's buffers small
-            with self._redis.pipeline(transaction=False) as pipe:
-                for index, start in list(enumerate(starts))[first : first + 4]:
-                    pipe.set(
-                        self._keys.chunk(name, index), bytes(view[start : start + CHUNK_BYTES]), ex=REMEMBER_SECONDS
-                    )
-                pipe.execute()
-        return {_CHUNKS: str(len(starts)), _NAME: name}
-
-    def _keep(self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes]) -> None:
-        """Points `key` at a payload that was placed, within a transaction, and lets its chunks live on."""
-        pipe.delete(key)
-        pipe.hset(key, mapping={**fields, **where})
-        for index in range(int(where.get(_CHUNKS, 0))):
-            pipe.persist(self._keys.chunk(str(where[_NAME]), index))
-
-    def _fetch(self, raw: Raw, size: int) -> bytes:
-        """The payload that `_place` put away, of `size` bytes. Raises WireError when a chunk is gone."""
-        if _PAYLOAD.encode() in raw:
-            return raw[_PAYLOAD.encode()]
-        name, count = self._pointer(raw)
-        if size > self._payload_max() or count != -(-size // CHUNK_BYTES):
-            raise WireError(f"{count} chunks for a payload of {size} bytes")
-        parts: list[bytes] = []
-        for first in range(0, count, 4):
-            with self._redis.pipeline(transaction=False) as pipe:
-                for index in range(first, min(first + 4, count)):
-                    pipe.getrange(self._keys.chunk(name, index), 0, CHUNK_BYTES - 1)  # never more, whatever is there
-                found = pipe.execute(raise_on_error=False)
-            if not all(isinstance(part, bytes) and part for part in found):
-                raise WireError("a chunk of the payload is missing")
-            parts += found
-        payload = b"".join(parts)
-        if len(payload) != size:
-            raise WireError(f"chunks of {len(payload)} bytes for a payload of {size}")
-        return payload
-
-    @staticmethod
-    def _pointer(raw: Raw) -> tuple[str, int]:
-        try:
-            count = int(raw[_CHUNKS.encode()])
-            name = raw[_NAME.encode()].decode()
-        except (KeyError, ValueError):
-            raise WireError("neither a payload nor a pointer to one") from None
-        if not 0 < count <= CHUNKS_MAX:
-            raise WireError(f"{count} chunks")
-        return name, count
-
     def _payload_max(self) -> int:
         if self._elements_max is None:
             self._elements_max = max(self.manifest().sizes)
         return 4 * payload_bytes_max(self._elements_max)  # the merger's own state holds momentum beside parameters
-
-    def _chunk_keys(self, raw: Raw) -> list[str]:
-        if _NAME.encode() not in raw:
-            return []
-        name, count = self._pointer(raw)
-        if count > -(-self._payload_max() // CHUNK_BYTES):
-            return []  # forged: not worth a transaction of that size
-        return [self._keys.chunk(name, index) for index in range(count)]
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -300,11 +210,11 @@ class RedisTransport:
             pipe.watch(self._keys.manifest)
             if pipe.exists(self._keys.manifest):
                 raise self._exists()
-            placed = [self._place(f"f{s.fragment}.0", payload) for s, payload in snapshots]
+            placed = [self._chunks.place(f"f{s.fragment}.0", payload) for s, payload in snapshots]
             pipe.multi()
             pipe.delete(*self._keys.of_the_past(len(snapshots)))  # somebody deleted a manifest by hand
             for (snapshot, _), where in zip(snapshots, placed, strict=True):
-                self._keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
+                self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
             pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
             pipe.xgroup_create(self._keys.updates, _GROUP, id="0", mkstream=True)
             pipe.sadd(REGISTRY, self.run)
@@ -328,7 +238,7 @@ class RedisTransport:
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         name = f"{contribution.island}.{contribution.incarnation}.{contribution.sequence}"
         with self._translated():
-            where = self._place(name, payload)
+            where = self._chunks.place(name, payload)
             with self._redis.pipeline(transaction=True) as pipe:
                 pipe.xadd(self._keys.updates, {**to_fields(contribution), **where})
                 pipe.hincrby(self._keys.books, "published", 1)
@@ -379,7 +289,7 @@ class RedisTransport:
                     raise self._unknown()
                 snapshot = from_fields(Snapshot, _text(raw))
                 try:
-                    payload = self._fetch(raw, snapshot.bytes)
+                    payload = self._chunks.fetch(raw, snapshot.bytes)
                 except WireError:
                     continue  # replaced, and its chunks expired, while we read: the newer one is whole
                 if account:
@@ -502,7 +412,7 @@ class RedisTransport:
         except WireError as error:
             return Delivery(entry, None, b"", error.reason)
         try:
-            return Delivery(entry, contribution, self._fetch(raw, contribution.bytes))
+            return Delivery(entry, contribution, self._chunks.fetch(raw, contribution.bytes))
         except WireError as error:
             return Delivery(entry, contribution, b"", error.reason)
 
@@ -513,7 +423,7 @@ class RedisTransport:
     def outer(self, fragment: int) -> bytes:
         with self._translated():
             raw = self._redis.hgetall(self._keys.outer(fragment))
-            return self._fetch(raw, int(raw[b"bytes"])) if raw else b""
+            return self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else b""
 
     def announce(self, epoch: int, event: Call | Resume) -> None:
         with self._fenced(epoch) as pipe:
@@ -534,14 +444,14 @@ class RedisTransport:
         places = {self._keys.fragment(p): (f"f{p}.{version}", commit.payload)}
         places[self._keys.outer(p)] = (f"o{p}.{version}", commit.outer)
         with self._translated():
-            replaced = [key for where in places for key in self._chunk_keys(self._redis.hgetall(where))]
+            replaced = [key for where in places for key in self._chunks.keys_of(self._redis.hgetall(where))]
             merged = [self._entry_chunks(entry) for entry in commit.entries]
-            placed = {key: self._place(f"{name}.e{epoch}", data) for key, (name, data) in places.items()}
+            placed = {key: self._chunks.place(f"{name}.e{epoch}", data) for key, (name, data) in places.items()}
         outer_fields = {"version": str(version), "bytes": str(len(commit.outer))}
         fields = {self._keys.fragment(p): to_fields(commit.snapshot), self._keys.outer(p): outer_fields}
         with self._fenced(epoch) as pipe:
             for key, where in placed.items():
-                self._keep(pipe, key, fields[key], where)
+                self._chunks.keep(pipe, key, fields[key], where)
             for key in replaced:
                 pipe.expire(key, REPLACED_SECONDS)
             for entry, chunks in zip(commit.entries, merged, strict=True):
@@ -555,7 +465,7 @@ class RedisTransport:
     def _entry_chunks(self, entry: str) -> list[str]:
         found = self._redis.xrange(self._keys.updates, entry, entry)
         try:
-            return self._chunk_keys(found[0][1]) if found else []
+            return self._chunks.keys_of(found[0][1]) if found else []
         except WireError:
             return []
 

@@ -15,12 +15,13 @@ import tyro
 from rich.console import Console
 from rich.live import Live
 
+from broker.address import redacted
 from broker.config import RunConfig, checked
 from broker.errors import ArchipelagoError, ConfigError, UnreachableError
 from broker.keys import checked_name
 from broker.manifest import Manifest
 from broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled, print_json, stop_on_signals
-from broker.redis_transport import RedisTransport, connect, redacted
+from broker.redis_transport import RedisTransport, connect
 from ops import report, show
 from ops.create import create, require_corpus
 from ops.launcher import Child, stop_all, thread_environment

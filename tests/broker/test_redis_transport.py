@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import redis
 
-from broker import redis_transport
+from broker import chunks, redis_transport
+from broker.address import redacted
+from broker.chunks import CHUNK_BYTES
 from broker.errors import (
     ArchipelagoError,
     BadUrlError,
@@ -28,7 +30,7 @@ from broker.errors import (
 )
 from broker.keys import REGISTRY, Keys
 from broker.messages import Call, Contribution, Refusal, to_fields
-from broker.redis_transport import CHUNK_BYTES, RedisTransport, connect, redacted
+from broker.redis_transport import RedisTransport, connect
 from broker.transport import START
 from broker.wire import digest
 from ops.server import Server
@@ -86,8 +88,8 @@ def epoch(transport: RedisTransport) -> int:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 1 KiB, so that a payload of some KiB travels as a large one does."""
-    monkeypatch.setattr(redis_transport, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(redis_transport, "INLINE_BYTES", 512)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(chunks, "INLINE_BYTES", 512)
 
 
 def keys(raw: Any, run: str) -> set[str]:
@@ -95,7 +97,7 @@ def keys(raw: Any, run: str) -> set[str]:
     return {key.decode() for key in raw.scan_iter(match=f"*{run}*", count=1000)}
 
 
-def chunks(raw: Any, run: str) -> set[str]:
+def chunk_keys(raw: Any, run: str) -> set[str]:
     return {key for key in keys(raw, run) if ":c:" in key}
 
 
@@ -348,7 +350,7 @@ def test_a_chunk_that_was_damaged(
 ) -> None:
     sent = samples.contribution(LARGE)
     transport.publish(sent, LARGE)
-    middle = next(key for key in chunks(raw, transport.run) if key.endswith(":1"))
+    middle = next(key for key in chunk_keys(raw, transport.run) if key.endswith(":1"))
     damage(raw, middle)
     (delivery,) = transport.updates(0.0)
     assert delivery.contribution == sent
@@ -361,7 +363,7 @@ def test_a_chunk_that_was_damaged(
 
 def test_no_more_than_a_chunk_is_ever_read(transport: RedisTransport, raw: Any) -> None:
     transport.publish(samples.contribution(LARGE), LARGE)
-    for key in chunks(raw, transport.run):
+    for key in chunk_keys(raw, transport.run):
         raw.setrange(key, 8 << 20, b"x")
     before = raw.info("stats")["total_net_output_bytes"]
     (delivery,) = transport.updates(0.0)
@@ -537,7 +539,7 @@ def test_a_long_wait_is_cut_below_the_sockets_patience(
 
 def lasting_chunks(raw: Any, run: str) -> set[str]:
     """Chunks that never expire."""
-    return {key for key in chunks(raw, run) if raw.ttl(key) == -1}
+    return {key for key in chunk_keys(raw, run) if raw.ttl(key) == -1}
 
 
 def wanted_chunks(raw: Any, run: str, fragments: int) -> set[str]:
@@ -553,7 +555,7 @@ def wanted_chunks(raw: Any, run: str, fragments: int) -> set[str]:
 
 def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) -> None:
     run = transport.run
-    assert lasting_chunks(raw, run) == chunks(raw, run) == wanted_chunks(raw, run, 2)
+    assert lasting_chunks(raw, run) == chunk_keys(raw, run) == wanted_chunks(raw, run, 2)
     transport.heartbeat(samples.heartbeat())
     for number in range(1, 7):
         for sequence in (2 * number, 2 * number + 1):
@@ -578,24 +580,24 @@ def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) 
         "RUN:island:a",
         "{RUN:s0}:lease",
     }
-    replaced = chunks(raw, run) - wanted
+    replaced = chunk_keys(raw, run) - wanted
     assert replaced  # for whoever reads them just now
     assert all(0 < raw.ttl(key) <= redis_transport.REPLACED_SECONDS for key in replaced)
     assert raw.sismember(REGISTRY, run)
 
 
 def test_chunks_of_a_contribution_go_with_it(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    before = chunks(raw, transport.run)
+    before = chunk_keys(raw, transport.run)
     for sequence in range(2):
         transport.publish(samples.contribution(LARGE, sequence=sequence), LARGE)
-    mine = chunks(raw, transport.run) - before
+    mine = chunk_keys(raw, transport.run) - before
     assert len(mine) == 6
     assert all(raw.ttl(key) > 3600 for key in mine)
     first, second = transport.updates(0.0)
     transport.refuse(epoch, [(first.entry, REFUSAL)])
-    assert len(chunks(raw, transport.run) - before) == 3
+    assert len(chunk_keys(raw, transport.run) - before) == 3
     transport.commit(epoch, samples.commit([second.entry]))
-    assert not mine & chunks(raw, transport.run)
+    assert not mine & chunk_keys(raw, transport.run)
 
 
 class NoTransactions:
@@ -614,15 +616,15 @@ class NoTransactions:
 
 
 def test_an_upload_without_its_pointer_expires(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    before, first = chunks(raw, transport.run), transport.fragment(0)
+    before, first = chunk_keys(raw, transport.run), transport.fragment(0)
     transport._redis = NoTransactions(transport._redis)
     with pytest.raises(UnreachableError, match="the cable was pulled"):
         transport.publish(samples.contribution(LARGE), LARGE)
     with pytest.raises(UnreachableError, match="the cable was pulled"):
         transport.commit(epoch, samples.commit([], LARGE, outer=LARGE))
-    torn = chunks(raw, transport.run) - before
+    torn = chunk_keys(raw, transport.run) - before
     assert len(torn) == 9
-    assert all(0 < raw.ttl(key) <= redis_transport.REMEMBER_SECONDS for key in torn)
+    assert all(0 < raw.ttl(key) <= chunks.ORPHAN_SECONDS for key in torn)
     assert lasting_chunks(raw, transport.run) == before
     assert transport.backlog() == 0
     assert transport.fragment(0) == first
@@ -645,7 +647,7 @@ def test_two_create_the_same_run_at_the_same_time(
     """The later one has uploaded its chunks by the time that it loses; the winner's must be whole, and must last."""
     winner, loser = connections(), connections()
     manifest = samples.manifest(winner.run, width=WIDTH)
-    place = loser._place
+    place = loser._chunks.place
     raced: list[bool] = []
 
     def place_late(name: str, payload: bytes) -> dict[str, str | bytes]:
@@ -654,7 +656,7 @@ def test_two_create_the_same_run_at_the_same_time(
             winner.create(manifest, samples.first_snapshots(manifest, value=1.0))
         return place(name, payload)
 
-    monkeypatch.setattr(loser, "_place", place_late)
+    monkeypatch.setattr(loser._chunks, "place", place_late)
     with pytest.raises(RunExistsError):
         loser.create(manifest, samples.first_snapshots(manifest, value=2.0))
     assert [winner.fragment(p) for p in (0, 1)] == samples.first_snapshots(manifest, value=1.0)
@@ -716,7 +718,7 @@ def test_a_reader_that_is_too_slow_reads_the_newer_one(
     monkeypatch.setattr(redis_transport, "REPLACED_SECONDS", 0)
     writer = connections()
     writer.commit(epoch, samples.commit([], version(1), 1))
-    fetch = transport._fetch
+    fetch = transport._chunks.fetch
     replaced: list[bool] = []
 
     def fetch_late(raw: Any, size: int) -> bytes:
@@ -725,7 +727,7 @@ def test_a_reader_that_is_too_slow_reads_the_newer_one(
             writer.commit(epoch, samples.commit([], version(2), 3))
         return fetch(raw, size)
 
-    monkeypatch.setattr(transport, "_fetch", fetch_late)
+    monkeypatch.setattr(transport._chunks, "fetch", fetch_late)
     snapshot, payload = transport.fragment(0)
     assert (snapshot.version, payload) == (2, version(2))
     assert replaced

@@ -145,7 +145,7 @@ def test_up_starts_a_killed_redis_and_merger_again(processes: Processes, tmp_pat
         victim = next(c for c in psutil.Process(launcher.pid).children(recursive=True) if name in " ".join(c.cmdline()))
         before = rounds_of(config, "storm")
         victim.kill()
-        until(lambda before=before: rounds_of(config, "storm") > before + 4, f"rounds after the {name} died", 60)  # type: ignore[misc]
+        until(lambda before=before: rounds_of(config, "storm") > before + 4, f"rounds after the {name} died", 60)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) == 130
     report = json.loads((tmp_path / "runs/storm/report.json").read_text())

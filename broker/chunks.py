@@ -1,0 +1,101 @@
+"""Where payloads lie in Redis: small ones inline, large ones as chunks of about 1 MiB under keys of their own.
+
+A monolithic value would stall everyone else for as long as it takes to copy. Chunks are written first and the pointer
+to them last, so a torn upload is never seen; until a pointer keeps them, they expire.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from broker.errors import WireError
+from broker.keys import Keys
+
+INLINE_BYTES = 16 << 10
+CHUNK_BYTES = (1 << 20) - 64  # exactly 1 MiB takes 1.25 times its size under jemalloc
+CHUNKS_MAX = 1 << 20
+WINDOW = 4
+"""chunks on the way at once: keeps the server's buffers small"""
+ORPHAN_SECONDS = 24 * 3600
+"""how long chunks that nothing points to live on"""
+PAYLOAD, CHUNKS, NAME = "payload", "chunks", "chunks_name"
+
+Raw = Mapping[bytes, bytes]
+
+
+class ChunkStore:
+    """The payloads of one run. `payload_max` says how many bytes an honest one has at most."""
+
+    def __init__(self, client: Any, keys: Keys, payload_max: Callable[[], int]) -> None:
+        self._redis = client
+        self._keys = keys
+        self._payload_max = payload_max
+
+    def place(self, name: str, payload: bytes) -> dict[str, str | bytes]:
+        """Uploads a large payload as chunks that expire unless kept; the fields that say where, or the payload.
+
+        Chunks of two uploads never share a name: whoever says something again, or creates the same run at the same
+        time, neither overwrites nor later deletes what the other entry points to.
+        """
+        if len(payload) <= INLINE_BYTES:
+            return {PAYLOAD: payload}
+        name = f"{name}.{secrets.token_hex(4)}"
+        view = memoryview(payload)
+        starts = list(enumerate(range(0, len(payload), CHUNK_BYTES)))
+        for first in range(0, len(starts), WINDOW):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for index, start in starts[first : first + WINDOW]:
+                    chunk = bytes(view[start : start + CHUNK_BYTES])
+                    pipe.set(self._keys.chunk(name, index), chunk, ex=ORPHAN_SECONDS)
+                pipe.execute()
+        return {CHUNKS: str(len(starts)), NAME: name}
+
+    def keep(self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes]) -> None:
+        """Points the hash `key` at a payload that was placed, within a transaction, and lets its chunks live on."""
+        pipe.delete(key)
+        pipe.hset(key, mapping={**fields, **where})
+        for index in range(int(where.get(CHUNKS, 0))):
+            pipe.persist(self._keys.chunk(str(where[NAME]), index))
+
+    def fetch(self, raw: Raw, size: int) -> bytes:
+        """The payload that `place` put away, of `size` bytes. Raises WireError when a chunk is gone."""
+        if PAYLOAD.encode() in raw:
+            return raw[PAYLOAD.encode()]
+        name, count = _pointer(raw)
+        if size > self._payload_max() or count != -(-size // CHUNK_BYTES):
+            raise WireError(f"{count} chunks for a payload of {size} bytes")
+        parts: list[bytes] = []
+        for first in range(0, count, WINDOW):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for index in range(first, min(first + WINDOW, count)):
+                    pipe.getrange(self._keys.chunk(name, index), 0, CHUNK_BYTES - 1)  # never more, whatever is there
+                found = pipe.execute(raise_on_error=False)
+            if not all(isinstance(part, bytes) and part for part in found):
+                raise WireError("a chunk of the payload is missing")
+            parts += found
+        payload = b"".join(parts)
+        if len(payload) != size:
+            raise WireError(f"chunks of {len(payload)} bytes for a payload of {size}")
+        return payload
+
+    def keys_of(self, raw: Raw) -> list[str]:
+        """The chunks that an entry or hash points to. Raises WireError for a pointer that cannot be read."""
+        if NAME.encode() not in raw:
+            return []
+        name, count = _pointer(raw)
+        if count > -(-self._payload_max() // CHUNK_BYTES):
+            return []  # forged: not worth a transaction of that size
+        return [self._keys.chunk(name, index) for index in range(count)]
+
+
+def _pointer(raw: Raw) -> tuple[str, int]:
+    try:
+        count = int(raw[CHUNKS.encode()])
+        name = raw[NAME.encode()].decode()
+    except (KeyError, ValueError):
+        raise WireError("neither a payload nor a pointer to one") from None
+    if not 0 < count <= CHUNKS_MAX:
+        raise WireError(f"{count} chunks")
+    return name, count
