@@ -33,7 +33,7 @@ from broker.messages import Call, Contribution, Refusal, to_fields
 from broker.redis_transport import RedisTransport, connect
 from broker.transport import START
 from broker.wire import digest
-from ops.server import Server
+from ops.server import Server, find_program, start_server
 from tests import samples
 
 WIDTH = 100_000
@@ -731,3 +731,10 @@ def test_a_reader_that_is_too_slow_reads_the_newer_one(
     snapshot, payload = transport.fragment(0)
     assert (snapshot.version, payload) == (2, version(2))
     assert replaced
+
+
+def test_the_server_of_last_resort_is_accepted(tmp_path: Path) -> None:
+    with start_server(tmp_path / "redis", find_program("fakeredis")) as fake:
+        transport = connect(fake.url, "none")
+        assert transport.runs() == []
+        transport.close()
