@@ -156,6 +156,7 @@ class RedisTransport:
             except redis.ResponseError as error:
                 if not re.match(r"unknown command .?info\b", str(error), re.IGNORECASE):
                     raise
+                self._redis.connection_pool.disconnect()  # its TCP server hangs up after an error
                 return  # fakeredis, which has no INFO and all that we need
         if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
             raise ServerTooOldError(

@@ -12,6 +12,8 @@ import tyro
 
 from broker.process import connect_to, guarded, keep_compiled, log_to_stderr, print_json, stop_on_signals
 
+LINGER_SECONDS = 0.5
+
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +40,7 @@ def main(options: MergerOptions) -> int:
 
     from merger.service import Merger, serve
 
-    merger = Merger(transport)
+    merger = Merger(transport, linger_seconds=LINGER_SECONDS)
     serve(merger, stopped)
     books = transport.books() if stopped() else None
     log.info("leaves after round %s", merger.rounds.closed)

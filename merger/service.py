@@ -44,11 +44,14 @@ class Merger:
         clock: Clock = time.monotonic,
         holder: str = "",
         live_poll_seconds: float = LIVE_POLL_SECONDS,
+        linger_seconds: float = 0.0,
     ) -> None:
+        """`linger_seconds`: how long after the last contribution rounds close when nobody is live to be waited for."""
         self.transport = transport
         self.clock = clock
         self.holder = holder or uuid.uuid4().hex[:12]
         self.live_poll_seconds = live_poll_seconds
+        self.linger_seconds = linger_seconds
         self.manifest = transport.manifest()
         self.config = self.manifest.config
         self.outer = outer.build(self.config.outer)
@@ -59,7 +62,7 @@ class Merger:
         self.rounds = Rounds(self.config.sync, len(self.manifest.fragments), 0, self.state.pace)
         self.waiting: dict[int, list[Waiting]] = {}
         self.live: frozenset[str] = frozenset()
-        self._live_at = self._renewed_at = float("-inf")
+        self._live_at = self._renewed_at = self._heard_at = float("-inf")
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -109,6 +112,8 @@ class Merger:
             self._receive(delivery)
         for number in self.rounds.calls():
             self.transport.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
+        if not self.live and self.clock() - self._heard_at < self.linger_seconds:
+            return False  # islands that leave together send their last over some time: one round is to have it all
         closed = False
         while (close := self.rounds.close(self.clock(), self.live, self._waiting_fragments())) is not None:
             self._close(close)
@@ -167,6 +172,7 @@ class Merger:
             return
         self.waiting.setdefault(p, []).append(Waiting(delivery.entry, contribution, delta_N, norm))
         self.rounds.answer(contribution, self.clock())
+        self._heard_at = self.clock()
         # Who sends, lives: between two looks at the heartbeats, a first contribution is not merged all alone.
         self.live = self.live - {contribution.island} if contribution.farewell else self.live | {contribution.island}
 
