@@ -20,7 +20,10 @@ WINDOW = 4
 """chunks on the way at once: keeps the server's buffers small"""
 ORPHAN_SECONDS = 24 * 3600
 """how long chunks that nothing points to live on"""
+PREVIOUS_SECONDS = 600
+"""how long readers may go on with a payload that was replaced, if it is not replaced again before"""
 PAYLOAD, CHUNKS, NAME = "payload", "chunks", "chunks_name"
+PREVIOUS = "previous_"
 
 Raw = Mapping[bytes, bytes]
 
@@ -52,12 +55,24 @@ class ChunkStore:
                 pipe.execute()
         return {CHUNKS: str(len(starts)), NAME: name}
 
-    def keep(self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes]) -> None:
-        """Points the hash `key` at a payload that was placed, within a transaction, and lets its chunks live on."""
+    def keep(
+        self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes], old: Raw | None = None
+    ) -> None:
+        """Points the hash `key` at a payload that was placed, within a transaction, and lets its chunks live on.
+
+        Of what the hash held before (`old`), the payload stays a while for whoever is reading it, and the one before
+        that goes: however fast versions follow each other, there are never more than two.
+        """
+        old = old or {}
+        kept = {PREVIOUS + name: old[name.encode()] for name in (CHUNKS, NAME) if name.encode() in old}
         pipe.delete(key)
-        pipe.hset(key, mapping={**fields, **where})
+        pipe.hset(key, mapping={**fields, **where, **kept})
         for index in range(int(where.get(CHUNKS, 0))):
             pipe.persist(self._keys.chunk(str(where[NAME]), index))
+        for chunk in self.keys_of(old):
+            pipe.expire(chunk, PREVIOUS_SECONDS)
+        if gone := self.keys_of(old, PREVIOUS):
+            pipe.unlink(*gone)
 
     def fetch(self, raw: Raw, size: int) -> bytes:
         """The payload that `place` put away, of `size` bytes. Raises WireError when a chunk is gone."""
@@ -80,20 +95,20 @@ class ChunkStore:
             raise WireError(f"chunks of {len(payload)} bytes for a payload of {size}")
         return payload
 
-    def keys_of(self, raw: Raw) -> list[str]:
+    def keys_of(self, raw: Raw, prefix: str = "") -> list[str]:
         """The chunks that an entry or hash points to. Raises WireError for a pointer that cannot be read."""
-        if NAME.encode() not in raw:
+        if (prefix + NAME).encode() not in raw:
             return []
-        name, count = _pointer(raw)
+        name, count = _pointer(raw, prefix)
         if count > -(-self._payload_max() // CHUNK_BYTES):
             return []  # forged: not worth a transaction of that size
         return [self._keys.chunk(name, index) for index in range(count)]
 
 
-def _pointer(raw: Raw) -> tuple[str, int]:
+def _pointer(raw: Raw, prefix: str = "") -> tuple[str, int]:
     try:
-        count = int(raw[CHUNKS.encode()])
-        name = raw[NAME.encode()].decode()
+        count = int(raw[(prefix + CHUNKS).encode()])
+        name = raw[(prefix + NAME).encode()].decode()
     except (KeyError, ValueError):
         raise WireError("neither a payload nor a pointer to one") from None
     if not 0 < count <= CHUNKS_MAX:

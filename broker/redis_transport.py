@@ -54,10 +54,9 @@ from broker.wire import payload_bytes_max
 
 SOCKET_SECONDS = 20.0
 REMEMBER_SECONDS = 24 * 3600  # islands that went silent
-REPLACED_SECONDS = 120  # chunks of a replaced snapshot, for whoever is reading them
 FAKE_POLL_SECONDS = 0.005
 EVENTS_KEPT = 20_000
-TAPE_KEPT = 200_000
+TAPE_KEPT = 20_000
 EVALUATIONS_KEPT = 20_000
 OLDEST = (6, 2)
 _GROUP = "merger"
@@ -442,19 +441,18 @@ class RedisTransport:
 
     def commit(self, epoch: int, commit: Commit) -> None:
         p, version = commit.snapshot.fragment, commit.snapshot.version
-        places = {self._keys.fragment(p): (f"f{p}.{version}", commit.payload)}
-        places[self._keys.outer(p)] = (f"o{p}.{version}", commit.outer)
         with self._translated():
-            replaced = [key for where in places for key in self._chunks.keys_of(self._redis.hgetall(where))]
+            old_snapshot = self._redis.hgetall(self._keys.fragment(p))
+            old_outer = self._chunks.keys_of(self._redis.hgetall(self._keys.outer(p)))
             merged = [self._entry_chunks(entry) for entry in commit.entries]
-            placed = {key: self._chunks.place(f"{name}.e{epoch}", data) for key, (name, data) in places.items()}
+            snapshot_at = self._chunks.place(f"f{p}.{version}.e{epoch}", commit.payload)
+            outer_at = self._chunks.place(f"o{p}.{version}.e{epoch}", commit.outer)
         outer_fields = {"version": str(version), "bytes": str(len(commit.outer))}
-        fields = {self._keys.fragment(p): to_fields(commit.snapshot), self._keys.outer(p): outer_fields}
         with self._fenced(epoch) as pipe:
-            for key, where in placed.items():
-                self._chunks.keep(pipe, key, fields[key], where)
-            for key in replaced:
-                pipe.expire(key, REPLACED_SECONDS)
+            self._chunks.keep(pipe, self._keys.fragment(p), to_fields(commit.snapshot), snapshot_at, old_snapshot)
+            self._chunks.keep(pipe, self._keys.outer(p), outer_fields, outer_at)
+            if old_outer:  # only mergers read it, and this one just did
+                pipe.unlink(*old_outer)
             for entry, chunks in zip(commit.entries, merged, strict=True):
                 self._end(pipe, entry, chunks)
             pipe.set(self._keys.state, commit.state)

@@ -582,7 +582,7 @@ def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) 
     }
     replaced = chunk_keys(raw, run) - wanted
     assert replaced  # for whoever reads them just now
-    assert all(0 < raw.ttl(key) <= redis_transport.REPLACED_SECONDS for key in replaced)
+    assert all(0 < raw.ttl(key) <= chunks.PREVIOUS_SECONDS for key in replaced)
     assert raw.sismember(REGISTRY, run)
 
 
@@ -715,7 +715,7 @@ def test_a_reader_that_is_too_slow_reads_the_newer_one(
     transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the pointer and the chunks the snapshot is replaced, and the old chunks expire."""
-    monkeypatch.setattr(redis_transport, "REPLACED_SECONDS", 0)
+    monkeypatch.setattr(chunks, "PREVIOUS_SECONDS", 0)
     writer = connections()
     writer.commit(epoch, samples.commit([], version(1), 1))
     fetch = transport._chunks.fetch
@@ -738,3 +738,14 @@ def test_the_server_of_last_resort_is_accepted(tmp_path: Path) -> None:
         transport = connect(fake.url, "none")
         assert transport.runs() == []
         transport.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_of_a_snapshot_two_versions_lie_there_and_no_more(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """However fast versions follow each other, memory stays bounded."""
+    counts = []
+    for number in range(1, 8):
+        transport.commit(epoch, samples.commit([], bytes([number]) * 3000, number))
+        counts.append(len([key for key in chunk_keys(raw, transport.run) if ":c:f0." in key]))
+    assert counts == [3, *[6] * 6]
+    assert len([key for key in chunk_keys(raw, transport.run) if ":c:o0." in key]) <= 3
