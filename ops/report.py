@@ -74,7 +74,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def draw(path: Path, title: str, curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Held-out bits per byte over tokens, one line a curve; empty curves are left out."""
+    """Held-out bits per byte over tokens, one line a curve; the untrained model, far above all, is left out."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -82,8 +82,8 @@ def draw(path: Path, title: str, curves: Mapping[str, Sequence[Sequence[float]]]
 
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for label, points in curves.items():
-        if points:
-            tokens, bits = zip(*points, strict=True)
+        if trained := [point for point in points if point[0] > 0]:
+            tokens, bits = zip(*trained, strict=True)
             axes.plot([t / 1e6 for t in tokens], bits, marker="o", markersize=3, label=f"{label}: {bits[-1]:.3f}")
     axes.set(title=title, xlabel="million tokens (bytes)", ylabel="held-out bits per byte")
     axes.grid(alpha=0.3)
