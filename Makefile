@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: train test lint format lock clean
+.PHONY: train test soak lint format lock clean
 
 train: $(READY)  ## the main job: islands train one model through Redis, on real text
 	$(BIN)/archipelago up $(ARGS)
 
 test: $(READY)  ## every test, on fakeredis and on a real server
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(READY)  ## storms without end: more seeds each time, until one fails; the failing test names its seed
+	@first=10000; while ARCHIPELAGO_FIRST_SEED=$$first ARCHIPELAGO_SEEDS=1000 \
+		$(BIN)/python -m pytest -q -x tests/simulation; do first=$$((first + 1000)); done
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -30,12 +31,15 @@ from broker.transport import START, Commit, Delivery
 
 @dataclass
 class _Run:
+    """Entries and events are numbered for good, also where a test takes some back."""
+
     manifest: Manifest
     fragments: dict[int, tuple[Snapshot, bytes]]
     updates: dict[int, tuple[Contribution, bytes]] = field(default_factory=dict)
     next_update: int = 1
     last_read: int = 0
-    events: list[Event] = field(default_factory=list)
+    events: list[tuple[int, Event]] = field(default_factory=list)
+    next_event: int = 1
     tape: list[TapeEntry] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     outer: dict[int, bytes] = field(default_factory=dict)
@@ -43,8 +47,14 @@ class _Run:
     books: dict[str, int] = field(default_factory=lambda: asdict(Books()))
     islands: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
     shards: int = 0
-    epoch: int = 0
+    epoch: tuple[int, str] = (0, "")
+    """the number alone is not enough: a broker that dies may forget the newest, and would give it to two"""
     lease: tuple[str, float] = ("", float("-inf"))
+
+    def tell(self, event: Event) -> None:
+        """Appends an event under the next number."""
+        self.events.append((self.next_event, event))
+        self.next_event += 1
 
 
 class MemoryBroker:
@@ -66,6 +76,7 @@ class MemoryTransport:
     def __init__(self, broker: MemoryBroker, run: str) -> None:
         self._broker = broker
         self.run = run
+        self._holder = ""
 
     @contextmanager
     def _opened(self) -> Iterator[_Run]:
@@ -82,10 +93,8 @@ class MemoryTransport:
     @contextmanager
     def _fenced(self, epoch: int) -> Iterator[_Run]:
         with self._opened() as run:
-            if run.epoch != epoch:
-                raise FencedError(
-                    f"epoch {epoch} was overtaken by epoch {run.epoch}", "Another merger serves this run."
-                )
+            if run.epoch != (epoch, self._holder):
+                raise FencedError(f"this merger's epoch {epoch} was overtaken", "Another merger serves this run.")
             yield run
 
     def runs(self) -> list[str]:
@@ -129,15 +138,15 @@ class MemoryTransport:
 
     def last_event(self) -> str:
         with self._opened() as run:
-            return f"{len(run.events)}-0" if run.events else START
+            return f"{run.events[-1][0]}-0" if run.events else START
 
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        first = int(after.split("-")[0])
+        last = int(after.split("-")[0])
         with self._opened() as run:
             if block_seconds > 0:
-                self._broker.changed.wait_for(lambda: len(run.events) > first, timeout=block_seconds)
-            found = run.events[first : first + count]
-        return [(f"{first + i + 1}-0", event) for i, event in enumerate(found)]
+                self._broker.changed.wait_for(lambda: run.next_event > last + 1, timeout=block_seconds)
+            first = bisect_right(run.events, last, key=lambda numbered: numbered[0])
+            return [(f"{number}-0", event) for number, event in run.events[first : first + count]]
 
     def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         with self._opened() as run:
@@ -178,8 +187,9 @@ class MemoryTransport:
             if owner != holder and until > now:
                 return None
             run.lease = (holder, now + seconds)
-            run.epoch += 1
-            return run.epoch
+            self._holder = holder
+            run.epoch = (run.epoch[0] + 1, holder)
+            return run.epoch[0]
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
         with self._fenced(epoch) as run:
@@ -211,7 +221,7 @@ class MemoryTransport:
 
     def announce(self, epoch: int, event: Call | Resume) -> None:
         with self._fenced(epoch) as run:
-            run.events.append(event)
+            run.tell(event)
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
         with self._fenced(epoch) as run:
@@ -219,7 +229,7 @@ class MemoryTransport:
                 if run.updates.pop(int(entry.split("-")[0]), None) is not None:
                     run.books["refused"] += 1
                     run.books["refused_tokens"] += refusal.tokens
-                    run.events.append(refusal)
+                    run.tell(refusal)
 
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._fenced(epoch) as run:
@@ -229,7 +239,7 @@ class MemoryTransport:
             run.outer[commit.snapshot.fragment] = commit.outer
             run.state = commit.state
             run.tape.append(commit.tape)
-            run.events.append(commit.snapshot)
+            run.tell(commit.snapshot)
             run.books["merged"] += len(commit.entries)
             run.books["merged_tokens"] += commit.tokens
 

@@ -115,6 +115,7 @@ class RedisTransport:
         self._where = where
         self._password = client.connection_pool.connection_kwargs.get("password")
         self._elements_max: int | None = None
+        self._holder = ""
         self._unreadable: set[str] = set()
         self._chunks = ChunkStore(client, self._keys, self._payload_max)
 
@@ -182,8 +183,7 @@ class RedisTransport:
         with self._translated(), self._redis.pipeline(transaction=True) as pipe:
             try:
                 pipe.watch(self._keys.epoch)
-                newest = int(pipe.get(self._keys.epoch) or 0)
-                if newest != epoch:
+                if pipe.get(self._keys.epoch) != self._mark(epoch):
                     raise redis.WatchError
                 pipe.multi()
                 yield pipe
@@ -351,23 +351,32 @@ class RedisTransport:
     def acquire(self, holder: str, seconds: float) -> int | None:
         self._require_run()
         with self._translated(), self._redis.pipeline(transaction=True) as pipe:
-            pipe.watch(self._keys.lease)
+            pipe.watch(self._keys.lease, self._keys.epoch)
             owner = pipe.get(self._keys.lease)
             if owner is not None and owner.decode() != holder:
                 return None
+            epoch = int((pipe.get(self._keys.epoch) or b"0").split()[0]) + 1
+            self._holder = holder
             pipe.multi()
-            pipe.incr(self._keys.epoch)
+            pipe.set(self._keys.epoch, self._mark(epoch))
             pipe.set(self._keys.lease, holder, px=int(seconds * 1000))
             try:
-                return int(pipe.execute()[0])
+                pipe.execute()
             except redis.WatchError:
                 return None
+            return epoch
+
+    def _mark(self, epoch: int) -> bytes:
+        """What the epoch's key holds while it is ours. The number alone is not enough: a server that dies may forget
+        the newest, and would give it to two.
+        """
+        return f"{epoch} {self._holder}".encode()
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
         with self._translated():
             kept = self._redis.pexpire(self._keys.lease, int(seconds * 1000))  # works at maxmemory, where SET does not
-            newest = int(self._redis.get(self._keys.epoch) or 0)
-        if newest != epoch or not kept:
+            current = self._redis.get(self._keys.epoch) == self._mark(epoch)
+        if not current or not kept:
             with self._fenced(epoch) as pipe:
                 pipe.set(self._keys.lease, holder, px=int(seconds * 1000))
 

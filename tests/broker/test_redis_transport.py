@@ -686,14 +686,14 @@ def version(number: int) -> bytes:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_snapshot_is_never_seen_torn(transport: RedisTransport, connections: Connect, epoch: int) -> None:
-    writer, versions = connections(), 200
+    reader, versions = connections(), 200
     failed: list[BaseException] = []
 
     def write() -> None:
         try:
             for number in range(1, versions + 1):
                 commit = samples.commit([], version(number), 2 * number - 1, outer=version(number))
-                writer.commit(epoch, commit)
+                transport.commit(epoch, commit)
         except BaseException as error:  # noqa: BLE001 - shown by the assertion below
             failed.append(error)
 
@@ -701,7 +701,7 @@ def test_a_snapshot_is_never_seen_torn(transport: RedisTransport, connections: C
     thread.start()
     seen = [0]
     while seen[-1] < versions and not failed:
-        snapshot, payload = transport.fragment(0)
+        snapshot, payload = reader.fragment(0)
         assert (len(payload), digest(payload)) == (snapshot.bytes, snapshot.digest)
         assert snapshot.version >= seen[-1]
         seen.append(snapshot.version)
@@ -716,19 +716,19 @@ def test_a_reader_that_is_too_slow_reads_the_newer_one(
 ) -> None:
     """Between the pointer and the chunks the snapshot is replaced, and the old chunks expire."""
     monkeypatch.setattr(chunks, "PREVIOUS_SECONDS", 0)
-    writer = connections()
-    writer.commit(epoch, samples.commit([], version(1), 1))
-    fetch = transport._chunks.fetch
+    reader = connections()
+    transport.commit(epoch, samples.commit([], version(1), 1))
+    fetch = reader._chunks.fetch
     replaced: list[bool] = []
 
     def fetch_late(raw: Any, size: int) -> bytes:
         if not replaced:
             replaced.append(True)
-            writer.commit(epoch, samples.commit([], version(2), 3))
+            transport.commit(epoch, samples.commit([], version(2), 3))
         return fetch(raw, size)
 
-    monkeypatch.setattr(transport._chunks, "fetch", fetch_late)
-    snapshot, payload = transport.fragment(0)
+    monkeypatch.setattr(reader._chunks, "fetch", fetch_late)
+    snapshot, payload = reader.fragment(0)
     assert (snapshot.version, payload) == (2, version(2))
     assert replaced
 

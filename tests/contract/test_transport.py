@@ -210,9 +210,9 @@ def test_events_are_read_from_any_place(transport: Transport) -> None:
 
 def test_events_wait_for_the_first(transport: Transport, connections: Connect) -> None:
     epoch = served(transport)
-    caller = threading.Timer(0.05, lambda: connections().announce(epoch, Call(1, 0)))
+    caller = threading.Timer(0.05, lambda: transport.announce(epoch, Call(1, 0)))
     caller.start()
-    found = transport.events(START, 10.0)
+    found = connections().events(START, 10.0)
     caller.join()
     assert [event for _, event in found] == [Call(1, 0)]
 
