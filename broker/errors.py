@@ -11,7 +11,8 @@ ArchipelagoError
 │   ├── UnknownRunError
 │   ├── RunExistsError
 │   └── FencedError     a newer merger holds the lease; the older one must leave
-└── WireError           bytes from outside that do not decode; refused, never fatal
+├── DivergedError       an island whose loss is no number any more; the run goes on without it
+    └── WireError           bytes from outside that do not decode; refused, never fatal
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class RunExistsError(BrokerError):
 
 class FencedError(BrokerError):
     """Redis refused a write of this merger, because another one holds the lease with a newer epoch."""
+
+
+class DivergedError(ArchipelagoError):
+    """An island's loss is no number any more. Its contributions are refused, so the run is none the worse."""
 
 
 class WireError(ArchipelagoError):

@@ -8,6 +8,7 @@ import os
 import platform
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from broker.errors import DivergedError
 from broker.manifest import Manifest
 from broker.messages import Contribution, Heartbeat, Resume
 from islands.batches import Batches
@@ -26,6 +28,9 @@ from islands.replica import Replica
 FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
 SMOOTHING = 0.9
+DIVERGED_MAX = 3
+LOSSES_KEPT = 256
+"""an island that hears nothing sends nothing, and its losses pile up"""
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +91,9 @@ class Island:
             self.ledger.adopted(arrival.snapshot, keeps_progress=False)
         self.steps = steps
         self._sequence = 0
+        self._diverged = 0
         self._in_flight: jax.Array | None = None
-        self._losses: list[jax.Array] = []
+        self._losses: deque[jax.Array] = deque(maxlen=LOSSES_KEPT)
         self._stepped_at = clock()
 
     def warm_up(self) -> None:
@@ -111,6 +117,12 @@ class Island:
         """Between two inner steps: hears, adopts, sends. Waits for nobody."""
         if self.link.failure is not None:
             raise self.link.failure
+        if self._diverged >= DIVERGED_MAX:
+            raise DivergedError(
+                f"the loss of {self.name} was no number in its last {self._diverged} contributions",
+                "Start it again: it takes the run's parameters and fresh optimiser state. If all islands end like "
+                "this, lower --inner.learning-rate in a new run.",
+            )
         events, arrivals = self.link.take()
         for event in events:
             if isinstance(event, Resume):
@@ -132,10 +144,9 @@ class Island:
         self.ledger.stepped(n, tokens)
         self.totals.steps += n
         self.totals.tokens += tokens
-        self._losses.append(losses_n)
         # One stretch of steps may be in flight: enough to keep the device busy, and the clock honest.
         if self._in_flight is not None:
-            self._in_flight.block_until_ready()
+            self._losses.append(self._in_flight.block_until_ready())
         self._in_flight = losses_n
         now = self.clock()
         self.speed.stepped(n, now - self._stepped_at)
@@ -189,6 +200,7 @@ class Island:
         if self._losses:
             mean = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in self._losses]))
             self.speed.loss = mean if math.isfinite(mean) else math.nan  # no message carries an infinite number
+            self._diverged = 0 if math.isfinite(mean) else self._diverged + 1
             self._losses.clear()
         return self.speed.loss
 

@@ -48,11 +48,16 @@ def main(options: InitOptions) -> int:
     return 0
 
 
-def require_corpus(config: RunConfig) -> None:
-    """Raises DataError unless the corpus is here and large enough for the config; prepares the default one."""
+def require_usable(config: RunConfig) -> None:
+    """Raises ConfigError or DataError unless this machine has the config's model, and its corpus, large enough.
+
+    Prepares the default corpus.
+    """
     from islands.batches import Batches, held_out
     from islands.corpus import open_corpus
+    from islands.model import build
 
+    build(config.model.size)
     corpus = open_corpus(config.data.corpus)
     Batches(corpus.train, config, lambda: None)
     held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
@@ -65,7 +70,7 @@ def create(transport: Transport, config: RunConfig) -> tuple[Manifest, bool]:
     from islands.corpus import open_corpus
     from islands.creation import describe, first_snapshots
 
-    require_corpus(config)
+    require_usable(config)
     manifest = describe(transport.run, config, open_corpus(config.data.corpus).identity)
     try:
         transport.create(manifest, first_snapshots(manifest))

@@ -23,7 +23,7 @@ from broker.manifest import Manifest
 from broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled, print_json, stop_on_signals
 from broker.redis_transport import RedisTransport, connect
 from ops import report, show
-from ops.create import create, require_corpus
+from ops.create import create, require_usable
 from ops.launcher import Child, stop_all, thread_environment
 from ops.server import Server, start_server
 from ops.settings import say, to_toml
@@ -71,7 +71,7 @@ def main(options: UpOptions) -> int:
         raise ConfigError(f"--evaluate-every cannot be {options.evaluate_every}", "Give seconds, such as 15.")
     folder = options.folder / name
     keep_compiled()
-    require_corpus(config)  # before anything is started or written
+    require_usable(config)  # before anything is started or written
     stopped = stop_on_signals()
     with ExitStack() as stack:
         server, url = _server(options.url, folder, stack)
