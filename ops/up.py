@@ -170,7 +170,7 @@ class Session:
         finally:
             stop_all(children, 5.0)
         self.seconds = time.monotonic() - began
-        return all(child.done for child in self.islands)
+        return self._look().step >= view.steps
 
     def _watch(self, children: list[Child]) -> None:
         console = Console(stderr=True, highlight=False)
@@ -179,7 +179,7 @@ class Session:
             if live:
                 stack.enter_context(live)
             line_due = look_due = 0.0
-            while not self.stopped() and not all(child.done for child in self.islands):
+            while not self.stopped() and not all(child.done or child.failed for child in self.islands):
                 now = time.monotonic()
                 happened = [self.keeper.tend()] if self.keeper else []
                 happened += [child.tend(now) for child in children]
@@ -250,22 +250,11 @@ class Session:
             if found["tokens"] == tokens:
                 return [(int(t), float(b)) for t, b in found["curve"]]
         say(f"one process trains on the same {tokens:,} tokens, for comparison (Ctrl-C skips it)")
-        child = Child(
-            "one-process",
-            [
-                "-m",
-                "ops",
-                "alone",
-                "--tokens",
-                str(tokens),
-                "--output",
-                str(kept),
-                "--config",
-                str(self.folder / "config.toml"),
-            ],
-            thread_environment(1),
-            self.folder / "logs" / "one-process.log",
-        )
+        argv = f"-m ops alone --tokens {tokens} --output".split()
+        argv += [str(kept), "--config", str(self.folder / "config.toml")]
+        log = self.folder / "logs" / "one-process.log"
+        log.unlink(missing_ok=True)
+        child = Child("one-process", argv, thread_environment(1), log)
         child.start()
         shown = 0
         try:
