@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -155,4 +156,16 @@ def test_every_outer_and_adopt_rule_runs(start: Start, config: RunConfig, rule: 
     run.finish()
     losses = [entry.loss for entry in run.transport.tape(1000)]
     assert statistics.fmean(losses[-6:]) < losses[0]
+    books_balance(run)
+
+
+@pytest.mark.parametrize("interval", [2, 60])
+def test_neither_short_nor_long_intervals_diverge(start: Start, config: RunConfig, interval: int) -> None:
+    """With the default rules, one island five times slower than the others."""
+    config = replace(config, sync=replace(config.sync, interval=interval), inner=replace(config.inner, steps=90))
+    run = start(config, [1.0, 1.0, 1.0, 5.0])
+    run.finish()
+    losses = [entry.loss for entry in run.transport.tape(100_000) if not math.isnan(entry.loss)]
+    assert statistics.fmean(losses[-12:-6]) < 0.85 * statistics.fmean(losses[:6])
+    assert max(losses[len(losses) // 2 :]) < losses[0]
     books_balance(run)
