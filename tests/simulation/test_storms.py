@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.world import World
 
-SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "300"))
+SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "200"))
 FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
 EVENTS = 150
 
