@@ -38,8 +38,21 @@ Measure = Annotated[float, AfterValidator(_finite)]
 """A measured number; NaN says that nothing was measured yet."""
 
 
+class Identified:
+    """What names a contribution: with it, a resend and a redelivery are known from the first."""
+
+    island: str
+    incarnation: str
+    sequence: int
+
+    @property
+    def identity_text(self) -> str:
+        """The identity as announcements spell it."""
+        return f"{self.island}/{self.incarnation}/{self.sequence}"
+
+
 @dataclass(frozen=True)
-class Contribution:
+class Contribution(Identified):
     """One island's outer gradient of one fragment, without its payload. Identity: island, incarnation, sequence."""
 
     __pydantic_config__ = _CONFIG
@@ -66,11 +79,6 @@ class Contribution:
     def identity(self) -> tuple[str, str, int]:
         """What a resend or a redelivery has in common with the first."""
         return (self.island, self.incarnation, self.sequence)
-
-    @property
-    def identity_text(self) -> str:
-        """The identity as announcements spell it."""
-        return f"{self.island}/{self.incarnation}/{self.sequence}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Refusal(Identified):
     """A contribution that was not merged, and why: for the island and for whoever reads the stream."""
 
     __pydantic_config__ = _CONFIG
@@ -119,11 +127,6 @@ class Refusal:
     reason: Text
     repeat: bool = False
     """the contribution came twice; this is about the second copy only"""
-
-    @property
-    def identity_text(self) -> str:
-        """The refused contribution's."""
-        return f"{self.island}/{self.incarnation}/{self.sequence}"
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Member:
+class Member(Identified):
     """One contribution's part in a round, as the tape keeps it."""
 
     __pydantic_config__ = _CONFIG

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import platformdirs
@@ -50,10 +51,10 @@ def stop_on_signals() -> Callable[[], bool]:
     return stopped.is_set
 
 
-def log_to_stderr(who: str, verbose: bool = False) -> None:
+def log_to_stderr(who: str) -> None:
     """Lines of time, who and message on standard error."""
     logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
+        level=logging.WARNING,
         format=f"%(asctime)s {who} %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
@@ -75,18 +76,17 @@ def keep_compiled() -> None:
 
 def print_json(value: Any) -> None:
     """One JSON object on standard output; numbers that JSON lacks become null."""
-    sys.stdout.write(json.dumps(_plain(value), sort_keys=False) + "\n")
+    sys.stdout.write(json.dumps(finite(value)) + "\n")
     sys.stdout.flush()
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
+def finite(value: Any) -> Any:
+    """The value as JSON can hold it: NaN and infinity, which it lacks, become null."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, float) and not (abs(value) < float("inf")):
-        return None
-    return value
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def connect_to(url: str | None, run: str | None) -> RedisTransport:

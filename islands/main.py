@@ -16,7 +16,7 @@ import tyro
 
 from broker.errors import ConfigError
 from broker.keys import checked_name
-from broker.process import connect_to, keep_compiled, log_to_stderr, print_json, stop_on_signals
+from broker.process import connect_to, guarded, keep_compiled, log_to_stderr, print_json, stop_on_signals
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +115,4 @@ def _number_of(name: str) -> int:
 
 def entry() -> int:
     """`python -m islands`."""
-    from broker.process import guarded
-
     return guarded(lambda: main(tyro.cli(IslandOptions, args=sys.argv[1:])))

@@ -42,10 +42,9 @@ def main(options: MergerOptions) -> int:
 
     merger = Merger(transport, linger_seconds=LINGER_SECONDS)
     serve(merger, stopped)
-    books = transport.books() if stopped() else None
     log.info("leaves after round %s", merger.rounds.closed)
     if options.json:
-        print_json({"run": transport.run, "round": merger.rounds.closed, "merged": books.merged if books else None})
+        print_json({"run": transport.run, "round": merger.rounds.closed, "merged": transport.books().merged})
     return 0
 
 

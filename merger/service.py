@@ -224,7 +224,7 @@ class Merger:
             codec=self.config.wire.down,
             bytes=len(payload),
             digest=digest(payload),
-            merged=" ".join(f"{m.island}/{m.incarnation}/{m.sequence}" for m in by_weight),
+            merged=" ".join(m.identity_text for m in by_weight),
         )
         tape = TapeEntry(
             round=close.round,

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from broker.config import RunConfig, checked
 from broker.errors import ConfigError
-from broker.process import keep_compiled, print_json
+from broker.process import finite, keep_compiled, print_json
 from ops.settings import say
 
 
@@ -52,7 +52,7 @@ def main(options: BenchOptions) -> int:
     found = measures[options.what](options, config)
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{options.what}.json"
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(finite(found), indent=2) + "\n", encoding="utf-8")
     if options.json:
         print_json(found)
     else:

@@ -14,6 +14,7 @@ from broker.keys import checked_name
 from broker.manifest import Manifest
 from broker.process import connect_to, keep_compiled, print_json
 from broker.transport import Transport
+from islands.corpus import OpenCorpus
 from ops.settings import say
 
 
@@ -48,10 +49,9 @@ def main(options: InitOptions) -> int:
     return 0
 
 
-def require_usable(config: RunConfig) -> None:
-    """Raises ConfigError or DataError unless this machine has the config's model, and its corpus, large enough.
-
-    Prepares the default corpus.
+def require_usable(config: RunConfig) -> OpenCorpus:
+    """The config's corpus; prepares the default one. Raises ConfigError or DataError unless it is here and large
+    enough, and the model known.
     """
     from islands.batches import Batches, held_out
     from islands.corpus import open_corpus
@@ -61,17 +61,16 @@ def require_usable(config: RunConfig) -> None:
     corpus = open_corpus(config.data.corpus)
     Batches(corpus.train, config, lambda: None)
     held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
+    return corpus
 
 
 def create(transport: Transport, config: RunConfig) -> tuple[Manifest, bool]:
     """The run's manifest, and whether it was created just now. Raises MismatchError if it is there with another."""
     keep_compiled()
 
-    from islands.corpus import open_corpus
     from islands.creation import describe, first_snapshots
 
-    require_usable(config)
-    manifest = describe(transport.run, config, open_corpus(config.data.corpus).identity)
+    manifest = describe(transport.run, config, require_usable(config).identity)
     try:
         transport.create(manifest, first_snapshots(manifest))
         return manifest, True

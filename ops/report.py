@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.messages import Evaluation
+from broker.process import finite
 from ops.view import RunView
 
 TEXT, PICTURE = "report.json", "loss.png"
@@ -59,7 +60,7 @@ def summary(
 def write(folder: Path, report: Mapping[str, Any]) -> None:
     """Writes report.json and loss.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TEXT).write_text(json.dumps(_finite(report), indent=2) + "\n", encoding="utf-8")
+    (folder / TEXT).write_text(json.dumps(finite(report), indent=2) + "\n", encoding="utf-8")
     curves = {f"{report['islands']} islands": report["curve"], "one process, same tokens": report["curve_one_process"]}
     draw(folder / PICTURE, f"{report['run']}: {report['parameters']:,} parameters", curves)
 
@@ -92,12 +93,3 @@ def draw(path: Path, title: str, curves: Mapping[str, Sequence[Sequence[float]]]
         axes.legend(frameon=False)
     figure.savefig(path)
     plt.close(figure)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: null says that nothing was measured."""
-    if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
