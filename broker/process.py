@@ -10,9 +10,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import platformdirs
+import tyro
 
 from broker.errors import ArchipelagoError, ConfigError
 from broker.redis_transport import RedisTransport, connect
@@ -87,6 +89,20 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class RunAddress:
+    """Where a worker or a reader finds its run: what the options of most verbs begin with."""
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL"""
+    run: str | None = None
+    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
+
+    def connect(self) -> RedisTransport:
+        """A connection to that run."""
+        return connect_to(self.url, self.run)
 
 
 def connect_to(url: str | None, run: str | None) -> RedisTransport:

@@ -10,25 +10,20 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
 from broker.errors import ConfigError
 from broker.keys import checked_name
-from broker.process import connect_to, guarded, keep_compiled, log_to_stderr, print_json, stop_on_signals
+from broker.process import RunAddress, guarded, keep_compiled, log_to_stderr, print_json, stop_on_signals
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class IslandOptions:
+class IslandOptions(RunAddress):
     """Join a run and train. Needs nothing but the Redis URL (and the run's name where that Redis has several)."""
 
-    url: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL"""
-    run: str | None = None
-    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
     name: str | None = None
     """name of this island; default one of its own, kept over restarts if you name it"""
     folder: Path | None = None
@@ -55,7 +50,7 @@ def main(options: IslandOptions) -> int:
 
 
 def _run(options: IslandOptions, name: str, stopped: Callable[[], bool]) -> dict[str, object]:
-    transport = connect_to(options.url, options.run)
+    transport = options.connect()
     manifest = transport.manifest()  # before JAX loads: a wrong name is answered at once
     keep_compiled()
 

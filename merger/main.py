@@ -6,11 +6,10 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
 import tyro
 
-from broker.process import connect_to, guarded, keep_compiled, log_to_stderr, print_json, stop_on_signals
+from broker.process import RunAddress, guarded, keep_compiled, log_to_stderr, print_json, stop_on_signals
 
 LINGER_SECONDS = 0.5
 
@@ -18,13 +17,9 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class MergerOptions:
+class MergerOptions(RunAddress):
     """Serve a run: merge what the islands send. Runs on the CPU; a second merger waits until the first is gone."""
 
-    url: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL"""
-    run: str | None = None
-    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
     json: bool = False
     """print one JSON object at the end"""
 
@@ -33,7 +28,7 @@ def main(options: MergerOptions) -> int:
     """Serves until a signal, or until another merger has taken over."""
     stopped = stop_on_signals()
     log_to_stderr("merger")
-    transport = connect_to(options.url, options.run)
+    transport = options.connect()
     transport.manifest()  # before JAX loads: a wrong name is answered at once
     keep_compiled()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands

@@ -5,24 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
-
-import tyro
 
 from broker.errors import BrokerError, UnreachableError
 from broker.messages import Evaluation
-from broker.process import connect_to, keep_compiled, log_to_stderr, print_json, stop_on_signals
+from broker.process import RunAddress, keep_compiled, log_to_stderr, print_json, stop_on_signals
 from broker.transport import Transport
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(RunAddress):
     """Measure bits per byte of the merged parameters on held-out text, and record it with the run."""
 
-    url: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT; default $ARCHIPELAGO_URL"""
-    run: str | None = None
-    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
     every: float = 0.0
     """seconds between two evaluations, until SIGTERM (then once more); 0 evaluates once"""
     json: bool = False
@@ -33,7 +26,7 @@ def main(options: EvaluateOptions) -> int:
     """Evaluates once, or again and again until a signal."""
     stopped = stop_on_signals()
     log_to_stderr("evaluate")
-    transport = connect_to(options.url, options.run)
+    transport = options.connect()
     evaluate = evaluator(transport)
     newest = evaluate()
     due = time.monotonic() + options.every
