@@ -30,6 +30,8 @@ class Keys:
         self.asks = f"{run}:asks"
         self.restored = f"{run}:restored"
         self.evaluations = f"{run}:evaluations"
+        self.control = f"{run}:control"
+        self.notes = f"{run}:notes"
         self.updates = f"{self.tag}:updates"
         self.snapshots = f"{self.tag}:snapshots"
         self.tape = f"{self.tag}:tape"
@@ -42,7 +44,7 @@ class Keys:
         """What must not be there when the run begins. Not the epoch: an older merger may still be alive."""
         outers = [self.outer(fragment) for fragment in range(fragments)]
         merger = [self.updates, self.snapshots, self.tape, self.state, self.books, *outers]
-        return [*merger, self.data, self.evaluations, self.tracks, self.asks, self.restored]
+        return [*merger, self.data, self.evaluations, self.tracks, self.asks, self.restored, self.control, self.notes]
 
     def island(self, island: str) -> str:
         """The heartbeat of one island."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
+from broker.control import fields_in, is_expelled, island_field
 from broker.data import Place, choose
 from broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
 from broker.manifest import Manifest
@@ -21,6 +22,7 @@ from broker.messages import (
     Handover,
     Heartbeat,
     Marker,
+    Note,
     Pending,
     Presence,
     Refusal,
@@ -31,7 +33,16 @@ from broker.messages import (
     from_fields,
     to_fields,
 )
-from broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery, Image, Memory
+from broker.transport import (
+    DIFFERENCES_KEPT,
+    NOTES_KEPT,
+    REFUSALS_AMONG,
+    START,
+    Commit,
+    Delivery,
+    Image,
+    Memory,
+)
 
 
 @dataclass
@@ -47,6 +58,10 @@ class _Run:
     last_read: int = 0
     events: list[tuple[int, Event]] = field(default_factory=list)
     next_event: int = 1
+    refused_at: dict[int, float] = field(default_factory=dict)
+    """seconds of the broker's clock, by the event's number"""
+    control: dict[str, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
     tape: list[TapeEntry] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     differences: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -160,6 +175,7 @@ class MemoryTransport:
             run = self._broker.runs[self.run]
             run.outer = {p: data for p, data in enumerate(image.outers) if data}
             run.state, run.tape, run.restored = image.state, list(image.tape), (image.number, image.round)
+            run.control = fields_in(image.state)
             run.evaluations, run.cursors = list(image.evaluations), dict(image.cursors)
             for contribution, payload in image.pending:
                 run.add(contribution, payload)
@@ -182,12 +198,15 @@ class MemoryTransport:
             run.tracks.append((run.next_track, track))
             run.next_track += 1
 
-    def heartbeat(self, heartbeat: Heartbeat) -> None:
+    def heartbeat(self, heartbeat: Heartbeat) -> str:
         with self._opened() as run:
             run.islands[heartbeat.island] = (heartbeat, self._broker.clock())
+            return run.control.get(island_field(heartbeat.island), "")
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
         with self._opened() as run:
+            if is_expelled(run.control, me):
+                return None
             busy = {f"{c.island}/{c.incarnation}" for c, _ in run.waiting().values()}
             live = self._live(run) | busy
             chosen = choose(shards, run.cursors, run.holders, me, lambda holder: holder not in live)
@@ -199,7 +218,8 @@ class MemoryTransport:
     def _live(self, run: _Run) -> set[str]:
         now = self._broker.clock()
         beats = [(Presence(beat, now - seen), beat) for beat, seen in run.islands.values()]
-        return {f"{beat.island}/{beat.incarnation}" for presence, beat in beats if presence.is_live}
+        live = {f"{beat.island}/{beat.incarnation}" for presence, beat in beats if presence.is_live}
+        return {who for who in live if not is_expelled(run.control, who)}
 
     def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
         with self._opened() as run:
@@ -309,6 +329,28 @@ class MemoryTransport:
         with self._opened() as run:
             run.evaluations.append(evaluation)
 
+    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
+        with self._opened() as run:
+            newest = run.events[-REFUSALS_AMONG:]
+            found = [(run.refused_at[number], event) for number, event in newest if isinstance(event, Refusal)]
+        return found[-count:] if count else []
+
+    def control(self) -> dict[str, str]:
+        with self._opened() as run:
+            return dict(run.control)
+
+    def steer(self, changes: Mapping[str, str]) -> None:
+        with self._opened() as run:
+            run.control = {name: value for name, value in (run.control | dict(changes)).items() if value}
+
+    def note(self, note: Note) -> None:
+        with self._opened() as run:
+            run.notes = [*run.notes, from_fields(Note, to_fields(note))][-NOTES_KEPT:]
+
+    def notes(self, count: int) -> list[Note]:
+        with self._opened() as run:
+            return run.notes[-count:] if count else []
+
     def acquire(self, holder: str, seconds: float) -> int | None:
         now = self._broker.clock()
         with self._opened() as run:
@@ -359,6 +401,7 @@ class MemoryTransport:
                 if _number(entry) not in run.kept and run.updates.pop(_number(entry), None) is not None:
                     run.books["refused"] += 1
                     run.books["refused_tokens"] += refusal.tokens
+                    run.refused_at[run.next_event] = self._broker.clock()
                     run.tell(refusal)
 
     def commit(self, epoch: int, commit: Commit) -> None:

@@ -23,6 +23,7 @@ Message = TypeVar("Message")
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Count = Annotated[int, Ge(0), Le(1 << 62)]
 Seconds = Annotated[float, Ge(0.0), Le(1e9)]
+UnixSeconds = Annotated[float, Ge(0.0), Le(1e12)]
 Text = Annotated[str, MaxLen(512)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 _CONFIG = ConfigDict(extra="ignore")
@@ -276,6 +277,12 @@ class TapeEntry:
     digest: Digest
     """of the published parameters' float32 bytes"""
     members: tuple[Member, ...]
+    unix_seconds: UnixSeconds = 0.0
+    """wall clock of the merger when the round closed; 0 where none was noted"""
+    merge_seconds: Seconds = 0.0
+    """arithmetic of the close: weights, merge, outer step"""
+    steered: Text = ""
+    """settings that took effect with this round, `name=value name=value` (`broker.control`)"""
 
 
 @dataclass(frozen=True)
@@ -287,9 +294,24 @@ class Evaluation:
     step: Count
     tokens: Count
     """trained on by all islands so far, whether merged or not: what a single process would be given"""
-    unix_seconds: Annotated[float, Ge(0.0), Le(1e12)]
+    unix_seconds: UnixSeconds
     """wall clock of whoever evaluated"""
     bits_per_byte: Measure
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that happened to the run, in words, for whoever looks."""
+
+    __pydantic_config__ = _CONFIG
+    unix_seconds: UnixSeconds
+    """wall clock of whoever writes it"""
+    who: Text
+    """an island's name, or `merger`"""
+    kind: Name
+    """joined, left, diverged, drained and expelled, of an island; served, steered, paused, resumed and checkpoint, of a
+    merger, which also has left"""
+    text: Text
 
 
 @dataclass(frozen=True)

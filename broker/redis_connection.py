@@ -125,6 +125,11 @@ def is_gone(error: BrokerError) -> bool:
     return isinstance(cause, redis.ResponseError) and bool(re.search("NOGROUP|UNBLOCKED", str(cause)))
 
 
+def is_wrong_kind(error: BrokerError) -> bool:
+    """Another kind of value lies under the key."""
+    return "WRONGTYPE" in str(error.__cause__)
+
+
 def _read_string(connection: Any, into: memoryview) -> bool:
     """Whether the next answer is a string of just that size; if so, it is there now."""
     bare = connection._sock  # the library has no public way past its parser, which has nothing read ahead here

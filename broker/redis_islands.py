@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from broker.control import is_expelled, island_field
 from broker.data import Place, choose
 from broker.errors import WireError
 from broker.failpoints import failpoint
@@ -45,17 +46,24 @@ class RedisIslands(RedisReader):
             self._redis.xadd(self._keys.tracks, to_fields(track))
         failpoint("tracked.done")
 
-    def heartbeat(self, heartbeat: Heartbeat) -> None:
+    def heartbeat(self, heartbeat: Heartbeat) -> str:
         key = self._keys.island(heartbeat.island)
         with self._translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(key, mapping=to_fields(heartbeat))
             pipe.pexpire(key, REMEMBER_SECONDS * 1000)
             pipe.sadd(self._keys.islands, heartbeat.island)
-            pipe.execute()
+            pipe.hget(self._keys.control, island_field(heartbeat.island))
+            *done, wish = pipe.execute(raise_on_error=False)
+            for error in (answer for answer in done if isinstance(answer, Exception)):
+                raise error
+        # Whatever somebody has put there instead of a hash, the island lives.
+        return wish.decode("utf-8", "replace") if isinstance(wish, bytes) else ""
 
     # -- leases on data ---------------------------------------------------------------------------------------------
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
+        if is_expelled(self.control(), me):
+            return None
         live, busy = cache(self._live), cache(self._busy)  # looked at once, and only if a lease is in the way
 
         def lease(pipe: Any) -> Place | None:
@@ -74,7 +82,9 @@ class RedisIslands(RedisReader):
 
     def _live(self) -> frozenset[str]:
         beats = (presence.heartbeat for presence in self.presences() if presence.is_live)
-        return frozenset(f"{beat.island}/{beat.incarnation}" for beat in beats)
+        wishes = self.control()
+        who = (f"{beat.island}/{beat.incarnation}" for beat in beats)
+        return frozenset(each for each in who if not is_expelled(wishes, each))
 
     def _busy(self) -> frozenset[str]:
         """Whose contributions wait to be merged."""

@@ -9,24 +9,27 @@ from typing import Any
 
 from broker.chunks import ChunkStore, Raw
 from broker.data import parse_cursor
-from broker.errors import UnknownRunError, WireError
+from broker.errors import BrokerError, UnknownRunError, WireError
 from broker.keys import REGISTRY
 from broker.manifest import Manifest
 from broker.messages import (
+    KINDS,
     Books,
     Contribution,
     Evaluation,
     Event,
     Heartbeat,
+    Note,
     Pending,
     Presence,
+    Refusal,
     Snapshot,
     TapeEntry,
     from_fields,
 )
 from broker.redis_answers import GROUP, entry_id, event_of, last_delivered, next_id, stream_entries, text_fields
-from broker.redis_connection import PAGE, Client, RedisConnection, block_ms
-from broker.transport import START
+from broker.redis_connection import PAGE, Client, RedisConnection, block_ms, is_wrong_kind
+from broker.transport import REFUSALS_AMONG, START
 from broker.wire import payload_bytes_max
 
 REMEMBER_SECONDS = 24 * 3600  # islands that went silent
@@ -35,6 +38,8 @@ HOLDER = ".by"
 """after a shard: the field of `RUN:data` that says who holds it"""
 CORPUS = "corpus."
 """before a text's name: the field of `RUN:data` with its digest"""
+
+REFUSED = KINDS[Refusal].encode()
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +224,39 @@ class RedisReader(RedisConnection):
 
     def tape(self, count: int) -> list[TapeEntry]:
         return self._newest(self._keys.tape, TapeEntry, count)
+
+    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
+        with self._translated():
+            newest = self._redis.xrevrange(self._keys.snapshots, count=REFUSALS_AMONG) if count else []
+        out: list[tuple[float, Refusal]] = []
+        for entry, raw in newest:
+            event = event_of(entry.decode(), raw) if raw.get(b"kind") == REFUSED else None
+            if isinstance(event, Refusal):
+                out.append((entry_id(entry.decode())[0] / 1000, event))
+            if len(out) == count:
+                break
+        return out[::-1]
+
+    def control(self) -> dict[str, str]:
+        try:
+            with self._translated():
+                return text_fields(self._redis.hgetall(self._keys.control))
+        except BrokerError as error:
+            if not is_wrong_kind(error):
+                raise
+            self._warn_once(self._keys.control, WireError("it is not a hash"))
+            return {}
+
+    def notes(self, count: int) -> list[Note]:
+        with self._translated():
+            found = self._redis.xrevrange(self._keys.notes, count=count) if count else []
+        out = []
+        for entry, raw in reversed(found):
+            try:
+                out.append(from_fields(Note, text_fields(raw)))
+            except WireError as error:
+                self._warn_once(f"note {entry.decode()}", error)
+        return out
 
     def evaluations(self) -> list[Evaluation]:
         return self._newest(self._keys.evaluations, Evaluation, EVALUATIONS_KEPT)

@@ -6,22 +6,23 @@ Its parts: `redis_connection` (the only one that imports `redis`), `redis_answer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from broker.address import redacted, require_address
+from broker.control import fields_in
 from broker.data import cursor_text
 from broker.errors import BadUrlError, BrokerError, RunExistsError
 from broker.failpoints import failpoint
 from broker.keys import REGISTRY
 from broker.manifest import Manifest
-from broker.messages import Evaluation, Snapshot, to_fields
+from broker.messages import Evaluation, Note, Snapshot, to_fields
 from broker.redis_answers import GROUP
 from broker.redis_connection import DisturbedError, client_at, fake_client
 from broker.redis_islands import RedisIslands, chunks_name
 from broker.redis_merger import TAPE_KEPT, RedisMerger, outer_fields
 from broker.redis_reader import EVALUATIONS_KEPT
-from broker.transport import Image
+from broker.transport import NOTES_KEPT, Image
 
 
 def connect(url: str, run: str) -> RedisTransport:
@@ -107,6 +108,8 @@ class RedisTransport(RedisIslands, RedisMerger):
         """All of a checkpoint that has no payload."""
         pipe.set(self._keys.state, image.state)
         pipe.hset(self._keys.books, mapping={**to_fields(image.balanced_books), "round": image.round})
+        if wishes := fields_in(image.state):
+            pipe.hset(self._keys.control, mapping=wishes)
         if image.cursors:
             pipe.hset(self._keys.data, mapping={shard: cursor_text(c) for shard, c in image.cursors.items()})
         for entry in image.tape:
@@ -117,6 +120,21 @@ class RedisTransport(RedisIslands, RedisMerger):
 
     def _exists(self) -> RunExistsError:
         return RunExistsError(f"a run {self.run!r} is at {self._where} already", "Choose another name with --run.")
+
+    def steer(self, changes: Mapping[str, str]) -> None:
+        self._require_run()
+        wanted = {name: value for name, value in changes.items() if value}
+        unwanted = [name for name, value in changes.items() if not value]
+        with self._translated(), self._redis.pipeline(transaction=True) as pipe:
+            if wanted:
+                pipe.hset(self._keys.control, mapping=wanted)
+            if unwanted:
+                pipe.hdel(self._keys.control, *unwanted)
+            pipe.execute()
+
+    def note(self, note: Note) -> None:
+        with self._translated():
+            self._redis.xadd(self._keys.notes, to_fields(note), maxlen=NOTES_KEPT, approximate=False)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         with self._translated():

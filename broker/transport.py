@@ -24,6 +24,7 @@ from broker.messages import (
     Handover,
     Heartbeat,
     Marker,
+    Note,
     Pending,
     Presence,
     Refusal,
@@ -35,6 +36,10 @@ from broker.messages import (
 
 DIFFERENCES_KEPT = 32
 """of each fragment: whoever missed more takes the full snapshot"""
+NOTES_KEPT = 1000
+"""the newest"""
+REFUSALS_AMONG = 2048
+"""events, the newest, that refusals are looked for in: a dashboard asks often, and the stream is long"""
 START = "0-0"
 """The id before the first event of a run."""
 
@@ -161,15 +166,15 @@ class Transport(Protocol):
         """Puts down what an island did, without a contribution."""
         ...
 
-    def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Replaces the island's last one."""
+    def heartbeat(self, heartbeat: Heartbeat) -> str:
+        """Replaces the island's last one; what the operator wishes of it (`broker.control`), empty for nothing."""
         ...
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
         """A shard for `me` (island/incarnation) by `broker.data.choose`, and where to read on; None when all are held.
 
-        A holder is gone when no heartbeat of that incarnation came for LIVE_SECONDS, or it left; but not while a
-        contribution of it waits to be merged, which may yet move the cursor.
+        A holder is gone when no heartbeat of that incarnation came for LIVE_SECONDS, or it left, or it is expelled; but
+        not while a contribution of it waits to be merged, which may yet move the cursor. Who is expelled gets none.
         """
         ...
 
@@ -256,6 +261,26 @@ class Transport(Protocol):
         ...
 
     def evaluated(self, evaluation: Evaluation) -> None: ...
+
+    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
+        """The newest `count` among the newest REFUSALS_AMONG events, oldest first, each with the broker's seconds."""
+        ...
+
+    def control(self) -> dict[str, str]:
+        """What the operator wishes, as it was written: `broker.control` reads it."""
+        ...
+
+    def steer(self, changes: Mapping[str, str]) -> None:
+        """Changes what the operator wishes, all of it at once; an empty value removes a field."""
+        ...
+
+    def note(self, note: Note) -> None:
+        """Puts down what happened. The newest NOTES_KEPT stay."""
+        ...
+
+    def notes(self, count: int) -> list[Note]:
+        """The newest `count`, oldest first."""
+        ...
 
     # the merger
     def acquire(self, holder: str, seconds: float) -> int | None:

@@ -8,6 +8,7 @@ time nothing is started, and the owner calls `pump` instead.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -17,10 +18,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from broker.codecs import Parts, Vector, body_of, codec
+from broker.control import DRAIN, EXPEL, require_welcome
 from broker.data import Place
 from broker.errors import BrokerError, WireError
 from broker.manifest import Manifest
-from broker.messages import Contribution, Event, Heartbeat, Marker, Refusal, Resume, Snapshot, Track
+from broker.messages import Contribution, Event, Heartbeat, Marker, Note, Refusal, Resume, Snapshot, Track
 from broker.transport import START, Transport
 from broker.wire import digest, digest_of, pack_body, unpack
 from islands import recovery
@@ -37,6 +39,9 @@ MEMORY_SHARE_MAX = 0.8
 
 LOST = "lost"
 """stands for the entry of what a broker that lost everything had"""
+
+NOTE_MAX = 500
+"""characters"""
 
 log = logging.getLogger(__name__)
 
@@ -104,18 +109,25 @@ class Link:
         who: str = "",
         shards: Sequence[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
+        """`wall` gives the wall clock's seconds, for notes."""
         self.transport = transport
         self.manifest = manifest
         self.who = who
         config = manifest.config
-        self.clock = clock
+        self.clock, self.wall = clock, wall
         self.uplink = Uplink()
         self.shards = shard_order(config.data.shards, config.seed) if shards is None else list(shards)
         self.bytes_up = self.bytes_down = self.sent = 0
         self._troubles: dict[str, str] = {}  # by pump: one that works says nothing of another that does not
+        self.arrived_at = -math.inf
+        """when a snapshot came last"""
         self.failure: Exception | None = None
         """an error that no retry mends; the island stops on it"""
+        self.wish = ""
+        """what the operator wishes of the island: `drain`, `expel`, or nothing"""
+        self._notes: deque[Note] = deque()
         self._outbox: deque[Draft] = deque()
         self._unresolved: dict[str, Published] = {}
         self._tried = ""
@@ -211,6 +223,20 @@ class Link:
             self._beating.set()
 
     @property
+    def heartbeat(self) -> Heartbeat | None:
+        """What the next heartbeat says."""
+        return self._beat
+
+    def note(self, kind: str, text: str) -> None:
+        """Queues a note on the island, which goes out with the next heartbeat."""
+        self._notes.append(Note(self.wall(), self.name, kind, text[:NOTE_MAX]))
+
+    @property
+    def name(self) -> str:
+        """The island's."""
+        return self.who.partition("/")[0]
+
+    @property
     def trouble(self) -> str:
         """What a pump met last, empty when all is well."""
         return next(iter(list(self._troubles.values())), "")
@@ -223,7 +249,11 @@ class Link:
     # -- joining ----------------------------------------------------------------------------------------------------
 
     def join(self) -> list[Arrival]:
-        """All fragments as they are now, and a place in the stream from which nothing newer is missed. May raise."""
+        """All fragments as they are now, and a place in the stream from which nothing newer is missed. May raise.
+
+        Raises ConfigError where the operator does not want the island.
+        """
+        require_welcome(self.transport.control(), self.name, self.manifest.run)
         self._after = self.transport.last_event()
         arrivals = [self._fetch(p) for p in range(len(self.manifest.fragments))]
         self._closed = max(arrival.snapshot.round for arrival in arrivals)
@@ -300,6 +330,7 @@ class Link:
                 # Newer than all that we have heard: nobody may know it before what was said before it.
                 self._early[p] = arrival
                 continue
+            self.arrived_at = self.clock()
             with self._lock:
                 self._arrivals[p] = arrival
             if self._newest(p) <= max(newest, arrival.snapshot.version):  # else a newer one was announced meanwhile
@@ -365,13 +396,18 @@ class Link:
                 self._note_entry(identity, entry)
 
     def pump_heartbeat(self) -> None:
-        """Says that the island lives, keeps the next shard at hand, and hears who needs help."""
+        """Says that the island lives, hears what is wished of it and who needs help, and keeps a shard at hand."""
         beat = self._beat
         if beat is None:
             return
         began = self.clock()
-        self.transport.heartbeat(beat)
+        wish = self.transport.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
+        if wish in (DRAIN, EXPEL):  # and it stays so: who was told to leave, leaves
+            self.wish = wish
+        while self._notes:
+            self.transport.note(self._notes[0])
+            self._notes.popleft()
         with self._emptied:
             self._said = beat
             self._emptied.notify_all()

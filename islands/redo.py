@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from numpy.typing import NDArray
 
 from broker.codecs import Vector, body_of
 from broker.errors import ArchipelagoError
@@ -20,6 +18,7 @@ from broker.manifest import Manifest
 from islands.batches import Batches
 from islands.inner import InnerState, InnerSteps, begin
 from islands.replica import Replica
+from islands.tokenizer import Tokens
 
 
 class TrackError(ArchipelagoError):
@@ -53,7 +52,7 @@ class Redone:
     actions: Sequence[str]
     manifest: Manifest
     steps: InnerSteps
-    text: NDArray[np.uint8]
+    text: Tokens
     around: Surroundings
     points_wanted: Collection[int] = ()
     """after how many actions somebody else will want to know what it was"""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from broker.codecs import codec
+from broker.control import DRAIN, EXPEL
 from broker.errors import DivergedError
 from broker.manifest import Manifest
 from broker.messages import Contribution, Heartbeat, Marker, Resume
@@ -107,6 +108,7 @@ class Island:
         self.steps = steps
         self.sequence = 0
         self._diverged = 0
+        self._has_joined = False
         self._in_flight: jax.Array | None = None
         self._losses: deque[jax.Array] = deque(maxlen=LOSSES_KEPT)
         self._stepped_at = clock()
@@ -116,7 +118,7 @@ class Island:
         self.beat("joining")
         copy = jax.tree.map(jnp.array, self.inner)
         shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
-        after, losses_n = self.steps(copy, jnp.zeros(shape, jnp.uint8), jnp.asarray(0, jnp.int32))
+        after, losses_n = self.steps(copy, jnp.zeros(shape, self.batches.dtype), jnp.asarray(0, jnp.int32))
         self.replica.warm_up(after.params)
         losses_n.block_until_ready()
         self._stepped_at = self.clock()
@@ -125,6 +127,11 @@ class Island:
     def finished(self) -> bool:
         """Whether the global step has reached the run's end."""
         return self.ledger.global_step >= self.config.inner.steps
+
+    @property
+    def is_sent_away(self) -> bool:
+        """Whether the operator wants it to leave."""
+        return bool(self.link.wish)
 
     # -- the loop's two halves --------------------------------------------------------------------------------------
 
@@ -191,8 +198,23 @@ class Island:
         for number in self.ledger.farewells():
             self._send(number, farewell=True)
         through = self.link.drain(flush_seconds)
+        kind, why = self.last_words()
+        self.link.note(kind, f"after {self.totals.steps:,} steps: {why}")
         self.beat(state)
         return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and through
+
+    def last_words(self) -> tuple[str, str]:
+        """Why it leaves, as a note's kind and text."""
+        if self.finished:
+            return "left", "the run is at its end"
+        by_wish = {DRAIN: ("drained", "drained by the operator"), EXPEL: ("expelled", "expelled by the operator")}
+        return by_wish.get(self.link.wish, ("left", "it was stopped"))
+
+    def give_up(self, error: DivergedError) -> None:
+        """Says goodbye with nothing to send."""
+        self.link.note("diverged", f"after {self.totals.steps:,} steps: {error.what}")
+        self.beat("left")
+        self.link.drain(FAREWELL_SECONDS)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -273,6 +295,10 @@ class Island:
     def beat(self, state: str) -> None:
         """Renews what the next heartbeat says."""
         seconds = self.speed.step_seconds
+        if state == "training" and not self._has_joined:
+            self._has_joined = True
+            where = f"after round {self.ledger.closed} on {self.device}"
+            self.link.note("joined", f"{where}, optimiser state: {self.moments}")
         self.link.beat(
             Heartbeat(
                 island=self.name,
@@ -302,11 +328,18 @@ class Island:
 
 
 def train(island: Island, stopped: Callable[[], bool], diary: Diary | None = None) -> str:
-    """Trains until the run's end or `stopped`; then leaves. Returns how it left: `done` or `left`."""
+    """Trains until the run's end, `stopped`, or the operator's wish; then leaves. Returns how: `done` or `left`.
+
+    Raises DivergedError, once it has said so.
+    """
     steps_before = island.totals.steps
-    while not (stopped() or island.finished):
+    while not (stopped() or island.finished or island.is_sent_away):
         began = island.clock()
-        island.boundary()
+        try:
+            island.boundary()
+        except DivergedError as error:
+            island.give_up(error)
+            raise
         between_seconds = island.clock() - began
         island.advance()
         if diary is not None:
@@ -314,6 +347,8 @@ def train(island: Island, stopped: Callable[[], bool], diary: Diary | None = Non
             steps = island.totals.steps - steps_before
             diary.turned(island.clock(), steps, versions, between_seconds, island.pacer.idle_seconds)
     state = "done" if island.finished else "left"
+    if state == "left" and island.is_sent_away:
+        log.warning("leaves: %s", island.last_words()[1])
     if not island.leave(state):
         log.warning("the broker did not take everything: %s contributions stay behind", island.link.backlog)
     return state

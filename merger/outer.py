@@ -11,7 +11,7 @@ merge (ordered momentum; HeLoCo's turning of arrivals, of which `heloco` turns t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -241,7 +241,7 @@ OUTER: dict[str, Callable[[OuterConfig], OuterOptimizer]] = {
 their builders."""
 
 
-@cache
+@lru_cache(maxsize=64)  # a run that is steered has another rate now and then
 def build(config: OuterConfig) -> OuterOptimizer:
     """The outer optimiser that the config names, compiled, on the CPU; it compiles once for each fragment size.
 

@@ -1,16 +1,17 @@
 """A round done again from its tape entry and the contributions it names: to the same bits, or the first difference.
 
-Pure. What the tape decided (who is in, how many lived) goes in; what follows from it (weights, clips, the step) is
-computed anew and compared. Restarts, `archipelago replay` and its what-if questions all go through here.
+Pure. What the tape decided (who is in, how many lived, what was steered) goes in; what follows from it (weights, clips,
+the step) is computed anew and compared. Restarts, `archipelago replay` and its what-if questions all go through here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from broker import control
 from broker.errors import ArchipelagoError, WireError
 from broker.manifest import Manifest
 from broker.messages import TapeEntry
@@ -43,6 +44,10 @@ class Rules:
         groups = tuple(merge_rules.groups(rows, merge) for rows in manifest.layout)
         return cls(manifest, groups, outer.build(manifest.config.outer))
 
+    def outer_of(self, state: RunState) -> OuterOptimizer:
+        """The outer optimiser with what is steered of it."""
+        return outer.build(control.steered(self.manifest.config, state.steered).outer)
+
     def gather(self, p: int, fragment: FragmentState, state: RunState, version: int) -> Gathering:
         """The sum of what will wait for the fragment's next round, with nothing in it yet."""
         merge, live = self.manifest.config.merge, state.live.get(p, 1)
@@ -63,7 +68,12 @@ class Rules:
     def close(self, number: int, fragment: FragmentState, state: RunState, gathered: Gathering, live: int) -> Closed:
         """Steps with what was gathered; changes nothing."""
         closed = close_fragment(
-            fragment, state.staleness, gathered, live=live, config=self.manifest.config.merge, outer=self.outer
+            fragment,
+            state.staleness,
+            gathered,
+            live=live,
+            config=self.manifest.config.merge,
+            outer=self.outer_of(state),
         )
         held_N, difference = sent_down(self.manifest.config.wire, fragment.published_N, closed.state.published_N)
         return replace(closed, state=replace(closed.state, published_N=held_N), difference=difference)
@@ -87,6 +97,10 @@ def redo(
     if tape.fragment != rules.manifest.fragment_of(tape.round):
         raise DifferenceError(f"round {tape.round} does not sync fragment {tape.fragment}, which the tape names")
     try:
+        steer(rules, state, tape)
+    except WireError as error:
+        raise DifferenceError(f"round {tape.round}: {error.reason}") from None
+    try:
         closed, gathered = again(rules, state, fragment, tape, deliveries)
     except WireError as error:
         raise DifferenceError(f"round {tape.round}: a contribution cannot be read ({error.reason})") from None
@@ -94,6 +108,12 @@ def redo(
         raise DifferenceError(difference)
     rules.take_in(tape.round, closed, state, gathered, tape.live)
     return closed.state
+
+
+def steer(rules: Rules, state: RunState, tape: TapeEntry, pinned: Collection[str] = ()) -> None:
+    """Brings the state up to what was steered with that round, but for `pinned` settings. Raises WireError."""
+    after = control.after_changes(rules.manifest.config, state.steered, tape.steered)
+    state.steered = {name: value for name, value in after.items() if name not in pinned}
 
 
 def again(

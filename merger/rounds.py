@@ -53,6 +53,8 @@ class Rounds:
         self.window = min(config.window, fragments)  # two open rounds never share a fragment
         self.closed = closed
         self.pace = pace
+        self.is_paused = False
+        """no round closes; islands, bounded by the window, train on"""
         self._open: dict[int, OpenRound] = {}
         self._step_seconds = dict(step_seconds)
 
@@ -81,9 +83,9 @@ class Rounds:
 
         When nobody lives, rounds close one after the other until nothing waits, empty ones among them.
         """
-        self._note_quorums(now, live)
+        self._note_quorums(now, live)  # also in a pause: the pace knows of no pauses
         number = self.closed + 1
-        if not waiting or (live and (number - 1) % self.fragments not in waiting):
+        if self.is_paused or not waiting or (live and (number - 1) % self.fragments not in waiting):
             return None
         found = self._open.get(number, OpenRound())
         grace_is_over = found.quorum_at is not None and now >= found.quorum_at + found.grace_seconds
@@ -107,9 +109,13 @@ class Rounds:
         self.pace = self.pace_after(close).after_sync(sync_seconds, self.config.smoothing)
 
     def deadline(self) -> float | None:
-        """When the next round's grace window ends, if it has begun."""
+        """When the next round's grace window ends, if it has begun and anything follows from its end."""
         found = self._open.get(self.closed + 1)
-        return None if found is None or found.quorum_at is None else found.quorum_at + found.grace_seconds
+        return (
+            None
+            if self.is_paused or found is None or found.quorum_at is None
+            else found.quorum_at + found.grace_seconds
+        )
 
     def _note_quorums(self, now: float, live: AbstractSet[str]) -> None:
         quorum = max(1, min(self.config.quorum, len(live)))

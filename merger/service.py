@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -30,6 +30,7 @@ from merger.record import Recorder
 from merger.redo import Rules
 from merger.rounds import Close, Rounds
 from merger.state import FragmentState, RunState
+from merger.steering import EXPELLED, Helm
 
 LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5
@@ -65,13 +66,15 @@ class Merger:
         linger_seconds: float = 0.0,
         keeper: Keeper | None = None,
         lease_seconds: float = LEASE_SECONDS,
+        wall: Clock = time.time,
     ) -> None:
         """`linger_seconds`: how long after the last contribution rounds close when nobody is live to be waited for.
 
+        `wall` gives the wall clock's seconds, for the tape and for notes; all else goes by `clock`.
         Without a `keeper` there are no checkpoints on disk, and merged entries leave the stream with their commit.
         """
         self.transport = transport
-        self.clock = clock
+        self.clock, self.wall = clock, wall
         self.holder = holder or uuid.uuid4().hex[:12]
         self.live_poll_seconds = live_poll_seconds
         self.linger_seconds = linger_seconds
@@ -80,6 +83,7 @@ class Merger:
         self.manifest = transport.manifest()
         self.config = self.manifest.config
         self.rules = Rules.of(self.manifest)
+        self.helm = Helm(transport, self.config, wall)
         self.epoch = 0
         self.state = RunState()
         self.fragments: list[FragmentState] = []
@@ -90,8 +94,14 @@ class Merger:
         self._read_count = max(1, min(64, READ_BYTES // largest))
         self.live: frozenset[str] = frozenset()
         self.kept: deque[Kept] = deque()
+        self.refused = 0
+        """contributions, by this process"""
+        self.on_round: Callable[[TapeEntry, Snapshot], None] = lambda entry, snapshot: None
+        """called after each commit, for who looks"""
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
         self._instance = ""
+        self._is_asked = False
+        """the checkpoint under way is one that the operator asked for"""
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -116,11 +126,15 @@ class Merger:
             self.config.sync, len(self.fragments), self.state.closed, self.state.pace, self.state.step_seconds
         )
         self.gathered = {}
+        self._is_asked = False
         self._load_kept()
         self._live_at = float("-inf")
+        self.helm.take_over(self.state)
+        self._follow()  # before the first contribution: it may be one to refuse
         for delivery in self._unacknowledged():
             self._receive(delivery)
         self.transport.announce(self.epoch, Resume(self.state.closed, self.epoch))
+        self.helm.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
 
     def _take_up_record(self, recorder: Recorder | None) -> None:
         if recorder is None:
@@ -198,8 +212,15 @@ class Merger:
 
     def _look_around(self) -> None:
         if self.clock() - self._live_at >= self.live_poll_seconds:
-            self.live = frozenset(p.heartbeat.island for p in self.transport.presences() if p.is_training)
+            self._follow()
+            training = (p.heartbeat.island for p in self.transport.presences() if p.is_training)
+            self.live = frozenset(island for island in training if not self.helm.refuses(island))
             self._live_at = self.clock()
+
+    def _follow(self) -> None:
+        """Does what the operator wishes."""
+        if self.helm.look(self.state):
+            self.rounds.config, self.rounds.is_paused = self.helm.sync(self.state), self.helm.control.is_paused
 
     def _waiting_fragments(self) -> set[int]:
         return {p for p, gathered in self.gathered.items() if gathered.waiting}
@@ -216,6 +237,8 @@ class Merger:
             return
         p = contribution.fragment
         try:
+            if self.helm.refuses(contribution.island):
+                raise WireError(EXPELLED)
             verdict = admit(contribution, self.manifest, self.rounds.closed, self._version(p))
             if isinstance(verdict, Rejected):
                 raise WireError(verdict.reason)
@@ -253,8 +276,10 @@ class Merger:
             if c is None
             else Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, why, repeat, decided)
         )
-        log.warning("refused a contribution of %s to round %s: %s", refusal.island, refusal.round, reason)
+        about = {"round": refusal.round}
+        log.warning("refused a contribution of %s to round %s: %s", refusal.island, refusal.round, reason, extra=about)
         self.transport.refuse(self.epoch, [(delivery.entry, refusal)])
+        self.refused += 1
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
@@ -263,13 +288,20 @@ class Merger:
         p = self.manifest.fragment_of(close.round)
         gathered = self._gathering(p)
         del self.gathered[p]
+        steered = self.helm.take_up(self.state)
         closed = self.rules.close(close.round, self.fragments[p], self.state, gathered, len(self.live))
+        merge_seconds = self.clock() - began
         before = dict(self.state.cursors)
         self.state.pace = self.rounds.pace_after(close)
         self.rules.take_in(close.round, closed, self.state, gathered, len(self.live))
         difference = self._difference(closed)
         snapshot, payload = self._snapshot(close.round, closed, difference)
-        tape = self._tape_entry(close, closed, gathered.waiting, snapshot.held)
+        tape = replace(
+            self._tape_entry(close, closed, gathered.waiting, snapshot.held),
+            unix_seconds=self.wall(),
+            merge_seconds=max(0.0, merge_seconds),
+            steered=steered,
+        )
         kept = Kept(close.round, tuple(w.entry for w in gathered.waiting), tape.bytes_up)
         self.transport.commit(
             self.epoch,
@@ -289,6 +321,10 @@ class Merger:
         )
         self.fragments[p], self.snapshots[p] = closed.state, snapshot
         self.rounds.closed_round(close, self.clock() - began)
+        if steered:
+            log.info("steered from round %s on: %s", close.round, steered)
+            self.helm.note("steered", f"{steered} from round {close.round} on")
+        self.on_round(tape, snapshot)
 
     def _difference(self, closed: Closed) -> bytes:
         wire, held_N = self.config.wire, closed.state.published_N
@@ -347,13 +383,23 @@ class Merger:
         return gone
 
     def _tend_checkpoints(self) -> None:
+        asked = self.helm.wants_checkpoint(self.state)
         if self.keeper is None:
+            if asked:
+                self.helm.begin_checkpoint(self.state)
+                self.helm.note("checkpoint", "none is taken: this merger keeps none (--checkpoint-every 0)")
             return
         self._let_go(wait=False)
         crowded = sum(kept.bytes for kept in self.kept) > KEPT_BYTES_MAX / 2
-        due = self.keeper.is_due(self.clock(), urgent=crowded)
-        if due and self.keeper.lacks(self.state.closed, self.state.covered):
+        if not self.keeper.is_due(self.clock(), urgent=crowded or asked):
+            return
+        if asked:
+            self.helm.begin_checkpoint(self.state)
+        if self.keeper.lacks(self.state.closed, self.state.covered):
+            self._is_asked = asked
             self.checkpoint()
+        elif asked:
+            self.helm.note("checkpoint", f"the last one holds all that there is, round {self.state.closed}")
 
     def checkpoint(self) -> None:
         """Takes a cut, tells the islands, and sends it to disk."""
@@ -386,6 +432,9 @@ class Merger:
             entries += self.kept.popleft().entries
         self.transport.trim(self.epoch, entries, covered.tracks_until)
         self.state.covered = max(self.state.covered, covered.round)
+        if self._is_asked:
+            self._is_asked = False
+            self.helm.note("checkpoint", f"checkpoint {covered.number} holds the run up to round {covered.round}")
 
     def finish(self) -> None:
         """A last checkpoint, so that nothing but the disk is needed to go on; waits for it."""
@@ -411,10 +460,12 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
             if not loaded:
                 merger.load()
                 loaded = True
-                log.info("serving from round %s, epoch %s", merger.rounds.closed, merger.epoch)
+                closed = merger.rounds.closed
+                log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
             merger.turn()
         except FencedError as error:
             log.warning("%s", error)
+            merger.helm.note("left", "another merger serves")
             return
         except UnknownRunError:
             raise
@@ -432,5 +483,6 @@ def _leave(merger: Merger, loaded: bool) -> None:
         if loaded:
             merger.finish()
         merger.transport.release(merger.epoch)
+        merger.helm.note("left", f"it was stopped after round {merger.rounds.closed}")
     except BrokerError as error:
         log.info("the lease runs out by itself: %s", error.what)

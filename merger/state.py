@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from broker.control import read_fields, read_settings
 from broker.data import advanced, parse_places
 from broker.errors import ConfigError
 from broker.messages import Contribution
@@ -56,6 +57,10 @@ class RunState:
     """merged tokens of each island, summed over the fragments"""
     covered: int = 0
     """the last round that a finished checkpoint on disk holds"""
+    steered: dict[str, float] = field(default_factory=dict)
+    """settings that the last closed round had in place of the run's own (`broker.control`)"""
+    control: dict[str, str] = field(default_factory=dict)
+    """the operator's wishes that were acted on last"""
 
     def after_round(self, number: int, merged: Sequence[Contribution], pace: Pace) -> None:
         """Takes in that a round closed with these contributions."""
@@ -99,6 +104,8 @@ class RunState:
             "step_seconds": self.step_seconds,
             "island_tokens": self.island_tokens,
             "covered": self.covered,
+            "steered": self.steered,
+            "control": self.control,
         }
         return json.dumps(values)
 
@@ -122,6 +129,8 @@ class RunState:
                 step_seconds={str(who): float(seconds) for who, seconds in values["step_seconds"].items()},
                 island_tokens={str(who): int(tokens) for who, tokens in values["island_tokens"].items()},
                 covered=int(values["covered"]),
+                steered=read_settings(values.get("steered", {})),
+                control=read_fields(values.get("control", {})),
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,7 +58,11 @@ def main(options: ReplayOptions) -> int:
     record = records.read(options.folder / options.run / "merger" / "record")
     config = with_settings(record.manifest.config, options.set)
     keep_compiled()
-    found = what_if(record, config) if options.set else again(record, islands=options.islands)
+    found = (
+        what_if(record, config, [_key(setting) for setting in options.set])
+        if options.set
+        else again(record, islands=options.islands)
+    )
     if options.json:
         print_json(found)
     else:
@@ -70,9 +74,8 @@ def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     """The config with some of the merger's rules changed. Raises ConfigError for what is not one of those."""
     values = dataclasses.asdict(config)
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        section, _, name = key.strip().partition(".")
-        name = ALIASES.get(name, name.replace("-", "_"))
+        _, equals, text = setting.partition("=")
+        section, _, name = _key(setting).partition(".")
         if not equals or section not in WHAT_IF or name not in values[section]:
             known = [f"{part}.{key}" for part in WHAT_IF for key in values[part]]
             raise ConfigError(f"--set {setting!r} names no rule of the merger", f"Set one of {', '.join(known)}.")
@@ -81,6 +84,12 @@ def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
         except ValueError:
             values[section][name] = text
     return checked(values, "--set")
+
+
+def _key(setting: str) -> str:
+    """The section and the name in `section.name=value`, as the config spells them."""
+    section, _, name = setting.partition("=")[0].strip().partition(".")
+    return f"{section}.{ALIASES.get(name, name.replace('-', '_'))}"
 
 
 class Again:
@@ -120,11 +129,13 @@ class Again:
         self.fragments[p] = redo(self.rules, self.state, self.fragments[p], tape, deliveries)
         self._publish(tape)
 
-    def redo_differently(self, tape: TapeEntry, deliveries: Sequence[Delivery]) -> None:
-        """One round by other rules; nothing is compared."""
+    def redo_differently(self, tape: TapeEntry, deliveries: Sequence[Delivery], pinned: Collection[str]) -> None:
+        """One round by other rules; nothing is compared. What was steered is, but for `pinned` settings."""
         from merger.redo import again as close_again
+        from merger.redo import steer
 
         p = tape.fragment
+        steer(self.rules, self.state, tape, pinned)
         closed, gathered = close_again(self.rules, self.state, self.fragments[p], tape, deliveries)
         self.rules.take_in(tape.round, closed, self.state, gathered, tape.live)
         self.fragments[p] = closed.state
@@ -212,7 +223,7 @@ class Crew:
                 f"the corpus {corpus.name!r} here is not the one that the run was trained on",
                 "Copy that one here, or replay without training: --no-islands.",
             )
-        steps = compile_steps(build(config.model.size), config.inner)
+        steps = compile_steps(build(config.model), config.inner)
         wanted = wanted_points(self._actions)
         around = Surroundings(self._published, lambda who, count: self._member(who).until(count))
 
@@ -284,8 +295,11 @@ def _uses_of_versions(actions: Mapping[str, Sequence[str]]) -> Counter[tuple[int
     return uses
 
 
-def what_if(record: Record, config: RunConfig) -> dict[str, Any]:
-    """The recorded contributions merged by other rules, and what held-out text says of both."""
+def what_if(record: Record, config: RunConfig, pinned: Collection[str] = ()) -> dict[str, Any]:
+    """The recorded contributions merged by other rules, and what held-out text says of both.
+
+    `pinned` settings stay as they are in the config, also where the run was steered.
+    """
     from merger.redo import DifferenceError
 
     recorded, other = Again(record, record.manifest.config), Again(record, config)
@@ -296,7 +310,7 @@ def what_if(record: Record, config: RunConfig) -> dict[str, Any]:
             raise ArchipelagoError(
                 f"the record does not replay: {error.what}", "Run `archipelago replay` on it."
             ) from None
-        other.redo_differently(tape, deliveries)
+        other.redo_differently(tape, deliveries, pinned)
     from broker import config as configs
 
     return {
@@ -318,8 +332,9 @@ def _bits_per_byte(run: Again) -> float:
     from islands.model import build
 
     data = run.manifest.config.data
-    text = held_out(open_corpus(data.corpus).valid, data.held_out_sequences, data.sequence_length)
-    measure = compile_evaluation(build(run.manifest.config.model.size), text)
+    corpus = open_corpus(data.corpus)
+    text = held_out(corpus.valid, data.held_out_sequences, data.sequence_length)
+    measure = compile_evaluation(build(run.manifest.config.model), text, corpus.bytes_per_token)
     return measure(assemble(run.manifest, [np.asarray(fragment.published_N) for fragment in run.fragments]))
 
 

@@ -64,7 +64,7 @@ class VirtualRun:
 
     def new_merger(self) -> Merger:
         """Another merger takes the lease and loads; the run goes on with it."""
-        merger = Merger(self._connect(), self.clock, holder="virtual", live_poll_seconds=0.0)
+        merger = Merger(self._connect(), self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
         merger.acquire()
         merger.load()
         self.merger = merger
@@ -82,7 +82,7 @@ class VirtualRun:
         transport = self._connect()
         self._born += 1
         incarnation = f"v{self._born}"
-        link = Link(transport, self.manifest, f"{name}/{incarnation}", clock=self.clock)
+        link = Link(transport, self.manifest, f"{name}/{incarnation}", clock=self.clock, wall=self.clock)
         arrivals = link.join()
         batches = Batches(self._corpus.train, self.manifest.config, link.lease, fallback=self._born)
         island = Island(name, self.manifest, self._steps, batches, link, arrivals, self.clock, incarnation)
@@ -130,7 +130,7 @@ class VirtualRun:
         name = island.name
         if self.islands.get(name) is not island:  # it is gone, though one of its name may be back
             return
-        if island.finished:
+        if island.finished or island.is_sent_away:
             self.remove_island(name, farewell=True)
             return
         island.link.pump()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from broker.data import Place
 from broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
-from broker.memory import MemoryBroker
-from broker.messages import Books, Call, Evaluation, Marker, Pending, Refusal, Resume, Snapshot
-from broker.redis_transport import connect
-from broker.transport import DIFFERENCES_KEPT, START, Delivery, Memory, Transport
+from broker.keys import Keys
+from broker.memory import MemoryBroker, MemoryTransport
+from broker.messages import Books, Call, Evaluation, Marker, Note, Pending, Refusal, Resume, Snapshot
+from broker.redis_transport import RedisTransport, connect
+from broker.transport import DIFFERENCES_KEPT, NOTES_KEPT, REFUSALS_AMONG, START, Delivery, Memory, Transport
 from ops.server import Server
 from tests import samples
 
@@ -66,6 +69,16 @@ def served(transport: Transport) -> int:
 def published(transport: Transport, count: int, payload: bytes = b"payload") -> list[str]:
     """Entries of so many contributions of island `a`, numbered from 0."""
     return [transport.publish(samples.contribution(payload, sequence=n), payload) for n in range(count)]
+
+
+def forgotten(transport: Transport, connections: Connect) -> Transport:
+    """The same run once somebody has deleted its manifest by hand, and nothing else."""
+    if isinstance(transport, MemoryTransport):
+        del transport._broker.runs[transport.run]
+    else:
+        assert isinstance(transport, RedisTransport)
+        transport._redis.delete(Keys(transport.run).manifest)
+    return connections()
 
 
 def gone(entry: str) -> Delivery:
@@ -657,3 +670,104 @@ def test_a_commit_after_another_round_than_was_closed_last_is_refused(transport:
 
 def test_an_instance_stays_the_same(transport: Transport, connections: Connect) -> None:
     assert transport.instance() == connections().instance()
+
+
+def test_an_operators_wishes_are_changed_together(transport: Transport, connections: Connect) -> None:
+    other = connections()
+    assert other.control() == {}
+    transport.steer({"outer.learning_rate": "0.5", "merging": "paused", "sync.quorum": ""})
+    assert other.control() == {"outer.learning_rate": "0.5", "merging": "paused"}
+    transport.steer({"outer.learning_rate": "0.25", "merging": "", "island.a": "drain"})
+    assert other.control() == {"outer.learning_rate": "0.25", "island.a": "drain"}
+    transport.steer({"outer.learning_rate": "", "island.a": ""})
+    assert other.control() == {}
+    transport.steer({})
+
+
+def test_a_run_that_nobody_created_cannot_be_steered(connections: Connect) -> None:
+    with pytest.raises(UnknownRunError):
+        connections().steer({"merging": "paused"})
+
+
+def test_a_new_run_begins_without_the_wishes_and_notes_of_the_past(transport: Transport, connections: Connect) -> None:
+    transport.steer({"merging": "paused", "island.a": "expel"})
+    transport.note(Note(1.0, "a", "left", "it was stopped"))
+    again = forgotten(transport, connections)
+    manifest = samples.manifest(again.run, width=WIDTH)
+    again.create(manifest, samples.first_snapshots(manifest))
+    assert (again.control(), again.notes(9)) == ({}, [])
+
+
+def test_what_a_checkpoint_knows_of_the_operators_wishes_comes_back(connections: Connect) -> None:
+    made = connections()
+    manifest = samples.manifest(made.run, width=WIDTH)
+    wishes = {"sync.quorum": "3", "island.a": "expel"}
+    state = json.dumps({"closed": 1, "control": wishes | {"merging": "perhaps", "nonsense": "1"}})
+    made.restore(samples.image(manifest, [], state=state))
+    assert connections().control() == wishes
+
+
+def test_a_heartbeat_hears_what_the_operator_wishes_of_that_island(transport: Transport, connections: Connect) -> None:
+    assert transport.heartbeat(samples.heartbeat("a")) == ""
+    connections().steer({"island.a": "drain", "island.b": "expel", "merging": "paused"})
+    assert transport.heartbeat(samples.heartbeat("a")) == "drain"
+    assert transport.heartbeat(samples.heartbeat("b")) == "expel"
+    assert transport.heartbeat(samples.heartbeat("c")) == ""
+
+
+def test_who_is_expelled_gets_no_shard_and_loses_the_ones_it_has(transport: Transport) -> None:
+    transport.heartbeat(samples.heartbeat("a"))
+    transport.heartbeat(samples.heartbeat("b"))
+    assert transport.lease_shard(["0"], "a/x") == Place("0", 0, 0)
+    transport.steer({"island.a": "drain"})
+    assert transport.lease_shard(["0"], "b/x") is None, "a drained island sends what it has first"
+    transport.steer({"island.a": "expel"})
+    assert transport.lease_shard(["1"], "a/x") is None
+    assert transport.lease_shard(["0"], "b/x") == Place("0", 0, 0)
+    assert transport.leased(["0"], "a/x") == frozenset()
+    transport.steer({"island.a": ""})
+    assert transport.lease_shard(["1"], "a/x") == Place("1", 0, 0)
+
+
+def test_a_shard_waits_for_what_an_expelled_island_sent_before(transport: Transport) -> None:
+    transport.heartbeat(samples.heartbeat("a"))
+    transport.lease_shard(["0"], "a/x")
+    published(transport, 1)
+    transport.steer({"island.a": "expel"})
+    assert transport.lease_shard(["0"], "b/x") is None
+    epoch = served(transport)
+    transport.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in transport.updates(0.0)])
+    assert transport.lease_shard(["0"], "b/x") == Place("0", 0, 0)
+
+
+def test_notes_are_kept_in_order_and_only_the_newest(transport: Transport, connections: Connect) -> None:
+    assert transport.notes(9) == []
+    notes = [Note(1.7e9 + n / 3, "a", "joined", f"note {n}") for n in range(NOTES_KEPT + 5)]
+    for note in notes:
+        transport.note(note)
+    other = connections()
+    assert other.notes(3) == notes[-3:]
+    assert other.notes(0) == []
+    assert other.notes(1 << 20) == notes[-NOTES_KEPT:]
+
+
+def test_the_newest_refusals_are_found_among_the_events(transport: Transport, connections: Connect) -> None:
+    other = connections()
+    assert other.refusals(9) == []
+    epoch = served(transport)
+    for number, entry in enumerate(published(transport, 4)):
+        transport.announce(epoch, Call(number + 1, 0))
+        transport.updates(0.0)
+        transport.refuse(epoch, [(entry, replace(REFUSAL, sequence=number, reason=f"reason {number}"))])
+        transport.announce(epoch, Marker(number + 1, number))
+    found = other.refusals(2)
+    assert [refusal for _, refusal in found] == [
+        replace(REFUSAL, sequence=2, reason="reason 2"),
+        replace(REFUSAL, sequence=3, reason="reason 3"),
+    ]
+    assert 0.0 < found[0][0] <= found[1][0] < found[0][0] + 600.0
+    assert len(other.refusals(99)) == 4
+    assert other.refusals(0) == []
+    for _ in range(REFUSALS_AMONG - 2):  # a marker came after the last refusal
+        transport.announce(epoch, Call(9, 0))
+    assert [refusal.sequence for _, refusal in other.refusals(99)] == [3]

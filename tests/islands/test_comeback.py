@@ -40,7 +40,7 @@ def fresh_moments(island: Island) -> list[bytes]:
 
 
 def returning(
-    bay: Bay, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], None] = lambda: None
+    bay: Bay, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], object] = lambda: None
 ) -> tuple[Island, Comeback]:
     """An island that begins with `ask` and waits up to 10 s for an answer; at each pause `meanwhile` happens."""
     island = bay.island(name, "z", silent=True)

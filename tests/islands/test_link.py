@@ -67,9 +67,9 @@ class Sea(MemoryTransport):
         self._pass()
         return super().holds(entry)
 
-    def heartbeat(self, heartbeat: Heartbeat) -> None:
+    def heartbeat(self, heartbeat: Heartbeat) -> str:
         self._pass()
-        super().heartbeat(heartbeat)
+        return super().heartbeat(heartbeat)
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
         self._pass()

@@ -176,7 +176,7 @@ class Waiting:
         self.transport.heartbeat(samples.heartbeat("new", "joining", incarnation="z"))
         self.transport.ask("new/z")
         self.beats = self.pauses = 0
-        self.meanwhile: Callable[[int], None] = lambda number: None
+        self.meanwhile: Callable[[int], object] = lambda number: None
 
     def _beat(self) -> None:
         self.beats += 1

@@ -146,7 +146,10 @@ def played(script: list[tuple[str, int, int]], checkpoint: int, loss: int, what:
     sea.live("a", "b", "c", state="left")
     merger.turn(0.0)
     sea.balance()
-    return bits(sea)
+    out = bits(sea)
+    # As the merger has it: what Redis lost of a fragment is there again with the fragment's next round.
+    out[2] = [outer.dump(fragment.params_N, fragment.outer) for fragment in merger.fragments]
+    return out
 
 
 # -- what Redis still knows is not taken from an older checkpoint ----------------------------------------------------

@@ -52,6 +52,8 @@ class Weather:
     """whether mergers take any"""
     damage: bool
     """whether the merger's own state may be gone when the next one loads"""
+    steered: float
+    """the operator wishes something else, or somebody writes nonsense there"""
 
     @classmethod
     def of(cls, rng: random.Random) -> Weather:
@@ -71,6 +73,7 @@ class Weather:
             loses=loses if checkpoints or loses != "everything" else "nothing",
             checkpoints=checkpoints,
             damage=checkpoints and loses == "nothing",
+            steered=rng.choice([0.0, 0.01, 0.03]),
         )
 
 

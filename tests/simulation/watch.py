@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from broker.control import is_expelled
 from broker.data import parse_places
 from broker.messages import LIVE_SECONDS, Contribution, Member, Refusal, Resume, Snapshot, TapeEntry
 from broker.transport import Delivery
@@ -112,7 +113,8 @@ class Watch:
         assert before not in busy, f"{by} leases shard {shard}, while contributions of {before} wait"
         beat, seen = run.islands.get(island, (None, 0.0))
         heard = beat is not None and beat.incarnation == incarnation and beat.state != "left"
-        assert not heard or self.world.clock.now - seen >= LIVE_SECONDS, f"{by} leases shard {shard} from {before}"
+        is_gone = self.world.clock.now - seen >= LIVE_SECONDS or is_expelled(run.control, before)
+        assert not heard or is_gone, f"{by} leases shard {shard} from {before}"
         self.leases.pop((before, shard), None)
         on_their_way = {process.who for process, name, *_ in self.world.late if name == "publish"}
         if before in self.world.alive | on_their_way:

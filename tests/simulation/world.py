@@ -15,7 +15,8 @@ from typing import Any, cast
 import numpy as np
 
 from broker.config import AdoptConfig, DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
-from broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
+from broker.control import SETTINGS
+from broker.errors import BrokerError, ConfigError, FencedError, UnknownRunError, UnreachableError
 from broker.manifest import Manifest
 from broker.memory import MemoryBroker
 from broker.messages import Contribution
@@ -99,7 +100,9 @@ class MergerProcess(Process):
             if world.weather.checkpoints
             else None
         )
-        self.merger = Merger(self.connection, world.clock, holder=name, live_poll_seconds=0.5, keeper=keeper)
+        self.merger = Merger(
+            self.connection, world.clock, holder=name, live_poll_seconds=0.5, keeper=keeper, wall=world.clock
+        )
         self.loaded = False
 
     def act(self) -> None:
@@ -143,7 +146,7 @@ class IslandProcess(Process):
         self.who = f"{name}/{self.incarnation}"
         world.alive.add(self.who)
         shards = shard_order(config.data.shards, config.seed)
-        link = Link(self.connection, world.manifest, self.who, shards, world.clock)
+        link = Link(self.connection, world.manifest, self.who, shards, world.clock, wall=world.clock)
         arrivals = link.join()
         batches = Batches(TEXT, config, link.lease, fallback=world.births)
         self.island = Island(
@@ -187,7 +190,7 @@ class IslandProcess(Process):
     def act(self) -> None:
         world, island = self.world, self.island
         self._pump()
-        if world.faults and world.happens(0.01):
+        if island.is_sent_away or (world.faults and world.happens(0.01)):
             island.leave(flush_seconds=0.0)
             self._pump()
             self.store.finish(island)
@@ -373,9 +376,25 @@ class World:
             self._start_merger()
         if self.happens(0.01) and len(self.wanted) < len(NAMES):
             self.wanted.append(NAMES[len(self.wanted)])
+        if self.run is not None and self.happens(self.weather.steered):
+            self._steer()
         if self.happens(self.weather.pause) and self.processes:
             process = self.random.choice(self.processes)
             process.asleep_until = self.clock.now + self.random.choice([2.0, 7.0, 13.0])
+
+    def _steer(self) -> None:
+        """The operator changes their mind, or somebody writes nonsense."""
+        name, values = self.random.choice(
+            [
+                ("outer.learning_rate", ["", "0.5", "0.25", "fast"]),
+                ("sync.quorum", ["", "2", "3", "0"]),
+                ("sync.grace", ["", "0", "0.5"]),
+                ("merging", ["", "", "paused", "perhaps"]),
+                ("checkpoint", ["", str(self.births), "now"]),
+                (f"island.{self.random.choice(self.wanted)}", ["", "", "drain", "expel", "dance"]),
+            ]
+        )
+        self.broker.connect(RUN).steer({name: self.random.choice(values)})
 
     def _keep_staffed(self) -> None:
         if self._nested:
@@ -394,7 +413,7 @@ class World:
         before = set(self.alive)
         try:
             self.processes.append(kind(self, name))
-        except (Crash, BrokerError):
+        except (Crash, BrokerError, ConfigError):  # the last: it is not welcome
             self.alive &= before  # it is started again
 
     def _let(self, process: Process) -> None:
@@ -427,6 +446,8 @@ class World:
     def calm(self, events: int) -> None:
         """No more faults: whoever holds the lease keeps it, and everything that was sent is decided about."""
         self.faults = False
+        if self.run is not None:
+            self.run.control = {name: wish for name, wish in self.run.control.items() if name in SETTINGS}
         self.clock.now += LEASE_SECONDS + 1
         for process in self.processes:
             process.cut_until = process.asleep_until = float("-inf")

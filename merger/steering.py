@@ -1,0 +1,97 @@
+"""What the operator wishes (`broker.control`), as a merger follows it, and the notes that it writes of that.
+
+Settings take effect with the round that closes next, and are on its tape entry and in the state that it commits. So a
+takeover, a restart and a replay go on with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from broker import control
+from broker.config import RunConfig, SyncConfig
+from broker.control import CHECKPOINT, EXPEL, Control
+from broker.errors import BrokerError
+from broker.messages import Note
+from broker.transport import Transport
+from merger.state import RunState
+
+NOTE_MAX = 500
+"""characters"""
+EXPELLED = "expelled by the operator"
+
+log = logging.getLogger(__name__)
+
+
+class Helm:
+    """The operator's wishes. `wall` gives the wall clock's seconds, for notes."""
+
+    def __init__(self, transport: Transport, config: RunConfig, wall: Callable[[], float]) -> None:
+        self.transport, self.config, self.wall = transport, config, wall
+        self.control = Control()
+        self._fields: dict[str, str] | None = None
+
+    def take_over(self, state: RunState) -> None:
+        """Goes on from what an earlier merger had acted on: that is not told again."""
+        self.control, self._fields = Control.of(state.control), None
+
+    def look(self, state: RunState) -> bool:
+        """Reads the wishes; whether they are others than they were."""
+        fields = self.transport.control()
+        if fields == self._fields:
+            return False
+        before, self.control, self._fields = self.control, Control.of(fields), fields
+        acted_on = {name: value for name, value in self.control.fields.items() if name != CHECKPOINT}
+        if self.control.checkpoint and CHECKPOINT in state.control:
+            acted_on[CHECKPOINT] = state.control[CHECKPOINT]
+        state.control = acted_on
+        self._tell(before)
+        return True
+
+    def sync(self, state: RunState) -> SyncConfig:
+        """How rounds close, from the next one on."""
+        return control.steered(self.config, control.in_force(self.config, state.steered, self.control)).sync
+
+    def take_up(self, state: RunState) -> str:
+        """Settings for the round that closes; what changed, for its tape entry."""
+        after = control.in_force(self.config, state.steered, self.control)
+        changes = control.changes_text(self.config, state.steered, after)
+        state.steered = after
+        return changes
+
+    def refuses(self, island: str) -> bool:
+        """Whether the island is expelled."""
+        return self.control.islands.get(island) == EXPEL
+
+    def wants_checkpoint(self, state: RunState) -> bool:
+        """Whether a checkpoint was asked for and not begun."""
+        return bool(self.control.checkpoint) and self.control.checkpoint != state.control.get(CHECKPOINT)
+
+    def begin_checkpoint(self, state: RunState) -> None:
+        """It is not asked for again."""
+        state.control[CHECKPOINT] = self.control.checkpoint
+
+    def note(self, kind: str, text: str) -> None:
+        """Writes it down for whoever looks; the run goes on where that fails."""
+        try:
+            self.transport.note(Note(self.wall(), "merger", kind, text[:NOTE_MAX]))
+        except BrokerError as error:
+            log.warning("a note is lost (%s): %s", error.what, text)
+
+    def _tell(self, before: Control) -> None:
+        """Notes what is new, but for settings: these are noted with their round."""
+        now = self.control
+        if now.is_paused != before.is_paused:
+            self._say(*(("paused", "no round closes until `merging` is removed") if now.is_paused else ("resumed", "")))
+        for island in sorted(now.expelled - before.expelled):
+            self._say("steered", f"{island} is {EXPELLED}: its contributions are refused")
+        for island in sorted(before.expelled - now.expelled):
+            self._say("steered", f"{island} is let in again")
+        if faults := [what for name, what in now.faults.items() if before.faults.get(name) != what]:
+            log.warning("a wish cannot be followed: %s", "; ".join(faults)[:NOTE_MAX])
+            self.note("steered", f"ignored: {'; '.join(faults)}")
+
+    def _say(self, kind: str, text: str) -> None:
+        log.info("%s %s", kind, text)
+        self.note(kind, text)

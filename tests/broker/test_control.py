@@ -1,0 +1,194 @@
+"""What an operator may wish, how it is read back, and that nothing in Redis can be read as something else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.config import OuterConfig, RunConfig, SyncConfig, checked
+from broker.control import (
+    DRAIN,
+    EXPEL,
+    FIELDS_MAX,
+    GRACE,
+    OUTER_RATE,
+    QUORUM,
+    SETTINGS,
+    VALUE_MAX,
+    Control,
+    after_changes,
+    changes_text,
+    checked_changes,
+    fields_in,
+    in_force,
+    is_expelled,
+    read_settings,
+    require_welcome,
+    steered,
+)
+from broker.errors import ConfigError, WireError
+
+CONFIG = RunConfig(outer=OuterConfig(learning_rate=0.7), sync=SyncConfig(quorum=2, grace=0.5))
+RATES = st.floats(0.0, 10.0, exclude_min=True)
+VALUES = st.fixed_dictionaries({}, optional={OUTER_RATE: RATES, QUORUM: st.integers(1, 99), GRACE: st.floats(0.0, 1.0)})
+
+
+def test_all_that_can_be_steered_is_read() -> None:
+    fields = {
+        OUTER_RATE: "0.5", QUORUM: "3", GRACE: "0.25", "merging": "paused", "checkpoint": "now", "island.oslo": DRAIN,
+        "island.paris": EXPEL,
+    }  # fmt: skip
+    control = Control.of(fields)
+    assert control.settings == {OUTER_RATE: 0.5, QUORUM: 3, GRACE: 0.25}
+    assert (control.is_paused, control.checkpoint, control.faults) == (True, "now", {})
+    assert control.islands == {"oslo": DRAIN, "paris": EXPEL}
+    assert control.expelled == {"paris"}
+    assert control.fields == fields == checked_changes(CONFIG, fields)
+    assert not Control.of({}).is_paused
+
+
+@pytest.mark.parametrize(
+    ("given_value", "written"), [("0.50", "0.5"), ("5e-1", "0.5"), ("1", "1.0"), (" 0.5", "0.5")], ids=repr
+)
+def test_numbers_are_written_in_one_way(given_value: str, written: str) -> None:
+    assert checked_changes(CONFIG, {"outer.learning-rate": given_value}) == {OUTER_RATE: written}
+
+
+def test_an_empty_value_takes_a_field_back() -> None:
+    nothing = {OUTER_RATE: "", "merging": "", "checkpoint": "", "island.oslo": ""}
+    assert checked_changes(CONFIG, nothing) == nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (OUTER_RATE, "0", "greater than 0"),
+        (OUTER_RATE, "11", "less than or equal to 10"),
+        (OUTER_RATE, "nan", "outer.learning_rate"),
+        (OUTER_RATE, "fast", "'fast'"),
+        (QUORUM, "0", "greater than or equal to 1"),
+        (QUORUM, "1.5", "'1.5'"),
+        (GRACE, "1.1", "less than or equal to 1"),
+        ("merging", "on", "'on'"),
+        ("island.oslo", "leave", "drain or expel"),
+        ("island.o/o", DRAIN, "the island name 'o/o'"),
+        ("island.", DRAIN, "the island name ''"),
+        ("inner.learning_rate", "0.1", "nothing that can be steered"),
+        ("merge", "", "nothing that can be steered"),
+        ("checkpoint", "x" * (VALUE_MAX + 1), "at most 64"),
+        ("checkpoint", "a\nb", "printable"),
+    ],
+)
+def test_what_cannot_be_wished_is_said_in_a_sentence(name: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        checked_changes(CONFIG, {name: value})
+    if value:
+        assert said in Control.of({name: value}).faults[name] or name not in Control.of({name: value}).fields
+
+
+@given(st.dictionaries(st.text(max_size=80), st.text(max_size=80), max_size=8))
+def test_nothing_in_redis_stops_the_reader(fields: dict[str, str]) -> None:
+    control = Control.of(fields)
+    assert (
+        control.fields.keys() | control.faults.keys() <= {name[:VALUE_MAX] for name in fields} | control.fields.keys()
+    )
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*SETTINGS, "merging", "checkpoint", "island.a", "island.a/b"]),
+        st.text(max_size=80)
+        | st.floats().map(repr)
+        | st.integers().map(str)
+        | st.sampled_from(["paused", DRAIN, EXPEL]),
+    )
+)
+def test_whatever_is_read_is_in_range(fields: dict[str, str]) -> None:
+    control = Control.of(fields)
+    checked(steered(CONFIG, in_force(CONFIG, {}, control)))
+    assert set(control.islands.values()) <= {DRAIN, EXPEL}
+    assert Control.of(control.fields) == replace(control, faults={})
+    assert control.fields.keys() | control.faults.keys() == fields.keys()
+
+
+def test_a_hash_without_end_is_read_to_a_bound() -> None:
+    control = Control.of({f"island.i{n}": EXPEL for n in range(FIELDS_MAX + 1)})
+    assert len(control.islands) == FIELDS_MAX
+    assert list(control.faults.values()) == [f"{FIELDS_MAX + 1} fields, of which {FIELDS_MAX} are read"]
+
+
+# -- what is in force ----------------------------------------------------------------------------------
+
+
+def test_only_what_differs_from_the_runs_own_is_in_force() -> None:
+    control = Control.of({OUTER_RATE: "0.7", QUORUM: "3"})
+    assert in_force(CONFIG, {GRACE: 0.1}, control) == {QUORUM: 3}
+
+
+def test_what_cannot_be_read_changes_nothing() -> None:
+    control = Control.of({OUTER_RATE: "fast", QUORUM: "3"})
+    assert in_force(CONFIG, {OUTER_RATE: 0.25, GRACE: 0.1}, control) == {OUTER_RATE: 0.25, QUORUM: 3}
+
+
+def test_the_tape_says_what_changed_and_what_is_back() -> None:
+    assert changes_text(CONFIG, {}, {OUTER_RATE: 0.5, QUORUM: 3}) == "outer.learning_rate=0.5 sync.quorum=3"
+    assert changes_text(CONFIG, {OUTER_RATE: 0.5, QUORUM: 3}, {QUORUM: 3}) == "outer.learning_rate=0.7"
+    assert changes_text(CONFIG, {QUORUM: 3}, {QUORUM: 3}) == ""
+
+
+@given(st.lists(VALUES, max_size=6))
+def test_the_tape_leads_from_setting_to_setting_to_the_bit(wishes: list[dict[str, float]]) -> None:
+    live: dict[str, float] = {}
+    replayed: dict[str, float] = {}
+    for wish in wishes:
+        fields = checked_changes(CONFIG, {name: repr(value) for name, value in wish.items()})
+        after = in_force(CONFIG, live, Control.of(fields))
+        replayed = after_changes(CONFIG, replayed, changes_text(CONFIG, live, after))
+        live = after
+        assert replayed == live
+        assert steered(CONFIG, replayed) == steered(CONFIG, wish)
+        assert read_settings(json.loads(json.dumps(live))) == live
+
+
+@pytest.mark.parametrize("text", ["outer.learning_rate=0", "inner.steps=3", "x", "sync.quorum=", "=1"])
+def test_a_tape_with_anything_else_on_it_is_refused(text: str) -> None:
+    with pytest.raises(WireError, match="the tape's"):
+        after_changes(CONFIG, {}, text)
+
+
+def test_steering_changes_nothing_else() -> None:
+    expected = replace(CONFIG, outer=replace(CONFIG.outer, learning_rate=0.5), sync=replace(CONFIG.sync, quorum=3))
+    assert steered(CONFIG, {OUTER_RATE: 0.5, QUORUM: 3}) == expected
+    assert steered(CONFIG, {}) == CONFIG
+
+
+@pytest.mark.parametrize(
+    "state", ["", "{", "[]", "null", '{"control": 3}', '{"control": {"merging": "no"}}', "[" * 9999]
+)
+def test_a_state_that_says_nothing_of_wishes_has_none(state: str) -> None:
+    assert fields_in(state) == {}
+
+
+# -- islands ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wish", "said"), [(DRAIN, "stay away"), (EXPEL, "is expelled from run 'demo'")])
+def test_an_island_that_is_not_wanted_hears_how_to_be_let_in(wish: str, said: str) -> None:
+    fields = {"island.oslo": wish}
+    with pytest.raises(ConfigError, match=said) as caught:
+        require_welcome(fields, "oslo", "demo")
+    assert "archipelago steer URL --run demo island.oslo=" in caught.value.remedy
+    require_welcome(fields, "osl", "demo")
+    require_welcome({"island.oslo": "nonsense"}, "oslo", "demo")
+
+
+def test_expelled_is_the_island_whatever_its_incarnation() -> None:
+    fields = {"island.a": EXPEL, "island.b": DRAIN}
+    assert is_expelled(fields, "a/x")
+    assert is_expelled(fields, "a/y")
+    assert not is_expelled(fields, "b/x")
+    assert not is_expelled(fields, "aa/x")

@@ -1,0 +1,135 @@
+"""An island that its operator drains or expels, and what it notes of its comings and goings."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from broker.errors import ConfigError, DivergedError, UnreachableError
+from broker.messages import Note, Refusal
+from broker.transport import START
+from islands.inner import InnerSteps
+from islands.worker import Island, train
+from tests.islands.test_worker import diverging
+from tests.islands.tiny import Bay
+
+
+def notes(bay: Bay, who: str) -> list[tuple[str, str]]:
+    return [(note.kind, note.text) for note in bay.transport.notes(100) if note.who == who]
+
+
+def goodbye(bay: Bay, island: Island) -> None:
+    """It leaves, as `train` has it do, and the merger hears."""
+    island.leave(flush_seconds=0.0)
+    island.link.pump()
+    bay.merger.turn(0.0)
+
+
+@pytest.mark.parametrize("wish", ["drain", "expel"])
+def test_an_island_that_is_sent_away_leaves_with_its_next_heartbeat(wish: str) -> None:
+    bay = Bay()
+    island = bay.island()
+    bay.play(island, 3)
+    bay.transport.steer({"island.b": wish})
+    bay.boundary(island)
+    told = [island.is_sent_away]
+    bay.transport.steer({"island.a": wish})
+    bay.boundary(island)
+    told.append(island.is_sent_away)
+    bay.transport.steer({"island.a": ""})
+    bay.boundary(island)
+    told.append(island.is_sent_away)
+    assert told == [False, True, True], "not when another is meant; and who was told to leave, leaves"
+    steps = island.totals.steps
+    assert train(island, lambda: False) == "left"
+    assert island.totals.steps == steps, "it trains no more"
+
+
+def test_a_drained_island_loses_nothing_and_says_why_it_goes() -> None:
+    bay = Bay()
+    island = bay.island()
+    bay.play(island, 3)
+    bay.transport.steer({"island.a": "drain"})
+    bay.boundary(island)
+    goodbye(bay, island)
+    assert [(kind, text.partition(": ")[2]) for kind, text in notes(bay, "a")[1:]] == [
+        ("drained", "drained by the operator")
+    ]
+    assert bay.transport.presences()[0].heartbeat.state == "left"
+    books = bay.transport.books()
+    assert books.merged_tokens == 2 * island.totals.tokens
+    assert books.refused == 0
+
+
+def test_an_expelled_island_is_refused_and_says_why_it_goes() -> None:
+    bay = Bay()
+    island = bay.island()
+    bay.play(island, 3)
+    bay.transport.steer({"island.a": "expel"})
+    bay.boundary(island)
+    goodbye(bay, island)
+    assert notes(bay, "a")[-1] == ("expelled", f"after {island.totals.steps} steps: expelled by the operator")
+    refusals = [event for _, event in bay.transport.events(START, 0.0, 999) if isinstance(event, Refusal)]
+    assert refusals
+    assert {refusal.reason for refusal in refusals} == {"expelled by the operator"}
+
+
+@pytest.mark.parametrize("wish", ["drain", "expel"])
+def test_a_process_that_joins_under_that_name_is_told_how_to_be_let_in(wish: str) -> None:
+    bay = Bay()
+    bay.transport.steer({"island.a": wish})
+    with pytest.raises(ConfigError, match=r"island\.a="):
+        bay.island()
+    bay.island("b")
+    bay.transport.steer({"island.a": ""})
+    bay.play(bay.island(), 2)
+
+
+def test_an_island_notes_when_it_begins_and_how_it_ends() -> None:
+    bay = Bay()
+    island = bay.island()
+    bay.play(island, 2)
+    ((kind, text),) = notes(bay, "a")
+    assert kind == "joined"
+    assert text.startswith("after round 0 on ")
+    assert text.endswith("optimiser state: fresh")
+    goodbye(bay, island)
+    assert notes(bay, "a")[1:] == [("left", "after 2 steps: it was stopped")]
+    assert bay.transport.notes(1)[0].unix_seconds > 0.0
+
+
+def test_a_note_waits_for_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    bay = Bay()
+    island = bay.island()
+    write = island.link.transport.note
+
+    def full(note: Note) -> None:
+        raise UnreachableError("no room for notes")
+
+    monkeypatch.setattr(island.link.transport, "note", full)
+    bay.play(island, 2)
+    assert bay.transport.presences()[0].heartbeat.steps == 1, "its heart beats on"
+    assert notes(bay, "a") == []
+    monkeypatch.setattr(island.link.transport, "note", write)
+    bay.play(island, 1)
+    assert [kind for kind, _ in notes(bay, "a")] == ["joined"]
+
+
+def test_an_island_that_diverged_says_so() -> None:
+    bay = Bay()
+    island = bay.island("sick")
+    island.steps = cast(InnerSteps, diverging)
+
+    def turn() -> bool:
+        island.link.pump()
+        bay.merger.turn(0.0)
+        return False
+
+    with pytest.raises(DivergedError):
+        train(island, turn)
+    island.link.pump()
+    kind, text = notes(bay, "sick")[-1]
+    assert kind == "diverged"
+    assert "the loss of sick was no number" in text
+    assert bay.transport.presences()[0].heartbeat.state == "left", "nobody waits for it"

@@ -1,0 +1,448 @@
+"""A merger that is steered: settings from the next round on, pauses, checkpoints on demand, expelled islands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS
+from broker.errors import UnreachableError
+from broker.memory import MemoryTransport
+from broker.messages import Note, Refusal, TapeEntry
+from broker.transport import Delivery
+from merger import outer
+from merger.loading import rebuild
+from merger.redo import DifferenceError
+from merger.service import Merger, serve
+from merger.state import RunState
+from merger.steering import EXPELLED
+from tests.merger.sea import SIZE, Sea, Shelf, bits, constant, state_of
+from tests.merger.test_redo import recorded, redone
+
+STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
+CLOCK = 1.7e9
+
+
+def notes(sea: Sea, kind: str) -> list[str]:
+    return [note.text for note in sea.transport.notes(1000) if note.kind == kind]
+
+
+def steered_on_tape(sea: Sea) -> list[str]:
+    return [entry.steered for entry in sea.transport.tape(1000)]
+
+
+def play_one(sea: Sea, merger: Merger, number: int, value: float = 1.0) -> None:
+    """A round of island a alone."""
+    sea.live("a")
+    sea.send("a", number, constant(value))
+    assert merger.turn(0.0), f"round {number} did not close"
+
+
+def test_a_rate_takes_effect_with_the_round_that_closes_next() -> None:
+    sea = Sea()
+    merger = sea.merger()
+    play_one(sea, merger, 1)
+    play_one(sea, merger, 2)
+    assert sea.parameters(0) + sea.parameters(1) == pytest.approx([-0.75] * 2 * SIZE)
+    sea.transport.steer({OUTER_RATE: "0.25"})
+    play_one(sea, merger, 3)
+    play_one(sea, merger, 4)
+    # Nesterov: b = 1.5, and a step of ¼(1 + ½ · 1.5) where ½ was the run's own rate.
+    assert sea.parameters(0) + sea.parameters(1) == pytest.approx([-0.75 - 0.4375] * 2 * SIZE)
+    sea.transport.steer({OUTER_RATE: ""})
+    play_one(sea, merger, 5)
+    # b = 1.75, and the run's own rate again.
+    assert sea.parameters(0) == pytest.approx([-0.75 - 0.4375 - 0.9375] * SIZE)
+    assert steered_on_tape(sea) == ["", "", "outer.learning_rate=0.25", "", "outer.learning_rate=0.5"]
+    assert notes(sea, "steered") == [
+        "outer.learning_rate=0.25 from round 3 on",
+        "outer.learning_rate=0.5 from round 5 on",
+    ]
+    assert state_of(sea).steered == {}
+
+
+def test_the_tape_has_the_wall_clock_and_what_the_close_took() -> None:
+    sea = Sea()
+    merger = Merger(sea.broker.connect("sample"), sea.clock, "m", live_poll_seconds=0.0, wall=lambda: CLOCK)
+    assert merger.acquire()
+    merger.load()
+    play_one(sea, merger, 1)
+    (entry,) = sea.transport.tape(9)
+    assert (entry.unix_seconds, entry.merge_seconds) == (CLOCK, 0.0)
+    assert sea.transport.notes(1)[0].unix_seconds == CLOCK
+
+
+def test_a_quorum_counts_from_the_next_round_on() -> None:
+    sea = Sea(quorum=1, grace=0.0)
+    merger = sea.merger()
+    sea.live("a", "b", "c")
+    sea.send("a", 1, constant(1.0))
+    assert merger.turn(0.0), "one is enough, and there is no grace"
+    sea.transport.steer({QUORUM: "2"})
+    sea.send("a", 2, constant(1.0))
+    assert not merger.turn(0.0)
+    sea.send("b", 2, constant(1.0))
+    assert merger.turn(0.0)
+    assert steered_on_tape(sea) == ["", "sync.quorum=2"]
+
+
+def test_grace_holds_for_rounds_that_reach_their_quorum_afterwards() -> None:
+    sea = Sea(quorum=1, grace=1.0)
+    merger = sea.merger()
+    sea.live("a", "b")
+    sea.send("a", 1, constant(1.0))
+    assert not merger.turn(0.0), "b may answer yet"
+    sea.transport.steer({GRACE: "0"})
+    sea.clock.now += 1000.0
+    assert merger.turn(0.0)
+    sea.live("a", "b")
+    sea.send("a", 2, constant(1.0))
+    assert merger.turn(0.0), "nobody is waited for"
+    assert [entry.grace_seconds > 0.0 for entry in sea.transport.tape(9)] == [True, False]
+
+
+# -- takeovers, restarts, replays ----------------------------------------------------------------------------------
+
+
+def steered_run(takeover: bool) -> Sea:
+    """Six rounds of two islands, steered in the middle, and a merger that takes over right after that or none."""
+    sea = Sea(quorum=2)
+    merger = sea.merger(keeper=sea.keeper(Shelf()))
+    sea.play(merger, 1, 2)
+    sea.transport.steer(STEERED)
+    sea.play(merger, 3)
+    sea.transport.steer({OUTER_RATE: "fast", QUORUM: ""})  # the rate stays as it is
+    if takeover:
+        merger = sea.merger(keeper=sea.keeper(Shelf()))
+    sea.play(merger, 4, 5)
+    sea.transport.steer({OUTER_RATE: ""})
+    sea.play(merger, 6)
+    return sea
+
+
+def test_a_takeover_goes_on_with_what_was_steered() -> None:
+    one, other = steered_run(takeover=False), steered_run(takeover=True)
+    assert steered_on_tape(one) == steered_on_tape(other)
+    assert steered_on_tape(one) == [
+        "", "", "outer.learning_rate=0.25 sync.quorum=3 sync.grace=0.125", "sync.quorum=2", "",
+        "outer.learning_rate=0.5",
+    ]  # fmt: skip
+    mine, theirs = bits(one), bits(other)
+    assert mine == theirs
+
+
+def test_a_steered_run_done_again_has_the_same_bits() -> None:
+    sea = steered_run(takeover=True)
+    state, fragments = redone(sea, recorded(sea))
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [sea.transport.outer(p) for p in range(2)]
+    assert state.steered == state_of(sea).steered == {GRACE: 0.125}
+
+
+def without_steering(entry: TapeEntry) -> TapeEntry:
+    return replace(entry, steered="")
+
+
+def otherwise_steered(entry: TapeEntry) -> TapeEntry:
+    return replace(entry, steered=entry.steered.replace("0.25", "0.26"))
+
+
+def badly_steered(entry: TapeEntry) -> TapeEntry:
+    return replace(entry, steered=entry.steered.replace("0.25", "-1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_steering, "round 3 .* digest"),
+        (otherwise_steered, "round 3 .* digest"),
+        (badly_steered, "round 3: the tape's"),
+    ],
+)
+def test_a_tape_that_was_steered_otherwise_is_another(change: object, said: str) -> None:
+    assert callable(change)
+    sea = steered_run(takeover=False)
+    with pytest.raises(DifferenceError, match=said):
+        redone(sea, [(change(entry), deliveries) for entry, deliveries in recorded(sea)])
+
+
+def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
+    """The checkpoint knows one rate; the tape after it has another, and then a third."""
+    shelf, sea = Shelf(), Sea(quorum=2)
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    sea.transport.steer({OUTER_RATE: "0.25"})
+    sea.play(merger, 1, 2)
+    merger.checkpoint()
+    sea.play(merger, 3)
+    sea.transport.steer({OUTER_RATE: "0.125"})
+    sea.play(merger, 4)
+    expected = [sea.transport.outer(p) for p in range(2)]
+    assert RunState.from_json(shelf.images[2].state).steered == {OUTER_RATE: 0.25}
+    state, fragments = rebuild(merger.rules, shelf.images[2], sea.transport)
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == expected
+    assert state.steered == {OUTER_RATE: 0.125}
+    del sea.broker.runs["sample"].outer[0]
+    again = sea.merger(keeper=sea.keeper(shelf))
+    assert [outer.dump(f.params_N, f.outer) for f in again.fragments] == expected
+
+
+def test_a_redis_that_lost_everything_gets_the_wishes_back() -> None:
+    shelf, sea = Shelf(), Sea(quorum=1)
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    sea.transport.steer({OUTER_RATE: "0.25", "island.c": "expel", QUORUM: "many"})
+    sea.play(merger, 1)
+    merger.checkpoint()
+    del sea.broker.runs["sample"]
+    sea.transport.restore(shelf.images[1])
+    assert sea.transport.control() == {OUTER_RATE: "0.25", "island.c": "expel"}
+    sea.play(sea.merger(), 2)
+    assert steered_on_tape(sea)[1:] == [""], "it goes on as it was"
+    assert state_of(sea).steered == {OUTER_RATE: 0.25}
+
+
+# -- pauses ----------------------------------------------------------------------------------
+
+
+def test_a_pause_closes_no_round_and_loses_nothing() -> None:
+    sea = Sea(quorum=1)
+    merger = sea.merger()
+    sea.play(merger, 1)
+    sea.transport.steer({"merging": "paused"})
+    sea.live("a", "b")
+    for number in (2, 3):
+        for island in "ab":
+            sea.send(island, number, constant(1.0))
+            sea.clock.now += 1000.0
+            sea.live("a", "b")
+            assert not merger.turn(0.0)
+    assert merger.rounds.deadline() is None, "nobody needs to wake for it"
+    sea.balance()
+    merger = sea.merger()  # it survives a takeover
+    assert not merger.turn(0.0)
+    assert len(sea.transport.tape(9)) == 1
+    sea.transport.steer({"merging": ""})
+    assert merger.turn(0.0)
+    assert [len(entry.members) for entry in sea.transport.tape(9)] == [2, 2, 2]
+    assert notes(sea, "paused")
+    assert len(notes(sea, "resumed")) == 1
+    sea.balance()
+
+
+def test_the_pace_knows_of_no_pauses() -> None:
+    """A quorum that was reached in a pause was reached then; else nobody would be waited for after it."""
+    sea = Sea(quorum=2)
+    merger = sea.merger()
+    sea.transport.steer({"merging": "paused"})
+    sea.live("a", "b", "c")
+    sea.send("a", 1, constant(1.0))
+    merger.turn(0.0)
+    sea.clock.now += 1.0
+    sea.send("b", 1, constant(1.0))
+    merger.turn(0.0)
+    sea.clock.now += 10_000.0
+    sea.live("a", "b", "c")
+    sea.transport.steer({"merging": ""})
+    assert merger.turn(0.0)
+    (entry,) = sea.transport.tape(9)
+    assert (entry.quorum_seconds, entry.open_seconds) == (1.0, 10_001.0)
+    assert state_of(sea).pace.quorum_seconds == 1.0
+
+
+def test_a_checkpoint_is_taken_in_a_pause_too() -> None:
+    shelf, sea = Shelf(), Sea()
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    play_one(sea, merger, 1)
+    sea.transport.steer({"merging": "paused", "checkpoint": "before the move"})
+    merger.turn(0.0)
+    assert list(shelf.images) == [1]
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_taken_once_for_each_text() -> None:
+    shelf, sea = Shelf(), Sea()
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    play_one(sea, merger, 1)
+    assert not shelf.images
+    sea.transport.steer({"checkpoint": "first"})
+    for number in (2, 3):
+        play_one(sea, merger, number)
+    assert [image.round for image in shelf.images.values()] == [2]
+    assert fields_of(shelf, 0) == {"checkpoint": "first"}
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    play_one(sea, merger, 4)
+    assert len(shelf.images) == 1, "another merger knows that it was taken"
+    sea.transport.steer({"checkpoint": "second"})
+    merger.turn(0.0)
+    assert [image.round for image in shelf.images.values()] == [2, 4]
+    merger.turn(0.0)
+    assert notes(sea, "checkpoint") == [
+        "checkpoint 2 holds the run up to round 2",
+        "checkpoint 4 holds the run up to round 4",
+    ]
+
+
+def fields_of(shelf: Shelf, index: int) -> Mapping[str, str]:
+    return RunState.from_json(list(shelf.images.values())[index].state).control
+
+
+def test_a_checkpoint_that_holds_all_already_is_not_taken_again() -> None:
+    shelf, sea = Shelf(), Sea()
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    play_one(sea, merger, 1)
+    for text in ("first", "second"):
+        sea.transport.steer({"checkpoint": text})
+        merger.turn(0.0)
+        merger.turn(0.0)
+    assert len(shelf.images) == 1
+    assert notes(sea, "checkpoint")[-1] == "the last one holds all that there is, round 1"
+
+
+def test_a_merger_that_keeps_no_checkpoints_says_so_once() -> None:
+    sea = Sea()
+    merger = sea.merger()
+    sea.transport.steer({"checkpoint": "now"})
+    merger.turn(0.0)
+    merger.turn(0.0)
+    assert notes(sea, "checkpoint") == ["none is taken: this merger keeps none (--checkpoint-every 0)"]
+
+
+# -- islands ----------------------------------------------------------------------------------
+
+
+def test_who_is_expelled_is_refused_and_not_waited_for() -> None:
+    sea = Sea(quorum=2)
+    merger = sea.merger()
+    sea.live("a", "b")
+    sea.transport.steer({"island.b": "expel"})
+    sea.send("b", 1, constant(9.0))
+    sea.send("a", 1, constant(1.0))
+    assert merger.turn(0.0), "b is not waited for"
+    assert sea.parameters(0) == [-0.75] * SIZE
+    (refusal,) = sea.events(Refusal)
+    assert (refusal.island, refusal.reason) == ("b", EXPELLED)
+    assert [refused for _, refused in sea.transport.refusals(9)] == [refusal]
+    assert merger.live == {"a"}
+    sea.transport.steer({"island.b": ""})
+    sea.send("b", 2, constant(1.0))
+    sea.send("a", 2, constant(1.0))
+    assert merger.turn(0.0)
+    assert len(sea.transport.tape(9)[1].members) == 2
+    assert notes(sea, "steered") == [
+        "b is expelled by the operator: its contributions are refused",
+        "b is let in again",
+    ]
+    sea.balance()
+
+
+def test_a_takeover_refuses_what_an_expelled_island_had_waiting() -> None:
+    sea = Sea(quorum=2)
+    merger = sea.merger()
+    sea.live("a", "b")
+    sea.send("b", 1, constant(9.0))
+    assert not merger.turn(0.0)
+    sea.transport.steer({"island.b": "expel"})
+    merger = sea.merger()
+    sea.send("a", 1, constant(1.0))
+    assert merger.turn(0.0)
+    assert sea.merged() == [("a", "x", 0)]
+    assert [refusal.reason for refusal in sea.events(Refusal)] == [EXPELLED]
+    sea.balance()
+
+
+def test_a_takeover_does_not_tell_again_what_was_told() -> None:
+    sea = Sea()
+    merger = sea.merger()
+    sea.transport.steer({"island.b": "expel", "merging": "paused"})
+    merger.turn(0.0)
+    sea.transport.steer({"merging": ""})
+    play_one(sea, merger, 1)
+    play_one(sea, sea.merger(), 2)
+    assert [note.kind for note in sea.transport.notes(99)] == ["served", "paused", "steered", "resumed", "served"]
+
+
+def test_a_drained_island_is_merged_to_its_last_contribution() -> None:
+    sea = Sea(quorum=2)
+    merger = sea.merger()
+    sea.live("a", "b")
+    sea.transport.steer({"island.b": "drain"})
+    sea.send("b", 1, constant(1.0))
+    sea.send("a", 1, constant(1.0))
+    assert merger.turn(0.0)
+    assert len(sea.merged()) == 2
+
+
+# -- hostile wishes ----------------------------------------------------------------------------------
+
+
+def test_a_value_that_cannot_be_used_is_ignored_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    sea = Sea()
+    merger = sea.merger()
+    sea.transport.steer({OUTER_RATE: "1e9", "merging": "perhaps", "nonsense": "1"})
+    play_one(sea, merger, 1)
+    play_one(sea, merger, 2)
+    assert sea.parameters(0) == [-0.75] * SIZE
+    assert steered_on_tape(sea) == ["", ""]
+    (note,) = notes(sea, "steered")
+    assert note.startswith("ignored: ")
+    assert "outer.learning_rate" in note
+    assert "'perhaps'" in note
+    assert "'nonsense'" in note
+    assert len([record for record in caplog.records if "a wish cannot be followed" in record.message]) == 1
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from([*SETTINGS, "merging", "checkpoint", "island.b", "island.a/x", "?"]),
+            st.sampled_from(["", "0.5", "2", "-1", "nan", "1e999", "drain", "paused ", "\x00", "9" * 5000, "١"]),
+        ),
+        max_size=6,
+    )
+)
+def test_no_wish_stops_the_merger_or_breaks_a_replay(wishes: list[dict[str, str]]) -> None:
+    sea = Sea(quorum=1)
+    merger = sea.merger(keeper=sea.keeper(Shelf()))
+    for number, wish in enumerate(wishes, 1):
+        sea.transport.steer(wish)
+        play_one(sea, merger, number)
+        if number % 2 == 0:
+            merger = sea.merger(keeper=sea.keeper(Shelf()))
+    sea.balance()
+    sent = {f"{number}-0": each for number, each in enumerate(sea.sent, 1)}
+    rounds = [(e, [Delivery(m.entry, *sent[m.entry]) for m in e.members]) for e in sea.transport.tape(1000)]
+    _, fragments = redone(sea, rounds)
+    for p in range(2):
+        if sea.version(p):
+            assert outer.dump(fragments[p].params_N, fragments[p].outer) == sea.transport.outer(p)
+
+
+class Mute(MemoryTransport):
+    """Takes no notes."""
+
+    def note(self, note: Note) -> None:
+        raise UnreachableError("no room for notes")
+
+
+def test_a_note_that_is_lost_stops_nobody() -> None:
+    sea = Sea()
+    merger = Merger(Mute(sea.broker, "sample"), sea.clock, "m", live_poll_seconds=0.0)
+    assert merger.acquire()
+    merger.load()
+    sea.transport.steer({OUTER_RATE: "0.25"})
+    play_one(sea, merger, 1)
+    assert steered_on_tape(sea) == ["outer.learning_rate=0.25"]
+
+
+def test_a_merger_notes_that_it_serves_and_why_it_leaves() -> None:
+    sea = Sea()
+    turns = iter([False, False, False, True])
+    serve(Merger(sea.broker.connect("sample"), sea.clock, "m", live_poll_seconds=0.0), lambda: next(turns))
+    assert notes(sea, "served") == ["epoch 1 begins after round 0"]
+    assert notes(sea, "left") == ["it was stopped after round 0"]
+    assert {note.who for note in sea.transport.notes(9)} == {"merger"}
