@@ -82,17 +82,3 @@ class WireError(ArchipelagoError):
     def reason(self) -> str:
         """The words that the island and the operator read."""
         return self.what
-
-
-FILE_FAULTS = (
-    ArchipelagoError,
-    OSError,
-    ValueError,  # tensorstore's own errors are among these
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-)
-"""what Orbax raises for files that are damaged or cannot be written"""

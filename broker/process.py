@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 import platformdirs
 import tyro
 
+from broker import logs
 from broker.errors import ArchipelagoError, ConfigError
 from broker.redis_transport import RedisTransport, connect
 
@@ -31,7 +31,7 @@ def guarded(main: Callable[[], int]) -> int:
     try:
         return main()
     except ArchipelagoError as error:
-        sys.stderr.write(f"error: {error}\n")
+        logs.say_error(str(error))
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
@@ -54,20 +54,6 @@ def stop_on_signals() -> Callable[[], bool]:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     return stopped.is_set
-
-
-def log_to_stderr(who: str) -> None:
-    """Lines of time, who and message on standard error."""
-    logging.basicConfig(
-        level=logging.WARNING,
-        format=f"%(asctime)s {who} %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
-    for package in ("broker", "islands", "merger", "ops"):
-        logging.getLogger(package).setLevel(logging.INFO)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of files that it can do without
 
 
 def keep_compiled() -> None:

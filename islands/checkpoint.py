@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from broker.errors import FILE_FAULTS, WireError
+from broker.errors import WireError
+from broker.file_faults import FILE_FAULTS, in_words, remedy
 from broker.manifest import Manifest
 from broker.messages import Contribution, Track, from_fields, to_fields
 from broker.wire import digest
@@ -102,6 +103,7 @@ class IslandStore:
         self.manifest = manifest
         self._pool = ThreadPoolExecutor(1, "island-checkpoint")
         self._job: Future[None] | None = None
+        self._trouble = ""
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -134,7 +136,14 @@ class IslandStore:
                 )
                 manager.wait_until_finished()
         except FILE_FAULTS as error:
-            log.warning("no checkpoint in %s, training goes on: %.200s", self.folder, error)
+            self._tell(f"no checkpoint in {self.folder}, training goes on: {in_words(error)}. {remedy(error)}")
+        else:
+            self._trouble = ""
+
+    def _tell(self, trouble: str) -> None:
+        """Once, until it is another trouble or over."""
+        log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, "%s", trouble)
+        self._trouble = trouble
 
     def on_marker(self, island: Island, number: int) -> None:
         """Takes a checkpoint of that number beside the training, unless the last one is not through."""
@@ -181,7 +190,7 @@ class IslandStore:
                     if ours and wanted(found):
                         yield found
                 except FILE_FAULTS as error:
-                    log.warning("checkpoint %s in %s cannot be read: %.200s", step, self.folder, error)
+                    log.warning("checkpoint %s in %s cannot be read: %s", step, self.folder, in_words(error))
 
     def restore_moments(self, island: Island) -> Found | None:
         """Gives the island back its inner optimiser's state and totals; the checkpoint, the newest that is whole."""
@@ -225,7 +234,7 @@ class IslandStore:
         try:
             sent = [from_fields(Contribution, fields) for fields in found.rest["in_flight"]]
         except WireError as error:
-            log.warning("checkpoint %s in %s cannot be read: %.200s", found.step, self.folder, error)
+            log.warning("checkpoint %s in %s cannot be read: %s", found.step, self.folder, in_words(error))
             return None
         like = [np.zeros(contribution.bytes, np.uint8) for contribution in sent] or [np.zeros(1, np.uint8)]
         found_payloads = self._restored(found, "payloads", like)
@@ -246,7 +255,7 @@ class IslandStore:
                 args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
                 return jax.device_get(manager.restore(found.step, args=args)[item])
         except FILE_FAULTS as error:
-            log.warning("checkpoint %s in %s cannot be read: %.200s", found.step, self.folder, error)
+            log.warning("checkpoint %s in %s cannot be read: %s", found.step, self.folder, in_words(error))
             return None
 
     def _manager(self) -> Any:

@@ -18,8 +18,11 @@ import tyro
 
 from broker.errors import ConfigError, MismatchError
 from broker.keys import checked_name
+from broker.logs import Origin
 from broker.manifest import Manifest
-from broker.process import RunAddress, guarded, keep_compiled, log_to_stderr, print_json, stop_on_signals
+from broker.process import RunAddress, guarded, keep_compiled, print_json, stop_on_signals
+from broker.scalars import Scalars
+from broker.telemetry import WorkerOptions
 from broker.transport import Transport
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class IslandOptions(RunAddress):
+class IslandOptions(WorkerOptions, RunAddress):
     """Join a run and train. Needs nothing but the Redis URL (and the run's name where that Redis has several)."""
 
     name: str | None = None
@@ -52,22 +55,27 @@ def main(options: IslandOptions) -> int:
     name = checked_name(
         options.name or f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}", "the island name"
     )
-    log_to_stderr(name)
+    origin = options.log_as(name, options.run, island=name)
     if options.scan_steps < 0:
         raise ConfigError(f"--scan-steps cannot be {options.scan_steps}", "Give a number of steps, or 0 to measure.")
     if not 0.0 <= options.step_seconds_min < math.inf:
         raise ConfigError(f"--step-seconds-min cannot be {options.step_seconds_min}", "Give seconds, or 0 for none.")
-    summary = _run(options, name, stopped)
+    summary = _run(options, name, stopped, origin)
     if options.json:
         print_json(summary)
     return 0
 
 
-def _run(options: IslandOptions, name: str, stopped: Callable[[], bool]) -> dict[str, object]:
+def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin: Origin) -> dict[str, object]:
     transport = options.connect()
+    origin.run = transport.run
+    folder = options.folder or Path("runs") / transport.run / "islands" / name
+    endpoint = options.endpoint()
+    sinks = options.sinks(transport.run, name, "island", folder, "global_step")
     manifest = transport.manifest()  # before JAX loads: a wrong name is answered at once
     keep_compiled()
 
+    from islands import telemetry
     from islands.batches import Batches, shard_order
     from islands.checkpoint import IslandStore
     from islands.comeback import Comeback
@@ -80,7 +88,7 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool]) -> dict
 
     config = manifest.config
     corpus = _corpus(manifest, transport, options.corpus)
-    store = IslandStore(options.folder or Path("runs") / manifest.run / "islands" / name, manifest)
+    store = IslandStore(folder, manifest)
     returned = transport.claim_return(name)
     whole = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
@@ -88,12 +96,15 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool]) -> dict
     link = Link(transport, manifest, f"{name}/{incarnation}", shards)
     arrivals = link.join()
     batches = Batches(corpus.train, config, link.lease, fallback=_number_of(name))
-    steps = compile_steps(build(config.model.size), config.inner)
+    steps = compile_steps(build(config.model), config.inner)
     island = Island(name, manifest, steps, batches, link, arrivals, incarnation=incarnation)
     island.on_marker = store.on_marker
     comeback = Comeback(transport, store, island, arrivals)
     comeback.ask()
     island.beat("joining")
+    endpoint.families = lambda: telemetry.families(island)
+    curves = Scalars(sinks, lambda: telemetry.point(island))
+    curves.start()
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
     island.scan_steps = options.scan_steps or best_scan_steps(island)
@@ -103,9 +114,11 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool]) -> dict
     log.info(
         "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary",
         manifest.run, island.ledger.closed, island.device, island.moments, island.scan_steps,
+        extra={"round": island.ledger.closed},
     )  # fmt: skip
     state = train(island, stopped, Diary.named_in(os.environ, incarnation))
     link.stop()
+    curves.close()
     store.finish(island)
     log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
     return {
@@ -131,7 +144,7 @@ def _corpus(manifest: Manifest, transport: Transport, pinned: str | None) -> Ope
     corpus = open_corpus(pinned or manifest.corpus.name)
     ours = manifest.corpus if pinned else corpus.identity
     manifest.require_same(describe(manifest.run, manifest.config, ours))
-    require_readable(manifest.config, corpus)
+    require_readable(manifest.config, corpus, manifest.corpus.tokenizer)
     if pinned:
         theirs = transport.register_corpus(pinned, corpus.digest)
         if theirs != corpus.digest:

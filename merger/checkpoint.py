@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from broker.errors import FILE_FAULTS, ArchipelagoError, ConfigError, WireError
+from broker.errors import ConfigError, WireError
 from broker.failpoints import failpoint
+from broker.file_faults import FILE_FAULTS, in_words, remedy
 from broker.manifest import Manifest
 from broker.messages import Books, Contribution, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
 from broker.transport import Image
@@ -79,8 +80,8 @@ class CheckpointStore:
             self._write(image.number, body, blobs)
         except FILE_FAULTS as error:
             raise ConfigError(
-                f"checkpoint {image.number} cannot be written to {self.folder} ({_in_words(error)})",
-                "Is the disk full, or the folder read-only? Earlier checkpoints are as they were.",
+                f"checkpoint {image.number} cannot be written to {self.folder} ({in_words(error)})",
+                f"{remedy(error)} Earlier checkpoints are as they were.",
             ) from error
         self._sound = body
         failpoint("checkpoint.done")
@@ -113,7 +114,7 @@ class CheckpointStore:
             return self._read(number)[1]
         except FILE_FAULTS as error:
             raise ConfigError(
-                f"checkpoint {number} in {self.folder} cannot be read ({_in_words(error)})",
+                f"checkpoint {number} in {self.folder} cannot be read ({in_words(error)})",
                 f"These are here: {', '.join(map(str, here))}.",
             ) from error
 
@@ -126,7 +127,7 @@ class CheckpointStore:
             try:
                 return self._read(number), faults
             except FILE_FAULTS as error:
-                faults[number] = _in_words(error)
+                faults[number] = in_words(error)
                 log.warning("checkpoint %d in %s is left aside: %s", number, self.folder, faults[number])
         return None, faults
 
@@ -151,7 +152,7 @@ class CheckpointStore:
             try:
                 blobs |= _restored_blobs(self._at(place), described)
             except FILE_FAULTS as error:
-                raise WireError(f"in {place}: {_in_words(error)}") from error
+                raise WireError(f"in {place}: {in_words(error)}") from error
         return body, _unpacked(body, blobs)
 
     def _write(self, number: int, body: Body, blobs: Mapping[str, bytes]) -> None:
@@ -175,7 +176,7 @@ class CheckpointStore:
             for unused in set(self._finished()) - self._used():
                 self._at(unused).rename(self.folder / f"{unused}.{secrets.token_hex(4)}")
         except FILE_FAULTS as error:
-            log.warning("old checkpoints stay in %s: %s", self.folder, _in_words(error))
+            log.warning("old checkpoints stay in %s: %s", self.folder, in_words(error))
         self._sweep(number)
 
     def _sweep(self, number: int) -> None:
@@ -185,7 +186,7 @@ class CheckpointStore:
                 if (match := _LEFTOVER.fullmatch(name)) and int(match[1]) <= number:
                     shutil.rmtree(self.folder / name)
         except OSError as error:
-            log.warning("leftovers stay in %s: %s", self.folder, _in_words(error))
+            log.warning("leftovers stay in %s: %s", self.folder, in_words(error))
 
     def _used(self) -> set[int]:
         """The kept checkpoints, and those that they refer to."""
@@ -217,13 +218,6 @@ def describe(image: Image) -> str:
         f"checkpoint {image.number} of run {image.manifest.run!r}: "
         f"round {closed}, step {step}, {len(image.pending)} pending"
     )
-
-
-def _in_words(error: BaseException) -> str:
-    """An error in at most 300 characters: tensorstore's go on for pages, with the cause somewhere in the middle."""
-    text = error.what if isinstance(error, ArchipelagoError) else f"{type(error).__name__}: {error}"
-    text = text.partition(" [tensorstore_spec=")[0].strip().replace("\n", " ")
-    return text if len(text) <= 300 else f"{text[:80]} … {text[-200:]}"
 
 
 # an image, and the same as an index and blobs

@@ -7,6 +7,7 @@ stay in the stream; with a record (`--record`) it goes there first.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -91,6 +92,8 @@ class Keeper:
         self._job: Future[Covered] | None = None
         self._due_at: float | None = None
         self._failed_until = float("-inf")
+        self._trouble = ""
+        """what went wrong last; said once, until it is something else or over"""
 
     def is_due(self, now: float, *, urgent: bool = False) -> bool:
         """Whether it is time for a checkpoint, or one is `urgent`; not before the last one is done."""
@@ -128,14 +131,21 @@ class Keeper:
             return None
         job, self._job = self._job, None
         try:
-            return job.result()
+            covered = job.result()
         except (ArchipelagoError, OSError) as error:
             self._failed(error, now)
             return None
+        if self._trouble:
+            self._trouble = ""
+            log.info("checkpoints are written again: %s", covered.number, extra={"round": covered.round})
+        return covered
 
     def _failed(self, error: Exception, now: float) -> None:
         self._due_at = self._failed_until = now + RETRY_SECONDS
-        log.warning("no checkpoint, training goes on: %s", error)
+        trouble = re.sub(r"\d+", "", str(error))  # each try has a number of its own
+        again = trouble == self._trouble
+        self._trouble = trouble
+        log.log(logging.DEBUG if again else logging.WARNING, "no checkpoint, training goes on: %s", error)
 
     def _keep(self, cut: Cut, manifest: Manifest) -> Covered:
         newest = self.transport.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
@@ -161,7 +171,8 @@ class Keeper:
         for entry in tape:
             members = self.transport.read([member.entry for member in entry.members])
             if any(delivery.contribution is None for delivery in members):
-                log.warning("round %s goes without its contributions into the record: they are gone", entry.round)
+                what = "round %s goes without its contributions into the record: they are gone"
+                log.warning(what, entry.round, extra={"round": entry.round})
                 continue
             rounds.append((entry, tuple(members)))
         recorder.append(Segment(rounds, tracks))

@@ -16,10 +16,11 @@ from broker.process import (
     guarded,
     keep_compiled,
     keep_freed_memory,
-    log_to_stderr,
     print_json,
     stop_on_signals,
 )
+from broker.scalars import Scalars
+from broker.telemetry import WorkerOptions
 from merger.folder import KEEP, MergerFolder
 
 LINGER_SECONDS = 0.5
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class MergerOptions(RunAddress):
+class MergerOptions(WorkerOptions, RunAddress):
     """Serve a run: merge what the islands send. Runs on the CPU; a second merger waits until the first is gone."""
 
     folder: Path | None = None
@@ -49,23 +50,30 @@ class MergerOptions(RunAddress):
 def main(options: MergerOptions) -> int:
     """Serves until a signal, or until another merger has taken over."""
     stopped = stop_on_signals()
-    log_to_stderr("merger")
+    origin = options.log_as("merger", options.run)
     if options.lease_seconds < LEASE_SECONDS_MIN:
         raise ConfigError(f"--lease-seconds cannot be {options.lease_seconds}", f"Give at least {LEASE_SECONDS_MIN}.")
     transport = options.connect()
+    origin.run = transport.run
+    endpoint = options.endpoint()
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep)
+    curves = Scalars(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
     manifest = folder.find_or_bring_back(transport, resume=options.resume)  # before JAX loads: it is quick to say no
     keep_compiled()
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
     from merger.service import Merger, serve
+    from merger.telemetry import Telemetry
 
     every = options.checkpoint_every
     keeper = folder.keeper(transport, manifest, every) if every > 0 else None
     merger = Merger(transport, linger_seconds=LINGER_SECONDS, keeper=keeper, lease_seconds=options.lease_seconds)
+    endpoint.families = Telemetry(merger, curves).families
+    curves.start()
     serve(merger, stopped)
-    log.info("leaves after round %s", merger.rounds.closed)
+    curves.close()
+    log.info("leaves after round %s", merger.rounds.closed, extra={"round": merger.rounds.closed})
     if options.json:
         print_json({"run": transport.run, "round": merger.rounds.closed, "merged": transport.books().merged})
     return 0

@@ -6,21 +6,26 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from broker.errors import BrokerError, UnreachableError
 from broker.messages import Evaluation
-from broker.process import RunAddress, keep_compiled, log_to_stderr, print_json, stop_on_signals
+from broker.process import RunAddress, keep_compiled, print_json, stop_on_signals
+from broker.scalars import Scalars
+from broker.telemetry import CurveOptions
 from broker.transport import Transport
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class EvaluateOptions(RunAddress):
+class EvaluateOptions(CurveOptions, RunAddress):
     """Measure bits per byte of the merged parameters on held-out text, and record it with the run."""
 
     every: float = 0.0
     """seconds between two evaluations, until SIGTERM (then once more); 0 evaluates once"""
+    folder: Path | None = None
+    """where its curves go; default runs/RUN/evaluate"""
     json: bool = False
     """print one JSON object at the end"""
 
@@ -28,9 +33,14 @@ class EvaluateOptions(RunAddress):
 def main(options: EvaluateOptions) -> int:
     """Evaluates once, or again and again until a signal."""
     stopped = stop_on_signals()
-    log_to_stderr("evaluate")
+    origin = options.log_as("evaluate", options.run)
     transport = options.connect()
-    evaluate = evaluator(transport)
+    origin.run = transport.run
+    folder = options.folder or Path("runs") / transport.run / "evaluate"
+    # One look is asked for its answer, not for a folder where it happens to be asked.
+    curves = Scalars(options.sinks(transport.run, "evaluate", "evaluate", folder, "tokens") if options.every else [])
+    evaluate = evaluator(transport, curves)
+    curves.start()
     newest = evaluate()
     due = time.monotonic() + options.every
     while options.every and not stopped():
@@ -44,6 +54,7 @@ def main(options: EvaluateOptions) -> int:
             continue  # an outage ends by itself
     if options.every:
         newest = evaluate()
+    curves.close()
     if options.json:
         print_json({"run": transport.run, "round": newest.round, "bits_per_byte": newest.bits_per_byte})
     elif not options.every:
@@ -51,7 +62,7 @@ def main(options: EvaluateOptions) -> int:
     return 0
 
 
-def evaluator(transport: Transport) -> Callable[[], Evaluation]:
+def evaluator(transport: Transport, curves: Scalars | None = None) -> Callable[[], Evaluation]:
     """A function that evaluates the newest parameters and records it; nothing new is not evaluated twice."""
     manifest = transport.manifest()
     keep_compiled()
@@ -66,7 +77,7 @@ def evaluator(transport: Transport) -> Callable[[], Evaluation]:
     if corpus.identity != manifest.corpus:
         raise BrokerError(f"the corpus {corpus.name!r} on this machine is not the run's", "Copy the run's corpus here.")
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    measure = compile_measures(build(config.model.size), text)
+    measure = compile_measures(build(config.model), text, corpus.bytes_per_token)
 
     def evaluate() -> Evaluation:
         params, number, step = published(transport, manifest)
@@ -75,9 +86,12 @@ def evaluator(transport: Transport) -> Callable[[], Evaluation]:
             return known[-1]
         tokens = sum(presence.heartbeat.tokens for presence in transport.presences())
         measured = measure(params)
-        log.info("round %s: %.4f bits a target, %.1f %% right", number, measured.bits, 100 * measured.accuracy)
+        right = 100 * measured.accuracy
+        log.info("round %s: %.4f bits a target, %.1f %% right", number, measured.bits, right, extra={"round": number})
         found = Evaluation(number, step, tokens, time.time(), measured.bits)
         transport.evaluated(found)
+        if curves is not None:
+            curves.put(tokens, {"bits_per_byte": found.bits_per_byte, "accuracy": measured.accuracy, "round": number})
         return found
 
     return evaluate

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from broker.logs import message_of
 from ops import tether
 
 RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0)
@@ -112,12 +113,12 @@ class Child:
             self.process.wait()
 
     def last_words(self) -> str:
-        """The last line of its log."""
+        """What the last line of its log says."""
         try:
             lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         except OSError:
             return ""
-        return lines[-1] if lines else ""
+        return message_of(lines[-1]) if lines else ""
 
 
 def stop_all(children: Sequence[Child], seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,11 @@ from pathlib import Path
 from broker import config
 from broker.config import RunConfig
 from broker.errors import ConfigError
+from broker.logs import as_json
 
 CONFIG_FLAG = "--config"
+
+log = logging.getLogger(__name__)
 
 
 def config_file(args: Sequence[str]) -> RunConfig:
@@ -47,6 +51,10 @@ def _toml(value: object) -> str:
 
 
 def say(text: str = "") -> None:
-    """A line for people: on standard error, since standard output belongs to results."""
+    """A line for people: on standard error, since standard output belongs to results. A record with `--log-json`."""
+    if as_json():
+        if text.strip():
+            log.info("%s", text.strip())
+        return
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

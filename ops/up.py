@@ -15,13 +15,17 @@ import tyro
 from rich.console import Console
 from rich.live import Live
 
+from broker import metrics
 from broker.address import redacted
 from broker.config import RunConfig, checked
 from broker.errors import ArchipelagoError, ConfigError, UnreachableError
 from broker.keys import checked_name
+from broker.logs import as_json
 from broker.manifest import Manifest
 from broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled, print_json, stop_on_signals
 from broker.redis_transport import RedisTransport, connect
+from broker.scalars import require_wandb
+from broker.telemetry import WorkerOptions
 from broker.transport import Transport
 from merger.folder import MergerFolder
 from ops import report, show
@@ -38,7 +42,7 @@ DRAIN_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class UpOptions:
+class UpOptions(WorkerOptions):
     """Train on this machine: starts a Redis (unless a URL is given), a merger and islands; ends with a report.
 
     Ctrl-C ends it cleanly, and the same command goes on from there.
@@ -60,6 +64,10 @@ class UpOptions:
     """seconds between two evaluations on held-out text"""
     one_process: bool = True
     """afterwards train one process on as many tokens, for comparison"""
+    metrics_port: int | None = None
+    """serve Prometheus metrics: the merger's at http://HOST:PORT/metrics, each island's at the next port"""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """weights that a new run begins with: a .safetensors file, or a folder with one, such as `export` writes"""
     config: Path | None = None
     """a TOML file with settings; flags win over it"""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
@@ -76,14 +84,15 @@ def main(options: UpOptions) -> int:
     if not options.evaluate_every > 0:
         raise ConfigError(f"--evaluate-every cannot be {options.evaluate_every}", "Give seconds, such as 15.")
     folder = options.folder / name
+    _require_telemetry(options, name)
     keep_compiled()
-    require_usable(config)  # before anything is started or written
+    require_usable(config, options.from_)  # before anything is started or written
     stopped = stop_on_signals()
     with ExitStack() as stack:
         server, url = _server(options.url, folder, stack)
         transport = connect(url, name)
         stack.callback(transport.close)
-        manifest, created = _find_or_create(transport, config, folder, options.resume)
+        manifest, created = _find_or_create(transport, config, folder, options)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         _greet(manifest, created, server, url, folder)
@@ -100,15 +109,26 @@ def main(options: UpOptions) -> int:
     return 0 if finished else 130
 
 
-def _find_or_create(transport: Transport, config: RunConfig, folder: Path, resume: bool) -> tuple[Manifest, bool]:
+def _require_telemetry(options: UpOptions, name: str) -> None:
+    """Sets up what is asked for here; what the workers would refuse is refused before they are started."""
+    if options.log_json:
+        options.log_as("up", name)
+    if options.wandb:
+        require_wandb()
+    first = options.metrics_port or 0
+    if not 0 <= first <= metrics.PORT_MAX - options.islands:
+        raise ConfigError(f"--metrics-port cannot be {first}", f"Choose 0 to {metrics.PORT_MAX - options.islands}.")
+
+
+def _find_or_create(transport: Transport, config: RunConfig, folder: Path, options: UpOptions) -> tuple[Manifest, bool]:
     """The run's manifest, and whether it was created just now; never a fresh run over an old one's checkpoints."""
     kept = MergerFolder(folder / "merger")
     if numbers := kept.store.numbers():
         known = transport.run in transport.runs()
-        require_same(kept.find_or_bring_back(transport, resume=resume), config)
+        require_same(kept.find_or_bring_back(transport, resume=options.resume), config)
         if not known:
             say(f"the Redis had no such run: it goes on from checkpoint {numbers[-1]} in {kept.path}")
-    return create(transport, config)
+    return create(transport, config, options.from_)
 
 
 def _server(url: str | None, folder: Path, stack: ExitStack) -> tuple[Server | None, str]:
@@ -123,7 +143,7 @@ def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, f
         f"({manifest.config.model.size}) in {len(manifest.fragments)} fragments, corpus {manifest.corpus.name} "
         f"({manifest.corpus.bytes:,} bytes)")  # fmt: skip
     say(f"  redis   {server.describe() if server else redacted(url)}")
-    if server:
+    if server and not as_json():  # a password is for whoever sits here, not for where logs are kept
         say(f"  look    {server.cli_hint()}")
         say(f"  join    archipelago island '{url}' --run {manifest.run}")
     say(f"  folder  {folder}/ (logs, config.toml, report)")
@@ -160,12 +180,16 @@ class Session:
             return Child(child_name, argv, {**environment, **threads}, folder / "logs" / f"{child_name}.log")
 
         kept = ["--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
-        self.merger = child("merger", "-m", "merger", "--resume", *kept)
-        self.evaluator = child("evaluate", "-m", "ops", "evaluate", "--every", str(options.evaluate_every))
+        self.merger = child("merger", "-m", "merger", "--resume", *kept, *options.flags(0))
+        looks = ["--every", str(options.evaluate_every), "--folder", str(folder / "evaluate")]
+        self.evaluator = child("evaluate", "-m", "ops", "evaluate", *looks, *options.curve_flags())
         names = [f"island-{number}" for number in range(options.islands)]
         self.islands = [
-            child(name, "-m", "islands", "--name", name, "--folder", str(folder / "islands" / name)) for name in names
-        ]
+            child(
+                name, "-m", "islands", "--name", name, "--folder", str(folder / "islands" / name), *options.flags(port)
+            )
+            for port, name in enumerate(names, 1)
+        ]  # fmt: skip
         self.seconds = 0.0
         self.tokens_before = 0
 
@@ -192,7 +216,8 @@ class Session:
 
     def _watch(self, children: list[Child]) -> None:
         console = Console(stderr=True, highlight=False)
-        live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        on_screen = console.is_terminal and not self.options.log_json
+        live = Live(console=console, refresh_per_second=4, transient=False) if on_screen else None
         with ExitStack() as stack:
             if live:
                 stack.enter_context(live)
@@ -202,7 +227,7 @@ class Session:
                 happened = [self.keeper.tend()] if self.keeper else []
                 happened += [child.tend(now) for child in children]
                 for news in filter(None, happened):
-                    console.print(f"  {news}")
+                    (console.print if live else say)(f"  {news}")
                 self._require_hope()
                 if now >= look_due:
                     look_due = now + LOOK_SECONDS
@@ -270,6 +295,7 @@ class Session:
         say(f"one process trains on the same {tokens:,} tokens, for comparison (Ctrl-C skips it)")
         argv = f"-m ops alone --tokens {tokens} --output".split()
         argv += [str(kept), "--config", str(self.folder / "config.toml")]
+        argv += ["--from", str(self.options.from_)] if self.options.from_ else []
         log = self.folder / "logs" / "one-process.log"
         log.unlink(missing_ok=True)
         child = Child("one-process", argv, thread_environment(1), log)

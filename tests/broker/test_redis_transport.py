@@ -33,7 +33,7 @@ from broker.errors import (
     WireError,
 )
 from broker.keys import REGISTRY, Keys
-from broker.messages import Call, Contribution, Pending, Refusal, to_fields
+from broker.messages import Call, Contribution, Note, Pending, Refusal, to_fields
 from broker.redis_transport import RedisTransport, connect
 from broker.transport import START, Memory
 from broker.wire import digest
@@ -1128,3 +1128,34 @@ def test_of_a_snapshot_two_versions_lie_there_and_no_more(transport: RedisTransp
         counts.append(len([key for key in chunk_keys(raw, transport.run) if ":c:f0." in key]))
     assert counts == [3, *[6] * 6]
     assert len([key for key in chunk_keys(raw, transport.run) if ":c:o0." in key]) <= 3
+
+
+# -- steering -------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_lies_where_wishes_should_stands_in_nobodys_way(transport: RedisTransport, raw: Any) -> None:
+    raw.set(Keys(transport.run).control, "no hash")
+    assert transport.control() == {}
+    assert transport.heartbeat(samples.heartbeat()) == ""
+    assert transport.presences()[0].heartbeat == samples.heartbeat()
+    assert transport.lease_shard(["0"], "a/x") is not None
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        transport.steer({"merging": "paused"})
+
+
+def test_a_heartbeat_that_was_not_taken_is_an_error(transport: RedisTransport, raw: Any) -> None:
+    raw.set(Keys(transport.run).island("a"), "no hash")
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        transport.heartbeat(samples.heartbeat())
+
+
+def test_wishes_and_notes_that_cannot_be_read_hide_no_others(transport: RedisTransport, raw: Any) -> None:
+    keys = Keys(transport.run)
+    raw.hset(keys.control, mapping={b"\xff": b"\xfe", "merging": "paused", "island.a": b"\xff"})
+    assert transport.control() == {"\ufffd": "\ufffd", "merging": "paused", "island.a": "\ufffd"}
+    assert transport.heartbeat(samples.heartbeat()) == "\ufffd"
+    note = Note(1.7e9, "a", "joined", "at round 3")
+    transport.note(note)
+    raw.xadd(keys.notes, {"who": "a", "kind": "left"})
+    transport.note(note)
+    assert transport.notes(9) == [note, note]

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from broker.errors import BrokerError
 from broker.manifest import Manifest
@@ -269,3 +271,45 @@ def test_an_island_with_another_text_is_refused(processes: Processes, server: Se
     said = processes.said(island)
     assert "error: the run's corpus 'small-text' is" in said
     assert "Traceback" not in said
+
+
+def scraped(port: int) -> dict[str, float]:
+    """Values by name of a worker's metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_workers_are_scraped_draw_curves_and_log_in_json(
+    processes: Processes, server: Server, tmp_path: Path, until: Until
+) -> None:
+    url, run = server.url, "observed"
+    processes.run("init", url, "--run", run, "--inner.steps=100000", *SETTINGS)
+    seen = ["--run", run, "--metrics-port=0", "--log-json"]
+    merger = processes.start("merger", url, *seen, "--checkpoint-every=0")
+    island = processes.start("island", url, *seen, "--name=oslo")
+
+    def spoken(worker: subprocess.Popen[str]) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in processes.said(worker).splitlines() if line.endswith("}")]
+
+    def port(worker: subprocess.Popen[str]) -> int:
+        until(lambda: any("metrics at" in said["message"] for said in spoken(worker)), "the port", 60)
+        where = next(said["message"] for said in spoken(worker) if "metrics at" in said["message"])
+        return int(where.rpartition(":")[2].removesuffix("/metrics"))
+
+    ports = port(merger), port(island)
+    until(lambda: scraped(ports[0]).get("archipelago_merger_round", 0) >= 6, "some rounds", 120)
+    until(lambda: scraped(ports[1]).get("archipelago_island_loss", 0) > 0, "a loss")
+    curves = tmp_path / "runs" / run
+    for folder in (curves / "islands/oslo/tensorboard", curves / "merger/tensorboard"):
+        until(lambda folder=folder: any(path.stat().st_size > 100 for path in folder.glob("*tfevents*")), str(folder))
+    for worker in (island, merger):
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0, processes.said(worker)
+    for worker, who in ((merger, "merger"), (island, "oslo")):
+        lines = [json.loads(line) for line in processes.said(worker).splitlines()]  # all of it
+        assert {said["who"] for said in lines} == {who}
+        assert {said["run"] for said in lines} == {run}
+        assert {said.get("island") for said in lines} == {"oslo" if worker is island else None}
+        assert any(said.get("round", 0) > 0 for said in lines) or worker is island
+        assert all({"time", "level", "message"} <= said.keys() for said in lines)

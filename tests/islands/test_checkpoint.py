@@ -408,7 +408,7 @@ def test_a_disk_that_cannot_take_it_costs_the_checkpoint_only(tmp_path: Path, ca
         kept.save(cut(island, NUMBER))
         kept.on_marker(island, NUMBER)
         kept.finish(island)
-    assert caplog.text.count("no checkpoint in") == 3
+    assert caplog.text.count("no checkpoint in") == 1, "the same trouble is said once"
     assert all(record.levelno == logging.WARNING for record in caplog.records)
     assert kept.find(NUMBER) is None
     assert (tmp_path / "file").read_text() == "in the way of the folder"

@@ -427,7 +427,7 @@ def test_a_full_disk_is_an_error_and_harms_nothing(tmp_path: Path, monkeypatch: 
     store = saved(tmp_path, image(1))
     with monkeypatch.context() as patched:
         patched.setattr(merger.checkpoint, where, _full)
-        with pytest.raises(ConfigError, match=r"No space left.*Is the disk full.*as they were"):
+        with pytest.raises(ConfigError, match=r"No space left.*Free some space.*as they were"):
             store.save(image(2, 1))
     assert store.load() is not None
     assert [name for name in directories(tmp_path) if "." in name] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -284,6 +285,25 @@ def test_a_failing_disk_is_logged_and_tried_again(fault: Exception, caplog: pyte
     sea.balance()
 
 
+def test_the_same_trouble_is_said_once_another_one_too_and_that_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """Each try has a number of its own, and is the same trouble."""
+    faults = [ConfigError(f"checkpoint {number} cannot be written", "Free some space.") for number in (1, 2, 3)]
+    store = Shelf([*faults, OSError(13, "Permission denied"), faults[0]])
+    sea = Sea(quorum=2)
+    merger = serving(sea, store, every=0.0)
+    caplog.set_level(logging.INFO)
+    for number in range(1, 8):
+        sea.play(merger, number)
+        merger.turn(0.0)
+        sea.clock.now += RETRY_SECONDS
+    said = [record.getMessage() for record in caplog.records if record.name == "merger.keeper"]
+    assert [text.split(":")[0] for text in said] == ["no checkpoint, training goes on"] * 3 + [
+        "checkpoints are written again"
+    ]
+    assert ["cannot be written" in text for text in said] == [True, False, True, False]
+    sea.balance()
+
+
 def test_urgency_does_not_wear_a_failing_disk_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf([OSError("no")] * 100)
     sea = Sea(quorum=2)
@@ -310,7 +330,7 @@ def test_a_folder_that_cannot_be_listed_does_not_end_the_merger(caplog: pytest.L
     assert sea.events(Marker) == []
     sea.clock.now += RETRY_SECONDS
     sea.play(merger, 3)
-    assert caplog.text.count("cannot be listed") == 2
+    assert caplog.text.count("cannot be listed") == 1  # said once
     merger.finish()
     assert kept_rounds(sea) == [1, 2, 3]
 

@@ -1,0 +1,63 @@
+"""What an island shows of itself while it trains. Everything is read beside the training thread, which does nothing
+for it: from the heartbeat that it fills in anyway, and from plain attributes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from broker import metrics
+from broker.config import InnerConfig
+from broker.messages import Heartbeat
+from islands.worker import Island
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+
+def learning_rate(config: InnerConfig, step: int) -> float:
+    """`islands.inner.learning_rate` without the device, which is busy training: warm-up, then a cosine to the end."""
+    warmup = min(config.warmup_steps, config.steps - 1)
+    peak = config.learning_rate
+    if step < warmup:
+        return peak * (1 + step) / (warmup + 1)
+    share = min(1.0, (step - warmup) / (config.steps - warmup))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * share))
+    return peak * ((1.0 - config.final_share) * cosine + config.final_share)
+
+
+def _learning_rate(island: Island, beat: Heartbeat) -> float:
+    """By a local clock that of all the steps that the island has made, as if its moments had seen them all."""
+    config = island.config.inner
+    return learning_rate(config, beat.global_step if config.clock == "global" else beat.steps)
+
+
+def point(island: Island) -> tuple[int, Mapping[str, float]] | None:
+    """Values at the global step, once it trains."""
+    beat = island.link.heartbeat
+    if beat is None or beat.state != "training":
+        return None
+    return beat.global_step, {
+        "loss": beat.loss,
+        "learning_rate": _learning_rate(island, beat),
+        "tokens_per_second": beat.tokens_per_second,
+        "step_seconds": beat.step_seconds or math.nan,
+        "staleness": beat.staleness,
+    }
+
+
+def families(island: Island) -> Iterator[Metric]:
+    """What Prometheus is told."""
+    beat = island.link.heartbeat
+    if beat is None:
+        return iter(())
+    since = island.link.clock() - island.link.arrived_at
+    return metrics.of_island(
+        island.manifest.run,
+        beat,
+        link_up=not island.link.trouble,
+        learning_rate=_learning_rate(island, beat),
+        snapshot_age_seconds=since if math.isfinite(since) else math.nan,
+    )

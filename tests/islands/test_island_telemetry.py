@@ -1,0 +1,94 @@
+"""What an island shows of itself: read from beside, while it trains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from broker.config import InnerConfig
+from broker.errors import UnreachableError
+from broker.metrics import registry_of
+from islands import inner, telemetry
+from islands.worker import Island
+from tests.islands.tiny import Bay
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 7, 100, 1000])
+def test_the_learning_rate_is_the_one_that_it_trains_with(warmup_steps: int) -> None:
+    config = InnerConfig(steps=100, learning_rate=0.5, warmup_steps=warmup_steps, final_share=0.25)
+    schedule = inner.learning_rate(config)
+    for step in (0, 1, 6, 7, 8, 50, 98, 99, 100, 150):
+        with jax.numpy_dtype_promotion("standard"):  # as the step does
+            expected = float(schedule(jnp.asarray(step, jnp.int32)))
+        assert telemetry.learning_rate(config, step) == pytest.approx(expected, rel=1e-5), step
+
+
+def scraped(island: Island) -> dict[str, float]:
+    text = generate_latest(registry_of(lambda: telemetry.families(island))).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {tuple(sorted(sample.labels.items())) for sample in samples} <= {(("island", "a"), ("run", "tiny"))}
+    return {sample.name.removeprefix("archipelago_island_"): sample.value for sample in samples}
+
+
+def test_nothing_is_drawn_before_it_trains() -> None:
+    bay = Bay()
+    island = bay.island()
+    assert telemetry.point(island) is None
+    assert scraped(island)["steps_total"] == 0
+    silent = bay.island("b", silent=True)
+    assert telemetry.point(silent) is None
+    assert scraped(silent) == {}
+
+
+def test_an_island_that_trains() -> None:
+    bay = Bay()
+    island = bay.island()
+    bay.play(island, 9)
+    bay.boundary(island)
+    found = telemetry.point(island)
+    assert found is not None
+    step, values = found
+    assert step == island.ledger.global_step == 9
+    assert set(values) == {"loss", "learning_rate", "tokens_per_second", "step_seconds", "staleness"}
+    assert values["loss"] == island.speed.loss
+    assert math.isfinite(values["loss"])
+    assert values["learning_rate"] == pytest.approx(0.01, rel=0.01)
+    shown = scraped(island)
+    assert shown["steps_total"] == 9
+    assert shown["tokens_total"] == island.totals.tokens > 0
+    assert shown["sent_contributions_total"] == island.link.sent > 0
+    assert shown["sent_bytes_total"] == island.link.bytes_up > 0
+    assert shown["link_up"] == 1
+    bay.clock.now = island.link.arrived_at + 7.0
+    assert scraped(island)["snapshot_age_seconds"] == 7.0
+
+
+def test_a_link_that_is_down_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    bay = Bay()
+    island = bay.island()
+    bay.play(island, 1)
+
+    def gone(*_: object) -> None:
+        raise UnreachableError("nobody answers")
+
+    monkeypatch.setattr(island.link.transport, "heartbeat", gone)
+    island.link.pump()
+    assert scraped(island)["link_up"] == 0
+    monkeypatch.undo()
+    island.link.pump()
+    assert scraped(island)["link_up"] == 1
+
+
+def test_a_thin_link_is_up() -> None:
+    bay = Bay()
+    island = bay.island()
+    bay.play(island, 1)
+    assert island.link.heartbeat is not None
+    island.link.beat(replace(island.link.heartbeat, link="thin link: fewer bits"))
+    assert scraped(island)["link_up"] == 1

@@ -1,0 +1,93 @@
+"""What a merger shows of itself: each round that it commits, once, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from broker.errors import UnreachableError
+from broker.metrics import registry_of
+from broker.scalars import Scalars
+from merger.service import Merger
+from merger.telemetry import Telemetry, values
+from tests import samples
+from tests.merger.sea import Faulty, Sea, constant
+
+
+class Drawn(Scalars):
+    """Keeps what is put."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.points: list[tuple[int, Mapping[str, float]]] = []
+
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        self.points.append((step, values))
+
+
+def scraped(telemetry: Telemetry) -> dict[str, float]:
+    text = generate_latest(registry_of(telemetry.families)).decode()
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {s.name.removeprefix("archipelago_merger_"): s.value for s in found if not s.name.endswith("_bucket")}
+
+
+def test_rounds_are_counted_and_drawn() -> None:
+    sea = Sea(quorum=2)
+    merger = sea.merger()
+    drawn = Drawn()
+    telemetry = Telemetry(merger, drawn)
+    sea.play(merger, 1, 2, 3)
+    shown = scraped(telemetry)
+    books = sea.transport.books()
+    assert (shown["serving"], shown["epoch"], shown["round"], shown["rounds_total"]) == (1, merger.epoch, 3, 3)
+    assert shown["live_islands"] == 2
+    assert shown["merged_contributions_total"] == books.merged == 6
+    assert shown["merged_tokens_total"] == books.merged_tokens / 2
+    assert shown["received_bytes_total"] == books.bytes_up
+    assert shown["staleness_versions_count"] == 6
+    tape = sea.transport.tape(10)
+    assert [step for step, _ in drawn.points] == [entry.round for entry in tape] == [1, 2, 3]
+    for (_, point), entry in zip(drawn.points, tape, strict=True):
+        assert point == values(entry)
+        assert point["contributions"] == 2
+        assert point["loss"] == entry.loss
+        assert point["open_seconds"] == entry.open_seconds
+    sea.clock.now += 4.0
+    assert scraped(telemetry)["round_age_seconds"] == 4.0
+
+
+def test_refusals_are_counted() -> None:
+    sea = Sea(quorum=2)
+    merger = sea.merger()
+    telemetry = Telemetry(merger, Drawn())
+    sea.live("a", "b")
+    sea.send("a", 1, constant(float("nan")))
+    merger.turn(0.0)
+    assert scraped(telemetry)["refused_contributions_total"] == sea.transport.books().refused == 1
+    assert scraped(telemetry)["merged_contributions_total"] == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_round_whose_commit_broke_is_not_counted(when: str) -> None:
+    """Nobody knows whether it arrived: the merger begins anew from what Redis has."""
+    sea = Sea(quorum=2)
+    merger = Merger(Faulty(sea.broker, "sample", [("commit", 0, when)]), sea.clock, live_poll_seconds=0.0)
+    assert merger.acquire()
+    merger.load()
+    telemetry = Telemetry(merger, Drawn())
+    with pytest.raises(UnreachableError, match="the connection broke"):
+        sea.play(merger, 1)
+    assert scraped(telemetry)["rounds_total"] == 0
+
+
+def test_staleness_is_a_mean_and_absent_where_nobody_was_merged() -> None:
+    entry = samples.commit([]).tape
+    two = (replace(entry.members[0], staleness=1), replace(entry.members[0], staleness=4))
+    assert values(replace(entry, members=two))["staleness"] == 2.5
+    nobody = values(replace(entry, members=()))
+    assert nobody["staleness"] != nobody["staleness"]
+    assert nobody["contributions"] == 0
