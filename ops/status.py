@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from broker.process import RunAddress, print_json
 from ops.show import render
+from ops.situation import as_json, situation, trouble
 from ops.view import observe
 
 
 @dataclass(frozen=True)
 class StatusOptions(RunAddress):
-    """Show a run: its islands, its rounds, its books. Reads Redis only; starts in a blink."""
+    """Show a run: its islands, its rounds, its books, who serves it, what is steered. Starts in a blink.
+
+    Only reads. For scripts: ends with 0 when the run is fine, has ended or is paused, and with 1 when no island is
+    live, or nothing was merged for over a minute (for three strides, where islands are slower than that).
+    """
 
     json: bool = False
     """print one JSON object"""
@@ -22,9 +27,11 @@ class StatusOptions(RunAddress):
 def main(options: StatusOptions) -> int:
     """One reading."""
     transport = options.connect()
-    view = observe(transport, transport.manifest())
+    manifest = transport.manifest()
+    view, found = observe(transport, manifest), situation(transport)
+    wrong = trouble(view, found, manifest.config.sync.interval)
     if options.json:
-        print_json(asdict(view))
+        print_json(as_json(view, found, wrong))
     else:
-        Console(highlight=False).print(render(view))
-    return 0
+        Console(highlight=False).print(render(view, found, wrong))
+    return 1 if wrong else 0
