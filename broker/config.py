@@ -22,6 +22,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from broker.errors import ConfigError
 
+BYTES = 256
+"""the vocabulary of a text that is read byte by byte"""
 Positive = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0.0), Le(1.0)]
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -35,6 +37,8 @@ class ModelConfig:
     size: str = "tiny"
     """a model by name: tiny (0.1 M parameters), small (1 M), base (25 M), 124m, 1b; tiny-moe (0.3 M), small-moe (3 M)
     with 8 experts a layer; digits, for the corpus of that name"""
+    vocabulary: Annotated[int, Ge(BYTES), Le(1 << 24)] = BYTES
+    """tokens that a model of text knows; 256, for bytes, becomes that of the corpus's tokenizer where it has one"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class InnerConfig:
     muon_momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
     clip_norm: Annotated[float, Ge(0.0)] = 1.0
     """gradients are clipped to this global norm; 0 clips nothing"""
+    clock: Literal["global", "local"] = "global"
+    """what the learning rate follows: the run's global step, which a snapshot takes slow islands forward to; or the
+    steps that an island's own optimiser state has seen"""
     moments_warmup_steps: Annotated[int, Ge(0)] = 20
     """steps over which the learning rate grows while the optimiser's moments are fresh, as in an island that returns
     without them; 0 for none"""
@@ -177,6 +184,10 @@ class WireConfig:
         return 0 if self.sends_differences else self.zstd_level
 
 
+_LATER = (("model", "vocabulary"), ("inner", "clock"))
+"""settings that runs from before know nothing of"""
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that makes two workers members of the same run."""
@@ -200,8 +211,14 @@ class RunConfig:
         return self.data.batch_size * self.data.sequence_length
 
     def to_json(self) -> str:
-        """Canonical JSON: equal configs give equal text."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """Canonical JSON: equal configs give equal text, and what came later is left out where it is the default: runs
+        from before keep their digests.
+        """
+        values, defaults = dataclasses.asdict(self), dataclasses.asdict(RunConfig())
+        for section, name in _LATER:
+            if values[section][name] == defaults[section][name]:
+                del values[section][name]
+        return json.dumps(values, sort_keys=True)
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits that name this config."""

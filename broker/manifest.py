@@ -56,6 +56,22 @@ class Corpus:
     name: str
     digest: str
     bytes: int
+    """of the text"""
+    tokenizer: str = ""
+    """digest of what made tokens of it; empty where a token is a byte"""
+    tokens: int = 0
+    """that it made; 0 where a token is a byte"""
+
+    def to_list(self) -> list[str | int]:
+        """For JSON; of a corpus of bytes the same as before there were tokenizers."""
+        own: list[str | int] = [self.name, self.digest, self.bytes]
+        return [*own, self.tokenizer, self.tokens] if self.tokenizer else own
+
+    @classmethod
+    def from_list(cls, values: Sequence[str | int]) -> Corpus:
+        """The corpus that `to_list` wrote. Raises ValueError for anything else."""
+        name, digest, size, tokenizer, tokens = values if len(values) == 5 else (*values, "", 0)
+        return cls(str(name), str(digest), int(size), str(tokenizer), int(tokens))
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ class Manifest:
             "tensors": json.dumps([[t.name, list(t.shape), t.kind] for t in self.tensors]),
             "fragments": json.dumps([list(names) for names in self.fragments]),
             "tree_digest": self.tree_digest,
-            "corpus": json.dumps([self.corpus.name, self.corpus.digest, self.corpus.bytes]),
+            "corpus": json.dumps(self.corpus.to_list()),
             "versions": json.dumps(dict(self.versions), sort_keys=True),
         }
 
@@ -126,13 +142,12 @@ class Manifest:
         """The manifest that `to_fields` wrote. Raises ConfigError when it was damaged or made by another version."""
         try:
             tensors = tuple(Tensor(str(n), tuple(map(int, s)), k) for n, s, k in json.loads(fields["tensors"]))
-            name, digest, size = json.loads(fields["corpus"])
             manifest = cls(
                 run=fields["run"],
                 config=configs.from_json(fields["config"]),
                 tensors=tensors,
                 fragments=tuple(tuple(map(str, names)) for names in json.loads(fields["fragments"])),
-                corpus=Corpus(str(name), str(digest), int(size)),
+                corpus=Corpus.from_list(json.loads(fields["corpus"])),
                 versions=dict(json.loads(fields["versions"])),
             )
             manifest._require_whole(fields)

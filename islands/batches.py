@@ -6,12 +6,12 @@ island **leases** a shard and reads one **pass** over it, from the cursor on tha
 the windows of one pass tile the text. What it reads without a lease, because there is none to be had, is its own
 affair and moves no cursor: a shard once more (a **repeat**), or a **private** pass. Held-out text goes through
 `held_out` only. A corpus of examples is read the same way: each of them is a window, wherever text is an array of
-examples [examples, T + 1] instead of bytes.
+examples [examples, T + 1] instead of tokens.
 
 Random numbers are raw PCG64 output, whose stream NumPy promises to keep (unlike that of `Generator.permutation`): all
 islands must find the same permutation, whichever NumPy they have.
 
-Shapes in names: B sequences a batch, T tokens (bytes) a sequence, N windows.
+Shapes in names: B sequences a batch, T tokens (bytes, without a tokenizer) a sequence, N windows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.config import RunConfig
+from broker.config import BYTES, RunConfig
 from broker.data import PLACES_MAX, Place, parse_places, shard_name
-from broker.errors import DataError, WireError
+from broker.errors import ConfigError, DataError, WireError
+from islands.tokenizer import Tokens
 
 PRIVATE_PASSES = 1 << 41
 """Passes from here on are leased by nobody (`broker.data.PASSES_MAX` is below): where islands begin without a lease."""
@@ -68,10 +69,10 @@ def _number(shard: str, shards: int) -> int:
 def windows(
     size: int, shards: int, length: int, seed: int, shard: str, pass_number: int, repeat: int = 0
 ) -> NDArray[np.int64]:
-    """Where the windows of T + 1 bytes of a pass over `shard` begin, in random order; int64 [N], at least one.
+    """Where the windows of T + 1 tokens of a pass over `shard` begin, in random order; int64 [N], at least one.
 
-    In each pass the windows of all shards tile the text of `size` bytes, from another random offset below T on, and
-    every shards-th of them belongs to one shard. Neighbours share the one byte that is the last target of one and the
+    In each pass the windows of all shards tile the text of `size` tokens, from another random offset below T on, and
+    every shards-th of them belongs to one shard. Neighbours share the one token that is the last target of one and the
     first input of the other. Needs `size` of at least T · (shards + 1). Raises DataError for a shard that is not there.
     """
     offset = int(_random(1, _OFFSETS_STREAM, seed, pass_number)[0]) % length
@@ -90,16 +91,16 @@ def examples(count: int, shards: int, seed: int, shard: str, pass_number: int, r
     return mine[_permutation(_random(mine.size, _WINDOWS_STREAM, seed, number, pass_number, repeat))]
 
 
-def gather(text: NDArray[np.uint8], starts_N: NDArray[np.int64], length: int) -> NDArray[np.uint8]:
-    """The windows of T + 1 bytes that begin at `starts_N`, or examples by number; a copy, uint8 [N, T + 1]."""
+def gather(text: Tokens, starts_N: NDArray[np.int64], length: int) -> Tokens:
+    """The windows of T + 1 tokens that begin at `starts_N`, or examples by number; a copy, text's dtype [N, T + 1]."""
     if text.ndim == 2:
         return np.asarray(text)[starts_N]
-    windows_NxT1: NDArray[np.uint8] = np.asarray(text)[starts_N[:, None] + np.arange(length + 1)]
+    windows_NxT1: Tokens = np.asarray(text)[starts_N[:, None] + np.arange(length + 1)]
     return windows_NxT1
 
 
-def held_out(text: NDArray[np.uint8], sequences: int, length: int) -> NDArray[np.uint8]:
-    """Evenly spaced, non-overlapping windows of a held-out text; uint8 [N, T + 1] with N = min(sequences, what fits).
+def held_out(text: Tokens, sequences: int, length: int) -> Tokens:
+    """Evenly spaced, non-overlapping windows of a held-out text; its dtype, [N, T + 1], N = min(sequences, what fits).
 
     Of a corpus of examples, whole examples. Raises DataError when not one fits.
     """
@@ -111,13 +112,22 @@ def held_out(text: NDArray[np.uint8], sequences: int, length: int) -> NDArray[np
     count = min(sequences, room // length)
     if count < 1:
         raise DataError(
-            f"the held-out text of {text.size:,} bytes is shorter than one sequence of {length:,} tokens",
+            f"the held-out text of {_amount(text)} is shorter than one sequence of {length:,} tokens",
             "Lower data.sequence_length, or train on a larger corpus.",
         )
     return gather(text, np.arange(count, dtype=np.int64) * room // count, length)
 
 
-def _require_fit(text: NDArray[np.uint8], length: int, shards: int = 1) -> None:
+def _amount(text: Tokens) -> str:
+    """How long a text is, in words."""
+    return f"{text.size:,} {_unit(text)}"
+
+
+def _unit(text: Tokens) -> str:
+    return "bytes" if text.dtype == np.uint8 else "tokens"
+
+
+def _require_fit(text: Tokens, length: int, shards: int = 1) -> None:
     """Raises DataError unless a corpus of examples has ones of T + 1 bytes, and at least one for each shard."""
     count, size = text.shape
     if size != length + 1:
@@ -160,7 +170,7 @@ class _Pass:
 
     begun: _Point
     starts: NDArray[np.int64]
-    """where its windows begin, in the order of use; [N] bytes, or numbers of examples"""
+    """where its windows begin, in the order of use; [N] tokens, or numbers of examples"""
 
     def place(self, position: int) -> Place:
         """How far it has come after `position` windows, as a contribution says it."""
@@ -171,16 +181,15 @@ class _Pass:
 class Batches:
     """An endless supply of batches. Never waits: with no shard to lease it goes over the one it has again.
 
-    `train` is the training text, uint8 [bytes], or examples, uint8 [examples, T + 1]. `lease` returns the next shard of
-    this island and where to read on in it, or None when there is none to be had right now. `fallback` (not negative)
-    sets islands that begin without a lease apart. For one thread.
+    `train` is the training text, [tokens] of any unsigned dtype, or examples, uint8 [examples, T + 1]. `lease` returns
+    the next shard of this island and where to read on in it, or None when there is none to be had right now. `fallback`
+    (not negative) sets islands that begin without a lease apart. For one thread.
 
-    Raises DataError when the text has too few bytes for a window in each shard, or examples of another size.
+    Raises DataError when the text has too few tokens for a window in each shard, or examples of another size, and
+    ConfigError when it is made of tokens and the model knows bytes only.
     """
 
-    def __init__(
-        self, train: NDArray[np.uint8], config: RunConfig, lease: Callable[[], Place | None], fallback: int = 0
-    ) -> None:
+    def __init__(self, train: Tokens, config: RunConfig, lease: Callable[[], Place | None], fallback: int = 0) -> None:
         self._train, self._config, self._lease, self._fallback = train, config, lease, fallback
         self._pass: _Pass | None = None
         self._position = 0
@@ -191,20 +200,30 @@ class Batches:
         self.on_begin: Callable[[str], None] | None = None
         """told of every pass that is begun, as `begin` takes it, before its first window is used"""
         shards, length = config.data.shards, config.data.sequence_length
+        if train.dtype != np.uint8 and config.model.vocabulary == BYTES:
+            raise ConfigError(
+                "the corpus is made of tokens, and the model knows bytes only (model.vocabulary)",
+                "Set --model.vocabulary to that of the corpus's tokenizer, as its corpus.json says it.",
+            )
         if train.ndim == 2:
             _require_fit(train, length, shards)
         elif train.size < length * (shards + 1):
             raise DataError(
-                f"{train.size:,} bytes of training text are too few for {shards:,} shards (data.shards) of sequences "
+                f"{_amount(train)} of training text are too few for {shards:,} shards (data.shards) of sequences "
                 f"of {length:,} tokens (data.sequence_length)",
                 f"Lower data.shards to at most {max(1, train.size // length - 1):,}, lower data.sequence_length, "
                 "or train on a larger corpus.",
             )
 
-    def next(self, steps: int) -> NDArray[np.uint8]:
-        """The next `steps` batches: uint8 [steps, B, T + 1]."""
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """Of what `next` returns: of the text."""
+        return self._train.dtype
+
+    def next(self, steps: int) -> Tokens:
+        """The next `steps` batches: [steps, B, T + 1], of the text's dtype."""
         batch, length = self._config.data.batch_size, self._config.data.sequence_length
-        out = np.empty((steps * batch, length + 1), dtype=np.uint8)
+        out = np.empty((steps * batch, length + 1), dtype=self._train.dtype)
         self._leave_own_pass()
         filled = 0
         while filled < len(out):
@@ -270,11 +289,8 @@ class Batches:
         self._places = {place.shard: place for place in places}
 
     def _text_name(self) -> str:
-        data = self._config.data
-        return (
-            f"{self._train.size} bytes in {data.shards} shards of sequences of {data.sequence_length} tokens, "
-            f"seed {self._config.seed}"
-        )
+        data, size = self._config.data, f"{self._train.size} {_unit(self._train)}"
+        return f"{size} in {data.shards} shards of sequences of {data.sequence_length} tokens, seed {self._config.seed}"
 
     def _unfit(self, fault: str) -> DataError:
         return DataError(

@@ -1,7 +1,8 @@
 """Corpora: prepared text, or examples, on this machine's disk, mapped into memory and never read whole.
 
 Each corpus is a folder with `text.bin` (the bytes) and `corpus.json` (what they are). Most are running text; one of
-examples has as many bytes for each, such as an image's pixels and its label. A folder is written beside its place and
+examples has as many bytes for each, such as an image's pixels and its label. One with a `tokenizer.json` holds the
+tokens that it made of a text, two bytes each, or four of a large vocabulary. A folder is written beside its place and
 then renamed into it, so that a corpus is there completely or not at all, whoever else prepares it meanwhile.
 """
 
@@ -16,9 +17,10 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, Literal
 
 import numpy as np
 import platformdirs
@@ -26,13 +28,19 @@ from annotated_types import Ge, Gt
 from numpy.typing import NDArray
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
+from broker.config import BYTES
 from broker.errors import DataError
 from broker.keys import checked_name
 from broker.manifest import Corpus
+from islands.tokenizer import FILE as TOKENIZER_FILE
+from islands.tokenizer import TextTokenizer, Tokens, character_start, dtype_of, from_file, of_bytes, pieces, trained
 
 STDLIB = "stdlib"
 MINIMUM_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 20
+_PIECE_BYTES = 64 << 10
+_PIECES_AT_ONCE = 16
+"""pieces of text that are made tokens of together, on all cores"""
 _CARD_BYTES = 64 << 10
 _PREPARE = "`archipelago prepare FILE_OR_DIR --name NAME`"
 _PREPARED_BY_NAME = frozenset({"digits", "enwik8"})
@@ -42,28 +50,51 @@ _NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 @dataclass(frozen=True)
 class OpenCorpus:
-    """A prepared corpus. The three splits are contiguous, disjoint, read-only views of the mapped bytes: [bytes] of
-    running text, [examples, bytes of one] of a corpus of examples.
+    """A prepared corpus. The three splits are contiguous, disjoint, read-only views of the mapped file: [tokens] of
+    running text, which are its bytes unless there is a tokenizer; [examples, bytes of one] of a corpus of examples.
     """
 
     name: str
     digest: str
-    """BLAKE2b-128 of the whole text, 32 hexadecimal digits"""
+    """BLAKE2b-128 of the whole text, or of its tokens; 32 hexadecimal digits"""
     source: str
     """where the text came from, in words"""
-    train: NDArray[np.uint8]
-    valid: NDArray[np.uint8]
-    test: NDArray[np.uint8]
+    train: Tokens
+    valid: Tokens
+    test: Tokens
+    vocabulary: int = BYTES
+    tokenizer: str = ""
+    """digest of the tokenizer; empty where a token is a byte"""
+    text_bytes: tuple[int, ...] = ()
+    """of the text of each split, in their order, where there is a tokenizer"""
 
     @property
     def identity(self) -> Corpus:
         """What the run's manifest holds of it."""
-        return Corpus(self.name, self.digest, self.train.size + self.valid.size + self.test.size)
+        tokens = self.train.size + self.valid.size + self.test.size
+        if self.tokenizer:
+            return Corpus(self.name, self.digest, sum(self.text_bytes), self.tokenizer, tokens)
+        return Corpus(self.name, self.digest, tokens)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text, which evaluations read: what makes losses by different tokenizers comparable."""
+        return self.text_bytes[1] / self.valid.size if self.tokenizer else 1.0
+
+    def open_tokenizer(self) -> TextTokenizer:
+        """What made tokens of the text. Raises DataError when its file is damaged."""
+        if not self.tokenizer:
+            return of_bytes()
+        folder = data_folder() / self.name
+        found = from_file(folder / TOKENIZER_FILE)
+        if found.digest != self.tokenizer:
+            raise _damaged(folder, f"{TOKENIZER_FILE} is another than corpus.json says")
+        return found
 
 
 @dataclass(frozen=True)
 class _Splits:
-    """Bytes of each split, in their order in the text."""
+    """Elements of each split, or bytes of its text, in their order."""
 
     train: Annotated[int, Gt(0)]
     valid: Annotated[int, Ge(0)]
@@ -81,6 +112,13 @@ class _Card:
     splits: _Splits
     example_bytes: Annotated[int, Ge(0)] = 0
     """of each example; 0 for running text"""
+    dtype: Literal["uint8", "uint16", "uint32"] = "uint8"
+    """of an element of text.bin, little-endian"""
+    vocabulary: Annotated[int, Ge(BYTES)] = BYTES
+    tokenizer: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32})?$")] = ""
+    """digest of tokenizer.json; empty where an element is a byte of the text"""
+    text_bytes: _Splits | None = None
+    """of the text of each split, where there is a tokenizer"""
 
 
 _CARD = TypeAdapter(_Card)
@@ -133,13 +171,15 @@ def open_corpus(name: str) -> OpenCorpus:
         size = (folder / "text.bin").stat().st_size
         if size != card.bytes:
             raise _damaged(folder, f"text.bin holds {size:,} bytes and corpus.json says {card.bytes:,}")
-        text: NDArray[np.uint8] = np.memmap(folder / "text.bin", dtype=np.uint8, mode="r")
+        text: Tokens = np.memmap(folder / "text.bin", dtype=dtype_of(card.vocabulary), mode="r")
     except OSError as error:
         raise _damaged(folder, f"text.bin cannot be read: {error.strerror}") from None
-    splits = np.split(text, [card.splits.train, card.splits.train + card.splits.valid])
+    train, valid, test = np.split(text, [card.splits.train, card.splits.train + card.splits.valid])
     if card.example_bytes:
-        splits = [split.reshape(-1, card.example_bytes) for split in splits]
-    return OpenCorpus(name, card.digest, card.source, *splits)
+        train, valid, test = (split.reshape(-1, card.example_bytes) for split in (train, valid, test))
+    of_text = asdict(card.text_bytes).values() if card.text_bytes else ()
+    known = (card.vocabulary, card.tokenizer, tuple(of_text))
+    return OpenCorpus(name, card.digest, card.source, train, valid, test, *known)
 
 
 def _damaged(folder: Path, why: str) -> DataError:
@@ -155,9 +195,11 @@ def _read_card(folder: Path) -> _Card:
         raise _damaged(folder, f"corpus.json cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise _damaged(folder, f"corpus.json: {error.errors()[0]['msg'].lower()}") from None
-    splits = asdict(card.splits).values()
+    splits, dtype = asdict(card.splits).values(), dtype_of(card.vocabulary)
     uneven = card.example_bytes and any(split % card.example_bytes for split in splits)
-    if card.name != folder.name or sum(splits) != card.bytes or uneven:
+    tokenised = card.vocabulary > BYTES
+    wrong = dtype.name != card.dtype or tokenised != bool(card.tokenizer) or tokenised != bool(card.text_bytes)
+    if card.name != folder.name or sum(splits) * dtype.itemsize != card.bytes or uneven or wrong:
         raise _damaged(folder, "corpus.json contradicts itself or its folder")
     return card
 
@@ -211,12 +253,13 @@ def chunks(stream: BinaryIO) -> Iterator[bytes]:
         yield chunk
 
 
-def create(name: str, fill: Callable[[TextWriter], str], example_bytes: int = 0) -> OpenCorpus:
+def create(name: str, fill: Callable[[TextWriter], str], example_bytes: int = 0, vocabulary: int = BYTES) -> OpenCorpus:
     """Makes a corpus of what `fill` writes; `fill` returns where that came from, in words.
 
-    With `example_bytes`, that is whole examples of this size. If somebody else has put the same corpus there meanwhile,
-    theirs is used. Raises DataError when the text is too short, when a different corpus of that name is there, or when
-    the folder cannot be written.
+    With `example_bytes`, that is whole examples of this size. With a `vocabulary` of more than the bytes, a tokenizer
+    of so many tokens is learnt from the training part, and kept with the tokens that it makes of all parts. If somebody
+    else has put the same corpus there meanwhile, theirs is used. Raises DataError when the text is too short, when a
+    different corpus of that name is there, or when the folder cannot be written.
     """
     final = data_folder() / checked_name(name, "the corpus name")
     with _staging_folder(final) as stage:
@@ -231,12 +274,14 @@ def create(name: str, fill: Callable[[TextWriter], str], example_bytes: int = 0)
                 f"Name text (UTF-8) of at least {MINIMUM_BYTES:,} bytes.",
             )
         card = _card(name, writer, source, example_bytes)
-        (stage / "corpus.json").write_bytes(_CARD.dump_json(card, indent=2))
+        if vocabulary > BYTES:
+            card = _tokenised(stage, card, vocabulary)
+        (stage / "corpus.json").write_bytes(_CARD.dump_json(card, indent=2, exclude_none=True))
         _publish(stage, final)
     corpus = open_corpus(name)
-    if corpus.digest != writer.digest:
+    if (corpus.digest, corpus.tokenizer) != (card.digest, card.tokenizer):
         raise DataError(
-            f"a different corpus {name!r} is already there (digest {corpus.digest}, not {writer.digest})",
+            f"a different corpus {name!r} is already there (digest {corpus.digest}, not {card.digest})",
             f"Choose another --name, or delete {final}.",
         )
     return corpus
@@ -247,6 +292,53 @@ def _card(name: str, writer: TextWriter, source: str, example_bytes: int) -> _Ca
     counts = splits_of_examples(writer.size // size) if example_bytes else splits_of(writer.size)
     splits = _Splits(*(count * size for count in counts))
     return _Card(name, writer.size, writer.digest, source, splits, example_bytes)
+
+
+def _tokenised(stage: Path, card: _Card, vocabulary: int) -> _Card:
+    """Puts tokens in the place of the text in `stage`, and their tokenizer beside them; the card that fits these."""
+    path, text = stage / "text.bin", stage / "text"
+    path.rename(text)
+    sizes = _whole_characters(text, card.splits)
+    with text.open("rb") as source, path.open("wb") as file:
+        tokenizer = trained(pieces(source, sizes.train, _PIECE_BYTES), vocabulary)
+        source.seek(0)
+        writer = TextWriter(file)
+        counts = [_write_tokens(writer, source, size, tokenizer) for size in asdict(sizes).values()]
+        file.flush()
+        os.fsync(file.fileno())
+    text.unlink()
+    (stage / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
+    return replace(
+        card,
+        bytes=writer.size,
+        digest=writer.digest,
+        splits=_Splits(*counts),
+        dtype=dtype_of(vocabulary).name,  # type: ignore[arg-type]
+        vocabulary=vocabulary,
+        tokenizer=tokenizer.digest,
+        text_bytes=sizes,
+    )
+
+
+def _whole_characters(text: Path, splits: _Splits) -> _Splits:
+    """The splits of that text, moved so that no character is cut."""
+    mapped = np.memmap(text, dtype=np.uint8, mode="r")
+
+    def start(place: int) -> int:
+        window = max(0, place - 3)
+        return window + character_start(mapped[window : place + 1].tobytes(), place - window)
+
+    first, second = start(splits.train), start(splits.train + splits.valid)
+    return _Splits(first, second - first, mapped.size - second)
+
+
+def _write_tokens(writer: TextWriter, source: BinaryIO, size: int, tokenizer: TextTokenizer) -> int:
+    """Appends the tokens of the next `size` bytes; how many."""
+    before, texts = writer.size, pieces(source, size, _PIECE_BYTES)
+    while some := list(islice(texts, _PIECES_AT_ONCE)):
+        for tokens in tokenizer.encoded(some):
+            writer.write(tokens.tobytes())
+    return (writer.size - before) // dtype_of(tokenizer.vocabulary).itemsize
 
 
 @contextmanager
@@ -310,11 +402,12 @@ def _stdlib_files(root: Path) -> list[Path]:
     return sorted(filter(Path.is_file, wanted), key=place)
 
 
-def prepare_text(source: Path, name: str) -> OpenCorpus:
+def prepare_text(source: Path, name: str, vocabulary: int = BYTES) -> OpenCorpus:
     """A text file, or all text files of a folder in the order of their paths, joined by newlines, as corpus `name`.
 
-    Hidden files are left out; files that are not UTF-8 text are skipped and counted in the corpus's `source`. Raises
-    DataError when `source` is not there, when it holds too little text, or when `name` stands for other text.
+    With a `vocabulary` of more than the bytes, as tokens of byte-level BPE. Hidden files are left out; files that are
+    not UTF-8 text are skipped and counted in the corpus's `source`. Raises DataError when `source` is not there, when
+    it holds too little text, or when `name` stands for other text.
     """
     if name == STDLIB:
         raise DataError(f"{STDLIB!r} is the name of the Python standard library's sources", "Choose another --name.")
@@ -325,7 +418,21 @@ def prepare_text(source: Path, name: str) -> OpenCorpus:
     def fill(writer: TextWriter) -> str:
         return _write_files(writer, files, source.name or str(source))
 
-    return create(name, fill)
+    return create(name, fill, vocabulary=vocabulary)
+
+
+def prepare_tokens(of: OpenCorpus, name: str, vocabulary: int) -> OpenCorpus:
+    """A prepared text once more, as tokens of byte-level BPE. Raises DataError for what is no text of bytes."""
+    if of.tokenizer or of.train.ndim != 1:
+        raise DataError(f"the corpus {of.name!r} is no text of bytes", "Name a text.")
+
+    def fill(writer: TextWriter) -> str:
+        for split in (of.train, of.valid, of.test):
+            for start in range(0, split.size, CHUNK_BYTES):
+                writer.write(split[start : start + CHUNK_BYTES].tobytes())
+        return of.source
+
+    return create(name, fill, vocabulary=vocabulary)
 
 
 def prepare_examples(examples_NxR: NDArray[np.uint8], name: str, source: str) -> OpenCorpus:

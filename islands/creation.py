@@ -1,13 +1,14 @@
-"""Creating a run: its manifest, and version 0 of every fragment from the seed."""
+"""Creating a run: its manifest, and version 0 of every fragment, from the seed or from weights that are there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import jax
 import numpy as np
 
-from broker.config import RunConfig
+from broker.config import BYTES, RunConfig
 from broker.errors import ConfigError
 from broker.manifest import Corpus, Manifest, balanced
 from broker.messages import Snapshot
@@ -21,13 +22,34 @@ PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "red
 
 def describe(run: str, config: RunConfig, corpus: Corpus) -> Manifest:
     """The manifest that this config and this machine's code give."""
-    tensors = model.build(config.model.size).tensors
+    tensors = model.build(config.model).tensors
     return Manifest(run, config, tensors, balanced(tensors, config.sync.fragments), corpus, _versions())
 
 
-def require_readable(config: RunConfig, corpus: OpenCorpus) -> None:
-    """Raises ConfigError when the config's model is not there, or cannot read this corpus."""
-    wanted = model.build(config.model.size).example_bytes
+def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
+    """The config with the vocabulary of the corpus's tokenizer, unless it names one itself."""
+    if not corpus.tokenizer or config.model.vocabulary != BYTES:
+        return config
+    return replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))
+
+
+def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | None = None) -> None:
+    """Raises ConfigError when the config's model is not there, or cannot read this corpus, or when this is made of the
+    tokens of another `tokenizer` than the one of that digest.
+    """
+    if corpus.vocabulary > config.model.vocabulary:
+        raise ConfigError(
+            f"the corpus {corpus.name!r} has {corpus.vocabulary:,} tokens, and the model knows "
+            f"{config.model.vocabulary:,} (model.vocabulary)",
+            f"Set --model.vocabulary {corpus.vocabulary}, or name another corpus with --data.corpus.",
+        )
+    if tokenizer is not None and corpus.tokenizer != tokenizer:
+        mine, theirs = (f"the tokenizer {name}" if name else "bytes" for name in (corpus.tokenizer, tokenizer))
+        raise ConfigError(
+            f"the corpus {corpus.name!r} is made of {mine}, and the run's of {theirs}",
+            "The same tokens must stand for the same text: name a corpus that the run's tokenizer made.",
+        )
+    wanted = model.build(config.model).example_bytes
     found = corpus.train.shape[1] if corpus.train.ndim == 2 else None
     if wanted is not None and found != wanted:
         holds = "running text" if found is None else f"examples of {found:,}"
@@ -37,10 +59,11 @@ def require_readable(config: RunConfig, corpus: OpenCorpus) -> None:
         )
 
 
-def first_snapshots(manifest: Manifest) -> list[tuple[Snapshot, bytes]]:
-    """Version 0 of every fragment, freshly initialised from the run's seed, with its payload."""
+def first_snapshots(manifest: Manifest, params: model.Params | None = None) -> list[tuple[Snapshot, bytes]]:
+    """Version 0 of every fragment with its payload: of `params`, or freshly initialised from the run's seed."""
     config = manifest.config
-    params = model.build(config.model.size).init(config.seed)
+    if params is None:
+        params = model.build(config.model).init(config.seed)
     out = []
     for p, rows in enumerate(manifest.layout):
         payload = pack(np.asarray(jax.device_get(flatten(rows, params))), config.wire.full, config.wire.full_zstd_level)

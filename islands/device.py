@@ -30,7 +30,7 @@ def best_scan_steps(island: Island) -> int:
 def _seconds_a_step(island: Island, scan_steps: int) -> float:
     """The best of a few runs on copies, after one that compiles."""
     data = island.config.data
-    batch = jnp.zeros((scan_steps, data.batch_size, data.sequence_length + 1), jnp.uint8)
+    batch = jnp.zeros((scan_steps, data.batch_size, data.sequence_length + 1), island.batches.dtype)
     state = jax.tree.map(jnp.array, island.inner)
     best = float("inf")
     for attempt in range(4):

@@ -1,4 +1,8 @@
-"""Held-out text: bits per byte of the merger's parameters, never of an island's own. Of examples, bits per label."""
+"""Held-out text: bits per byte of the merger's parameters, never of an island's own. Of examples, bits per label.
+
+Per byte also where a token is more than one, so that models with different tokenizers compare: nats a token, times the
+tokens of the whole held-out text over its bytes, over ln 2.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from broker.codecs import Vector
 from broker.manifest import Manifest
@@ -17,6 +20,7 @@ from broker.transport import Transport
 from broker.wire import unpack
 from islands.model import Model, Params
 from islands.replica import unflatten
+from islands.tokenizer import Tokens
 
 BATCH = 32
 
@@ -25,18 +29,18 @@ class Measures(NamedTuple):
     """How well a model does on held-out sequences."""
 
     bits: float
-    """a target: per byte of text, per label of examples; without what training adds to the loss"""
+    """per byte of text, per label of examples; without what training adds to the loss"""
     accuracy: float
     """share of the targets that the model finds the most probable of all, 0 … 1"""
 
 
-def compile_evaluation(model: Model, held_out_NxT1: NDArray[np.uint8]) -> Callable[[Params], float]:
+def compile_evaluation(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], float]:
     """From parameters to bits per byte over those sequences (a whole number of batches of 32, or all if fewer)."""
     mean_nats = _mean_over(held_out_NxT1, model.loss)
-    return lambda params: float(mean_nats(params)) / math.log(2.0)
+    return lambda params: float(mean_nats(params)) / math.log(2.0) / bytes_per_token
 
 
-def compile_measures(model: Model, held_out_NxT1: NDArray[np.uint8]) -> Callable[[Params], Measures]:
+def compile_measures(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], Measures]:
     """From parameters to the same bits and the accuracy over the same sequences."""
 
     def both(params: Params, tokens_BxT1: jax.Array) -> jax.Array:  # the compiler goes through the model once
@@ -48,13 +52,13 @@ def compile_measures(model: Model, held_out_NxT1: NDArray[np.uint8]) -> Callable
 
     def measure(params: Params) -> Measures:
         nats, accuracy = np.asarray(mean_2(params)).tolist()
-        return Measures(nats / math.log(2.0), accuracy)
+        return Measures(nats / math.log(2.0) / bytes_per_token, accuracy)
 
     return measure
 
 
 def _mean_over(
-    held_out_NxT1: NDArray[np.uint8], measure: Callable[[Params, jax.Array], jax.Array]
+    held_out_NxT1: Tokens, measure: Callable[[Params, jax.Array], jax.Array]
 ) -> Callable[[Params], jax.Array]:
     size = min(BATCH, len(held_out_NxT1))
     count = len(held_out_NxT1) // size

@@ -1,4 +1,4 @@
-"""The inner step: AdamW or Muon with warm-up and cosine by the global step, as one compiled scan over n steps."""
+"""The inner step: AdamW or Muon with warm-up and cosine by the run's clock or its own, as one compiled scan of n."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
         (_, loss), gradients = gradient(state.params, tokens_BxT1.astype(jnp.int32))
         with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and computes in float32
             updates, moments = transformation.update(gradients, state.optimizer, state.params)
-            rate = jnp.asarray(schedule(count), jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
+            clock = count if config.clock == "global" else counts(state.optimizer)[0]
+            rate = jnp.asarray(schedule(clock), jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         return (InnerState(params, moments), count + 1), loss
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,31 @@ from broker.manifest import Tensor
 Params = dict[str, jax.Array]
 """Parameters by dotted name, such as `layers.0.attention.query.kernel`; every one float32."""
 
-_ROTARY_BASE = 10_000.0
-_NORM_EPSILON = 1e-6
+ROTARY_BASE = 10_000.0
+NORM_EPSILON = 1e-6
 GAIN = 0.5
 """root mean square of a projection's first outputs, for normalised input"""
+
+
+class Memory(NamedTuple):
+    """What attention keeps of the tokens before: S places in each layer, the first `length` of them taken."""
+
+    keys: tuple[jax.Array, ...]
+    """of each layer, [B, S, N, D], rotated to their positions"""
+    values: tuple[jax.Array, ...]
+    """of each layer, [B, S, N, D]"""
+    length: jax.Array
+    """int32, []"""
+
+
+class Decoder(NamedTuple):
+    """A model of text that goes on from what it has read, at the cost of the new tokens alone."""
+
+    empty: Callable[[int], Memory]
+    """from S, the most tokens that it will hold, to a memory of nothing, for B = 1"""
+    extend: Callable[[Params, Memory, jax.Array, jax.Array], tuple[jax.Array, Memory]]
+    """reads the first `count` (int32, [], at least 1) of integer tokens [1, T], which must find room: float32 logits
+    [1, V] of the token after them, and the memory with them. The rest only fills up a shape."""
 
 
 class Model(NamedTuple):
@@ -41,13 +62,15 @@ class Model(NamedTuple):
     tensors: tuple[Tensor, ...]
     """what `init` returns, without allocating it; sorted by name"""
     logits: Callable[[Params, jax.Array], jax.Array]
-    """from integer tokens [B, T] to float32 logits: [B, T, 256] of the token that follows each, or [B, classes] of an
+    """from integer tokens [B, T] to float32 logits: [B, T, V] of the token that follows each, or [B, classes] of an
     example's label"""
     penalised: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
     """from the same as `loss` to that loss and what training adds to it (float32, [] both), in one pass; None: nothing
     is added"""
     example_bytes: int | None = None
     """bytes of one example, T + 1, its label last, for a model that reads only these; None for a model of text"""
+    decoder: Decoder | None = None
+    """what writes text, token by token; None for a model that reads only examples"""
 
     def objective(self, params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What training descends, and the loss that it reports: the same, but for what `penalised` adds."""
@@ -76,7 +99,7 @@ class Size:
 def rms_norm(x: jax.Array, scale_W: jax.Array) -> jax.Array:
     """`x` [..., W] over its root mean square along W, times `scale_W`; computed in float32, returned in x's dtype."""
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + _NORM_EPSILON)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + NORM_EPSILON)
     scale = scale_W.reshape((1,) * (x.ndim - 1) + scale_W.shape)
     return (wide * inverse * scale).astype(x.dtype)
 
@@ -87,7 +110,7 @@ def rotate(x_BxTxNxD: jax.Array, positions_T: jax.Array) -> jax.Array:
     The dot product of two rotated vectors then depends on the difference of their positions only. Computed in float32.
     """
     half = x_BxTxNxD.shape[-1] // 2
-    frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(_ROTARY_BASE) / half))
+    frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(ROTARY_BASE) / half))
     angle = positions_T.astype(jnp.float32)[None, :, None, None] * frequency[None, None, None, :]
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
     low, high = jnp.split(x_BxTxNxD.astype(jnp.float32), 2, axis=-1)
@@ -133,14 +156,30 @@ class Attention(nnx.Module):
         self.out = linear(size.width, size.width, residual_gain(size), dtype, rngs)
 
     def __call__(self, x_BxTxW: jax.Array) -> jax.Array:
-        batch, time, width = x_BxTxW.shape
-        shape = (batch, time, self.heads, width // self.heads)
-        positions = jnp.arange(time)
-        query = rotate(self.query(x_BxTxW).reshape(shape), positions)
-        key = rotate(self.key(x_BxTxW).reshape(shape), positions)
-        value = self.value(x_BxTxW).reshape(shape)
+        query, key, value = self._projected(x_BxTxW, jnp.arange(x_BxTxW.shape[1]))
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=self.causal)
         return self.out(mixed.reshape(x_BxTxW.shape))
+
+    def extend(
+        self, x_BxTxW: jax.Array, keys_BxSxNxD: jax.Array, values_BxSxNxD: jax.Array, length: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The same for positions from `length` on, which see the `length` places before them; and these with theirs."""
+        positions_T = length + jnp.arange(x_BxTxW.shape[1])
+        query, key, value = self._projected(x_BxTxW, positions_T)
+        start = (0, length, 0, 0)
+        keys_BxSxNxD = jax.lax.dynamic_update_slice(keys_BxSxNxD, key.astype(keys_BxSxNxD.dtype), start)
+        values_BxSxNxD = jax.lax.dynamic_update_slice(values_BxSxNxD, value.astype(values_BxSxNxD.dtype), start)
+        seen_TxS = jnp.arange(keys_BxSxNxD.shape[1])[None, :] <= positions_T[:, None]
+        mixed = jax.nn.dot_product_attention(query, keys_BxSxNxD, values_BxSxNxD, mask=seen_TxS[None, None])
+        return self.out(mixed.reshape(x_BxTxW.shape)), keys_BxSxNxD, values_BxSxNxD
+
+    def _projected(self, x_BxTxW: jax.Array, positions_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, [B, T, N, D] each; the first two rotated to their positions."""
+        batch, time, width = x_BxTxW.shape
+        shape = (batch, time, self.heads, width // self.heads)
+        query = rotate(self.query(x_BxTxW).reshape(shape), positions_T)
+        key = rotate(self.key(x_BxTxW).reshape(shape), positions_T)
+        return query, key, self.value(x_BxTxW).reshape(shape)
 
 
 class GatedMLP(nnx.Module):
@@ -174,6 +213,16 @@ class Layer(nnx.Module):
         x_BxTxW = x_BxTxW + self.attention(self.attention_norm(x_BxTxW))
         return x_BxTxW + self.mlp(self.mlp_norm(x_BxTxW))
 
+    def extend(
+        self, x_BxTxW: jax.Array, keys_BxSxNxD: jax.Array, values_BxSxNxD: jax.Array, length: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The same with attention over the `length` places before; and these with the new ones."""
+        normed_BxTxW = self.attention_norm(x_BxTxW)
+        mixed_BxTxW, *kept = self.attention.extend(normed_BxTxW, keys_BxSxNxD, values_BxSxNxD, length)
+        x_BxTxW = x_BxTxW + mixed_BxTxW
+        keys_BxSxNxD, values_BxSxNxD = kept
+        return x_BxTxW + self.mlp(self.mlp_norm(x_BxTxW)), keys_BxSxNxD, values_BxSxNxD
+
 
 def _dotted(path: tuple[object, ...]) -> str:
     """A path in the tree of modules as a parameter's name."""
@@ -187,6 +236,8 @@ class Wired(NamedTuple):
     apply: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]
     """from parameters and integer tokens [B, T] to the logits and the sum of the parts' `Penalty`"""
     tensors: tuple[Tensor, ...]
+    module: Callable[[Params], Any]
+    """from parameters to the module that has them"""
 
 
 def wired(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -> Wired:
@@ -201,8 +252,11 @@ def wired(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -> Wir
         model = create(nnx.Rngs(key))
         return {_dotted(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
+    def module(params: Params) -> Any:
+        return nnx.merge(graph, nnx.from_flat_state([(paths[name], value) for name, value in params.items()]))
+
     def apply(params: Params, tokens_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graph, nnx.from_flat_state([(paths[name], value) for name, value in params.items()]))
+        model = module(params)
         logits: jax.Array = model(tokens_BxT)
         return logits, sum(jax.tree.leaves(nnx.pop(model, Penalty)), jnp.zeros((), jnp.float32))
 
@@ -210,10 +264,25 @@ def wired(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -> Wir
         Tensor(name, tuple(shapes[path]), "embedding" if path[-1] == "embedding" else "rest")
         for name, path in sorted(paths.items())
     )
-    return Wired(lambda seed: fresh(jax.random.key(seed)), apply, tensors)
+    return Wired(lambda seed: fresh(jax.random.key(seed)), apply, tensors, module)
 
 
-def next_token_model(network: Wired, *, penalised: bool = False) -> Model:
+def decoder(network: Wired, size: Size, dtype: DTypeLike) -> Decoder:
+    """What writes text with a network of that size, whose module has `extend` as `Transformer` has."""
+
+    def empty(places: int) -> Memory:
+        shape = (1, places, size.heads, size.width // size.heads)
+        keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(size.layers)) for _ in range(2))
+        return Memory(keys, values, jnp.zeros((), jnp.int32))
+
+    def extend(params: Params, memory: Memory, tokens_1xT: jax.Array, count: jax.Array) -> tuple[jax.Array, Memory]:
+        logits_1xV, after = network.module(params).extend(memory, tokens_1xT, count)
+        return logits_1xV, after
+
+    return Decoder(empty, extend)
+
+
+def next_token_model(network: Wired, decoder: Decoder, *, penalised: bool = False) -> Model:
     """A model of text: `network` gives logits [B, T, V] of the token that follows each."""
 
     def terms(params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -226,4 +295,4 @@ def next_token_model(network: Wired, *, penalised: bool = False) -> Model:
     def logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
         return network.apply(params, tokens_BxT)[0]
 
-    return Model(network.init, loss, network.tensors, logits, terms if penalised else None)
+    return Model(network.init, loss, network.tensors, logits, terms if penalised else None, decoder=decoder)

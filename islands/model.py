@@ -1,7 +1,7 @@
 """The models that islands train, by name.
 
 Another size is another row of `SIZES`. Another architecture is another entry of `BUILDERS`: a function from the dtype
-to compute in to a `Model`, made of `islands.layers` or of anything else.
+to compute in, and the vocabulary where the model reads text, to a `Model`, of `islands.layers` or of anything else.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from broker.config import BYTES, ModelConfig
 from broker.errors import ConfigError
 from islands import moe, vision
 from islands.layers import Model, Params, Size
@@ -35,7 +36,7 @@ def default_compute_dtype() -> DTypeLike:
     return dtype
 
 
-BUILDERS: dict[str, Callable[[DTypeLike], Model]] = {
+BUILDERS: dict[str, Callable[..., Model]] = {
     **{name: partial(transformer, size) for name, size in SIZES.items()},
     **{name: partial(moe.transformer, size) for name, size in moe.SIZES.items()},
     **{name: partial(vision.classifier, size) for name, size in vision.SIZES.items()},
@@ -43,11 +44,19 @@ BUILDERS: dict[str, Callable[[DTypeLike], Model]] = {
 
 
 @cache
-def build(size: str, compute_dtype: DTypeLike | None = None) -> Model:
-    """The model of that name, computing in `compute_dtype` (default: what suits the default device).
+def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> Model:
+    """That model, computing in `compute_dtype` (default: what suits the default device); by its name alone, of bytes.
 
     Raises ConfigError that lists the names when there is no such model.
     """
+    size, vocabulary = (model, BYTES) if isinstance(model, str) else (model.size, model.vocabulary)
     if size not in BUILDERS:
         raise ConfigError(f"there is no model of size {size!r:.80}", f"Choose one of {', '.join(BUILDERS)}.")
-    return BUILDERS[size](default_compute_dtype() if compute_dtype is None else compute_dtype)
+    dtype = default_compute_dtype() if compute_dtype is None else compute_dtype
+    if vocabulary == BYTES:
+        return BUILDERS[size](dtype)
+    if size in vision.SIZES:
+        raise ConfigError(
+            f"the model {size!r} reads images and has no vocabulary of {vocabulary:,}", "Leave --model.vocabulary out."
+        )
+    return BUILDERS[size](dtype, vocabulary)

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from islands.layers import GAIN, GatedMLP, Model, Penalty, Size, linear, next_token_model, wired
+from broker.config import BYTES
+from islands.layers import GAIN, GatedMLP, Model, Penalty, Size, decoder, linear, next_token_model, wired
 from islands.transformer import Transformer
 
 
@@ -111,8 +112,12 @@ class RoutedMLP(nnx.Module):
         return jnp.einsum("btec,ebcw->btw", routes.combine_BxTxExC.astype(self.dtype), out_ExBxCxW)
 
 
-def transformer(size: tuple[Size, Routing], compute_dtype: DTypeLike) -> Model:
-    """The byte-level transformer of this size with a routed MLP in each layer; routing is float32 in any dtype."""
+def transformer(size: tuple[Size, Routing], compute_dtype: DTypeLike, vocabulary: int = BYTES) -> Model:
+    """The transformer of this size with a routed MLP in each layer; routing is float32 in any dtype.
+
+    Its decoder leaves no token out that comes alone: each expert has a slot in a sequence of one.
+    """
     numbers, routing = size
     mlp = partial(RoutedMLP, routing)
-    return next_token_model(wired(lambda rngs: Transformer(numbers, compute_dtype, rngs, mlp)), penalised=True)
+    network = wired(lambda rngs: Transformer(numbers, compute_dtype, rngs, mlp, vocabulary))
+    return next_token_model(network, decoder(network, numbers, compute_dtype), penalised=True)

@@ -12,7 +12,9 @@ import tyro
 from broker.config import RunConfig, checked
 from broker.errors import ConfigError
 from broker.process import keep_compiled, print_json
+from ops.create import require_usable
 from ops.settings import say
+from ops.weights import WeightFiles
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class AloneOptions:
     """tokens to train on"""
     output: Path | None = None
     """a JSON file for the curve"""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """weights to begin with: a .safetensors file, or a folder with one"""
     config: Path | None = None
     """a TOML file with settings; flags win over it"""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
@@ -37,13 +41,16 @@ def main(options: AloneOptions) -> int:
         raise ConfigError(f"--tokens cannot be {options.tokens}", "Give a positive number.")
     keep_compiled()
 
-    from islands.corpus import open_corpus
+    from islands.model import build
     from ops.baselines import Point, one_process
+
+    config, corpus = require_usable(config, options.from_)
+    params = WeightFiles(options.from_).load(build(config.model).tensors) if options.from_ else None
 
     def progress(point: Point) -> None:
         say(f"{point.tokens:>13,} tokens  {point.bits_per_byte:.4f} bits per byte")
 
-    points = one_process(config, open_corpus(config.data.corpus), options.tokens, progress)
+    points = one_process(config, corpus, options.tokens, progress, params)
     found = {"tokens": options.tokens, "curve": [[point.tokens, point.bits_per_byte] for point in points]}
     if options.output is not None:
         part = options.output.with_suffix(".part")

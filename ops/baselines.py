@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from broker.config import InnerConfig, RunConfig
+from broker.config import InnerConfig, ModelConfig, RunConfig
 from broker.data import Place
 from islands.batches import Batches, alone, held_out, shard_order
 from islands.corpus import OpenCorpus
@@ -45,16 +45,18 @@ Progress = Callable[[Point], None]
 
 
 @cache
-def compiled(size: str, inner: InnerConfig) -> InnerSteps:
+def compiled(model: str | ModelConfig, inner: InnerConfig) -> InnerSteps:
     """Inner steps, compiled once a process: whoever measures many runs would wait for little else."""
-    return compile_steps(build(size), inner)
+    return compile_steps(build(model), inner)
 
 
-def one_process(config: RunConfig, corpus: OpenCorpus, tokens: int, progress: Progress) -> list[Point]:
-    """Trains alone, with the schedule stretched over the steps that so many tokens take."""
+def one_process(
+    config: RunConfig, corpus: OpenCorpus, tokens: int, progress: Progress, params: Params | None = None
+) -> list[Point]:
+    """Trains alone, with the schedule stretched over the steps that so many tokens take; from `params`, if any."""
     steps = max(1, tokens // config.tokens_per_step)
     stretched = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=steps))
-    return list(_train(stretched, corpus, steps, progress))
+    return list(_train(stretched, corpus, steps, progress, params))
 
 
 def data_parallel(config: RunConfig, corpus: OpenCorpus, workers: int, progress: Progress) -> list[Point]:
@@ -75,9 +77,13 @@ def diloco(
     return list(_diloco(config, corpus, workers, optax.sgd(rate, momentum=momentum, nesterov=True), progress))
 
 
-def _train(config: RunConfig, corpus: OpenCorpus, steps: int, progress: Progress) -> Iterator[Point]:
-    params = build(config.model.size).init(config.seed)
-    inner, state = compiled(config.model.size, config.inner), begin(config.inner, params)
+def _train(
+    config: RunConfig, corpus: OpenCorpus, steps: int, progress: Progress, params: Params | None = None
+) -> Iterator[Point]:
+    inner, state = (
+        compiled(config.model, config.inner),
+        begin(config.inner, params or build(config.model).init(config.seed)),
+    )
     batches = Batches(corpus.train, config, alone(config.data.shards, config.seed))
     measure = _evaluation(config, corpus)
     chunks = max(1, steps // CHUNK_STEPS)
@@ -94,8 +100,8 @@ def _train(config: RunConfig, corpus: OpenCorpus, steps: int, progress: Progress
 def _diloco(
     config: RunConfig, corpus: OpenCorpus, workers: int, outer: optax.GradientTransformation, progress: Progress
 ) -> Iterator[Point]:
-    params = build(config.model.size).init(config.seed)
-    inner, measure = compiled(config.model.size, config.inner), _evaluation(config, corpus)
+    params = build(config.model).init(config.seed)
+    inner, measure = compiled(config.model, config.inner), _evaluation(config, corpus)
     moments = [begin(config.inner, params).optimizer for _ in range(workers)]
     batches = [Batches(corpus.train, config, _shards_of(config, worker, workers)) for worker in range(workers)]
     momentum = outer.init(params)
@@ -126,7 +132,7 @@ def _shards_of(config: RunConfig, worker: int, workers: int) -> Callable[[], Pla
 
 def _evaluation(config: RunConfig, corpus: OpenCorpus) -> Callable[[Params], float]:
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    return compile_evaluation(build(config.model.size), text)
+    return compile_evaluation(build(config.model), text, corpus.bytes_per_token)
 
 
 def _point(tokens: int, bits_per_byte: float, progress: Progress) -> Point:

@@ -27,7 +27,7 @@ def weigh(
     config: RunConfig, rounds: int, say: Callable[[str], None], pairs: Sequence[tuple[str, str]] = PAIRS
 ) -> dict[str, Any]:
     """A row for each pair of codecs, up and down, from so many rounds of a run in virtual time."""
-    corpus, steps = open_corpus(config.data.corpus), compile_steps(build(config.model.size), config.inner)
+    corpus, steps = open_corpus(config.data.corpus), compile_steps(build(config.model), config.inner)
     rows = []
     for up, down in pairs:
         wire = replace(config.wire, up=up, down=down)  # type: ignore[arg-type]

@@ -263,7 +263,7 @@ def _join(url: str) -> Island:
     manifest = transport.manifest()
     config = manifest.config
     link = Link(transport, manifest, "island/bench")
-    steps = compile_steps(build(config.model.size), config.inner)
+    steps = compile_steps(build(config.model), config.inner)
     batches = Batches(_text(config), config, link.lease)
     return Island("island", manifest, steps, batches, link, link.join(), incarnation="bench")
 
@@ -366,7 +366,7 @@ def _train_alone(pipe: Connection, config: RunConfig, cores: set[int], scan_step
     from islands.inner import begin, compile_steps
     from islands.model import build
 
-    model = build(config.model.size)
+    model = build(config.model)
     steps = compile_steps(model, config.inner)
     batches = Batches(_text(config), config, alone(config.data.shards, config.seed))
     state, _ = plain(steps, begin(config.inner, model.init(config.seed)), batches.next, scan_steps, scan_steps)

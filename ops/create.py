@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ from broker.process import connect_to, keep_compiled, print_json
 from broker.transport import Transport
 from islands.corpus import OpenCorpus
 from ops.settings import say
+from ops.weights import WeightFiles
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class InitOptions:
     """name of the run"""
     config: Path | None = None
     """a TOML file with settings; flags win over it"""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """weights to begin with: a .safetensors file, or a folder with one, such as `archipelago export` writes"""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
     """print one JSON object"""
@@ -37,10 +40,10 @@ def main(options: InitOptions) -> int:
     """Creates the run, or says that it is there already."""
     config = checked(options.settings)
     transport = connect_to(options.url, checked_name(options.run, "the run name"))
-    manifest, created = create(transport, config)
+    manifest, created = create(transport, config, options.from_)
     if options.json:
         print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
-                    "fragments": len(manifest.fragments), "config_digest": config.digest()})  # fmt: skip
+                    "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
     else:
         done = "created" if created else "is there already, with this very config"
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
@@ -49,30 +52,44 @@ def main(options: InitOptions) -> int:
     return 0
 
 
-def require_usable(config: RunConfig) -> OpenCorpus:
-    """The config's corpus; prepares the default one. Raises ConfigError or DataError unless it is here and large
-    enough, and the model known.
+def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunConfig, OpenCorpus]:
+    """The config with the vocabulary of its corpus, and that corpus; prepares the default one.
+
+    Raises ConfigError or DataError unless it is here and large enough, the model known, and shaped like the weights.
     """
     from islands.batches import Batches, held_out
     from islands.corpus import open_corpus
-    from islands.creation import require_readable
+    from islands.creation import fitted, require_readable
+    from islands.model import build
 
     corpus = open_corpus(config.data.corpus)
+    config = fitted(config, corpus)
     require_readable(config, corpus)
+    if weights is not None:
+        WeightFiles(weights).require(build(config.model).tensors)
     Batches(corpus.train, config, lambda: None)
     held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    return corpus
+    return config, corpus
 
 
-def create(transport: Transport, config: RunConfig) -> tuple[Manifest, bool]:
-    """The run's manifest, and whether it was created just now. Raises MismatchError if it is there with another."""
+def create(transport: Transport, config: RunConfig, weights: Path | None = None) -> tuple[Manifest, bool]:
+    """The run's manifest, and whether it was created just now, from fresh parameters or from those `weights`.
+
+    Raises MismatchError if it is there with another, and DataError for weights that do not fit the model.
+    """
     keep_compiled()
 
     from islands.creation import describe, first_snapshots
 
-    manifest = describe(transport.run, config, require_usable(config).identity)
+    fitting, corpus = require_usable(config)
+    manifest = describe(transport.run, fitting, corpus.identity)
+    params = None
+    if weights is not None and transport.run not in transport.runs():
+        files = WeightFiles(weights)
+        params = files.load(manifest.tensors)
+        manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
     try:
-        transport.create(manifest, first_snapshots(manifest))
+        transport.create(manifest, first_snapshots(manifest, params))
         return manifest, True
     except RunExistsError:
         found = transport.manifest()
@@ -85,7 +102,8 @@ def require_same(found: Manifest, config: RunConfig) -> None:
     from islands.creation import describe
 
     try:
-        found.require_same(describe(found.run, config, require_usable(config).identity))
+        fitting, corpus = require_usable(config)
+        found.require_same(describe(found.run, fitting, corpus.identity))
     except MismatchError as error:
         raise MismatchError(
             error.subject, error.theirs, error.ours, "Use the run's own settings, or name another run with --run."

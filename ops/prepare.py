@@ -1,4 +1,4 @@
-"""`archipelago prepare`: turns text or examples into a byte corpus that islands memory-map."""
+"""`archipelago prepare`: turns text or examples into a corpus that islands memory-map."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from broker.config import BYTES
 from broker.keys import checked_name
 from broker.process import print_json
 from ops.settings import say
@@ -32,6 +33,9 @@ class PrepareOptions:
     path: Path | None = None
     """for enwik8 the official zip, for digits a scikit-learn's digits.csv.gz, if you have it; else it comes from the
     package index"""
+    tokenizer: str | None = None
+    """bpe:16384 learns byte-level BPE of so many tokens from the training part, and stores the text as these; default
+    bytes"""
     json: bool = False
     """print one JSON object"""
 
@@ -41,13 +45,23 @@ def main(options: PrepareOptions) -> int:
     from islands.corpus import data_folder
 
     corpus = _prepared(options)
-    found = {"corpus": corpus.name, "digest": corpus.digest, "train": corpus.train.size, "valid": corpus.valid.size,
-             "test": corpus.test.size, "folder": str(data_folder() / corpus.name)}  # fmt: skip
+    found: dict[str, object] = {
+        "corpus": corpus.name, "digest": corpus.digest, "train": corpus.train.size, "valid": corpus.valid.size,
+        "test": corpus.test.size, "folder": str(data_folder() / corpus.name),
+    }  # fmt: skip
+    if corpus.tokenizer:
+        train_bytes, valid_bytes, test_bytes = corpus.text_bytes
+        found |= {"vocabulary": corpus.vocabulary, "dtype": corpus.train.dtype.name, "tokenizer": corpus.tokenizer,
+                  "train_bytes": train_bytes, "valid_bytes": valid_bytes, "test_bytes": test_bytes}  # fmt: skip
     if options.json:
         print_json(found)
         return 0
     use = f"archipelago up --data.corpus {corpus.name}"
-    if corpus.train.ndim == 1:
+    if corpus.tokenizer:
+        splits = [f"{split.size:,}" for split in (corpus.train, corpus.valid, corpus.test)]
+        say(f"corpus {corpus.name!r}: {splits[0]} tokens to train on, {splits[1]} and {splits[2]} held out; "
+            f"{corpus.vocabulary:,} different ones, {corpus.bytes_per_token:.2f} bytes each")  # fmt: skip
+    elif corpus.train.ndim == 1:
         splits = [f"{split.size:,}" for split in (corpus.train, corpus.valid, corpus.test)]
         say(f"corpus {corpus.name!r}: {splits[0]} bytes to train on, {splits[1]} and {splits[2]} held out")
     else:
@@ -61,7 +75,21 @@ def main(options: PrepareOptions) -> int:
 
 
 def _prepared(options: PrepareOptions) -> OpenCorpus:
-    from islands.corpus import prepare_stdlib, prepare_text
+    from islands.corpus import prepare_text, prepare_tokens
+    from islands.tokenizer import vocabulary_of
+
+    vocabulary = vocabulary_of(options.tokenizer) if options.tokenizer is not None else BYTES
+    if vocabulary == BYTES:
+        known = _known(options)
+        return known or prepare_text(Path(options.source), checked_name(_name(options), "the corpus name"))
+    name = checked_name(options.name or f"{_name(options)}-bpe{vocabulary}", "the corpus name")
+    known = _known(options)
+    return prepare_tokens(known, name, vocabulary) if known else prepare_text(Path(options.source), name, vocabulary)
+
+
+def _known(options: PrepareOptions) -> OpenCorpus | None:
+    """The corpus of bytes or examples that `source` stands for; None where it is a file or folder."""
+    from islands.corpus import prepare_stdlib
     from islands.digits import prepare_digits
     from islands.enwik8 import prepare_enwik8
 
@@ -78,6 +106,9 @@ def _prepared(options: PrepareOptions) -> OpenCorpus:
                 bar.update(tasks[what], completed=done)
 
             return prepare(options.path, progress)
-    source = Path(options.source)
-    name = options.name or re.sub(r"[^A-Za-z0-9._-]+", "-", source.resolve().stem).strip("-.") or "text"
-    return prepare_text(source, checked_name(name, "the corpus name"))
+    return None
+
+
+def _name(options: PrepareOptions) -> str:
+    """The name that was given, or one made from the source."""
+    return options.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(options.source).resolve().stem).strip("-.") or "text"

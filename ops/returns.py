@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from broker.config import InnerConfig, RunConfig
+from broker.config import InnerConfig, ModelConfig, RunConfig
 from islands.batches import held_out
 from islands.corpus import OpenCorpus, open_corpus
 from islands.evaluation import compile_evaluation, published
@@ -33,15 +33,15 @@ Say = Callable[[str], None]
 
 
 @cache
-def _compiled(size: str, inner: InnerConfig) -> InnerSteps:
-    return compile_steps(build(size), inner)
+def _compiled(model: ModelConfig, inner: InnerConfig) -> InnerSteps:
+    return compile_steps(build(model), inner)
 
 
 def returns(config: RunConfig, say: Say) -> dict[str, Any]:
     """A row for each kind of return: held-out bits per byte soon after and at the end, and the island's own loss."""
     corpus = open_corpus(config.data.corpus)
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    measure = compile_evaluation(build(config.model.size), text)
+    measure = compile_evaluation(build(config.model), text, corpus.bytes_per_token)
     unramped = dataclasses.replace(config, inner=dataclasses.replace(config.inner, moments_warmup_steps=0))
     kinds = {
         "it never left": (config, "stay"),
@@ -61,9 +61,7 @@ def returns(config: RunConfig, say: Say) -> dict[str, Any]:
 
 
 def _one(config: RunConfig, corpus: OpenCorpus, measure: Callable[..., float], kind: str) -> dict[str, float]:
-    run = VirtualRun(
-        config, corpus, _compiled(config.model.size, config.inner), [1.0 + 0.01 * i for i in range(ISLANDS)]
-    )
+    run = VirtualRun(config, corpus, _compiled(config.model, config.inner), [1.0 + 0.01 * i for i in range(ISLANDS)])
     half = config.inner.steps // 2
     _until(run, half - CHECKPOINT_AGE_STEPS)
     victim = next(iter(run.islands))

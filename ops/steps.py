@@ -16,7 +16,7 @@ from islands.model import build
 
 def steps(config: RunConfig, repeats: int) -> dict[str, Any]:
     """A row for each length of scan that divides a stride; the ratio is to single steps (less is better)."""
-    model = build(config.model.size)
+    model = build(config.model)
     compiled = compile_steps(model, config.inner)
     stride = max(1, config.sync.interval // config.sync.fragments)
     rows: list[dict[str, Any]] = []

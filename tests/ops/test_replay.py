@@ -162,6 +162,76 @@ def test_a_corpus_that_no_machine_can_have_is_missed(name: str) -> None:
     assert found["islands_from_payloads"].keys() == {"pinned/x"}
 
 
+# -- a run that was steered -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def steered(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, of a run whose outer rate was steered twice and whose merger was replaced in between."""
+    folder = tmp_path_factory.mktemp("steered")
+    shutil.copytree(recorded / "data", folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("ARCHIPELAGO_DATA", str(folder / "data"))
+        run = Recorded()
+        run.join("open")
+        run.play(4)
+        run.connect().steer({"outer.learning_rate": "0.25", "sync.quorum": "2"})
+        run.play(4)
+        keeper = MergerFolder(RECORD.parent).keeper(run.connect(), run.manifest, 1e9, at_once)
+        run.merger = Merger(run.connect(), run.clock, "merger", live_poll_seconds=0.0, keeper=keeper)
+        assert run.merger.acquire()
+        run.merger.load()
+        run.play(4)
+        run.connect().steer({"outer.learning_rate": ""})
+        run.play(6)
+        run.merger.finish()
+    return folder
+
+
+@pytest.fixture
+def _steered_data(steered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of that as the present folder."""
+    shutil.copytree(steered, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(inner, "compile_steps", lambda model, config: compiled(CONFIG))
+    monkeypatch.setattr(replay, "keep_compiled", lambda: None)
+
+
+@pytest.mark.usefixtures("_steered_data")
+def test_a_steered_run_replays_to_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    tape = [entry for entry, _ in records.read(RECORD).rounds.values()]
+    changes = [entry.steered for entry in sorted(tape, key=lambda entry: entry.round) if entry.steered]
+    assert changes == ["outer.learning_rate=0.25 sync.quorum=2", "outer.learning_rate=0.7"]
+    assert len({entry.epoch for entry in tape}) == 2
+    status, found = replayed(capsys)
+    assert (status, found["first_difference"], found["same"]) == (0, "", True)
+    assert found["trained_again"] == found["contributions"] > 0
+    assert found["rounds"] == len(tape)
+
+
+@pytest.mark.usefixtures("_steered_data")
+def test_what_was_steered_is_in_the_bits() -> None:
+    record = records.read(RECORD)
+    record.rounds = {number: (replace(entry, steered=""), ds) for number, (entry, ds) in record.rounds.items()}
+    found = replay.again(record, islands=False)
+    assert not found["same"]
+    assert "digest" in found["first_difference"]
+
+
+@pytest.mark.usefixtures("_steered_data")
+def test_another_rule_is_steered_as_the_run_was_unless_it_is_what_was_steered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(replay, "_bits_per_byte", lambda run: 0.0)
+    record = records.read(RECORD)
+    assert replay.what_if(record, CONFIG)["same"], "the run's own rate, steered as it was"
+    assert replay.main(replay.ReplayOptions("taped", set=("outer.lr=0.7",), json=True)) == 0
+    all_the_time = json.loads(capsys.readouterr().out)
+    assert not all_the_time["same"], "the run's own rate all the time"
+    assert all_the_time["rounds"] == len(record.rounds)
+
+
 # -- which text it was ------------------------------------------------------------------------------------------------
 
 
