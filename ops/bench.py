@@ -23,26 +23,29 @@ from ops.settings import say
 class BenchOptions:
     """Measure, as ratios within one run: loss, returns, steps, links, the wire, merging, bytes.
 
-    In virtual time: `parity` (loss against one process, data-parallel and DiLoCo), `returns` (what an island's return
-    costs). `steps`: scan or single. `link`: an island behind a proxy that throttles. `wire`: through Redis against bare
-    sockets. `merge`: codecs and merging against bare numpy. `bytes`: what each pair of codecs sends.
+    In virtual time: `parity` (loss against one process, data-parallel and DiLoCo), `time` (time to loss where one
+    island is slow, with scavenged islands and without), `returns` (what an island's return costs). `steps`: scan or
+    single. `link`: an island behind a proxy that throttles. `wire`: through Redis against bare sockets. `merge`: codecs
+    and merging against bare numpy. `bytes`: what each pair of codecs sends.
     `sync`: one outer synchronisation of 10 M parameters against torchft's.
     `island`: what syncing costs an island in time and memory. `largest`: the largest model that passes the wire here.
     """
 
     what: Annotated[
-        Literal["parity", "returns", "steps", "link", "wire", "merge", "bytes", "sync", "island", "largest"],
+        Literal["parity", "time", "returns", "steps", "link", "wire", "merge", "bytes", "sync", "island", "largest"],
         tyro.conf.Positional,
     ]
     """which measurement"""
     quick: bool = False
     """a shorter run that says less: 400 global steps, smaller payloads and vectors"""
     islands: tuple[int, ...] = (3,)
-    """parity: numbers of islands"""
+    """parity: numbers of islands; time: the first of them"""
     slow: float = 1.0
-    """parity: the last island's steps take this many times longer"""
+    """parity, time: the last island's steps take this many times longer"""
+    scavenged: tuple[int, ...] = (3,)
+    """time: how many islands more for half of the run; a run for each number"""
     seeds: tuple[int, ...] = ()
-    """parity: seeds to take means and spreads over, such as 0 1 2; default the settings' own"""
+    """parity, time: seeds to take means and spreads over, such as 0 1 2; default the settings' own"""
     tune: bool = False
     """parity: baselines take the best of four inner learning rates, found with the first seed"""
     torchft_python: str = ""
@@ -67,7 +70,7 @@ def main(options: BenchOptions) -> int:
         raise ConfigError(f"--slow cannot be {options.slow}", "Give a factor of at least 1.")
     keep_compiled()
     measures: dict[str, Callable[[BenchOptions, RunConfig], dict[str, Any]]] = {
-        "parity": _parity, "returns": _returns, "steps": _steps, "link": _link,
+        "parity": _parity, "time": _time, "returns": _returns, "steps": _steps, "link": _link,
         "wire": _wire, "merge": _merge, "bytes": _bytes, "sync": _sync,
         "island": _island, "largest": _largest,
     }  # fmt: skip
@@ -88,6 +91,16 @@ def _parity(options: BenchOptions, config: RunConfig) -> dict[str, Any]:
 
     config = _quick(config) if options.quick else config
     return parity(config, options.islands, options.slow, options.output, say, options.seeds, options.tune)
+
+
+def _time(options: BenchOptions, config: RunConfig) -> dict[str, Any]:
+    from ops.time_to_loss import time_to_loss
+
+    if not all(1 <= more <= 64 for more in options.scavenged):
+        raise ConfigError(f"--scavenged cannot be {options.scavenged}", "Give numbers from 1 to 64.")
+    config = _quick(config) if options.quick else config
+    seeds = options.seeds or (config.seed,)
+    return time_to_loss(config, options.islands[0], options.slow, options.scavenged, seeds, options.output, say)
 
 
 def _returns(options: BenchOptions, config: RunConfig) -> dict[str, Any]:

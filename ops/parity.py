@@ -19,6 +19,7 @@ import numpy as np
 from broker.config import RunConfig
 from islands.batches import held_out
 from islands.corpus import OpenCorpus, open_corpus
+from islands.creation import fitted
 from islands.evaluation import assemble, compile_evaluation, published
 from islands.model import build
 from ops.baselines import EVALUATIONS, Point, Progress, compiled, data_parallel, diloco, one_process
@@ -68,6 +69,7 @@ def parity(
     `tune`: baselines take the best of several inner learning rates, found with the first seed; the islands do not.
     """
     corpus = open_corpus(config.data.corpus)
+    config = fitted(config, corpus)
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds or (config.seed,)]
     arms: list[Arm] = []
     rows: list[dict[str, Any]] = []
@@ -141,16 +143,16 @@ def _row(arm: Arm, four: Sequence[Arm], tuned: bool) -> dict[str, Any]:
 
 
 def islands(
-    config: RunConfig, corpus: OpenCorpus, count: int, slow: float, progress: Progress | None = None
+    config: RunConfig, corpus: OpenCorpus, count: int, slow: float, progress: Progress | None = None, slowed: int = 1
 ) -> tuple[list[Point], VirtualRun]:
-    """A run of `count` islands to its end; the last one's steps take `slow` times longer than the others'."""
-    model = build(config.model.size)
+    """A run of `count` islands to its end; steps of the last `slowed` take `slow` times longer than the others'."""
+    model = build(config.model)
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    measure = compile_evaluation(model, text)
+    measure = compile_evaluation(model, text, corpus.bytes_per_token)
     # Speeds within 2 % of each other: machines that tick in unison exist only in simulations.
     seconds = [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
-    seconds[-1] *= slow if count > 1 else 1.0
-    run = VirtualRun(config, corpus, compiled(config.model.size, config.inner), seconds)
+    seconds = [s * (slow if count - number <= slowed < count else 1.0) for number, s in enumerate(seconds)]
+    run = VirtualRun(config, corpus, compiled(config.model, config.inner), seconds)
     trained: dict[str, int] = {}
     points: list[Point] = []
 
@@ -182,7 +184,7 @@ def own_bits_per_byte(run: VirtualRun, corpus: OpenCorpus) -> float:
     data = run.manifest.config.data
     text = held_out(corpus.valid, data.held_out_sequences, data.sequence_length)
     params = assemble(run.manifest, [np.asarray(fragment.params_N) for fragment in run.merger.fragments])
-    return compile_evaluation(build(run.manifest.config.model.size), text)(params)
+    return compile_evaluation(build(run.manifest.config.model), text, corpus.bytes_per_token)(params)
 
 
 def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:

@@ -15,11 +15,14 @@ from rich.table import Table
 
 from ops.settings import say
 from ops.sweep_study import Record, Study
+from ops.sweep_trial import key_of
 
 SAME_TOKENS = 0.03
 """how far two runs' tokens may be apart to be compared: islands that tick apart end within a few steps of each other"""
 WIDTH = 160
 """characters of a line that goes to a file"""
+OWN: Mapping[str, Any] = {"kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0}
+"""what a trial says beside its settings and its seed"""
 ROWS_MAX = 60
 """rows that a picture has room for"""
 
@@ -29,7 +32,7 @@ class Row:
     """The same trial over its seeds, sorted by seed."""
 
     settings: Mapping[str, Any]
-    """with `kind`, `islands` and `slow` among them"""
+    """with those of OWN among them"""
     records: tuple[Record, ...]
 
     @property
@@ -81,9 +84,9 @@ def grouped(records: Iterable[Record]) -> list[Row]:
     """Records of the same trial with different seeds are one row."""
     by: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
-        by[repr((record["kind"], record["islands"], record["slow"], sorted(record["settings"].items())))].append(record)
+        by[key_of({**record, "seed": 0})].append(record)
     return [
-        Row({"kind": r[0]["kind"], "islands": r[0]["islands"], "slow": r[0]["slow"], **r[0]["settings"]},
+        Row({**{name: r[0].get(name, usual) for name, usual in OWN.items()}, **r[0]["settings"]},
             tuple(sorted(r, key=lambda record: record["seed"])))
         for r in by.values()
     ]  # fmt: skip

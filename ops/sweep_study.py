@@ -8,6 +8,8 @@
     kind = "islands"                    # the default; or diloco, parallel, one
     islands = [2, 4]
     slow = 1.0                          # the default; the last island's steps take so many times longer
+    slowed = 1                          # the default; so many islands are slow
+    chips = 0                           # the default; or islands fail as on a simulated tape of so many chips
     seeds = [0]                         # instead of the study's
     "outer.rule" = ["sgd", "nesterov"]  # a setting
 
@@ -28,7 +30,7 @@ from broker.errors import ConfigError
 from ops.sweep_trial import Trial, key_of
 
 Record = Mapping[str, Any]
-_TOP, _OWN = {"about", "base", "seeds", "grid", "x", "lines"}, {"kind", "islands", "slow", "seeds"}
+_TOP, _OWN = {"about", "base", "seeds", "grid", "x", "lines"}, {"kind", "islands", "slow", "slowed", "chips", "seeds"}
 _SHAPE = "See bench/*.toml, and the head of ops/sweep_study.py."
 
 
@@ -75,7 +77,10 @@ def _trials(grid: Mapping[str, Any], base: Mapping[str, Any], seeds: list[int]) 
         own = {name: chosen.pop(name) for name in _OWN if name in chosen}
         settings = {**base, **chosen}
         for seed in grid.get("seeds", seeds):
-            yield Trial.of(own.get("kind", "islands"), own.get("islands", 4), own.get("slow", 1.0), int(seed), settings)
+            yield Trial.of(
+                own.get("kind", "islands"), own.get("islands", 4), own.get("slow", 1.0), int(seed), settings,
+                own.get("slowed", 1), own.get("chips", 0.0),
+            )  # fmt: skip
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

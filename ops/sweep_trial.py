@@ -30,31 +30,54 @@ _MATTERS = {
     "one": ("model", "data", "inner"),
 }
 
+TAPE_SECONDS = 12 * 3600.0
+"""of a simulated tape, which begins again when it is over"""
 Settings = Mapping[str, Any]
 """by dotted name, such as `outer.rule`"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A kind of run, M, how much slower the last island is, a seed, and settings by dotted name."""
+    """A kind of run, M, how much slower the last `slowed` islands are, a seed, and settings by dotted name.
+
+    `chips`: islands go and come as on a simulated tape of so many chips, and train on as many tokens as without.
+    """
 
     kind: str
     islands: int
     slow: float
     seed: int
     settings: tuple[tuple[str, Any], ...]
+    slowed: int = 1
+    chips: float = 0.0
 
     @classmethod
-    def of(cls, kind: str, islands: int, slow: float, seed: int, settings: Settings) -> Trial:
+    def of(
+        cls,
+        kind: str,
+        islands: int,
+        slow: float,
+        seed: int,
+        settings: Settings,
+        slowed: int = 1,
+        chips: float = 0.0,
+    ) -> Trial:
         """The trial; what does not matter to its kind is left out, so that studies share their baselines."""
         if kind not in KINDS:
             raise ConfigError(f"there is no kind of run {kind!r}", f"Choose one of {', '.join(KINDS)}.")
         if not 1 <= islands <= 64 or not slow >= 1.0:
             raise ConfigError(f"{islands} islands, the last {slow} times slower, cannot be", "1 to 64, and 1 or more.")
+        if not 1 <= slowed <= max(1, islands - 1) or not 0.0 <= chips <= 1e8 or (chips and slow > 1.0):
+            raise ConfigError(
+                f"{slowed} slow islands of {islands}, or a tape of {chips:g} chips, cannot be",
+                "Of M islands up to M − 1 can be slow; a tape has its own speeds, and up to 1e8 chips.",
+            )
         matters = _MATTERS[kind]
         mine = {k: v for k, v in settings.items() if k in matters or k.partition(".")[0] in matters}
         waits = kind == "diloco" or islands == 1  # who waits for all makes as many steps, however slow the slowest is
-        return cls(kind, islands, 1.0 if waits else float(slow), seed, tuple(sorted(mine.items())))
+        factor = 1.0 if waits else float(slow)
+        slowed, chips = slowed if factor > 1.0 else 1, float(chips) if kind == "islands" else 0.0
+        return cls(kind, islands, factor, seed, tuple(sorted(mine.items())), slowed, chips)
 
     @property
     def config(self) -> RunConfig:
@@ -71,9 +94,14 @@ class Trial:
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)
 
 
+_LATER: Mapping[str, Any] = {"slowed": 1, "chips": 0.0}
+"""what records that are older than these lack"""
+
+
 def key_of(record: Mapping[str, Any]) -> str:
     """The key of the trial that a record is of."""
-    return json.dumps({k: record[k] for k in ("kind", "islands", "slow", "seed", "settings")}, sort_keys=True)
+    own = {k: record[k] for k in ("kind", "islands", "slow", "seed", "settings")}
+    return json.dumps(own | {k: record.get(k, v) for k, v in _LATER.items()}, sort_keys=True)
 
 
 def measure(trial: Trial) -> dict[str, Any]:
@@ -97,6 +125,7 @@ def measure(trial: Trial) -> dict[str, Any]:
         "islands": trial.islands,
         "slow": trial.slow,
         "seed": trial.seed,
+        **{name: getattr(trial, name) for name, usual in _LATER.items() if getattr(trial, name) != usual},
         "settings": dict(trial.settings),
         "bits_per_byte": None if diverged else last,
         "diverged": diverged,
@@ -115,10 +144,32 @@ Note = Callable[[Any], None]
 def _islands(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
     from ops.parity import islands, own_bits_per_byte, participation
 
-    _, run = islands(config, corpus, trial.islands, trial.slow, note)
+    if trial.chips:
+        return _along_tape(trial, config, corpus, note)
+    _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed)
     rounds, per_round = participation(run)
     found = {"rounds": rounds, "per_round": round(per_round, 4)}
     return found | ({"own_bits_per_byte": own_bits_per_byte(run, corpus)} if run.merger.rules.outer.looks_ahead else {})
+
+
+def _along_tape(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
+    import numpy as np
+
+    from ops.baselines import Point
+    from ops.parity import participation
+    from ops.simulation_failures import FailureModel, simulate
+    from ops.simulation_tape import taped
+    from ops.tape_run import follow
+
+    model = FailureModel(chips=trial.chips, islands=trial.islands)
+    tape = taped(simulate(model, TAPE_SECONDS, np.random.default_rng(trial.seed)), model.step_seconds)
+    run, goodput, first, last = follow(
+        config, corpus, tape, config.inner.steps * config.tokens_per_step * trial.islands
+    )
+    note(Point(0, first))
+    note(Point(run.tokens, last))
+    rounds, per_round = participation(run)
+    return {"rounds": rounds, "per_round": round(per_round, 4), "goodput": round(goodput, 4), "deaths": run.deaths}
 
 
 def _diloco(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
@@ -148,7 +199,7 @@ def _one(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, 
 
 def work(trial: Trial) -> float:
     """How much the islands do together, in units of what the fastest does."""
-    return trial.islands - 1 + 1 / trial.slow
+    return trial.islands - trial.slowed + trial.slowed / trial.slow
 
 
 _RUNS: dict[str, Callable[[Trial, RunConfig, Any, Note], dict[str, Any]]] = {

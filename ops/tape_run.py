@@ -166,24 +166,34 @@ def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> li
     before its learning rate has come down: the global clock lags where the fastest island stalls.
     """
     corpus = open_corpus(config.data.corpus)
-    model = build(config.model.size)
-    measure = compile_evaluation(
-        model, held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    )
     rows: list[dict[str, Any]] = []
     for name, tape in tapes.items():
-        count, (steps, goodput) = len(tape.islands), length(tape, config.inner.steps)
-        longer = dataclasses.replace(config.inner, steps=steps)
-        run = TapeRun(dataclasses.replace(config, inner=longer), corpus, compile_steps(model, longer), tape)
-        run.finish(rows[0]["tokens"] if rows else math.inf)
-        loss = measure(published(run.transport, run.manifest)[0])
-        row = {"tape": name, "islands": count, "goodput": goodput, "steps": steps, "deaths": run.deaths}
+        run, goodput, _, loss = follow(config, corpus, tape, rows[0]["tokens"] if rows else math.inf)
+        steps = run.manifest.config.inner.steps
+        row = {"tape": name, "islands": len(tape.islands), "goodput": goodput, "steps": steps, "deaths": run.deaths}
         row["schedule_done"] = min(1.0, run.merger.state.step / steps)
         rows.append({**row, "tokens": run.tokens, "bits_per_byte": loss})
         say(f"{name}: {loss:.4f} bits per byte after {run.tokens:,} tokens; {run.deaths} deaths")
     for row in rows:
         row["to_first"] = row["bits_per_byte"] / rows[0]["bits_per_byte"]
     return rows
+
+
+def follow(
+    config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float
+) -> tuple[TapeRun, float, float, float]:
+    """A run along the tape, until its islands have made `inner.steps` each or trained on so many tokens.
+
+    With the goodput on its way, and held-out bits per byte before it and after it.
+    """
+    model, text = build(config.model), (config.data.held_out_sequences, config.data.sequence_length)
+    measure = compile_evaluation(model, held_out(corpus.valid, *text), corpus.bytes_per_token)
+    steps, goodput = length(tape, config.inner.steps)
+    longer = dataclasses.replace(config.inner, steps=steps)
+    run = TapeRun(dataclasses.replace(config, inner=longer), corpus, compile_steps(model, longer), tape)
+    first = measure(published(run.transport, run.manifest)[0])
+    run.finish(tokens)
+    return run, goodput, first, measure(published(run.transport, run.manifest)[0])
 
 
 def length(tape: FailureTape, steps: int) -> tuple[int, float]:

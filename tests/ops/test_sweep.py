@@ -253,6 +253,36 @@ def test_a_run_that_diverges_is_a_result(how: str, corpus: OpenCorpus, monkeypat
     json.dumps(found, allow_nan=False)
 
 
+def test_several_islands_can_be_slow() -> None:
+    settings = {"inner.steps": 24}
+    half = Trial.of("islands", 4, 3.0, 0, settings, slowed=2)
+    assert sweep_trial.work(half) == pytest.approx(2 + 2 / 3)
+    assert half.key != Trial.of("islands", 4, 3.0, 0, settings).key
+    assert Trial.of("islands", 4, 1.0, 0, settings, slowed=2) == Trial.of("islands", 4, 1.0, 0, settings)
+    for slowed in (0, 4):
+        with pytest.raises(ConfigError, match="slow islands of 4"):
+            Trial.of("islands", 4, 3.0, 0, settings, slowed=slowed)
+
+
+def test_a_record_from_before_these_were_known_has_the_key_that_it_had() -> None:
+    record = {"kind": "islands", "islands": 4, "slow": 1.0, "seed": 0, "settings": {"inner.steps": 24}}
+    assert sweep_trial.key_of(record) == Trial.of("islands", 4, 1.0, 0, {"inner.steps": 24}).key
+    assert (
+        sweep_trial.key_of({**record, "chips": 1e6})
+        == Trial.of("islands", 4, 1.0, 0, {"inner.steps": 24}, chips=1e6).key
+    )
+
+
+def test_a_trial_along_a_tape_trains_on_as_many_tokens(folder: Path, corpus: OpenCorpus) -> None:
+    """Failures cost time and not tokens, so that the loss is comparable."""
+    settings = dict(sweep_study.load(folder, "rates").trials[1].settings)
+    found = [measure(Trial.of("islands", 2, 1.0, 0, settings, chips=chips)) for chips in (0.0, 2.4e6)]
+    assert found[1]["tokens"] == pytest.approx(found[0]["tokens"], rel=0.1)
+    assert found[1]["goodput"] < 0.9
+    assert found[1]["chips"] == 2.4e6
+    assert not found[1]["diverged"]
+
+
 def test_slow_islands_are_compared_at_equal_tokens() -> None:
     assert sweep_trial.work(trial(islands=4)) == 4.0
     assert sweep_trial.work(trial(islands=4, slow=4.0)) == 3.25
