@@ -83,6 +83,8 @@ class RunView:
     balanced: bool
     """published = merged + refused + pending, in contributions and in tokens"""
     memory_bytes: int
+    memory_limit_bytes: int
+    """0 where Redis has none"""
     bytes_up: int
     bytes_down: int
     islands: tuple[IslandView, ...]
@@ -101,6 +103,25 @@ def _observe(transport: Transport, manifest: Manifest) -> RunView:
     return summarise(
         manifest, transport.tape(RECENT_ROUNDS), transport.presences(), transport.books(), transport.pending(),
         transport.evaluations(), merged_by_island(transport.merger_state()), transport.cursors(), transport.memory(),
+    )  # fmt: skip
+
+
+def glance(
+    transport: Transport, manifest: Manifest, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation]
+) -> RunView:
+    """The same for once a second: `tape` (recent rounds) and `evaluations` were read already, and what waits is counted
+    without reading through the stream. So tokens that wait are what the books leave over, and `balanced` is about
+    contributions alone. Raises BrokerError.
+    """
+    books, waiting = transport.books(), transport.backlog()
+    for _ in range(BALANCE_TRIES - 1):
+        if books.published == books.merged + books.refused + waiting:
+            break
+        books, waiting = transport.books(), transport.backlog()
+    left_over = max(0, books.published_tokens - books.merged_tokens - books.refused_tokens)
+    return summarise(
+        manifest, tape[-RECENT_ROUNDS:], transport.presences(), books, Pending(waiting, left_over), evaluations,
+        merged_by_island(transport.merger_state()), transport.cursors(), transport.memory(),
     )  # fmt: skip
 
 
@@ -155,6 +176,7 @@ def summarise(
         pending_tokens=pending.tokens,
         balanced=_balanced(books, pending),
         memory_bytes=memory.used,
+        memory_limit_bytes=memory.limit,
         bytes_up=books.bytes_up,
         bytes_down=books.bytes_down,
         islands=islands,

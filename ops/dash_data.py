@@ -1,0 +1,227 @@
+"""What the page is told: one reading of a run, put together as plain data for JSON. No clocks, no Redis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from broker.config import RunConfig
+from broker.messages import Evaluation, Note, Refusal
+from ops.dash_history import (
+    POINTS_DRAWN,
+    History,
+    QueueRow,
+    columns,
+    joined_evaluations,
+    joined_queues,
+    thinned,
+)
+from ops.view import IslandView, RunView
+
+EVENTS_SHOWN = 120
+STALLED_SECONDS = 30.0
+"""without a round although contributions wait: then the page asks where the merger is"""
+SMOOTHING_SECONDS = 8.0
+"""over about which a rate is averaged"""
+STEERABLE = ("outer.learning_rate", "sync.quorum", "sync.grace")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes a second of one island, and from which counters on they are measured further."""
+
+    unix_seconds: float
+    bytes_up: int
+    bytes_down: int
+    up: float = 0.0
+    down: float = 0.0
+
+
+def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_seconds: float) -> dict[str, Rate]:
+    """Each island's rates, moved on by what its counters say now; one that began again begins from zero."""
+    out = {}
+    for island in islands:
+        old = before.get(island.name, Rate(unix_seconds, island.bytes_up, island.bytes_down))
+        seconds = unix_seconds - old.unix_seconds
+        if seconds <= 0.0:
+            out[island.name] = old
+            continue
+        share = min(1.0, seconds / SMOOTHING_SECONDS)
+        now_up, now_down = (
+            max(0, now - then) / seconds
+            for now, then in ((island.bytes_up, old.bytes_up), (island.bytes_down, old.bytes_down))
+        )
+        out[island.name] = Rate(
+            unix_seconds, island.bytes_up, island.bytes_down,
+            old.up + share * (now_up - old.up), old.down + share * (now_down - old.down),
+        )  # fmt: skip
+    return out
+
+
+def link_bytes_per_second(link: str) -> float | None:
+    """What an island has measured its way up to carry, from its words about the link; None where it says nothing."""
+    found = re.search(r"([0-9.]+) Mbit/s up", link)
+    return float(found[1]) * 1e6 / 8 if found else None
+
+
+@dataclass(frozen=True)
+class TokenBooks:
+    """The books in tokens, which take reading through the whole stream: from now and then."""
+
+    unix_seconds: float
+    published: int
+    merged: int
+    refused: int
+    pending: int
+    balanced: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Everything that was read for one turn of the page."""
+
+    view: RunView
+    unix_seconds: float
+    """the dashboard's wall clock"""
+    round_seconds: float
+    """since the newest round was closed, or first seen here"""
+    epoch: int
+    """of the merger that closed it; 0 before the first"""
+    control: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[Note] = ()
+    refusals: Sequence[tuple[float, Refusal]] = ()
+    evaluations: Sequence[Evaluation] = ()
+    token_books: TokenBooks | None = None
+    rates: Mapping[str, Rate] = field(default_factory=dict)
+
+
+def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, Any]:
+    """What changes with each reading: everything but the charts. Finite or None is up to who writes the JSON."""
+    view = reading.view
+    run = asdict(view)
+    del run["islands"], run["books"]
+    return {
+        "run": run,
+        "state": state_of(reading),
+        "unix_seconds": reading.unix_seconds,
+        "round_seconds": reading.round_seconds,
+        "tokens_per_second": sum(i.tokens_per_second for i in view.islands if i.live and i.state == "training"),
+        "islands": [
+            _lane(island, history.parts(island.name), reading.rates.get(island.name), reading.control)
+            for island in view.islands
+        ],
+        "books": _books(view, reading.token_books),
+        "events": events(reading.notes, reading.refusals),
+        "serving": serving(reading.notes, reading.epoch),
+        "control": {
+            "set": dict(reading.control),
+            "own": {name: _own(config, name) for name in STEERABLE},
+        },
+    }
+
+
+def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow]) -> dict[str, Any]:
+    """What is drawn, thinned: a few hundred points a line, however long the run."""
+    evaluations = thinned(reading.evaluations, POINTS_DRAWN, joined_evaluations)
+    return {
+        "lines": history.lines(),
+        "evaluations": {
+            "round": [e.round for e in evaluations],
+            "tokens": [e.tokens for e in evaluations],
+            "bits_per_byte": [e.bits_per_byte for e in evaluations],
+        },
+        "details": history.details(),
+        "marks": history.marks(),
+        "staleness": history.staleness(),
+        "queues": {
+            **columns(thinned(queues, POINTS_DRAWN, joined_queues), QueueRow),
+            "limit": reading.view.memory_limit_bytes,
+        },
+    }
+
+
+def state_of(reading: Reading) -> dict[str, str]:
+    """The run in a word and a sentence; `mood` is good, busy, warn or idle."""
+    view = reading.view
+    if reading.control.get("merging") == "paused":
+        return _state("paused", "warn", "Merging is paused; islands train on. Go on under Steer.")
+    if view.steps and view.step >= view.steps and not view.live:
+        return _state("finished", "idle", f"All {view.steps:,} steps are made.")
+    if not view.known and not view.rounds:
+        return _state("waiting", "idle", "No island has joined yet.")
+    if not view.live:
+        return _state("no islands", "warn", "No island is live; the run goes on when one comes.")
+    if view.pending and reading.round_seconds > STALLED_SECONDS:
+        return _state("stalled", "warn", "Contributions wait and no round closes: is a merger running?")
+    if not view.rounds:
+        return _state("starting", "busy", "No round has closed yet.")
+    return _state("training", "good", "")
+
+
+def _state(word: str, mood: str, sentence: str) -> dict[str, str]:
+    return {"word": word, "mood": mood, "sentence": sentence}
+
+
+def _lane(island: IslandView, strip: Sequence[int], rate: Rate | None, control: Mapping[str, str]) -> dict[str, Any]:
+    carries = link_bytes_per_second(island.link)
+    up = rate.up if rate else 0.0
+    silent = not island.live and island.state not in ("left", "done")
+    return {
+        **asdict(island),
+        "shown": "silent" if silent else island.state,
+        "strip": list(strip),
+        "up_per_second": up if island.live else 0.0,
+        "down_per_second": rate.down if rate and island.live else 0.0,
+        "link_share": up / carries if carries and island.live else None,
+        "asked": control.get(f"island.{island.name}", ""),
+    }
+
+
+def _books(view: RunView, tokens: TokenBooks | None) -> dict[str, Any]:
+    books = view.books
+    return {
+        "published": books.published,
+        "merged": books.merged,
+        "refused": books.refused,
+        "pending": view.pending,
+        "balanced": books.published == books.merged + books.refused + view.pending,
+        "tokens": asdict(tokens) if tokens else None,
+    }
+
+
+def events(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[dict[str, Any]]:
+    """Newest first. What was refused in a row for one island and one reason is one line that counts."""
+    found: list[dict[str, Any]] = [
+        {"unix_seconds": n.unix_seconds, "who": n.who, "kind": n.kind, "text": n.text, "times": 1} for n in notes
+    ]
+    found += [
+        {"unix_seconds": at, "who": r.island, "kind": "refused", "text": f"{r.reason} (round {r.round})", "times": 1}
+        for at, r in refusals
+    ]
+    out: list[dict[str, Any]] = []
+    for event in sorted(found, key=lambda event: event["unix_seconds"], reverse=True):
+        if out and event["kind"] == "refused" and _alike(out[-1]) == _alike(event):
+            out[-1]["times"] += 1
+        else:
+            out.append(event)
+    return out[:EVENTS_SHOWN]
+
+
+def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
+    return event["who"], event["kind"], event["text"].rpartition(" (round ")[0]
+
+
+def serving(notes: Sequence[Note], epoch: int) -> dict[str, Any]:
+    """Who holds the lease, by the newest merger that said that it serves."""
+    served = [note for note in notes if note.kind == "served"]
+    if not served:
+        return {"who": "", "since": None, "text": "", "epoch": epoch}
+    newest = max(served, key=lambda note: note.unix_seconds)
+    return {"who": newest.who, "since": newest.unix_seconds, "text": newest.text, "epoch": epoch}
+
+
+def _own(config: RunConfig, name: str) -> float:
+    group, _, key = name.partition(".")
+    return float(getattr(getattr(config, group), key))

@@ -1,0 +1,444 @@
+// The page: what the server tells goes into the elements by id; what a person wants goes to the server with the token.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const inlined = $("data").textContent.trim();
+const query = new URLSearchParams(location.search);
+const still = Boolean(inlined) || query.has("still");
+const GONE_SHOWN = 4;
+let page = null;
+let clockOffset = 0;
+let showGone = false;
+let everHeard = false;
+
+// -- words for numbers -------------------------------------------------------------------------------------------------
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const dash = "–";
+const count = (value) => value === null || value === undefined ? dash : whole.format(value);
+const fixed = (value, digits = 3) => value === null || value === undefined ? dash : value.toFixed(digits);
+
+function scaled(value, units, step = 1000) {
+  if (value === null || value === undefined) return dash;
+  let n = 0;
+  while (value >= step && n < units.length - 1) { value /= step; n += 1; }
+  const digits = n === 0 || value >= 100 ? 0 : value >= 10 ? 1 : 2;
+  return `${value.toFixed(digits)}${units[n]}`;
+}
+const size = (bytes) => scaled(bytes, [" B", " kB", " MB", " GB", " TB"]);
+const short = (value) => value < 1e5 ? count(value) : scaled(value, ["", " k", " M", " G", " T"]);
+const brief = (value) => value < 1e4 ? count(value) : scaled(value, ["", " k", " M", " G", " T"]);
+const duration = (seconds) => seconds === null || seconds === undefined ? dash
+  : seconds < 0.9995 ? `${(seconds * 1e3).toFixed(0)} ms` : seconds < 120 ? `${seconds.toFixed(seconds < 10 ? 1 : 0)} s` : span(seconds);
+
+function span(seconds) {
+  seconds = Math.max(0, seconds);
+  if (seconds < 120) return `${seconds.toFixed(0)} s`;
+  if (seconds < 7200) return `${(seconds / 60).toFixed(0)} min`;
+  if (seconds < 172800) return `${(seconds / 3600).toFixed(1)} h`;
+  return `${(seconds / 86400).toFixed(1)} d`;
+}
+
+function clock(seconds) {
+  const at = new Date(seconds * 1e3), now = new Date();
+  const time = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+  return at.toDateString() === now.toDateString() ? time : `${at.getMonth() + 1}/${at.getDate()} ${time.slice(0, 5)}`;
+}
+
+// -- the page ----------------------------------------------------------------------------------------------------------
+
+function put(id, text) {
+  const place = $(id);
+  if (place.textContent !== text) place.textContent = text;
+}
+
+function element(tag, className = "", text = "") {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}
+
+function bar(id, share) { $(id).style.width = `${100 * Math.min(1, Math.max(0, share || 0))}%`; }
+
+function write() {
+  if (!page) return;
+  const { run } = page;
+  document.title = `${run.run} · Archipelago`;
+  put("run", run.run);
+  $("run").title = run.run;
+  put("state", page.state.word);
+  $("state").dataset.mood = page.state.mood;
+  put("sizes", `${short(run.parameters)} parameters in ${count(run.fragments)} fragments · up ${size(run.bytes_up)} · down ${size(run.bytes_down)}`);
+  writeTiles(run);
+  writeBooks(page.books);
+  writeLanes(page.islands);
+  writeEvents(page.events);
+  const { serving } = page;
+  put("serving", serving.who ? `The lease is with ${serving.who}${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
+    : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.");
+  put("join-run", run.run);
+  writeKnobs(page.control);
+  put("footer", inlined ? `Report of ${new Date(page.unix_seconds * 1e3).toLocaleString([], { hour12: false })}` : "");
+}
+
+function writeTiles(run) {
+  put("bits", fixed(run.bits_per_byte_last, 4));
+  put("bits-sub", `first ${fixed(run.bits_per_byte_first)} · loss ${fixed(run.loss)} nats`);
+  put("size", count(run.known));
+  put("live", count(run.live));
+  put("part", count(run.participating));
+  put("islands-sub", run.rounds ? `${fixed(run.contributions_per_round, 2)} contributions a round` : "no round yet");
+  const step = $("step");
+  step.replaceChildren(short(run.step), Object.assign(element("small"), { textContent: ` of ${short(run.steps)}` }));
+  bar("step-bar", run.step / run.steps);
+  const ago = page.round_seconds;
+  put("step-sub", run.rounds ? `round ${count(run.rounds)}${inlined ? "" : ago < 3 ? ", just now" : `, ${span(ago)} ago`}` : "no round yet");
+  put("tokens", short(run.tokens_merged));
+  put("tokens-sub", [
+    page.tokens_per_second ? `${brief(page.tokens_per_second)}/s` : "", run.tokens_lost ? `${brief(run.tokens_lost)} lost` : "none lost",
+    `${fixed(run.passes, 2)} passes`,
+  ].filter(Boolean).join(" · "));
+  put("pending", count(run.pending));
+  put("pending-sub", `rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}`);
+  const limit = run.memory_limit_bytes, used = run.memory_bytes;
+  put("memory", used ? size(used) : dash);
+  $("memory-meter").hidden = !limit;
+  $("memory-meter").dataset.mood = used > 0.9 * limit ? "bad" : used > 0.8 * limit ? "warn" : "good";
+  bar("memory-bar", limit ? used / limit : 0);
+  put("memory-sub", limit ? `of ${size(limit)}, ${(100 * used / limit).toFixed(0)} %` : used ? "no limit is set" : "not told by this server");
+}
+
+function writeBooks(books) {
+  const tokens = books.tokens, balanced = books.balanced && (!tokens || tokens.balanced);
+  put("balance", balanced ? "balanced" : "do not balance");
+  $("balance").dataset.mood = balanced ? "good" : "bad";
+  for (const name of ["published", "merged", "refused", "pending"]) {
+    put(`b-${name}`, count(books[name]));
+    put(`t-${name}`, tokens ? short(tokens[name]) : dash);
+  }
+  put("books-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending` +
+    (tokens ? `; tokens count once for each fragment, as of ${clock(tokens.unix_seconds)}` : ""));
+}
+
+// -- islands -----------------------------------------------------------------------------------------------------------
+
+const TITLES = ["island", "state", "takes part in the newest rounds", "lag", "tokens/s", "step", "up", "down", "queue", "seen", ""];
+const MOODS = { training: "good", joining: "busy", leaving: "busy", left: "idle", done: "idle", silent: "bad" };
+const lanes = new Map();
+
+function lane(name) {
+  if (lanes.has(name)) return lanes.get(name);
+  const root = element("div", "lane");
+  const cells = {};
+  const cell = (key, className, title = "") => {
+    cells[key] = element("div", className);
+    if (title) cells[key].dataset.title = title;
+    root.append(cells[key]);
+    return cells[key];
+  };
+  const who = cell("who", "who");
+  cells.name = element("b");
+  cells.where = element("small");
+  who.append(cells.name, cells.where);
+  cells.state = element("span", "pill");
+  cell("at", "at").append(cells.state);
+  const strip = cell("strip", "strip");
+  cells.cells = document.createElementNS(document.querySelector("svg").namespaceURI, "svg");
+  cells.cells.setAttribute("preserveAspectRatio", "none");
+  cells.part = element("b");
+  strip.append(cells.cells, cells.part);
+  for (const key of ["lag", "speed", "step", "up", "down", "queue", "seen"]) {
+    cell(key, "num", { lag: "lag", speed: "tokens/s", step: "step", up: "up", down: "down", queue: "queue", seen: "seen" }[key]);
+  }
+  const deeds = cell("deeds", "deeds");
+  cells.drain = deed("drain", () => steer({ [`island.${name}`]: "drain" }));
+  cells.expel = deed("expel", () => steer({ [`island.${name}`]: "expel" }));
+  cells.back = deed("let in", () => steer({ [`island.${name}`]: "" }));
+  deeds.append(cells.drain, cells.expel, cells.back);
+  cell("trouble", "trouble");
+  const made = { root, cells, drawn: "" };
+  lanes.set(name, made);
+  return made;
+}
+
+/** A button that wants to be pressed twice. */
+function deed(words, act) {
+  const button = element("button", "", words);
+  button.type = "button";
+  let sure = 0;
+  button.addEventListener("click", () => {
+    if (sure) {
+      clearTimeout(sure);
+      sure = 0;
+      button.textContent = words;
+      button.classList.remove("sure");
+      act();
+      return;
+    }
+    button.textContent = "sure?";
+    button.classList.add("sure");
+    sure = setTimeout(() => { sure = 0; button.textContent = words; button.classList.remove("sure"); }, 3000);
+  });
+  return button;
+}
+
+function fill(place, main, ...under) {
+  const lines = under.filter(Boolean), text = [main, ...lines].join("\n");
+  if (place.dataset.text === text) return;
+  place.dataset.text = text;
+  place.replaceChildren(main, ...lines.map((words) => element("small", "", words)));
+}
+
+function writeLane(island) {
+  const { root, cells, ...drawn } = lane(island.name);
+  const made = lanes.get(island.name);
+  root.classList.toggle("gone", !island.live);
+  if (cells.name.textContent !== island.name) cells.name.textContent = cells.name.title = island.name;
+  const where = [island.device, island.host, island.moments && island.moments !== "fresh" ? `from ${island.moments}` : ""].filter(Boolean).join(" · ");
+  if (cells.where.textContent !== where) cells.where.textContent = cells.where.title = where;
+  const asked = island.asked === "expel" ? "expelled" : island.asked === "drain" && island.live ? "draining" : "";
+  const word = asked || island.shown;
+  if (cells.state.textContent !== word) cells.state.textContent = word;
+  cells.state.dataset.mood = asked ? "warn" : MOODS[island.shown] ?? "idle";
+  const strip = island.strip.join();
+  if (made.drawn !== strip) {
+    made.drawn = strip;
+    drawStrip(cells.cells, island.strip);
+  }
+  const part = `${(100 * island.participation).toFixed(0)} %`;
+  if (cells.part.textContent !== part) cells.part.textContent = part;
+  fill(cells.lag, island.live ? fixed(island.staleness, 2) : dash);
+  fill(cells.speed, island.live ? count(island.tokens_per_second) : dash);
+  fill(cells.step, island.live && island.step_seconds ? duration(island.step_seconds) : dash);
+  const share = island.link_share === null ? "" : `${(100 * island.link_share).toFixed(0)} % of its link`;
+  fill(cells.up, size(island.bytes_up), island.live ? `${size(island.up_per_second)}/s` : "", share);
+  fill(cells.down, size(island.bytes_down), island.live ? `${size(island.down_per_second)}/s` : "");
+  fill(cells.queue, count(island.backlog));
+  fill(cells.seen, inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now");
+  cells.drain.hidden = !island.live || Boolean(island.asked);
+  cells.expel.hidden = island.asked === "expel";
+  cells.back.hidden = !island.asked;
+  const trouble = [
+    island.link && island.link !== "ok" && island.live ? `Link: ${island.link}` : "",
+    island.last_refusal ? `Last refused (of ${count(island.refused)}): ${island.last_refusal}` : "",
+  ].filter(Boolean).join("  ·  ");
+  if (cells.trouble.textContent !== trouble) cells.trouble.textContent = trouble;
+}
+
+function drawStrip(svg, strip) {
+  svg.setAttribute("viewBox", `0 0 ${Math.max(1, strip.length) * 5} 14`);
+  svg.replaceChildren(...strip.map((late, n) => {
+    const mark = document.createElementNS(svg.namespaceURI, "rect");
+    mark.setAttribute("x", n * 5);
+    mark.setAttribute("width", 4);
+    mark.setAttribute("height", late < 0 ? 4 : 14);
+    mark.setAttribute("y", late < 0 ? 5 : 0);
+    mark.setAttribute("class", late < 0 ? "n" : late ? "o" : "f");
+    return mark;
+  }));
+}
+
+function writeLanes(islands) {
+  const known = [...islands].sort((a, b) => b.live - a.live || a.name.localeCompare(b.name, "en", { numeric: true }));
+  const gone = known.filter((island) => !island.live).length;
+  const hidden = showGone || gone <= GONE_SHOWN ? 0 : gone - GONE_SHOWN;
+  const recent = new Set(known.filter((i) => !i.live).sort((a, b) => a.last_seen_seconds - b.last_seen_seconds).slice(0, GONE_SHOWN).map((i) => i.name));
+  const shown = hidden ? known.filter((island) => island.live || recent.has(island.name)) : known;
+  shown.forEach(writeLane);
+  const place = $("lanes");
+  if (!place.firstChild) {
+    const titles = element("div", "titles");
+    TITLES.forEach((title, n) => titles.append(element("span", n === 10 ? "last" : n > 2 ? "num" : "", title)));
+    place.append(titles);
+  }
+  place.hidden = !shown.length;
+  $("no-lanes").hidden = Boolean(shown.length);
+  const wanted = [place.firstChild, ...shown.map((island) => lanes.get(island.name).root)];
+  if (wanted.length !== place.children.length || wanted.some((root, n) => place.children[n] !== root)) place.replaceChildren(...wanted);
+  $("more-lanes").hidden = gone <= GONE_SHOWN;
+  put("more-lanes", showGone ? "show fewer that are gone" : `show ${hidden} more that are gone`);
+}
+
+// -- events ------------------------------------------------------------------------------------------------------------
+
+const KINDS = { refused: "warn", diverged: "bad", expelled: "bad", paused: "warn", drained: "warn", joined: "good", resumed: "good", served: "busy", steered: "busy", checkpoint: "idle", left: "idle" };
+let eventsShown = "";
+
+function writeEvents(events) {
+  $("no-events").hidden = events.length > 0;
+  const text = JSON.stringify(events);
+  if (text === eventsShown) return;
+  eventsShown = text;
+  $("events").replaceChildren(...events.map((event) => {
+    const item = element("li"), time = element("time", "", clock(event.unix_seconds));
+    time.title = new Date(event.unix_seconds * 1e3).toString();
+    const kind = element("span", "kind", event.kind + (event.times > 1 ? ` ×${event.times}` : ""));
+    kind.dataset.mood = KINDS[event.kind] ?? "idle";
+    const what = element("span", "what");
+    what.append(element("b", "", event.who), event.text);
+    item.append(time, kind, what);
+    return item;
+  }));
+}
+
+// -- what is wrong, and whether we hear anything -------------------------------------------------------------------------
+
+let fault = null;
+let heard = null;
+
+function writeLink() {
+  const banner = $("banner"), link = $("link");
+  const lost = !still && heard === false;
+  const trouble = lost ? "The dashboard itself does not answer; the page goes on when it does."
+    : fault ? `${fault.what} since ${clock(fault.since)}. ${fault.more}` : page?.state.sentence ?? "";
+  banner.hidden = !trouble;
+  banner.dataset.mood = lost || fault ? "bad" : page?.state.mood ?? "idle";
+  put("banner", trouble);
+  link.dataset.mood = inlined ? "idle" : lost ? "bad" : fault ? "warn" : everHeard ? "good" : "idle";
+  link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "Redis is silent" : everHeard ? "live" : "connecting";
+}
+
+function setFault(found) { fault = found; writeLink(); }
+
+// -- steering ----------------------------------------------------------------------------------------------------------
+
+let token = "";
+const kept = (() => { try { return sessionStorage; } catch { return null; } })();
+
+async function steer(changes) {
+  say("…", "idle");
+  try {
+    const answer = await fetch("api/steer", {
+      method: "POST", headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" }, body: JSON.stringify({ changes }),
+    });
+    const { said } = await answer.json();
+    say(said, answer.ok ? "good" : "bad");
+    if (answer.status === 401) lock();
+    return answer.ok;
+  } catch {
+    say("The dashboard does not answer.", "bad");
+    return false;
+  }
+}
+
+function say(words, mood) {
+  put("said", words);
+  $("said").dataset.mood = mood;
+}
+
+function lock() {
+  token = "";
+  kept?.removeItem("token");
+  showKnobs();
+}
+
+async function unlock(given, quiet = false) {
+  token = given;
+  if (await steer({})) {
+    kept?.setItem("token", given);
+    if (quiet) say("", "idle");
+  } else {
+    token = "";
+  }
+  showKnobs();
+}
+
+function showKnobs() {
+  document.body.classList.toggle("unlocked", Boolean(token));
+  $("unlock").hidden = Boolean(token);
+  $("knobs").hidden = $("forget").hidden = !token;
+}
+
+function writeKnobs(control) {
+  for (const form of document.querySelectorAll(".knob")) {
+    const { name } = form.dataset, input = form.querySelector("input");
+    const now = control.set[name] ?? String(control.own[name]);
+    if (document.activeElement !== input && !input.dataset.dirty) input.value = now;
+    const own = form.querySelector("[data-own]");
+    own.querySelector("span").textContent = control.own[name];
+    own.title = "Back to the run's own value";
+    own.disabled = control.set[name] === undefined;
+  }
+  $("merging").textContent = control.set.merging === "paused" ? "Go on merging" : "Pause merging";
+  $("merging").dataset.to = control.set.merging === "paused" ? "" : "paused";
+}
+
+for (const form of document.querySelectorAll(".knob")) {
+  const input = form.querySelector("input"), { name } = form.dataset;
+  input.addEventListener("input", () => { input.dataset.dirty = "yes"; });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    if (await steer({ [name]: input.value.trim() })) delete input.dataset.dirty;
+  });
+  form.querySelector("[data-own]").addEventListener("click", async () => {
+    if (await steer({ [name]: "" })) { delete input.dataset.dirty; input.blur(); }
+  });
+}
+$("merging").addEventListener("click", () => steer({ merging: $("merging").dataset.to }));
+$("checkpoint").addEventListener("click", () => steer({ checkpoint: "now" }));
+$("forget").addEventListener("click", () => { lock(); say("", "idle"); });
+$("unlock").addEventListener("submit", (event) => { event.preventDefault(); unlock($("token").value.trim()); $("token").value = ""; });
+$("more-lanes").addEventListener("click", () => { showGone = !showGone; write(); });
+
+// -- dark and light; tokens and rounds -----------------------------------------------------------------------------------
+
+const local = (() => { try { return localStorage; } catch { return null; } })();
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+
+function theme(name) {
+  if (name) document.documentElement.dataset.theme = name;
+  Charts.again();
+}
+function dark() { return (document.documentElement.dataset.theme ?? (prefersDark.matches ? "dark" : "light")) === "dark"; }
+$("theme").addEventListener("click", () => {
+  const next = dark() ? "light" : "dark";
+  local?.setItem("theme", next);
+  theme(next);
+});
+prefersDark.addEventListener("change", () => Charts.again());
+
+function over(name) {
+  for (const button of document.querySelectorAll("[data-axis]")) button.setAttribute("aria-pressed", String(button.dataset.axis === name));
+  Charts.over(name);
+}
+for (const button of document.querySelectorAll("[data-axis]")) button.addEventListener("click", () => over(button.dataset.axis));
+
+// -- listening ---------------------------------------------------------------------------------------------------------
+
+function hear(name, value) {
+  heard = everHeard = true;
+  if (name === "page") { page = value; write(); }
+  if (name === "charts") Charts.show(value);
+  if (name === "fault") fault = value;
+  writeLink();
+}
+
+function tell(everything) {
+  for (const name of ["page", "charts", "fault"]) if (everything[name] || name === "fault") hear(name, everything[name]);
+}
+
+function listen() {
+  const source = new EventSource("api/events");
+  for (const name of ["page", "charts", "fault", "ping"]) source.addEventListener(name, (event) => hear(name, JSON.parse(event.data)));
+  source.onopen = () => { heard = true; writeLink(); };
+  source.onerror = () => {
+    heard = false;
+    writeLink();
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 1000);
+  };
+}
+
+theme(query.get("theme") ?? local?.getItem("theme") ?? "");
+over("tokens");
+document.documentElement.classList.toggle("still", Boolean(inlined));
+if (inlined) tell(JSON.parse(inlined));
+else if (still) fetch("api/view").then((answer) => answer.json()).then(tell);
+else listen();
+if (!inlined) {
+  const fragment = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (fragment) history.replaceState(null, "", location.pathname + location.search);
+  const known = fragment ?? kept?.getItem("token");
+  if (known) unlock(known, true);
+  showKnobs();
+}
