@@ -139,7 +139,10 @@ def _checked_number(config: RunConfig, name: str, value: str) -> float:
     section, _, key = name.partition(".")
     values = asdict(config)
     values[section][key] = value
-    return own(checked(values, "the change"), name)
+    try:
+        return own(checked(values, "the change"), name)
+    except ConfigError as error:
+        raise ConfigError(error.what, "See `archipelago steer --help`.") from None
 
 
 def _number(name: str, text: str) -> float:

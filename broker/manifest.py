@@ -151,7 +151,7 @@ class Manifest:
                 versions=dict(json.loads(fields["versions"])),
             )
             manifest._require_whole(fields)
-        except (KeyError, ValueError, TypeError, RecursionError) as error:
+        except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"the run's manifest cannot be read ({error!r})",
                 "It was damaged or made by another version of archipelago: make the run anew with `archipelago init`.",

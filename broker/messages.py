@@ -27,6 +27,8 @@ UnixSeconds = Annotated[float, Ge(0.0), Le(1e12)]
 Text = Annotated[str, MaxLen(512)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 _CONFIG = ConfigDict(extra="ignore")
+NOTE_MAX = 500
+"""characters of a note's text"""
 
 
 def _finite(value: float) -> float:

@@ -201,9 +201,9 @@ class MergerTally:
         values: dict[str, float] = {
             "serving": epoch > 0,
             "epoch": epoch,
-            "round": closed,
+            "round": closed if epoch else math.nan,  # a standby has not looked
             "rounds_total": self.rounds,
-            "live_islands": live,
+            "live_islands": live if epoch else math.nan,
             "merged_contributions_total": self.merged,
             "refused_contributions_total": self.refused,
             "merged_tokens_total": self.tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from broker.chunks import ChunkStore, Raw
@@ -95,6 +96,17 @@ class RedisReader(RedisConnection):
         if what not in self._unreadable:
             log.warning("%s cannot be read: %s", what, error.reason)
         self._unreadable.add(what)
+
+    @contextmanager
+    def _forgiving(self, key: str, kind: str) -> Iterator[None]:
+        """Goes on without what lies under a key that nothing depends on where somebody has put another kind there."""
+        try:
+            with self._translated():
+                yield
+        except BrokerError as error:
+            if not is_wrong_kind(error):
+                raise
+            self._warn_once(key, WireError(f"it is not {kind}"))
 
     def last_event(self) -> str:
         with self._translated():
@@ -238,17 +250,14 @@ class RedisReader(RedisConnection):
         return out[::-1]
 
     def control(self) -> dict[str, str]:
-        try:
-            with self._translated():
-                return text_fields(self._redis.hgetall(self._keys.control))
-        except BrokerError as error:
-            if not is_wrong_kind(error):
-                raise
-            self._warn_once(self._keys.control, WireError("it is not a hash"))
-            return {}
+        found: Raw = {}
+        with self._forgiving(self._keys.control, "a hash"):
+            found = self._redis.hgetall(self._keys.control)
+        return text_fields(found)
 
     def notes(self, count: int) -> list[Note]:
-        with self._translated():
+        found: list[tuple[bytes, Raw]] = []
+        with self._forgiving(self._keys.notes, "a stream"):
             found = self._redis.xrevrange(self._keys.notes, count=count) if count else []
         out = []
         for entry, raw in reversed(found):

@@ -98,10 +98,17 @@ class EventFile:
         self._writer.flush()
 
     def close(self) -> None:
-        """The same, for the last time."""
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
+        """The same, for the last time. A file that got nothing goes: a full disk makes one with each try."""
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        try:
             writer.close()
+        finally:
+            path = Path(writer.path)
+            with contextlib.suppress(OSError):
+                if not path.stat().st_size:
+                    path.unlink()
 
 
 class WandbRun:

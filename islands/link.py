@@ -20,9 +20,20 @@ import numpy as np
 from broker.codecs import Parts, Vector, body_of, codec
 from broker.control import DRAIN, EXPEL, require_welcome
 from broker.data import Place
-from broker.errors import BrokerError, WireError
+from broker.errors import BrokerError, UnreachableError, WireError
 from broker.manifest import Manifest
-from broker.messages import Contribution, Event, Heartbeat, Marker, Note, Refusal, Resume, Snapshot, Track
+from broker.messages import (
+    NOTE_MAX,
+    Contribution,
+    Event,
+    Heartbeat,
+    Marker,
+    Note,
+    Refusal,
+    Resume,
+    Snapshot,
+    Track,
+)
 from broker.transport import START, Transport
 from broker.wire import digest, digest_of, pack_body, unpack
 from islands import recovery
@@ -39,9 +50,6 @@ MEMORY_SHARE_MAX = 0.8
 
 LOST = "lost"
 """stands for the entry of what a broker that lost everything had"""
-
-NOTE_MAX = 500
-"""characters"""
 
 log = logging.getLogger(__name__)
 
@@ -405,9 +413,7 @@ class Link:
         self.uplink.answered(self.clock() - began)
         if wish in (DRAIN, EXPEL):  # and it stays so: who was told to leave, leaves
             self.wish = wish
-        while self._notes:
-            self.transport.note(self._notes[0])
-            self._notes.popleft()
+        self._say_notes()
         with self._emptied:
             self._said = beat
             self._emptied.notify_all()
@@ -415,6 +421,17 @@ class Link:
             self._keep_leases()
         if beat.state == "training":
             self._offer_help()
+
+    def _say_notes(self) -> None:
+        """Writes the notes that wait. One that the broker does not take is lost: nothing else may wait for it."""
+        while self._notes:
+            try:
+                self.transport.note(self._notes[0])
+            except UnreachableError:
+                raise  # an outage ends
+            except BrokerError as error:
+                log.warning("a note is lost (%s): %s", error.what, self._notes[0].text)
+            self._notes.popleft()
 
     def pump_gifts(self) -> None:
         """Hands inner optimiser state over to newcomers who asked for it."""

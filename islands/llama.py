@@ -89,7 +89,7 @@ def size_of(config: Mapping[str, Any]) -> Size:
     try:
         width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         size = Size(width, int(config["num_hidden_layers"]), heads, int(config["intermediate_size"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"config.json describes no Llama ({error!r:.100})", "Was it written by hand?") from None
     if min(size.width, size.layers, size.heads, size.hidden) < 1 or size.width % (2 * size.heads):
         raise ConfigError(f"config.json describes no Llama: its sizes cannot be ({size})", "Was it written by hand?")

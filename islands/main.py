@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from broker.control import require_welcome
 from broker.errors import ConfigError, MismatchError
 from broker.keys import checked_name
 from broker.logs import Origin
@@ -73,6 +74,7 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
     endpoint = options.endpoint()
     sinks = options.sinks(transport.run, name, "island", folder, "global_step")
     manifest = transport.manifest()  # before JAX loads: a wrong name is answered at once
+    require_welcome(transport.control(), name, manifest.run)  # before anything is claimed in that name
     keep_compiled()
 
     from islands import telemetry
@@ -116,9 +118,11 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
         manifest.run, island.ledger.closed, island.device, island.moments, island.scan_steps,
         extra={"round": island.ledger.closed},
     )  # fmt: skip
-    state = train(island, stopped, Diary.named_in(os.environ, incarnation))
-    link.stop()
-    curves.close()
+    try:
+        state = train(island, stopped, Diary.named_in(os.environ, incarnation))
+    finally:
+        link.stop()
+        curves.close()  # of an island that has diverged, the last points are those that matter
     store.finish(island)
     log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
     return {

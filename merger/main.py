@@ -71,8 +71,10 @@ def main(options: MergerOptions) -> int:
     merger = Merger(transport, linger_seconds=LINGER_SECONDS, keeper=keeper, lease_seconds=options.lease_seconds)
     endpoint.families = Telemetry(merger, curves).families
     curves.start()
-    serve(merger, stopped)
-    curves.close()
+    try:
+        serve(merger, stopped)
+    finally:
+        curves.close()
     log.info("leaves after round %s", merger.rounds.closed, extra={"round": merger.rounds.closed})
     if options.json:
         print_json({"run": transport.run, "round": merger.rounds.closed, "merged": transport.books().merged})

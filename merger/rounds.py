@@ -68,6 +68,11 @@ class Rounds:
         if found.first_at is None and not contribution.farewell:
             found.first_at = now
 
+    def forget(self, islands: Collection[str]) -> None:
+        """What these islands answered counts for no quorum that is not reached yet."""
+        for found in self._open.values():
+            found.answered.difference_update(islands)
+
     def calls(self) -> list[int]:
         """Open rounds that have a contribution and are not announced yet; they are, once this was asked."""
         due = []

@@ -133,8 +133,8 @@ class Merger:
         self._follow()  # before the first contribution: it may be one to refuse
         for delivery in self._unacknowledged():
             self._receive(delivery)
-        self.transport.announce(self.epoch, Resume(self.state.closed, self.epoch))
         self.helm.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
+        self.transport.announce(self.epoch, Resume(self.state.closed, self.epoch))  # last: what was overtaken ends here
 
     def _take_up_record(self, recorder: Recorder | None) -> None:
         if recorder is None:
@@ -221,6 +221,22 @@ class Merger:
         """Does what the operator wishes."""
         if self.helm.look(self.state):
             self.rounds.config, self.rounds.is_paused = self.helm.sync(self.state), self.helm.control.is_paused
+            self._turn_out()
+
+    def _turn_out(self) -> None:
+        """Refuses what waits of expelled islands, as a merger that takes over does: sums cannot give it back, so what
+        waits for the same fragments is read again.
+        """
+        self.rounds.forget(self.helm.control.expelled)
+        mixed = [
+            p
+            for p, each in self.gathered.items()
+            if any(self.helm.refuses(w.contribution.island) for w in each.waiting)
+        ]
+        for p in mixed:
+            del self.gathered[p]
+        for delivery in self._orphans() if mixed else ():
+            self._receive(delivery)
 
     def _waiting_fragments(self) -> set[int]:
         return {p for p, gathered in self.gathered.items() if gathered.waiting}
@@ -396,7 +412,7 @@ class Merger:
         if asked:
             self.helm.begin_checkpoint(self.state)
         if self.keeper.lacks(self.state.closed, self.state.covered):
-            self._is_asked = asked
+            self._is_asked = self._is_asked or asked  # one that failed is told of when it has been made up for
             self.checkpoint()
         elif asked:
             self.helm.note("checkpoint", f"the last one holds all that there is, round {self.state.closed}")

@@ -13,12 +13,10 @@ from broker import control
 from broker.config import RunConfig, SyncConfig
 from broker.control import CHECKPOINT, EXPEL, Control
 from broker.errors import BrokerError
-from broker.messages import Note
+from broker.messages import NOTE_MAX, Note
 from broker.transport import Transport
 from merger.state import RunState
 
-NOTE_MAX = 500
-"""characters"""
 EXPELLED = "expelled by the operator"
 
 log = logging.getLogger(__name__)

@@ -73,7 +73,7 @@ def main(options: DashOptions) -> int:
 
 
 def _token(given: str | None) -> str:
-    token = os.environ.get(TOKEN_VARIABLE) if given is None else given
+    token = (os.environ.get(TOKEN_VARIABLE) or None) if given is None else given
     if token is None:
         return secrets.token_urlsafe(18)
     if not re.fullmatch(r"[!-~]+", token):  # as a header can hold it
@@ -137,8 +137,8 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a host that can be no name
         raise ConfigError(
-            f"the page cannot be served on {host}:{port} ({error.strerror or error})",
+            f"the page cannot be served on {host}:{port} ({getattr(error, 'strerror', None) or error})",
             "Is another dashboard there? Choose another with --port, or --port 0 for a free one.",
         ) from None

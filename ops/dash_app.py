@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -161,6 +161,8 @@ class _Service:
             return _said(400, str(error))
         except ArchipelagoError as error:
             return _said(503, str(error))
+        except ClientDisconnect:  # who asked has gone, and hears nothing
+            return _said(400, "The request ended before its end.")
         return _said(200, sentence(changes))
 
     def _may(self, request: Request) -> bool:

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from broker.config import RunConfig
+from broker.control import MERGING, PAUSED, SETTINGS, island_field, own
 from broker.messages import Evaluation, Note, Refusal
+from broker.redis_checkup import Standing
 from ops.dash_history import (
     POINTS_DRAWN,
     History,
@@ -25,7 +27,6 @@ STALLED_SECONDS = 30.0
 """without a round although contributions wait: then the page asks where the merger is"""
 SMOOTHING_SECONDS = 8.0
 """over about which a rate is averaged"""
-STEERABLE = ("outer.learning_rate", "sync.quorum", "sync.grace")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_sec
 
 def link_bytes_per_second(link: str) -> float | None:
     """What an island has measured its way up to carry, from its words about the link; None where it says nothing."""
-    found = re.search(r"([0-9.]+) Mbit/s up", link)
+    found = re.search(r"(\d+(?:\.\d+)?) Mbit/s up", link)  # an island's own words
     return float(found[1]) * 1e6 / 8 if found else None
 
 
@@ -95,6 +96,8 @@ class Reading:
     evaluations: Sequence[Evaluation] = ()
     token_books: TokenBooks | None = None
     rates: Mapping[str, Rate] = field(default_factory=dict)
+    standing: Standing | None = None
+    """who serves the run; None where that is not known"""
 
 
 def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, Any]:
@@ -114,10 +117,10 @@ def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, 
         ],
         "books": _books(view, reading.token_books),
         "events": events(reading.notes, reading.refusals),
-        "serving": serving(reading.notes, reading.epoch),
+        "serving": serving(reading.notes, reading.epoch, reading.standing),
         "control": {
             "set": dict(reading.control),
-            "own": {name: _own(config, name) for name in STEERABLE},
+            "own": {name: float(own(config, name)) for name in SETTINGS},
         },
     }
 
@@ -145,7 +148,7 @@ def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow]) ->
 def state_of(reading: Reading) -> dict[str, str]:
     """The run in a word and a sentence; `mood` is good, busy, warn or idle."""
     view = reading.view
-    if reading.control.get("merging") == "paused":
+    if reading.control.get(MERGING) == PAUSED:
         return _state("paused", "warn", "Merging is paused; islands train on. Go on under Steer.")
     if view.steps and view.step >= view.steps and not view.live:
         return _state("finished", "idle", f"All {view.steps:,} steps are made.")
@@ -175,7 +178,7 @@ def _lane(island: IslandView, strip: Sequence[int], rate: Rate | None, control: 
         "up_per_second": up if island.live else 0.0,
         "down_per_second": rate.down if rate and island.live else 0.0,
         "link_share": up / carries if carries and island.live else None,
-        "asked": control.get(f"island.{island.name}", ""),
+        "asked": control.get(island_field(island.name), ""),
     }
 
 
@@ -213,15 +216,11 @@ def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
     return event["who"], event["kind"], event["text"].rpartition(" (round ")[0]
 
 
-def serving(notes: Sequence[Note], epoch: int) -> dict[str, Any]:
-    """Who holds the lease, by the newest merger that said that it serves."""
+def serving(notes: Sequence[Note], epoch: int, standing: Standing | None = None) -> dict[str, Any]:
+    """The newest merger that said that it serves, and whether the lease is held; None where that is not known."""
+    held = bool(standing.holder) if standing else None
     served = [note for note in notes if note.kind == "served"]
     if not served:
-        return {"who": "", "since": None, "text": "", "epoch": epoch}
+        return {"who": "", "since": None, "text": "", "epoch": epoch, "held": held}
     newest = max(served, key=lambda note: note.unix_seconds)
-    return {"who": newest.who, "since": newest.unix_seconds, "text": newest.text, "epoch": epoch}
-
-
-def _own(config: RunConfig, name: str) -> float:
-    group, _, key = name.partition(".")
-    return float(getattr(getattr(config, group), key))
+    return {"who": newest.who, "since": newest.unix_seconds, "text": newest.text, "epoch": epoch, "held": held}

@@ -27,17 +27,28 @@ WAIT_SECONDS = 30.0
 def take(address: str, token: str, folder: Path, stopped: Callable[[], bool]) -> list[Path]:
     """dash-light.png, dash-dark.png and dash-phone.png of the page at that address. Raises ConfigError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)  # said before a browser is started
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error.strerror})", "Name another folder.") from None
+        raise _unwritable(folder, error) from None
     out = []
     with browser() as driver:
         for name, (theme, width, height_most) in PICTURES.items():
             path = folder / f"{name}.png"
             whole = f"{address}/?still&theme={theme}#token={quote(token)}"
-            path.write_bytes(picture(driver, whole, width, height_most, stopped))
+            _write(path, picture(driver, whole, width, height_most, stopped))
             out.append(path)
     return out
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error.strerror})", "Name another folder.")
 
 
 def picture(driver: WebDriver, address: str, width: int, height_most: int, stopped: Callable[[], bool]) -> bytes:

@@ -16,6 +16,7 @@ from broker.messages import Evaluation, Refusal
 from broker.transport import Transport
 from ops.dash_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
 from ops.dash_history import History, QueueRow, Trail, joined_queues
+from ops.situation import standing
 from ops.view import BALANCE_TRIES, RECENT_ROUNDS, RunView, glance
 
 LOOK_SECONDS = 1.0
@@ -163,6 +164,7 @@ class Watch:
             unix_seconds=now,
             round_seconds=max(0.0, now - self._round_at),
             epoch=newest.epoch if newest else 0,
+            standing=standing(transport),
             control=transport.control(),
             notes=transport.notes(NOTES_READ),
             refusals=self._refusals.newest(),

@@ -27,6 +27,7 @@ from broker.redis_transport import RedisTransport, connect
 from ops import doctor_checks, doctor_estimate, doctor_site
 from ops.doctor_checks import Finding, ok
 from ops.doctor_estimate import Estimate
+from ops.show import plain
 
 PINGS = 200
 PING_SHARE = 0.25
@@ -212,7 +213,7 @@ def section(title: str, findings: Sequence[Finding]) -> Table:
     """One part of the report: a line for each finding, and under it what to do."""
     table = _section(title)
     for finding in findings:
-        text = Text(finding.what)
+        text = Text(plain(finding.what))
         if finding.remedy:
             text.append(f"\n→ {finding.remedy}", "italic")
         table.add_row(MARKS[finding.level], finding.subject, text)

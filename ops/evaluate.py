@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.errors import BrokerError, UnreachableError
+from broker.errors import BrokerError, ConfigError, UnreachableError
 from broker.messages import Evaluation
 from broker.process import RunAddress, keep_compiled, print_json, stop_on_signals
 from broker.scalars import Scalars
@@ -32,6 +32,8 @@ class EvaluateOptions(CurveOptions, RunAddress):
 
 def main(options: EvaluateOptions) -> int:
     """Evaluates once, or again and again until a signal."""
+    if not options.every >= 0.0:
+        raise ConfigError(f"--every cannot be {options.every}", "Give seconds, such as 15, or 0 to evaluate once.")
     stopped = stop_on_signals()
     origin = options.log_as("evaluate", options.run)
     transport = options.connect()

@@ -41,8 +41,7 @@ class ExportOptions:
     out: Path
     """the folder to write; it must not be there, or be empty"""
     source: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT and the like (default $ARCHIPELAGO_URL), or a folder with the merger's checkpoints, such as
-    runs/demo; where no Redis answers, that of the run"""
+    """redis://HOST:PORT and the like (default $ARCHIPELAGO_URL), or name or folder of a run with checkpoints here"""
     run: str | None = None
     """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
     format: Literal["safetensors", "orbax"] = "safetensors"
@@ -111,7 +110,7 @@ def find(source: str | None, run: str | None) -> Found:
     """
     keep_compiled()
     if source is not None and "://" not in source:
-        return from_checkpoint(Path(source), run)
+        return from_checkpoint(_folder(source), run)
     name = run or os.environ.get(RUN_VARIABLE)
     kept = RUNS / checked_name(name, "the run name") if name else None
     if kept is not None and not (source or os.environ.get(URL_VARIABLE)):
@@ -123,6 +122,12 @@ def find(source: str | None, run: str | None) -> Found:
             raise
         say(f"{error.what.rstrip('.')}: the newest checkpoint in {kept} is read instead")
         return from_checkpoint(kept, name)
+
+
+def _folder(source: str) -> Path:
+    """The folder of that name, or of the run of that name."""
+    here, kept = Path(source), RUNS / source
+    return kept if "/" not in source and kept.is_dir() and not here.exists() else here
 
 
 def from_redis(url: str | None, run: str | None) -> Found:
@@ -224,14 +229,17 @@ def write(found: Found, out: Path, form: str, dtype: str) -> str:
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
     """A folder beside `out` that becomes it."""
+    from safetensors import SafetensorError
+
     stage = out.absolute().parent / f".{out.name}-{secrets.token_hex(8)}"
     try:
         stage.mkdir(parents=True)
         yield stage
         stage.rename(out)  # over an empty folder as well
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter hides the former
         raise ConfigError(
-            f"{out} cannot be written ({error.strerror or error})", "Check the path, the disk's space and rights."
+            f"{out} cannot be written ({getattr(error, 'strerror', None) or error})",
+            "Check the path, the disk's space and rights.",
         ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)

@@ -6,11 +6,11 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import TypeAdapter, ValidationError
@@ -20,6 +20,7 @@ from broker.errors import ConfigError, DataError
 from broker.process import keep_compiled, print_json
 from ops.export import OWN_KIND, find, tokenizer_of
 from ops.settings import say
+from ops.show import CONTROLS
 from ops.weights import CONFIG_FILE, WeightFiles, read_config
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
 CONTEXT_MAX = 8192
 """tokens that the model sees at once, at most: what is kept of them takes memory"""
-_SILENT = {**dict.fromkeys([*range(32), *range(0x7F, 0xA0)], "\ufffd"), ord("\n"): "\n", ord("\t"): "\t"}
-"""control characters, which a terminal would obey"""
+_SILENT = {**CONTROLS, ord("\n"): "\n", ord("\t"): "\t"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class GenerateOptions:
     """Write text with a run's newest parameters, or with an export, which needs no Redis."""
 
     source: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT and the like (default $ARCHIPELAGO_URL), a folder that `archipelago export` wrote, or one with
-    the merger's checkpoints, such as runs/demo"""
+    """redis://HOST:PORT and the like (default $ARCHIPELAGO_URL), name or folder of a run with checkpoints here, or
+    a folder that `archipelago export` wrote"""
     run: str | None = None
     """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
     prompt: str = "\n"
@@ -159,22 +159,25 @@ def open_writer(source: str | None, run: str | None) -> Writer:
 def _of_export(folder: Path) -> Writer:
     from islands.tokenizer import FILE, from_file
 
-    config = read_config(folder)
-    model, name, context = _described(folder, config)
-    params = WeightFiles(folder).load(_of_text(model, name).tensors)
+    files = WeightFiles(folder)
+    model, name, context = _described(folder, files)
+    params = files.load(_of_text(model, name).tensors)
     return Writer(model, params, from_file(folder / FILE), _context(context), str(folder))
 
 
-def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Model, str, int]:
+def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
     """The model that `config.json` names, its name, and how many tokens it sees. Raises ConfigError."""
     from islands.llama import size_of
     from islands.model import build, default_compute_dtype
     from islands.transformer import transformer
 
+    config = files.config
     own = config.get(OWN_KIND)
     try:
         if config.get("model_type") == "llama":
             size, vocabulary = size_of(config), int(config["vocab_size"])
+            if size.layers > len(files.held):  # before so many are laid out
+                raise ValueError(f"{size.layers} layers, and {len(files.held)} tensors")
             if not 0 < vocabulary < 1 << 24:
                 raise ValueError(f"vocab_size {vocabulary}")
             model = transformer(size, default_compute_dtype(), vocabulary)
@@ -182,7 +185,7 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Model, str, int
         if config.get("model_type") == OWN_KIND and isinstance(own, dict):
             model = build(ModelConfig(str(own["size"]), int(own.get("vocabulary", BYTES))))
             return model, str(own["size"]), int(own["sequence_length"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{folder / CONFIG_FILE} is damaged ({error!r:.100})", "Export the run again.") from None
     raise ConfigError(
         f"{folder / CONFIG_FILE} describes a {config.get('model_type')!r:.40}, which is none of ours",

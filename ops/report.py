@@ -74,6 +74,8 @@ def read(folder: Path) -> dict[str, Any] | None:
         found = json.loads((folder / TEXT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    if not isinstance(found, dict):
+        return None
     return {key: math.nan if value is None else value for key, value in found.items()}
 
 

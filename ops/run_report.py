@@ -49,7 +49,7 @@ def main(options: ReportOptions) -> int:
     """Writes the file."""
     library = chart_library()
     found = everything(options)
-    path = options.out or Path(f"{found['page']['run']['run']}.html")
+    path = options.out or Path(f"{checked_name(found['page']['run']['run'], 'the run name')}.html")
     text = html(found, library.read_text(encoding="utf-8"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +74,8 @@ def everything(options: ReportOptions) -> dict[str, Any]:
     folder = Path(options.target) if "/" in options.target else options.folder / checked_name(options.target, "the run")
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.")
+    if options.run not in (None, folder.resolve().name):
+        raise ConfigError(f"the run in {folder} is not {options.run!r:.80}", "Leave --run out, or give a URL.")
     return of_folder(folder)
 
 
@@ -84,7 +86,7 @@ def of_watch(watch: Watch) -> dict[str, Any]:
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
-    """From what `up` left behind: the data of its own Redis, else the newest checkpoint and the report."""
+    """From the run's own Redis, where it runs, or else its data; else the newest checkpoint and the report."""
     from merger.folder import MergerFolder
 
     if (folder / "redis").is_dir():
@@ -96,14 +98,16 @@ def of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _of_own_server(folder: Path) -> dict[str, Any]:
-    from ops.server import start_server
+    from ops.server import running, start_server
 
     with ExitStack() as stack:
-        try:
-            server = stack.enter_context(start_server(folder / "redis"))
-        except BrokerError as error:
-            raise BrokerError(error.what, "While it runs, give the URL of its Redis, which `up` prints.") from None
-        transport = connect(server.url, folder.resolve().name)
+        url = running(folder / "redis")
+        if url is None:
+            try:
+                url = stack.enter_context(start_server(folder / "redis")).url
+            except BrokerError as error:
+                raise BrokerError(error.what, "If it runs, give the URL of its Redis, which `up` prints.") from None
+        transport = connect(url, folder.resolve().name)
         stack.callback(transport.close)
         return of_watch(Watch(transport, transport.manifest()))
 

@@ -123,7 +123,7 @@ class Server:
     @property
     def url(self) -> str:
         """The address with the password, the same one at every start on this folder while the port is free."""
-        return f"redis://{f':{self._password}@' if self._password else ''}{LOOPBACK}:{self.port}/0"
+        return _url(self.port, self._password)
 
     def describe(self) -> str:
         """What serves, in words for a person, without the password."""
@@ -188,6 +188,22 @@ def start_server(
                 raise _failure(program, folder, process, log, timeout_seconds)
             port = 0  # somebody took it since we looked
         raise BrokerError(f"each of {PORT_ATTEMPTS} free ports was taken before the server got it", "Try again")
+
+
+def running(folder: Path) -> str | None:
+    """The URL of the server that runs on that folder now, whoever started it; None where none answers.
+
+    Raises BrokerError when the folder cannot be read: only who started the server may.
+    """
+    try:
+        port, password = _remembered(folder)
+    except OSError as error:
+        raise BrokerError(f"cannot read {folder}: {error.strerror}", "Ask as the user that started it") from None
+    return _url(port, password) if port and _state(port, password) == "ready" else None
+
+
+def _url(port: int, password: str) -> str:
+    return f"redis://{f':{password}@' if password else ''}{LOOPBACK}:{port}/0"
 
 
 def _failure(

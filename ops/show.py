@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -26,11 +27,18 @@ _SPARED = (
 BARS_FROM = 96
 """columns of a terminal in which the share has a bar as well"""
 BAR_CELLS = 10
+CONTROLS = dict.fromkeys([*range(32), *range(0x7F, 0xA0)], "\ufffd")
+"""control characters, which a terminal would obey, and what stands for them"""
 
 
 def render(view: RunView, found: Situation | None = None, wrong: str = "") -> RenderableType:
     """The run's lines, its islands, and with `found` who serves it; `wrong` is what should be looked at."""
     return Group(run_lines(view, found, wrong), Islands(view), *troubles(view, found))
+
+
+def plain(text: str) -> str:
+    """Words that anybody at the Redis may have written, as a terminal can be given them."""
+    return text.translate(CONTROLS)
 
 
 def size(count: float) -> str:
@@ -66,7 +74,7 @@ def run_lines(
     grid.add_column()
     grid.add_row(
         "run",
-        f"[bold]{view.run}[/]  {view.parameters:,} parameters in {view.fragments} fragments, "
+        f"[bold]{escape(plain(view.run))}[/]  {view.parameters:,} parameters in {view.fragments} fragments, "
         f"round {view.rounds:,}, step {view.step:,} of {view.steps:,}",
     )
     grid.add_row(
@@ -95,7 +103,7 @@ def run_lines(
     if found:
         grid.add_row("merger", _served(found))
         if said := steered(found.control):
-            grid.add_row("steered", Text(said, style="yellow"))
+            grid.add_row("steered", Text(plain(said), style="yellow"))
     if wrong:
         grid.add_row("[bold red]trouble[/]", Text(wrong, style="bold red"))
     return grid
@@ -119,7 +127,7 @@ def _served(found: Situation) -> Text:
     standing = found.standing
     last = f", the last round closed {ago(standing.still_seconds)} ago" if standing.still_seconds else ""
     if standing.holder:
-        return Text(f"{standing.holder} serves in epoch {standing.epoch}{last}")
+        return Text(f"{plain(standing.holder)} serves in epoch {standing.epoch}{last}")
     past = f" (epoch {standing.epoch} was the last)" if standing.epoch else ""
     return Text(f"nobody serves{past}{last}", style="yellow")
 
@@ -148,7 +156,7 @@ def troubles(view: RunView, found: Situation | None = None, now: float | None = 
              for name, (at, refusal) in newest.items()]  # fmt: skip
     said += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
              if i.last_refusal and i.name not in newest]  # fmt: skip
-    return [Text(line, style="yellow") for line in said]
+    return [Text(plain(line), style="yellow") for line in said]
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,14 @@ class Happening:
 
 
 def situation(transport: Transport, refusals: int = REFUSALS_SHOWN) -> Situation:
-    """As it is now. A transport without a server, as in virtual time, has no standing. Raises BrokerError."""
-    standing = RedisCheckup.beside(transport).standing() if isinstance(transport, RedisConnection) else Standing()
+    """As it is now. Raises BrokerError."""
     found = [(at, refusal) for at, refusal in transport.refusals(8 * refusals) if not refusal.repeat]
-    return Situation(standing, Control.of(transport.control()), tuple(found[-refusals:]))
+    return Situation(standing(transport) or Standing(), Control.of(transport.control()), tuple(found[-refusals:]))
+
+
+def standing(transport: Transport) -> Standing | None:
+    """Who serves the run now; None where there is no server to ask, as in virtual time. Raises BrokerError."""
+    return RedisCheckup.beside(transport).standing() if isinstance(transport, RedisConnection) else None
 
 
 def happened(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[Happening]:

@@ -95,7 +95,8 @@ class Screen:
             style = KIND_STYLES.get(event.kind, "cyan")
             line = Text(no_wrap=True, overflow="ellipsis")
             line.append(f"{age:>10} ", "dim").append(f"{event.kind:<10} ", style)
-            line.append(f"{event.who[:who_cells]:<{who_cells}} ").append(" ".join(event.text.split()))
+            line.append(f"{show.plain(event.who)[:who_cells]:<{who_cells}} ")
+            line.append(show.plain(" ".join(event.text.split())))
             lines.append(line)
         return Group(*lines)
 

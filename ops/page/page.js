@@ -75,7 +75,8 @@ function write() {
   writeLanes(page.islands);
   writeEvents(page.events);
   const { serving } = page;
-  put("serving", serving.who ? `The lease is with ${serving.who}${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
+  put("serving", serving.held === false ? `No merger serves now${serving.epoch ? `; epoch ${serving.epoch} was the last in which a round closed` : ""}.`
+    : serving.who ? `The lease is with ${serving.who}${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
     : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.");
   put("join-run", run.run);
   writeKnobs(page.control);

@@ -161,6 +161,7 @@ DAMAGED = [
     ("corpus", ""),
     ("corpus", '["text"]'),
     ("corpus", '["text", "0", "many"]'),
+    ("corpus", '["text", "0", 1e999]'),
     ("versions", ""),
     ("versions", "7"),
     ("versions", '"text"'),

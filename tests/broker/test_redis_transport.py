@@ -1143,6 +1143,13 @@ def test_whatever_lies_where_wishes_should_stands_in_nobodys_way(transport: Redi
         transport.steer({"merging": "paused"})
 
 
+def test_whatever_lies_where_notes_should_is_none(transport: RedisTransport, raw: Any) -> None:
+    raw.set(Keys(transport.run).notes, "no stream")
+    assert transport.notes(9) == []
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        transport.note(Note(1.7e9, "a", "joined", "at round 3"))
+
+
 def test_a_heartbeat_that_was_not_taken_is_an_error(transport: RedisTransport, raw: Any) -> None:
     raw.set(Keys(transport.run).island("a"), "no hash")
     with pytest.raises(BrokerError, match="WRONGTYPE"):

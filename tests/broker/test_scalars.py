@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
@@ -185,7 +185,14 @@ def test_trouble_is_said_once_with_its_remedy_and_ends(fault: Exception, caplog:
 def test_a_full_disk_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: Path("/dev/full").open("wb"))  # noqa: SIM115
+    made: list[Path] = []
+
+    def opened(path: str) -> BinaryIO:
+        made.append(Path(path))
+        made[-1].touch()
+        return Path("/dev/full").open("wb")
+
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", opened)
     outlet = Outlet(EventFile(tmp_path))
     outlet.put(point(1, loss=1.0))
     outlet.turn()
@@ -195,6 +202,8 @@ def test_a_full_disk_is_a_warning(
         f"no event files in {tmp_path}, all else goes on: No space left on device. "
         "Is the disk full, or the folder read-only? --no-tensorboard writes none."
     )
+    assert made
+    assert not list(tmp_path.iterdir()), "it leaves no empty files"
 
 
 def test_a_folder_that_is_none_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,7 +109,14 @@ def _has_seen(state: dict[str, Any], island: str, sequence: int) -> bool:
 
 def _timeless(entry: TapeEntry) -> TapeEntry:
     members = tuple(replace(member, entry="") for member in entry.members)
-    return replace(entry, epoch=0, quorum_seconds=0.0, grace_seconds=0.0, open_seconds=0.0, members=members)
+    times = {
+        "quorum_seconds": 0.0,
+        "grace_seconds": 0.0,
+        "open_seconds": 0.0,
+        "merge_seconds": 0.0,
+        "unix_seconds": 0.0,
+    }
+    return replace(entry, epoch=0, members=members, **times)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from broker.errors import ConfigError, DivergedError, UnreachableError
+from broker.errors import BrokerError, ConfigError, DivergedError, UnreachableError
 from broker.messages import Note, Refusal
 from broker.transport import START
 from islands.inner import InnerSteps
@@ -114,6 +114,25 @@ def test_a_note_waits_for_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(island.link.transport, "note", write)
     bay.play(island, 1)
     assert [kind for kind, _ in notes(bay, "a")] == ["joined"]
+
+
+def test_a_note_that_the_broker_refuses_is_lost_and_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bay = Bay()
+    island = bay.island()
+    write = island.link.transport.note
+
+    def refuse(note: Note) -> None:
+        raise BrokerError("WRONGTYPE")
+
+    monkeypatch.setattr(island.link.transport, "note", refuse)
+    bay.play(island, 1)
+    bay.boundary(island)
+    assert not island.link.trouble
+    assert island.link.drain(0.0), "the heartbeat that had the note with it is through"
+    assert bay.transport.leased(island.link.shards, island.link.who), "and it has something to read"
+    monkeypatch.setattr(island.link.transport, "note", write)
+    goodbye(bay, island)
+    assert [kind for kind, _ in notes(bay, "a")] == ["left"]
 
 
 def test_an_island_that_diverged_says_so() -> None:

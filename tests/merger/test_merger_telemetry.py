@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from broker.errors import UnreachableError
+from broker.errors import UnknownRunError, UnreachableError
 from broker.metrics import registry_of
+from broker.redis_transport import connect
 from broker.scalars import Scalars
+from merger import main
 from merger.service import Merger
 from merger.telemetry import Telemetry, values
 from tests import samples
+from tests.broker.test_scalars import events
 from tests.merger.sea import Faulty, Sea, constant
 
 
@@ -82,6 +87,27 @@ def test_a_round_whose_commit_broke_is_not_counted(when: str) -> None:
     with pytest.raises(UnreachableError, match="the connection broke"):
         sea.play(merger, 1)
     assert scraped(telemetry)["rounds_total"] == 0
+
+
+def test_the_curves_of_a_run_that_is_deleted_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, manifest = f"fakeredis://{uuid.uuid4().hex}", samples.manifest("demo")
+    transport = connect(url, "demo")
+    transport.create(manifest, samples.first_snapshots(manifest))
+
+    def deleted(merger: Merger, stopped: object) -> None:
+        commit = samples.commit([])
+        merger.on_round(commit.tape, commit.snapshot)
+        raise UnknownRunError("there is no run 'demo' any more")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    for name in ("stop_on_signals", "keep_compiled", "keep_freed_memory"):
+        monkeypatch.setattr(main, name, lambda: None)
+    monkeypatch.setattr("merger.service.serve", deleted)
+    with pytest.raises(UnknownRunError):
+        main.main(main.MergerOptions(url=url, run="demo", folder=tmp_path))
+    transport.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert [event.step for event in events(file) if event.summary.value] == [samples.commit([]).tape.round]
 
 
 def test_staleness_is_a_mean_and_absent_where_nobody_was_merged() -> None:

@@ -15,6 +15,7 @@ from broker.memory import MemoryTransport
 from broker.messages import Note, Refusal, TapeEntry
 from broker.transport import Delivery
 from merger import outer
+from merger.keeper import RETRY_SECONDS
 from merger.loading import rebuild
 from merger.redo import DifferenceError
 from merger.service import Merger, serve
@@ -302,6 +303,20 @@ def test_a_checkpoint_that_holds_all_already_is_not_taken_again() -> None:
     assert notes(sea, "checkpoint")[-1] == "the last one holds all that there is, round 1"
 
 
+def test_a_checkpoint_that_failed_is_told_of_once_it_is_made_up_for() -> None:
+    shelf, sea = Shelf([OSError("no")]), Sea()
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    play_one(sea, merger, 1)
+    sea.transport.steer({"checkpoint": "first"})
+    merger.turn(0.0)
+    merger.turn(0.0)
+    assert (list(shelf.images), notes(sea, "checkpoint")) == ([], [])
+    sea.clock.now += RETRY_SECONDS
+    merger.turn(0.0)
+    merger.turn(0.0)
+    assert notes(sea, "checkpoint") == ["checkpoint 1 holds the run up to round 1"]
+
+
 def test_a_merger_that_keeps_no_checkpoints_says_so_once() -> None:
     sea = Sea()
     merger = sea.merger()
@@ -339,18 +354,25 @@ def test_who_is_expelled_is_refused_and_not_waited_for() -> None:
     sea.balance()
 
 
-def test_a_takeover_refuses_what_an_expelled_island_had_waiting() -> None:
-    sea = Sea(quorum=2)
+@pytest.mark.parametrize("takeover", [False, True])
+def test_what_an_expelled_island_had_waiting_is_refused(takeover: bool) -> None:
+    sea = Sea(quorum=3)
     merger = sea.merger()
-    sea.live("a", "b")
+    sea.live("a", "b", "c")
     sea.send("b", 1, constant(9.0))
+    sea.send("c", 1, constant(1.0))
+    sea.send("c", 2, constant(1.0))
     assert not merger.turn(0.0)
     sea.transport.steer({"island.b": "expel"})
-    merger = sea.merger()
+    if takeover:
+        merger = sea.merger()
+    assert not merger.turn(0.0), "what it answered is no part of the quorum"
+    assert [(refusal.island, refusal.reason) for refusal in sea.events(Refusal)] == [("b", EXPELLED)]
+    sea.balance()
     sea.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
-    assert sea.merged() == [("a", "x", 0)]
-    assert [refusal.reason for refusal in sea.events(Refusal)] == [EXPELLED]
+    assert sea.merged() == [("c", "x", 0), ("a", "x", 0)]
+    assert sea.parameters(0) == [-0.75] * SIZE
     sea.balance()
 
 

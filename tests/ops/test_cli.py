@@ -245,6 +245,8 @@ def test_a_config_file_that_cannot_be_used(
         ("up --islands 0", "--islands cannot be 0"),
         ("up --evaluate-every 0", "--evaluate-every cannot be 0.0"),
         ("up --evaluate-every nan", "--evaluate-every cannot be nan"),
+        ("evaluate --every -1", "--every cannot be -1.0"),
+        ("evaluate --every nan", "--every cannot be nan"),
         ("up --run a/b", "the run name 'a/b' cannot be used"),
         ("up --sync.window 0", "sync.window: "),
         ("island --name a/b", "the island name 'a/b' cannot be used"),

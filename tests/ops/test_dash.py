@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -26,9 +27,11 @@ from broker.errors import ConfigError, UnreachableError
 from broker.memory import MemoryBroker, MemoryTransport
 from broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal
 from broker.process import guarded
+from broker.redis_checkup import Standing
 from broker.redis_transport import connect
 from broker.transport import Memory
 from islands.uplink import Uplink
+from ops import dash
 from ops.cli import run
 from ops.dash import TOKEN_VARIABLE, serving
 from ops.dash_actions import sentence, stamped
@@ -114,7 +117,7 @@ def test_the_view_is_all_that_was_read(client: TestClient) -> None:
     }  # fmt: skip
     assert page["books"]["tokens"]["balanced"]
     assert page["books"]["tokens"]["pending"] == 100
-    assert page["serving"] == {"who": "merger", "since": 990, "text": "in epoch 1", "epoch": 1}
+    assert page["serving"] == {"who": "merger", "since": 990, "text": "in epoch 1", "epoch": 1, "held": None}
     assert ("b", "refused", "the digest is wrong (round 1)") in {
         (event["who"], event["kind"], event["text"]) for event in page["events"]
     }
@@ -254,6 +257,22 @@ def test_a_wrong_value_is_answered_with_a_sentence(client: TestClient, transport
 def test_a_request_that_is_too_large_is_not_read(client: TestClient) -> None:
     answer = client.post("/api/steer", content=b" " * BODY_BYTES_MAX + b'{"changes": {}}', headers=RIGHT)
     assert (answer.status_code, "too large" in answer.json()["said"]) == (400, True)
+
+
+def test_a_request_that_breaks_off_is_no_error_of_ours(watch: Watch, clock: Clock, transport: MemoryTransport) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/api/steer", "query_string": b"",
+             "headers": [(b"authorization", RIGHT["Authorization"].encode())]}  # fmt: skip
+    asyncio.run(application(watch, TOKEN, clock, clock)(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert transport.control() == {}
 
 
 def test_steering_while_redis_is_away(
@@ -405,7 +424,9 @@ def test_events_are_newest_first_and_refusals_in_a_row_are_counted() -> None:
 def test_the_newest_that_serves_has_the_lease() -> None:
     notes = [Note(5.0, "merger-b", "served", "epoch 2"), Note(1.0, "merger-a", "served", "epoch 1")]
     assert lease(notes, 2)["who"] == "merger-b"
-    assert lease([], 0) == {"who": "", "since": None, "text": "", "epoch": 0}
+    assert lease([], 0) == {"who": "", "since": None, "text": "", "epoch": 0, "held": None}
+    assert lease(notes, 2, Standing("00b81fc22d7c", 2))["held"] is True
+    assert lease(notes, 2, Standing("", 2))["held"] is False  # it has died, and said nothing
 
 
 def islands(**changes: Any) -> Any:
@@ -430,6 +451,8 @@ def test_what_an_island_measured_of_its_link_is_read_from_its_words() -> None:
     uplink = Uplink(seconds_a_byte=1e-6, thin=True)
     assert link_bytes_per_second(uplink.in_words(1.0)) == pytest.approx(1e6, rel=0.05)
     assert link_bytes_per_second("ok") is None
+    assert link_bytes_per_second("... Mbit/s up") is None
+    assert link_bytes_per_second("1.2.3 Mbit/s up") == pytest.approx(2.3e6 / 8)  # nonsense, and no end of the page
 
 
 def test_sentences_and_stamps() -> None:
@@ -506,6 +529,7 @@ def test_a_port_in_use_is_a_sentence(url: str, capsys: pytest.CaptureFixture[str
         (["--run", "sample", "--token", "a b"], "that token cannot be used"),
         (["--run", "sample", "--token", "schlüssel"], "that token cannot be used"),
         (["--run", "sample", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["--run", "sample", "--host", "a" * 70], "the page cannot be served on aaa"),
     ],
 )
 def test_mistakes_are_sentences(url: str, args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -513,6 +537,13 @@ def test_mistakes_are_sentences(url: str, args: list[str], said: str, capsys: py
     found = capsys.readouterr().err
     assert said in found
     assert found.count("\n") == 1
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    assert len(dash._token(None)) > 20
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    assert dash._token(None) == TOKEN
 
 
 def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+import resource
 import signal
 import struct
 from collections.abc import Callable, Iterator
@@ -191,6 +193,18 @@ def test_what_is_there_is_not_written_over(tmp_path: Path, call: Call) -> None:
     assert "cannot be written" in call("export", "x", "--out", "file/below")[2] + _write_error(tmp_path / "file" / "x")
 
 
+def test_a_disk_without_room_is_a_sentence(tmp_path: Path) -> None:
+    found = found_of()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # Python has the signal ignored
+    try:
+        with pytest.raises(ConfigError, match="out cannot be written"):
+            write(found, tmp_path / "out", "safetensors", "float32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
 def _write_error(out: Path) -> str:
     with pytest.raises(ConfigError) as error:
         write(found_of(), out, "safetensors", "float32")
@@ -200,7 +214,7 @@ def _write_error(out: Path) -> str:
 # -- where parameters are found -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["runs/mine", "runs/mine/merger", "runs/mine/merger/checkpoints"])
+@pytest.mark.parametrize("place", ["mine", "runs/mine", "runs/mine/merger", "runs/mine/merger/checkpoints"])
 def test_a_checkpoint_is_found_in_its_folders(tmp_path: Path, place: str) -> None:
     made = found_of()
     checkpointed(made, tmp_path / "runs" / "mine" / "merger")
@@ -456,6 +470,10 @@ def test_a_wrong_wish_is_one_line(tmp_path: Path, call: Call, flags: list[str], 
         {"model_type": "bert"},
         {"vocab_size": "many"},
         {"vocab_size": -1},
+        {"vocab_size": math.inf},
+        {"hidden_size": math.inf},
+        {"max_position_embeddings": math.inf},
+        {"num_hidden_layers": 10**9},
         {"model_type": "archipelago", "archipelago": {}},
     ],
     ids=str,

@@ -16,12 +16,12 @@ from broker.messages import Evaluation
 from broker.process import guarded
 from broker.redis_transport import RedisTransport, connect
 from merger.checkpoint import CheckpointStore
-from ops import report
+from ops import report, run_report
 from ops.cli import run
 from ops.dash_app import PAGE
 from ops.dash_watch import Watch
 from ops.run_report import SCRIPTS, ReportOptions, everything, html, of_image, of_watch
-from ops.server import Server, start_server
+from ops.server import Server, find_program, start_server
 from ops.view import observe
 from tests import samples
 
@@ -158,8 +158,20 @@ def test_the_servers_own_data_are_read_where_they_are(tmp_path: Path) -> None:
     assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
 
 
-def test_a_run_that_runs_asks_for_its_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with start_server(tmp_path / "runs" / "sample" / "redis"):
+def test_a_run_that_runs_is_found_by_its_folder(tmp_path: Path) -> None:
+    with start_server(tmp_path / "runs" / "sample" / "redis") as own:
+        transport = connect(own.url, "sample")
+        fill(transport)
+        found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
+        assert found["page"]["run"]["rounds"] == 2
+        assert transport.control() == {}  # the server is still there
+        transport.close()
+
+
+def test_a_server_that_cannot_be_found_again_asks_for_its_url(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start_server(tmp_path / "runs" / "sample" / "redis", find_program("fakeredis")):
         assert guarded(lambda: run(["report", "sample", "--folder", str(tmp_path / "runs")])) == 2
     said = capsys.readouterr().err
     assert "give the URL of its Redis" in said
@@ -172,6 +184,7 @@ def test_a_run_that_runs_asks_for_its_url(tmp_path: Path, capsys: pytest.Capture
         (["nothing"], "there is no folder runs/nothing"),
         (["a b"], "the run 'a b' cannot be used"),
         (["./empty"], "holds no checkpoint and no Redis data"),
+        (["./empty", "--run", "other"], "the run in empty is not 'other'"),
         ([], "no Redis was named"),
         (["redis://127.0.0.1:1"], "does not answer"),
     ],
@@ -190,6 +203,22 @@ def test_a_file_that_cannot_be_written_is_a_sentence(
     url = server.url.removesuffix("/0") + "/5"
     assert guarded(lambda: run(["report", url, "--out", "/proc/report.html"])) == 2
     assert "/proc/report.html cannot be written" in capsys.readouterr().err
+
+
+def test_a_run_that_names_itself_as_a_path_writes_nowhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = of_image(samples.image(replace(MANIFEST, run="../x"), []), {}, 1.7e9)
+    assert found["page"]["run"]["run"] == "../x"
+    monkeypatch.setattr(run_report, "everything", lambda options: found)
+    assert guarded(lambda: run(["report", "sample"])) == 2
+    assert "the run name '../x' cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", "{"])
+def test_a_report_that_is_none_is_passed_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / report.TEXT).write_text(text)
+    assert report.read(tmp_path) is None
 
 
 def test_the_view_in_a_report_is_that_of_status(transport: RedisTransport) -> None:

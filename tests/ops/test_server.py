@@ -23,7 +23,7 @@ import pytest
 from broker.errors import BrokerError
 from ops import server as embedded
 from ops import tether
-from ops.server import Program, Server, find_program, start_server
+from ops.server import Program, Server, find_program, running, start_server
 
 pytestmark = pytest.mark.processes
 
@@ -167,6 +167,13 @@ def test_data_and_url_survive_a_stop(tmp_path: Path, valkey: Program) -> None:
         assert ask(second, "GET", "key") == b"value"
         assert second.url == first.url
         assert second.pid != first.pid
+
+
+def test_a_server_that_runs_is_found_by_its_folder(tmp_path: Path, valkey: Program) -> None:
+    assert running(tmp_path / "nothing") is None
+    with start_server(tmp_path, valkey) as server:
+        assert running(tmp_path) == server.url
+    assert running(tmp_path) is None
 
 
 def test_url_changes_only_its_port_when_that_is_taken(tmp_path: Path, valkey: Program) -> None:

@@ -108,7 +108,7 @@ def test_the_address_may_be_in_the_environment(
         (["merging"], "'merging' is no change"),
         (["=3"], "is no change"),
         (["inner.learning_rate=1"], "nothing that can be steered"),
-        (["outer.learning_rate=-1"], "greater than 0, not '-1'"),
+        (["outer.learning_rate=-1"], "greater than 0, not '-1'. See `archipelago steer --help`."),
         (["island.oslo=kill"], "island.oslo cannot be 'kill'. It can be drain or expel"),
         (["merging=paused", "sync.quorum=0"], "greater than or equal to 1"),
         (["sync.quorum=2", "sync.quorum=3"], "given twice"),

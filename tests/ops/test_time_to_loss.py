@@ -41,7 +41,9 @@ def test_islands_train_on_as_many_tokens_in_less_time(config: RunConfig, corpus:
     curve = time_to_loss.islands(config, corpus, 3, 3.0, scavenged)
     tokens = 3 * config.inner.steps * config.tokens_per_step
     assert curve[-1].tokens == pytest.approx(tokens, rel=0.12), "who comes and goes does it at step boundaries"
-    assert curve[-1].seconds == pytest.approx(global_steps(config.inner.steps, 3, 3.0, scavenged), rel=0.15)
+    assert curve[-1].seconds == pytest.approx(global_steps(config.inner.steps, 3, 3.0, scavenged), abs=9.0), (
+        "the slow one hears of the end at one of its own boundaries, and makes a last step"
+    )
     assert [mark.seconds for mark in curve] == sorted(mark.seconds for mark in curve)
     assert curve[-1].bits_per_byte < 0.9 * curve[0].bits_per_byte
 

@@ -199,6 +199,23 @@ def test_notes_and_refusals_in_one_order() -> None:
     assert found[1].text == "round 7: too old"
 
 
+def test_words_of_others_give_a_terminal_no_orders() -> None:
+    evil = "\x1b]0;mine\x07\x9b2J[/nope]"
+    found = view(run=evil)
+    found = replace(found, islands=(replace(found.islands[0], link=evil, last_refusal=evil),))
+    refusal = Refusal("b", "x", 0, 7, 0, 100, evil)
+    seen = replace(FINE, refusals=((NOW, refusal),), control=Control(faults={evil: evil}))
+    seen = replace(seen, standing=Standing(evil, 3, 4.0, 0.5))
+    shown = TopReading(found, seen, "", [], [], [Happening(NOW, evil, "refused", evil)], NOW)
+    console = Console(file=StringIO(), width=200, height=60, highlight=False)
+    console.print(show.render(found, seen))
+    console.print(Screen(shown, 0.0, "", NOW))
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert text.count("mine") >= 10
+    assert not set(text) & set(map(chr, show.CONTROLS)) - {"\n"}
+
+
 def test_the_situation_of_a_run(server: Server) -> None:
     run = "situation"
     transport = connect(server.url, run)

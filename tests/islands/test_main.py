@@ -1,0 +1,75 @@
+"""One island's process, but for the process: whom it claims in whose name, and what it leaves behind."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+from broker.errors import ConfigError, DivergedError
+from broker.logs import Origin
+from broker.redis_transport import RedisTransport, connect
+from islands import main
+from islands.corpus import OpenCorpus
+from islands.creation import describe, first_snapshots
+from islands.worker import Island
+from tests import samples
+from tests.broker.test_scalars import events
+from tests.small import SMALL
+
+TEXT = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
+CORPUS = OpenCorpus("noise", "0" * 32, "chance", TEXT, TEXT[:4096], TEXT[:4096])
+
+
+@pytest.fixture
+def url() -> str:
+    return f"fakeredis://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def transport(url: str) -> Iterator[RedisTransport]:
+    made = connect(url, "demo")
+    yield made
+    made.close()
+
+
+def run(url: str, folder: Path) -> dict[str, object]:
+    options = main.IslandOptions(url=url, run="demo", folder=folder, scan_steps=1)
+    return main._run(options, "oslo", lambda: False, Origin("oslo"))
+
+
+@pytest.mark.parametrize("wish", ["drain", "expel"])
+def test_who_is_turned_away_has_claimed_nothing(wish: str, url: str, transport: RedisTransport, tmp_path: Path) -> None:
+    """A run that went back to a checkpoint: whoever is let in later still returns whole."""
+    transport.restore(samples.image(samples.manifest("demo"), []))
+    transport.steer({"island.oslo": wish})
+    with pytest.raises(ConfigError, match=r"island\.oslo="):
+        run(url, tmp_path)
+    assert transport.claim_return("oslo") == (3, 1)
+
+
+def drawn(folder: Path) -> list[Event]:
+    found = [event for path in folder.glob("tensorboard/*") for event in events(path)]
+    return [event for event in found if event.summary.value]
+
+
+def test_the_curves_of_an_island_that_diverges_are_whole(
+    url: str, transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = describe("demo", SMALL, CORPUS.identity)
+    transport.create(manifest, first_snapshots(manifest))
+
+    def diverge(island: Island, stopped: Callable[[], bool], diary: object) -> str:
+        island.beat("training")
+        raise DivergedError("the loss of oslo was no number")
+
+    monkeypatch.setattr(main, "keep_compiled", lambda: None)
+    monkeypatch.setattr(main, "_corpus", lambda *_: CORPUS)
+    monkeypatch.setattr("islands.worker.train", diverge)
+    with pytest.raises(DivergedError):
+        run(url, tmp_path)
+    assert drawn(tmp_path)
