@@ -10,9 +10,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 REGISTRY = "archipelago:runs"
 
 
+def is_name(name: str) -> bool:
+    """Whether it can stand in a key and in a path."""
+    return bool(_NAME.fullmatch(name))
+
+
 def checked_name(name: str, what: str) -> str:
     """`name`, when it can stand in a key and in a path. Raises ConfigError."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ConfigError(f"{what} {name!r:.80} cannot be used", "Use 1 to 64 letters, digits, '.', '_' and '-'.")
     return name
 

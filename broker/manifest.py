@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from broker import config as configs
 from broker.config import RunConfig
 from broker.errors import ConfigError, MismatchError
+from broker.keys import checked_name
 
 TensorKind = Literal["embedding", "rest"]
 
@@ -143,7 +144,7 @@ class Manifest:
         try:
             tensors = tuple(Tensor(str(n), tuple(map(int, s)), k) for n, s, k in json.loads(fields["tensors"]))
             manifest = cls(
-                run=fields["run"],
+                run=checked_name(fields["run"], "the run name"),
                 config=configs.from_json(fields["config"]),
                 tensors=tensors,
                 fragments=tuple(tuple(map(str, names)) for names in json.loads(fields["fragments"])),

@@ -6,11 +6,12 @@ Nothing here speaks to a server.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from broker.chunks import Raw
 from broker.errors import WireError
+from broker.keys import is_name
 from broker.messages import EVENTS, Event, from_fields
 from broker.transport import START
 
@@ -22,6 +23,11 @@ log = logging.getLogger(__name__)
 
 def text_fields(raw: Raw) -> dict[str, str]:
     return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in raw.items() if k != b"payload"}
+
+
+def names_in(members: Iterable[bytes]) -> list[str]:
+    """The names among the members of a set, in order; whatever else somebody put there is none of ours."""
+    return sorted(name for member in members if is_name(name := member.decode("utf-8", "replace")))
 
 
 def entry_id(entry: str) -> tuple[int, int]:

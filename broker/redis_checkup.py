@@ -261,7 +261,7 @@ class RedisCheckup(RedisConnection):
             pipe.xrange(keys.updates, count=1)
             pipe.time()
             holder, ttl_ms, mark, closed, waiting, (seconds, microseconds) = pipe.execute()
-        epoch = (mark or b"0").split()[0].decode()
+        epoch = (mark or b"0").partition(b" ")[0].decode("utf-8", "replace")
         last = (closed or waiting or [(None,)])[0][0]
         still = seconds + microseconds / 1e6 - entry_id(last.decode())[0] / 1e3 if last else 0.0
         return Standing(

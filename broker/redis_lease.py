@@ -30,7 +30,7 @@ class RedisLease(RedisReader):
         try:
             with self._watching(self._keys.lease, self._keys.epoch) as pipe:
                 owner = pipe.get(self._keys.lease)
-                if owner is not None and owner.decode() != holder:
+                if owner is not None and owner != holder.encode():
                     return None
                 epoch = max(self._epoch, int((pipe.get(self._keys.epoch) or b"0").split()[0])) + 1
                 failpoint("acquire.before")

@@ -28,7 +28,16 @@ from broker.messages import (
     TapeEntry,
     from_fields,
 )
-from broker.redis_answers import GROUP, entry_id, event_of, last_delivered, next_id, stream_entries, text_fields
+from broker.redis_answers import (
+    GROUP,
+    entry_id,
+    event_of,
+    last_delivered,
+    names_in,
+    next_id,
+    stream_entries,
+    text_fields,
+)
 from broker.redis_connection import PAGE, Client, RedisConnection, block_ms, is_wrong_kind
 from broker.transport import REFUSALS_AMONG, START
 from broker.wire import payload_bytes_max
@@ -56,7 +65,7 @@ class RedisReader(RedisConnection):
 
     def runs(self) -> list[str]:
         with self._translated():
-            return sorted(name.decode() for name in self._redis.smembers(REGISTRY))
+            return names_in(self._redis.smembers(REGISTRY))
 
     def manifest(self) -> Manifest:
         with self._translated():
@@ -153,7 +162,7 @@ class RedisReader(RedisConnection):
 
     def presences(self) -> list[Presence]:
         with self._translated():
-            names = sorted(name.decode() for name in self._redis.smembers(self._keys.islands))
+            names = names_in(self._redis.smembers(self._keys.islands))
             with self._redis.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.hgetall(self._keys.island(name))

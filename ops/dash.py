@@ -21,6 +21,7 @@ from broker.process import RunAddress, print_json, stop_on_signals
 from ops.dash_watch import Watch
 from ops.settings import say
 
+LOOPBACK = ("127.0.0.1", "localhost")
 TOKEN_VARIABLE = "ARCHIPELAGO_TOKEN"  # noqa: S105 - only its name
 STOP_SECONDS = 5
 
@@ -104,7 +105,7 @@ def serving(watch: Watch, token: str, host: str, port: int) -> Iterator[str]:
 
     from ops.dash_app import application
 
-    app = application(watch, token)
+    app = application(watch, token, hosts=LOOPBACK if host in LOOPBACK else ("*",))
     with _listening(host, port) as listener:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,

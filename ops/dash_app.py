@@ -7,7 +7,7 @@ import hmac
 import importlib.util
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -51,9 +52,17 @@ def chart_library() -> Path:
 
 
 def application(
-    watch: Watch, token: str, wall: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
+    watch: Watch,
+    token: str,
+    wall: Callable[[], float] = time.time,
+    clock: Callable[[], float] = time.monotonic,
+    hosts: Sequence[str] = ("*",),
 ) -> Starlette:
-    """The pages over what `watch` sees; `token` is what steering asks for."""
+    """The pages over what `watch` sees; `token` is what steering asks for.
+
+    `hosts`: names by which a browser may call us. Another site's name that leads here is not one of them, so that
+    no page of another site reads ours.
+    """
     service = _Service(watch, token, wall, clock)
     library = chart_library()
     files = [Route(at, _file(PAGE / name, FRESH)) for at, name in FILES.items()]
@@ -67,7 +76,8 @@ def application(
         Route("/api/events", service.events),
         Route("/api/steer", service.steer, methods=["POST"]),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)])
+    named = Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    return Starlette(routes=routes, middleware=[named, Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)])
 
 
 def _file(path: Path, headers: dict[str, str]) -> Callable[[Request], Any]:

@@ -241,3 +241,10 @@ def test_another_corpus_is_told_with_both_values(ours: Corpus) -> None:
     assert error.subject == "corpus 'text'"
     assert error.theirs == f"{'0' * 32} (1,000 bytes)"
     assert error.ours == f"{ours.digest} ({ours.bytes:,} bytes)"
+
+
+@pytest.mark.parametrize("run", ["", "../../etc", "a b", "x" * 65])
+def test_a_run_of_a_name_that_cannot_be_is_refused(run: str) -> None:
+    """Reports and checkpoints go to folders of that name."""
+    with pytest.raises(ConfigError, match="run name"):
+        Manifest.from_fields({**MANIFEST.to_fields(), "run": run})

@@ -836,6 +836,19 @@ def test_events_that_cannot_be_read_are_passed_over(transport: RedisTransport, r
     assert [event for _, event in transport.events(first, 5.0)] == [Call(2, 1)]
 
 
+def test_names_that_are_none_are_passed_over(transport: RedisTransport, raw: Any) -> None:
+    """Whoever writes to the server may put anything into these sets; a reader must not end over it."""
+    keys = Keys(transport.run)
+    transport.heartbeat(samples.heartbeat("oslo"))
+    raw.sadd(keys.islands, b"\xff\xfe", "a b", "x" * 65)
+    raw.sadd(REGISTRY, b"\xff\xfe")
+    try:
+        assert [presence.heartbeat.island for presence in transport.presences()] == ["oslo"]
+        assert transport.run in transport.runs()
+    finally:
+        raw.srem(REGISTRY, b"\xff\xfe")
+
+
 def test_one_islands_nonsense_does_not_hide_the_others(
     transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

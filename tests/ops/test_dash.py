@@ -127,6 +127,13 @@ def test_the_view_is_all_that_was_read(client: TestClient) -> None:
     assert charts["queues"]["pending"] == [1]
 
 
+def test_a_name_of_another_site_that_leads_here_shows_nothing(watch: Watch, clock: Clock) -> None:
+    """A page of that site could read ours otherwise, whatever machine its visitor sits at."""
+    with TestClient(application(watch, TOKEN, clock, clock, hosts=("127.0.0.1", "localhost"))) as client:
+        answers = [client.get("/api/view", headers={"host": f"{host}:8765"}) for host in ("localhost", "evil.example")]
+    assert [answer.status_code for answer in answers] == [200, 400]
+
+
 def test_the_page_before_the_first_reading(watch: Watch, clock: Clock) -> None:
     with TestClient(application(watch, TOKEN, clock, clock)) as client:
         assert client.get("/api/view").json() == {"page": None, "charts": None, "fault": None}
