@@ -114,6 +114,24 @@ def fake_client(name: str) -> Client:
     return client
 
 
+_REFUSALS = {
+    "MISCONF|Errors writing to": (
+        "cannot write to its disk, and takes no writes", "Free space there: then all goes on by itself."
+    ),
+    "used memory > 'maxmemory'": (
+        "is at its memory's limit, and takes no writes", "Raise its `maxmemory`: then all goes on by itself."
+    ),
+    "read only replica": ("is a replica, and takes no writes", "Name its primary."),
+}  # fmt: skip
+"""by what the server answers: what it means, and what to do. The client library takes some codes off the answers"""
+
+
+def _refusal(answer: str) -> tuple[str, str]:
+    """A command that the server refused, in words, and the remedy."""
+    known = (words for pattern, words in _REFUSALS.items() if re.search(pattern, answer))
+    return next(known, ("refused a command", "See its log and `INFO`."))
+
+
 def is_full(error: BrokerError) -> bool:
     """The server is at its memory's limit."""
     return isinstance(error.__cause__, redis.exceptions.OutOfMemoryError)
@@ -210,9 +228,8 @@ class RedisConnection:
             plain = " Without TLS its address begins with redis://." if self._where.startswith("rediss:") else ""
             raise UnreachableError(silent, f"Is it running, and may this machine reach it?{plain}") from error
         except redis.ResponseError as error:
-            raise BrokerError(
-                f"{self._where} refused a command ({self._said(error)})", "See its log and `INFO`."
-            ) from error
+            what, remedy = _refusal(str(error))
+            raise BrokerError(f"{self._where} {what} ({self._said(error)})", remedy) from error
         except redis.InvalidResponse as error:
             raise BrokerError(
                 f"{self._where} does not answer as a Redis does ({self._said(error)})", "Check the port."

@@ -467,7 +467,7 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
     Returns when it is stopped or fenced. `pause` waits that many seconds between two tries.
     """
     merger.warm_up()  # before it takes the lease: a standby is ready when it is needed
-    loaded = False
+    loaded, trouble = False, ""
     while not stopped():
         try:
             if not merger.epoch and not merger.acquire():
@@ -475,7 +475,7 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
                 continue
             if not loaded:
                 merger.load()
-                loaded = True
+                loaded, trouble = True, ""
                 closed = merger.rounds.closed
                 log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
             merger.turn()
@@ -486,7 +486,9 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
         except UnknownRunError:
             raise
         except BrokerError as error:  # an outage, or memory that is full: both end by themselves
-            log.warning("%s", error.what)
+            if error.what != trouble:  # once, however long it lasts
+                log.warning("%s", error)
+            trouble = error.what
             # Nobody knows which writes arrived: begin from what Redis holds, in an epoch that fences what is under way.
             loaded, merger.epoch = False, 0
             pause(0.5)

@@ -25,6 +25,7 @@ from ops.chaos_report import Control, Figures, as_control, as_data, figures
 from ops.chaos_schedule import MERGER, REDIS, Fault, Kind, Weather
 from ops.chaos_storm import Plan, ride
 from ops.create import require_usable
+from ops.false_clock import require_library
 from ops.settings import say
 
 BROKEN = 1
@@ -147,6 +148,8 @@ def _faults(options: ChaosOptions) -> list[Fault]:
         found = schedules.poisson(weather, targets, options.seconds, options.fault_seed)
     if sys.platform != "linux" and any(fault.kind == "disk" for fault in found):
         raise ConfigError("only Linux can limit another process's files", "Leave `disk` out of --kinds.")
+    if any(fault.kind == "clock" for fault in found):
+        require_library()
     return found
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 REPORT, PICTURE, PAGE = "report.json", "storm.png", "storm.html"
 COLOURS = {"training": "#4c9f70", "stopped": "#e0b040", "recovering": "#6fa8dc", "dead": "#c0504d"}
-MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d"}
+MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
 OTHER_MARK = "v"
 LEGEND = {"training": "training (redis, merger: serving)"}
 LABELS = {
@@ -94,7 +94,7 @@ def _draw_lanes(axes: Axes, storm: Storm, states: Mapping[str, Spans]) -> None:
     axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.7))
     handles = [_patch(colour, LEGEND.get(state, state)) for state, colour in COLOURS.items()]
     axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=8, loc="lower right",
-                bbox_to_anchor=(1.0, 1.0), title="✕ kill  ■ stop  ▼ link  ◆ disk   white: a snapshot adopted",
+                bbox_to_anchor=(1.0, 1.0), title="✕ kill  ■ stop  ▼ link  ◆ disk  ★ clock   white: a snapshot adopted",
                 title_fontsize=8)  # fmt: skip
 
 

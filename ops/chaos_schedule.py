@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from broker.errors import ConfigError
 from ops.simulation_failures import Delays
 
-Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk"]
+Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk", "clock"]
 KINDS: dict[str, str] = {
     "kill": "SIGKILL; started again after `seconds`",
     "stop": "SIGSTOP; SIGCONT after `seconds`",
@@ -34,11 +34,12 @@ KINDS: dict[str, str] = {
     "throttle": "its link carries `value` Mbit/s each way, for `seconds`",
     "delay": "its link takes `value` seconds longer each way, for `seconds`",
     "disk": "no file of it may grow past `value` bytes, for `seconds`: as when the disk is full",
+    "clock": "the Redis' time of day jumps `value` seconds ahead, and back after `seconds` (needs libfaketime)",
 }
 """Each kind of fault, and what it does to a process."""
 ON_LINKS = frozenset({"partition", "reset", "half-open", "throttle", "delay"})
 """kinds that need a proxy between the process and the Redis"""
-VALUES = {"throttle": 1.0, "delay": 0.2, "disk": float(1 << 18)}
+VALUES = {"throttle": 1.0, "delay": 0.2, "disk": float(1 << 18), "clock": 3600.0}
 """what a seeded schedule, or a line without a `value`, takes"""
 REDIS, MERGER = "redis", "merger"
 SECONDS_MAX = 1e6
@@ -61,7 +62,7 @@ class Fault:
     @property
     def until(self) -> float:
         """Seconds from the storm's begin."""
-        return self.at + self.seconds
+        return round(self.at + self.seconds, 6)  # both are of whole milliseconds, as their sum is then
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Weather:
 
 
 def may_meet(kind: str, target: str) -> bool:
-    """Whether there is such a fault: the Redis has no link to itself, and a full disk is another story for it."""
-    return target != REDIS or kind in ("kill", "stop")
+    """Whether there is such a fault: the Redis has no link to itself, and nobody else decides by the time of day."""
+    return kind not in ON_LINKS if target == REDIS else kind != "clock"
 
 
 def poisson(weather: Weather, targets: Sequence[str], seconds: float, seed: int) -> list[Fault]:
@@ -188,7 +189,7 @@ def _from_line(number: int, line: str, targets: Sequence[str]) -> Fault:
     if fault.target not in targets:
         raise _unreadable(number, f"there is no {fault.target!r} among {', '.join(targets)}")
     if not may_meet(fault.kind, fault.target):
-        raise _unreadable(number, f"the {fault.target} can be killed and stopped, and nothing else")
+        raise _unreadable(number, f"there is no {fault.kind} of {fault.target}")
     if not (0 <= fault.at <= SECONDS_MAX and 0 <= fault.seconds <= SECONDS_MAX and fault.value >= 0):
         raise _unreadable(number, "times and values are not negative")
     return fault

@@ -32,6 +32,7 @@ from islands.diary import VARIABLE as DIARY_VARIABLE
 from ops.chaos_report import Happening, Identity, Look, Storm, Turn
 from ops.chaos_schedule import MERGER, ON_LINKS, REDIS, Fault
 from ops.create import create
+from ops.false_clock import FalseClock
 from ops.launcher import Child, thread_environment
 from ops.proxy import Proxy
 from ops.server import Server, start_server
@@ -116,9 +117,9 @@ class Worker(Target):
 class Broker(Target):
     """The Redis; its folder gives it the same data, port and password at each start."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, clock: FalseClock | None = None) -> None:
         super().__init__(REDIS)
-        self._folder, self._stack = folder, stack
+        self.folder, self._stack, self.clock = folder, stack, clock
         self.server: Server | None = None
 
     @property
@@ -131,7 +132,8 @@ class Broker(Target):
         """Returns when it answers."""
         if self.server is not None:
             self.server.stop()
-        self.server = self._stack.enter_context(start_server(self._folder))
+        environment = self.clock.environment() if self.clock else None
+        self.server = self._stack.enter_context(start_server(self.folder, environment=environment))
 
     def alive(self) -> bool:
         """Also reaps it."""
@@ -194,7 +196,9 @@ class Sea:
         self._count = itertools.count()
         self._diaries = plan.folder / "diaries"
         self._diaries.mkdir(parents=True)
-        self.broker = Broker(plan.folder / "redis", stack)
+        jumps = any(fault.kind == "clock" for fault in plan.faults)
+        clock = FalseClock(plan.folder / "clock") if jumps else None
+        self.broker = Broker(plan.folder / "redis", stack, clock)
         self.start(self.broker)
         assert self.broker.server is not None  # noqa: S101
         self.url = self.broker.server.url
@@ -289,6 +293,8 @@ class Sea:
                 self._stop(target, fault)
             case "disk":
                 self._fill_disk(target, fault)
+            case "clock":
+                self._jump(fault)
             case _:
                 assert isinstance(target, Worker)  # noqa: S101
                 self._disturb(target, fault)
@@ -337,8 +343,9 @@ class Sea:
         if target.dead:
             self.note(target.name, "spared", "disk: it is dead")
             return
-        own = (self.diary(target.name), self.plan.folder / "logs" / f"{target.name}.log")
-        limit = int(fault.value) + max(path.stat().st_size if path.exists() else 0 for path in own)
+        own = [self.diary(target.name), self.plan.folder / "logs" / f"{target.name}.log"]
+        own += self.broker.folder.rglob("*") if target is self.broker else []
+        limit = int(fault.value) + max(path.stat().st_size if path.is_file() else 0 for path in own)
         _limit_files(target.pid, limit)
         self.note(target.name, "disk", f"files end at {limit:,} bytes")
         started = target.started
@@ -348,6 +355,18 @@ class Sea:
         if not target.dead and target.started == started:
             _limit_files(target.pid, None)
             self.note(target.name, "disk over")
+
+    def _jump(self, fault: Fault) -> None:
+        clock = self.broker.clock
+        assert clock is not None  # noqa: S101
+        clock.jump(fault.value)
+        self.note(REDIS, "clock", f"{fault.value:+g} s")
+
+        def back() -> None:
+            clock.jump(0.0)
+            self.note(REDIS, "clock over")
+
+        self._later(fault.seconds, back)
 
     def _disturb(self, worker: Worker, fault: Fault) -> None:
         proxy = worker.proxy

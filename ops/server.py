@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -160,13 +160,15 @@ def start_server(
     *,
     timeout_seconds: float = START_SECONDS,
     append_only: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> Server:
     """Starts a server on `folder` and waits until it answers.
 
     Call it from the main thread: a server ends with the thread that started it (see `ops.tether`). `timeout_seconds`
     is for the silence; a server that says it is loading its data gets the time that takes. Without `append_only`,
-    which is for measurements, nothing is on disk. Raises BrokerError when
-    another launcher has the folder, or when the server does not come up, with the end of its log.
+    which is for measurements, nothing is on disk. `environment`: variables beside this process's own.
+
+    Raises BrokerError when another launcher has the folder, or when the server does not come up, with its log's end.
     """
     folder = folder.absolute()
     program = program or find_program(_remembered_kind(folder))
@@ -179,7 +181,7 @@ def start_server(
             if program.path:
                 _write_config(folder, program.kind, port, password, append_only)
             log_start = _size(folder / LOG)
-            process = _launch(program, folder, port)
+            process = _launch(program, folder, port, environment or {})
             held.callback(_end, process)
             if _await_ready(process, port, password, timeout_seconds):
                 return Server(program, folder, port, password, process, held)
@@ -319,7 +321,7 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def _launch(program: Program, folder: Path, port: int) -> subprocess.Popen[bytes]:
+def _launch(program: Program, folder: Path, port: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     if program.path is None:
         argv, cwd = [sys.executable, "-m", "ops.server", str(port)], Path(__file__).parents[1]
     else:
@@ -328,7 +330,7 @@ def _launch(program: Program, folder: Path, port: int) -> subprocess.Popen[bytes
         return subprocess.Popen(
             tether.command(argv),
             cwd=cwd,
-            env={**KEEP_FREED, **os.environ},
+            env={**KEEP_FREED, **os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

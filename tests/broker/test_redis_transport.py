@@ -732,7 +732,7 @@ def test_a_full_server_can_be_trimmed(
     transport.commit(epoch, samples.commit(entries[:2]))
     tracks = transport.tracks(START)
     full()
-    with pytest.raises(BrokerError, match="used memory > 'maxmemory'"):
+    with pytest.raises(BrokerError, match=r"is at its memory's limit, and takes no writes .*'maxmemory'"):
         transport.publish(samples.contribution(), b"payload")
     assert transport.pending() == Pending(1, 100)
     assert transport.read(entries) == found
@@ -757,6 +757,15 @@ def test_a_full_server_is_not_trimmed_by_an_older_merger(
         transport._trim_when_full(epoch, transport._look([entry]), "")
     assert transport.holds(entry)
     assert transport.books().kept == 1
+
+
+def test_what_a_server_refuses_is_said_in_words() -> None:
+    said = redis_connection._refusal
+    queued = "Command # 1 (SET a 2) of pipeline caused error: MISCONF Errors writing to the AOF file: No space left"
+    assert said(queued)[0] == said("MISCONF Errors writing")[0] == "cannot write to its disk, and takes no writes"
+    assert said("You can't write against a read only replica.")[0].startswith("is a replica")
+    for unknown in ("unknown command 'XADD'", ""):
+        assert said(unknown)[0] == "refused a command"
 
 
 def test_memory_where_nobody_knows_it(tmp_path: Path) -> None:

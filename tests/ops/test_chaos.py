@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from broker.errors import ConfigError
 from broker.messages import Books
-from ops import chaos
+from ops import chaos, false_clock
 from ops.chaos import BROKEN, SCHEDULE, ChaosOptions, main
 from ops.chaos_report import Storm
 from ops.chaos_schedule import Fault, from_text
@@ -33,14 +38,17 @@ FAULTS = """
 {"at": 2.5, "kind": "half-open", "target": "merger"}
 {"at": 3, "kind": "kill", "target": "merger", "seconds": 0.5}
 {"at": 4, "kind": "stop", "target": "redis", "seconds": 1}
+{"at": 5.3, "kind": "disk", "target": "redis", "seconds": 0.6, "value": 1000}
 {"at": 6, "kind": "throttle", "target": "island-1", "seconds": 1, "value": 5}
 {"at": 7, "kind": "kill", "target": "redis", "seconds": 0.5}
 {"at": 8, "kind": "reset", "target": "island-1", "seconds": 0.5}
 {"at": 9, "kind": "delay", "target": "merger", "seconds": 0.5, "value": 0.05}
 """
+JUMP = '{"at": 9.2, "kind": "clock", "target": "redis", "seconds": 1.5, "value": 3600}\n'
+"""where there is libfaketime: leases and heartbeats run out, and then last for long"""
 SAID = (
     "island-0  kill", "merger    kill", "redis     stop", "redis     continue", "redis     ready",
-    "island-1  partition over", "merger    half-open", "merger    disk", "merger    delay over",
+    "island-1  partition over", "merger    half-open", "merger    disk", "merger    delay over", "redis     disk over",
 )  # fmt: skip
 
 
@@ -48,7 +56,8 @@ SAID = (
 def test_a_short_storm_in_which_everybody_meets_something(processes: Processes, tmp_path: Path) -> None:
     """Invariants, not figures: how far islands get here depends on what else the machine does."""
     schedule = tmp_path / "faults.jsonl"
-    schedule.write_text(FAULTS)
+    faults = FAULTS + (JUMP if false_clock.library() else "")
+    schedule.write_text(faults)
     found = processes.run(
         "chaos", "--islands=2", "--seconds=12", "--step-seconds=0.03", f"--schedule={schedule}", "--no-undisturbed",
         "--checkpoint-every=2", *SETTINGS,
@@ -73,7 +82,7 @@ def test_a_short_storm_in_which_everybody_meets_something(processes: Processes, 
     assert "every invariant held" in (folder / "storm.html").read_text()
     kept = from_text((folder / SCHEDULE).read_text(), ["redis", "merger", "island-0", "island-1"])
     assert Counter(fault.kind for fault in kept) == Counter(
-        json.loads(line)["kind"] for line in FAULTS.split("\n")[1:-1]
+        json.loads(line)["kind"] for line in faults.split("\n")[1:-1]
     )
     trained = [len(read_diary(folder / "storm" / "diaries" / f"island-{n}.jsonl")) for n in range(2)]
     assert min(trained) > 0
@@ -207,6 +216,38 @@ def test_a_jump_of_the_wall_clock_cannot_matter_to_who_does_not_read_it() -> Non
     """Storms have no fault for this: neither islands nor mergers ever decide by what time it is."""
     paths = [path for package in ("broker", "islands", "merger") for path in (ROOT / package).rglob("*.py")]
     assert {(path.name, name) for path in paths for name in _names(path) if name in WALL_CLOCK} == set(ONLY_SHOWN)
+
+
+@pytest.mark.skipif(false_clock.library() is None, reason="libfaketime is not installed")
+def test_a_program_with_a_false_clock_goes_by_it(tmp_path: Path, until: Callable[..., None]) -> None:
+    """The time of day jumps, also while it runs, and intervals stay right."""
+    clock = false_clock.FalseClock(tmp_path / "clock")
+    code = "import time\nwhile input() is not None: print(time.time(), time.monotonic(), flush=True)"
+    environment = {**os.environ, **clock.environment()}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdin is not None and program.stdout is not None
+
+        def off(stdin: IO[str], stdout: IO[str]) -> tuple[float, float]:
+            stdin.write("\n")
+            stdin.flush()
+            day, interval = map(float, stdout.readline().split())
+            return day - time.time(), interval - time.monotonic()
+
+        for seconds in (0.0, 3600.0, -60.0):
+            clock.jump(seconds)
+            until(lambda s=seconds: abs(off(program.stdin, program.stdout)[0] - s) < 5.0, f"a clock off by {seconds} s")
+            assert abs(off(program.stdin, program.stdout)[1]) < 5.0
+        program.kill()
+
+
+def test_without_the_library_it_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(false_clock, "library", lambda: None)
+    schedule = tmp_path / "faults.jsonl"
+    schedule.write_text(JUMP)
+    with pytest.raises(ConfigError, match="apt install libfaketime"):
+        main(ChaosOptions(schedule=schedule))
 
 
 def test_a_wall_clock_would_be_found(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_seed_makes_one_storm(weather: Weather, seconds: float, seed: int) -> 
 
 
 def test_the_redis_is_only_killed_and_stopped() -> None:
-    assert {kind for kind in KINDS if may_meet(kind, REDIS)} == {"kill", "stop"}
+    assert {kind for kind in KINDS if may_meet(kind, REDIS)} == {"kill", "stop", "disk", "clock"}
     assert not poisson(Weather(1.0, tuple(ON_LINKS)), [REDIS], 1000.0, 0)
 
 
@@ -132,7 +132,8 @@ def test_lines_may_be_empty_or_notes_and_values_have_defaults() -> None:
         ("{}", "at: field required"),
         ('{"at": 1, "kind": "flood", "target": "redis"}', "kind"),
         ('{"at": 1, "kind": "kill", "target": "island-7"}', "no 'island-7'"),
-        ('{"at": 1, "kind": "disk", "target": "redis"}', "killed and stopped"),
+        ('{"at": 1, "kind": "half-open", "target": "redis"}', "there is no half-open of redis"),
+        ('{"at": 1, "kind": "clock", "target": "merger"}', "there is no clock of merger"),
         ('{"at": -1, "kind": "kill", "target": "redis"}', "not negative"),
         ('{"at": 1e400, "kind": "kill", "target": "redis"}', "finite"),
         ('{"at": 1, "kind": "kill", "target": "redis", "more": 1}', "more"),
