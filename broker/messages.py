@@ -209,6 +209,10 @@ class Heartbeat:
     """the shards that it holds, and how far it has read them"""
     moments: Text = "fresh"
     """where its inner optimiser state came from when it began: fresh, its own checkpoint, or a peer"""
+    uplink_bytes_per_second: Measure = math.nan
+    """what its way up has just shown to carry, beside what a message takes that has hardly a byte; NaN: not known"""
+    downlink_bytes_per_second: Measure = math.nan
+    """the same of its way down"""
 
 
 LIVE_SECONDS = 10.0

@@ -323,8 +323,15 @@ class Island:
                 link=self.link.trouble or self.link.uplink.in_words(self.stretch) or "ok",
                 data=" ".join(map(str, self.batches.places())),
                 moments=self.moments,
+                uplink_bytes_per_second=_rate(self.link.uplink.seconds_a_byte),
+                downlink_bytes_per_second=_rate(self.link.uplink.down_seconds_a_byte),
             )
         )
+
+
+def _rate(seconds_a_byte: float) -> float:
+    """Bytes per second; NaN where nothing was measured yet."""
+    return 1.0 / seconds_a_byte if seconds_a_byte > 0.0 else math.nan
 
 
 def train(island: Island, stopped: Callable[[], bool], diary: Diary | None = None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -59,12 +59,6 @@ def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_sec
             old.up + share * (now_up - old.up), old.down + share * (now_down - old.down),
         )  # fmt: skip
     return out
-
-
-def link_bytes_per_second(link: str) -> float | None:
-    """What an island has measured its way up to carry, from its words about the link; None where it says nothing."""
-    found = re.search(r"(\d+(?:\.\d+)?) Mbit/s up", link)  # an island's own words
-    return float(found[1]) * 1e6 / 8 if found else None
 
 
 @dataclass(frozen=True)
@@ -168,18 +162,23 @@ def _state(word: str, mood: str, sentence: str) -> dict[str, str]:
 
 
 def _lane(island: IslandView, strip: Sequence[int], rate: Rate | None, control: Mapping[str, str]) -> dict[str, Any]:
-    carries = link_bytes_per_second(island.link)
-    up = rate.up if rate else 0.0
+    up, down = (rate.up, rate.down) if rate and island.live else (0.0, 0.0)
     silent = not island.live and island.state not in ("left", "done")
     return {
         **asdict(island),
         "shown": "silent" if silent else island.state,
         "strip": list(strip),
-        "up_per_second": up if island.live else 0.0,
-        "down_per_second": rate.down if rate and island.live else 0.0,
-        "link_share": up / carries if carries and island.live else None,
+        "up_per_second": up,
+        "down_per_second": down,
+        "up_share": _share(up, island.uplink_bytes_per_second, island.live),
+        "down_share": _share(down, island.downlink_bytes_per_second, island.live),
         "asked": control.get(island_field(island.name), ""),
     }
+
+
+def _share(bytes_per_second: float, carries: float, is_live: bool) -> float:
+    """Of what a link carries; NaN where that is not known, or no number that could be."""
+    return bytes_per_second / carries if is_live and carries > 0.0 else math.nan
 
 
 def _books(view: RunView, tokens: TokenBooks | None) -> dict[str, Any]:

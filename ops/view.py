@@ -49,6 +49,9 @@ class IslandView:
     last_refusal: str
     bytes_up: int
     bytes_down: int
+    uplink_bytes_per_second: float
+    """what its link has just shown to carry; NaN: not known"""
+    downlink_bytes_per_second: float
     link: str
 
 
@@ -217,6 +220,8 @@ def _island(presence: Presence, tape: Sequence[TapeEntry], merged: Mapping[str, 
         last_refusal=beat.last_refusal,
         bytes_up=beat.bytes_up,
         bytes_down=beat.bytes_down,
+        uplink_bytes_per_second=beat.uplink_bytes_per_second,
+        downlink_bytes_per_second=beat.downlink_bytes_per_second,
         link=beat.link,
     )
 

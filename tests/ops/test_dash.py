@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -30,13 +31,12 @@ from broker.process import guarded
 from broker.redis_checkup import Standing
 from broker.redis_transport import connect
 from broker.transport import Memory
-from islands.uplink import Uplink
-from ops import dash
+from ops import dash, dash_data
 from ops.cli import run
 from ops.dash import TOKEN_VARIABLE, serving
 from ops.dash_actions import sentence, stamped
 from ops.dash_app import BODY_BYTES_MAX, FILES, PAGE, application
-from ops.dash_data import Rate, Reading, events, link_bytes_per_second, measured, state_of
+from ops.dash_data import Rate, Reading, events, measured, state_of
 from ops.dash_data import serving as lease
 from ops.dash_watch import PATIENCE_SECONDS, SELDOM_SECONDS, Board, Fault, Seldom, Watch, written
 from ops.server import Server, start_server
@@ -454,12 +454,14 @@ def test_rates_come_to_what_flows_and_survive_a_new_beginning() -> None:
     assert isinstance(again, Rate)
 
 
-def test_what_an_island_measured_of_its_link_is_read_from_its_words() -> None:
-    uplink = Uplink(seconds_a_byte=1e-6, thin=True)
-    assert link_bytes_per_second(uplink.in_words(1.0)) == pytest.approx(1e6, rel=0.05)
-    assert link_bytes_per_second("ok") is None
-    assert link_bytes_per_second("... Mbit/s up") is None
-    assert link_bytes_per_second("1.2.3 Mbit/s up") == pytest.approx(2.3e6 / 8)  # nonsense, and no end of the page
+def test_the_use_of_a_link_is_against_what_it_has_shown_to_carry() -> None:
+    (island,) = islands(uplink_bytes_per_second=200.0, downlink_bytes_per_second=math.nan)
+    lane = dash_data._lane(island, [], Rate(0.0, 0, 0, 50.0, 7.0), {})
+    assert lane["up_share"] == 0.25
+    assert math.isnan(lane["down_share"]), "nothing was measured of its way down"
+    for nonsense in (0.0, -1.0, math.nan):
+        (island,) = islands(uplink_bytes_per_second=nonsense)
+        assert math.isnan(dash_data._lane(island, [], Rate(0.0, 0, 0, 50.0, 7.0), {})["up_share"])
 
 
 def test_sentences_and_stamps() -> None:
