@@ -12,12 +12,17 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from broker.config import BYTES
+from broker.errors import ConfigError
 from broker.keys import checked_name
 from broker.process import print_json
 from ops.settings import say
 
 if TYPE_CHECKING:
     from islands.corpus import OpenCorpus
+
+
+KNOWN = ("stdlib", "enwik8", "digits")
+"""sources that are no files"""
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,21 @@ def _prepared(options: PrepareOptions) -> OpenCorpus:
     from islands.tokenizer import vocabulary_of
 
     vocabulary = vocabulary_of(options.tokenizer) if options.tokenizer is not None else BYTES
+    _require_used(options, vocabulary)
     if vocabulary == BYTES:
         known = _known(options)
         return known or prepare_text(Path(options.source), checked_name(_name(options), "the corpus name"))
     name = checked_name(options.name or f"{_name(options)}-bpe{vocabulary}", "the corpus name")
     known = _known(options)
     return prepare_tokens(known, name, vocabulary) if known else prepare_text(Path(options.source), name, vocabulary)
+
+
+def _require_used(options: PrepareOptions, vocabulary: int) -> None:
+    """Raises ConfigError for an option that would change nothing."""
+    if options.name and options.source in KNOWN and vocabulary == BYTES:
+        raise ConfigError(f"{options.source} keeps its own name", "Leave out --name.")
+    if options.path and options.source not in ("enwik8", "digits"):
+        raise ConfigError("--path is for enwik8 and digits", "Name a file or a folder as the source.")
 
 
 def _known(options: PrepareOptions) -> OpenCorpus | None:

@@ -52,7 +52,7 @@ def load(folder: Path, name: str) -> Study:
     values = _toml(folder / f"{name}.toml")
     if unknown := sorted(set(values) - _TOP):
         raise ConfigError(f"the study {name!r} has unknown keys: {', '.join(unknown)}", _SHAPE)
-    base = _flat(_toml(folder / values["base"])) if "base" in values else {}
+    base = _flat(_toml(folder / str(values["base"]))) if "base" in values else {}
     try:
         found = [trial for grid in values.get("grid", ()) for trial in _trials(grid, base, values.get("seeds", [0]))]
     except (TypeError, ValueError, AttributeError) as error:

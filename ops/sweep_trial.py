@@ -65,9 +65,14 @@ class Trial:
         """The trial; what does not matter to its kind is left out, so that studies share their baselines."""
         if kind not in KINDS:
             raise ConfigError(f"there is no kind of run {kind!r}", f"Choose one of {', '.join(KINDS)}.")
-        if not 1 <= islands <= 64 or not slow >= 1.0:
+        if type(islands) is not int or not 1 <= islands <= 64 or not 1.0 <= slow < math.inf:
             raise ConfigError(f"{islands} islands, the last {slow} times slower, cannot be", "1 to 64, and 1 or more.")
-        if not 1 <= slowed <= max(1, islands - 1) or not 0.0 <= chips <= 1e8 or (chips and slow > 1.0):
+        if (
+            type(slowed) is not int
+            or not 1 <= slowed <= max(1, islands - 1)
+            or not 0.0 <= chips <= 1e8
+            or (chips and slow > 1.0)
+        ):
             raise ConfigError(
                 f"{slowed} slow islands of {islands}, or a tape of {chips:g} chips, cannot be",
                 "Of M islands up to M − 1 can be slow; a tape has its own speeds, and up to 1e8 chips.",

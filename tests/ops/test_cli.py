@@ -257,6 +257,9 @@ def test_a_config_file_that_cannot_be_used(
         ("bench parity --islands 0", "--islands cannot be (0,)"),
         ("bench parity --slow 0.5", "--slow cannot be 0.5"),
         ("prepare nothing-there", "to prepare at nothing-there"),
+        ("prepare stdlib --name mine", "stdlib keeps its own name"),
+        ("prepare stdlib --path somewhere", "--path is for enwik8 and digits"),
+        ("bench time --scavenged 0", "--scavenged cannot be (0,)"),
     ],
 )
 def test_other_mistakes(call: Call, tmp_path: Path, command: str, said: str) -> None:
