@@ -20,6 +20,7 @@ from ops.dash_history import (
     joined_queues,
     thinned,
 )
+from ops.situation import happened
 from ops.view import IslandView, RunView
 
 EVENTS_SHOWN = 120
@@ -195,24 +196,17 @@ def _books(view: RunView, tokens: TokenBooks | None) -> dict[str, Any]:
 
 def events(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[dict[str, Any]]:
     """Newest first. What was refused in a row for one island and one reason is one line that counts."""
-    found: list[dict[str, Any]] = [
-        {"unix_seconds": n.unix_seconds, "who": n.who, "kind": n.kind, "text": n.text, "times": 1} for n in notes
-    ]
-    found += [
-        {"unix_seconds": at, "who": r.island, "kind": "refused", "text": f"{r.reason} (round {r.round})", "times": 1}
-        for at, r in refusals
-    ]
     out: list[dict[str, Any]] = []
-    for event in sorted(found, key=lambda event: event["unix_seconds"], reverse=True):
+    for event in map(asdict, reversed(happened(notes, refusals))):
         if out and event["kind"] == "refused" and _alike(out[-1]) == _alike(event):
             out[-1]["times"] += 1
         else:
-            out.append(event)
+            out.append(event | {"times": 1})
     return out[:EVENTS_SHOWN]
 
 
 def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
-    return event["who"], event["kind"], event["text"].rpartition(" (round ")[0]
+    return event["who"], event["kind"], event["text"].partition(": ")[2]  # whatever the round
 
 
 def serving(notes: Sequence[Note], epoch: int, standing: Standing | None = None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Time to loss where one machine is slow: islands, with scavenged ones and without, against those who wait for all.
 
 Virtual time, whose unit is an inner step of a fast machine. Everyone trains on as many tokens, with a learning rate
-that comes down over just these: so the time each takes differs, and the loss at its end is compared beside it.
+that comes down over just these: so the time each takes differs, and the loss at its end is compared beside it. With
+scavenged islands there is one run more, which takes as long as without them, and so more tokens.
 Synchronous DiLoCo and data-parallel make each step as fast as the slowest machine does. Scavenged islands are fast
 ones that come when a quarter of the run is over and leave at three quarters (Decoupled DiLoCo, section 5.4: +25 to
 +300 % of the islands).
@@ -69,6 +70,10 @@ def time_to_loss(
     for extra in scavenged:
         name = f"{count} islands, {extra} more for half of the run"
         ways[name] = lambda c, extra=extra: islands(c, corpus, count, slow, extra)  # type: ignore[misc]
+        length = global_steps(config.inner.steps, count, slow)
+        ways[f"{name}, as long as without"] = lambda c, extra=extra, length=length: islands(  # type: ignore[misc]
+            c, corpus, count, slow, extra, length
+        )
     curves: dict[str, list[list[Mark]]] = {}
     for name, train in ways.items():
         curves[name] = [train(dataclasses.replace(config, seed=seed)) for seed in seeds]
@@ -102,9 +107,14 @@ def global_steps(steps: int, count: int, slow: float, scavenged: int = 0) -> int
     return round(steps * count / (count - 1 + 1 / slow + scavenged * (LEAVES - COMES)))
 
 
-def islands(config: RunConfig, corpus: OpenCorpus, count: int, slow: float, scavenged: int = 0) -> list[Mark]:
-    """A run of islands, the last of which is slow, on as many tokens as `count` of them need for `inner.steps` each."""
-    length = global_steps(config.inner.steps, count, slow, scavenged)
+def islands(
+    config: RunConfig, corpus: OpenCorpus, count: int, slow: float, scavenged: int = 0, length: int = 0
+) -> list[Mark]:
+    """A run of islands, the last of which is slow, on as many tokens as `count` of them need for `inner.steps` each.
+
+    `length`: instead, so many steps of the fastest one, on whatever tokens that takes.
+    """
+    length = length or global_steps(config.inner.steps, count, slow, scavenged)
     config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=length))
     model = build(config.model)
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)

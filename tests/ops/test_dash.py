@@ -118,7 +118,7 @@ def test_the_view_is_all_that_was_read(client: TestClient) -> None:
     assert page["books"]["tokens"]["balanced"]
     assert page["books"]["tokens"]["pending"] == 100
     assert page["serving"] == {"who": "merger", "since": 990, "text": "in epoch 1", "epoch": 1, "held": None}
-    assert ("b", "refused", "the digest is wrong (round 1)") in {
+    assert ("b", "refused", "round 1: the digest is wrong") in {
         (event["who"], event["kind"], event["text"]) for event in page["events"]
     }
     assert charts["lines"]["round"] == [1]

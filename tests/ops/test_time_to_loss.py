@@ -51,6 +51,7 @@ def test_islands_train_on_as_many_tokens_in_less_time(config: RunConfig, corpus:
 def test_rows_say_who_is_faster_and_how_good(config: RunConfig, corpus: OpenCorpus, tmp_path: Path) -> None:
     found = time_to_loss.time_to_loss(config, 3, 3.0, [3], [0, 1], tmp_path, lambda _: None)
     rows = {row["what"]: row for row in found["rows"]}
+    longer = rows["3 islands, 3 more for half of the run, as long as without"]
     waiting, ours, more = rows["DiLoCo, 3 replicas"], rows["3 islands"], rows["3 islands, 3 more for half of the run"]
     assert waiting["time"] == pytest.approx(3.0 * config.inner.steps)
     assert more["time"] < ours["time"] < waiting["time"]
@@ -58,5 +59,7 @@ def test_rows_say_who_is_faster_and_how_good(config: RunConfig, corpus: OpenCorp
         "the target is one that all of them reach"
     )
     assert waiting["loss_to_diloco"] == 1.0
+    assert longer["time"] == pytest.approx(ours["time"], abs=9.0)
+    assert longer["tokens"] > 1.3 * ours["tokens"]
     assert waiting["spread"] > 0.0, "two seeds"
     assert (tmp_path / "time.png").stat().st_size > 10_000
