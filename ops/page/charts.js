@@ -132,7 +132,7 @@ const Charts = (() => {
       line("take part", lines.round, lines.participating, "s3", step),
     ], {
       xaxis: { title: { text: "round" }, tickformat: ",d" },
-      yaxis: { rangemode: "tozero", tickformat: ",d", range: [0, Math.max(1, ...lines.size) * 1.12], nticks: 5 },
+      yaxis: { rangemode: "tozero", tickformat: ",d", range: [0, Math.max(1, ...lines.size) * 1.12], dtick: Math.ceil(Math.max(1, ...lines.size) / 5) },
     }, "No round has closed yet.");
     legend("legend-islands", lines.round.length
       ? [["s0", "size", last(lines.size)], ["s1", "live", last(lines.live)], ["s3", "take part", last(lines.participating)]] : []);

@@ -212,9 +212,10 @@ function writeLane(island) {
   fill(cells.lag, island.live ? fixed(island.staleness, 2) : dash);
   fill(cells.speed, island.live ? count(island.tokens_per_second) : dash);
   fill(cells.step, island.live && island.step_seconds ? duration(island.step_seconds) : dash);
+  const flows = island.live && !inlined; // a report is one reading, which measures no rate
   const used = (share) => share === null ? "" : `${share < 0.01 ? "under 1" : (100 * share).toFixed(0)} % of its link`;
-  fill(cells.up, size(island.bytes_up), island.live ? `${size(island.up_per_second)}/s` : "", used(island.up_share));
-  fill(cells.down, size(island.bytes_down), island.live ? `${size(island.down_per_second)}/s` : "", used(island.down_share));
+  fill(cells.up, size(island.bytes_up), flows ? `${size(island.up_per_second)}/s` : "", flows ? used(island.up_share) : "");
+  fill(cells.down, size(island.bytes_down), flows ? `${size(island.down_per_second)}/s` : "", flows ? used(island.down_share) : "");
   fill(cells.queue, count(island.backlog));
   fill(cells.seen, inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now");
   cells.drain.hidden = !island.live || Boolean(island.asked);
