@@ -33,6 +33,8 @@ CHECKPOINT: Final = "checkpoint"
 ISLAND: Final = "island."
 DRAIN: Final = "drain"
 EXPEL: Final = "expel"
+IN_WORDS: Final = {DRAIN: "drained by the operator", EXPEL: "expelled by the operator"}
+"""a wish for an island, as the island and the operator read it"""
 FIELDS_MAX = 4096
 """fields that a reader looks at"""
 VALUE_MAX = 64

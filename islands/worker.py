@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from broker.codecs import codec
-from broker.control import DRAIN, EXPEL
+from broker.control import DRAIN, EXPEL, IN_WORDS
 from broker.errors import DivergedError
 from broker.manifest import Manifest
 from broker.messages import Contribution, Heartbeat, Marker, Resume
@@ -207,8 +207,9 @@ class Island:
         """Why it leaves, as a note's kind and text."""
         if self.finished:
             return "left", "the run is at its end"
-        by_wish = {DRAIN: ("drained", "drained by the operator"), EXPEL: ("expelled", "expelled by the operator")}
-        return by_wish.get(self.link.wish, ("left", "it was stopped"))
+        kinds = {DRAIN: "drained", EXPEL: "expelled"}
+        wish = self.link.wish
+        return (kinds[wish], IN_WORDS[wish]) if wish in kinds else ("left", "it was stopped")
 
     def give_up(self, error: DivergedError) -> None:
         """Says goodbye with nothing to send."""

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from broker import control
 from broker.config import RunConfig, SyncConfig
-from broker.control import CHECKPOINT, EXPEL, Control
+from broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control
 from broker.errors import BrokerError
 from broker.messages import NOTE_MAX, Note
 from broker.transport import Transport
 from merger.state import RunState
 
-EXPELLED = "expelled by the operator"
+EXPELLED = IN_WORDS[EXPEL]
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import numpy as np
 from broker.codecs import Vector
 from broker.config import InnerConfig, RunConfig, WireConfig
 from broker.manifest import Corpus, Manifest, Tensor, balanced
+from broker.memory import MemoryBroker, MemoryTransport
 from broker.messages import Books, Contribution, Evaluation, Handover, Heartbeat, Member, Snapshot, TapeEntry, Track
 from broker.transport import Commit, Image
 from broker.wire import digest, pack
@@ -74,6 +75,22 @@ def commit(entries: list[str], payload: bytes = b"new", round_number: int = 1, *
     snapshot = Snapshot(round_number, 0, version, 4, "float32", len(payload), digest(payload), "a")
     base = Commit(snapshot, payload, b"outer", '{"closed": 1}', tape, entries, 100)
     return replace(base, **changes)
+
+
+def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
+    """A run with one island; of its three contributions one is merged, and two wait."""
+    transport = MemoryBroker(clock=lambda: 100.0).connect("sample")
+    found = manifest()
+    transport.create(found, first_snapshots(found))
+    transport.heartbeat(heartbeat("a"))
+    for sequence in range(3):
+        transport.publish(contribution(sequence=sequence), b"payload")
+    epoch = transport.acquire("merger", 10.0)
+    assert epoch is not None
+    first, *_ = transport.updates(0.0)
+    transport.commit(epoch, commit([first.entry]))
+    transport.evaluated(evaluation)
+    return transport
 
 
 def track(index: int = 0, **changes: Any) -> Track:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.memory import MemoryBroker, MemoryTransport
+from broker.memory import MemoryTransport
 from broker.messages import Books, Evaluation, Pending
 from ops.view import BALANCE_TRIES, RECENT_ROUNDS, glance, observe
 from tests import samples
@@ -16,18 +16,7 @@ MANIFEST = samples.manifest()
 
 @pytest.fixture
 def transport() -> MemoryTransport:
-    """One island; of three contributions one is merged, and two wait."""
-    transport = MemoryBroker(clock=lambda: 100.0).connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    transport.heartbeat(samples.heartbeat("a"))
-    for sequence in range(3):
-        transport.publish(samples.contribution(sequence=sequence), b"payload")
-    epoch = transport.acquire("merger", 10.0)
-    assert epoch is not None
-    first, *_ = transport.updates(0.0)
-    transport.commit(epoch, samples.commit([first.entry]))
-    transport.evaluated(Evaluation(1, 4, 100, 1.7e9, 5.0))
-    return transport
+    return samples.merged_one_of_three(Evaluation(1, 4, 100, 1.7e9, 5.0))
 
 
 def read_through(self: MemoryTransport) -> Pending:

@@ -103,13 +103,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _stay_in_a_copy_of(folder: Path, present: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`present` holds all that is in the folder, and nothing is compiled that is already."""
+    shutil.copytree(folder, present, dirs_exist_ok=True)
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(present / "data"))
+    monkeypatch.setattr(inner, "compile_steps", lambda model, config: compiled(CONFIG))
+    monkeypatch.setattr(replay, "keep_compiled", lambda: None)
+
+
 @pytest.fixture
 def data(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of all that, as the present folder; where its corpora are. Nothing is compiled that is already."""
-    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(inner, "compile_steps", lambda model, config: compiled(CONFIG))
-    monkeypatch.setattr(replay, "keep_compiled", lambda: None)
+    _stay_in_a_copy_of(recorded, tmp_path, monkeypatch)
     return tmp_path / "data"
 
 
@@ -192,10 +197,7 @@ def steered(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def _steered_data(steered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of that as the present folder."""
-    shutil.copytree(steered, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(inner, "compile_steps", lambda model, config: compiled(CONFIG))
-    monkeypatch.setattr(replay, "keep_compiled", lambda: None)
+    _stay_in_a_copy_of(steered, tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("_steered_data")

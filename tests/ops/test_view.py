@@ -114,16 +114,7 @@ def test_one_evaluation_is_first_and_last() -> None:
 
 
 def test_observing_reads_what_is_there() -> None:
-    transport = MemoryBroker(clock=lambda: 100.0).connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    transport.heartbeat(samples.heartbeat("a"))
-    for sequence in range(3):
-        transport.publish(samples.contribution(sequence=sequence), b"payload")
-    epoch = transport.acquire("merger", 10.0)
-    assert epoch is not None
-    delivery, *_ = transport.updates(0.0)
-    transport.commit(epoch, samples.commit([delivery.entry]))
-    transport.evaluated(EVALUATIONS[0])
+    transport = samples.merged_one_of_three(EVALUATIONS[0])
     view = observe(transport, transport.manifest())
     assert (view.rounds, view.known, view.live, view.participating, view.pending) == (1, 1, 1, 1, 2)
     assert (view.books.published, view.books.merged, view.bits_per_byte_last) == (3, 1, 8.0)
