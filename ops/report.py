@@ -79,8 +79,17 @@ def read(folder: Path) -> dict[str, Any] | None:
     return {key: math.nan if value is None else value for key, value in found.items()}
 
 
-def draw(path: Path, title: str, curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Held-out bits per byte over tokens, one line a curve; the untrained model, far above all, is left out."""
+def draw(
+    path: Path,
+    title: str,
+    curves: Mapping[str, Sequence[Sequence[float]]],
+    xlabel: str = "million tokens (bytes)",
+    unit: float = 1e6,
+) -> None:
+    """Held-out bits per byte over tokens, or over another measure of how far each has come, in that unit.
+
+    One line a curve; the untrained model, far above all, is left out.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -89,9 +98,9 @@ def draw(path: Path, title: str, curves: Mapping[str, Sequence[Sequence[float]]]
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for label, points in curves.items():
         if trained := [point for point in points if point[0] > 0]:
-            tokens, bits = zip(*trained, strict=True)
-            axes.plot([t / 1e6 for t in tokens], bits, marker="o", markersize=3, label=f"{label}: {bits[-1]:.3f}")
-    axes.set(title=title, xlabel="million tokens (bytes)", ylabel="held-out bits per byte")
+            come, bits = zip(*trained, strict=True)
+            axes.plot([x / unit for x in come], bits, marker="o", markersize=3, label=f"{label}: {bits[-1]:.3f}")
+    axes.set(title=title, xlabel=xlabel, ylabel="held-out bits per byte")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:

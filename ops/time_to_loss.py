@@ -25,6 +25,7 @@ from islands.corpus import OpenCorpus, open_corpus
 from islands.evaluation import compile_evaluation, published
 from islands.model import build
 from ops.baselines import DILOCO_RATE, EVALUATIONS, Point, compiled, data_parallel, diloco
+from ops.report import draw
 from ops.virtual import VirtualRun
 
 COMES, LEAVES = 0.25, 0.75
@@ -85,7 +86,9 @@ def time_to_loss(
     rows = [_row(name, curves[name], means[name], target, synchronous) for name in ways]
     output.mkdir(parents=True, exist_ok=True)
     picture = output / "time.png"
-    draw(picture, f"one of {count} machines {slow:g}× slower: {config.model.size}, {config.data.corpus}", means)
+    title = f"one of {count} machines {slow:g}× slower: {config.model.size}, {config.data.corpus}"
+    losses = {name: [(mark.seconds, mark.bits_per_byte) for mark in curve] for name, curve in means.items()}
+    draw(picture, title, losses, "time, in inner steps of a fast machine", unit=1.0)
     return {"config": config.digest(), "slow": slow, "seeds": list(seeds), "target": target, "rows": rows,
             "curves": {n: [[m.seconds, m.tokens, m.bits_per_byte] for m in c] for n, c in means.items()},
             "picture": str(picture)}  # fmt: skip
@@ -187,23 +190,3 @@ def _row(name: str, curves: Sequence[Curve], average: Curve, target: float, sync
         "time_to_diloco": average[-1].seconds / synchronous.seconds,
         "loss_to_diloco": fmean(ends) / synchronous.bits_per_byte,
     }
-
-
-def draw(path: Path, title: str, curves: Mapping[str, Curve]) -> None:
-    """Held-out bits per byte over time, a line for each way."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    for name, curve in curves.items():
-        times, losses = [m.seconds for m in curve[1:]], [m.bits_per_byte for m in curve[1:]]  # the first is far above
-        label = f"{name}: {curve[-1].bits_per_byte:.3f}"
-        axes.plot(times, losses, marker="o", markersize=3, label=label)
-    axes.set(title=title, xlabel="time, in inner steps of a fast machine", ylabel="held-out bits per byte")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path)
-    plt.close(figure)
