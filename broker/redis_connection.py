@@ -28,6 +28,8 @@ from broker.redis_answers import next_id
 from broker.transport import START, Memory
 
 SOCKET_SECONDS = 20.0
+SILENT_SECONDS = 8
+"""A host that answers nothing for so long is gone, where the system can tell; a slow link needs more patience."""
 CUTOFF_BYTES = 6000
 """arguments longer than this go to the socket as they lie, without being copied into the command"""
 ATTEMPTS = 16
@@ -48,7 +50,9 @@ class DisturbedError(Exception):
 
 def client_at(url: str) -> Client:
     """Raises ValueError or TypeError for what it cannot read; speaks to nobody yet."""
-    tcp: dict[str, Any] = {} if url.startswith("unix:") else {"socket_connect_timeout": 5.0, "socket_keepalive": True}
+    tcp: dict[str, Any] = {
+        "socket_connect_timeout": 5.0, "socket_keepalive": True, "socket_keepalive_options": _probes(),
+    }  # fmt: skip
     client = redis.Redis.from_url(
         url,
         protocol=2,  # the third begins with HELLO, which old servers and some proxies do not know
@@ -57,7 +61,7 @@ def client_at(url: str) -> Client:
         retry_on_error=[],
         # In place of hiredis's, which copies large arguments slowly, and twice.
         command_packer=PythonRespSerializer(CUTOFF_BYTES, _encoded),
-        **tcp,
+        **({} if url.startswith("unix:") else tcp),
     )
     pool = client.connection_pool
     try:
@@ -67,6 +71,18 @@ def client_at(url: str) -> Client:
     if url.startswith("rediss:"):
         _require_credentials(pool.connection_kwargs)
     return client
+
+
+def _probes() -> dict[int, int]:
+    """TCP options by which the system ends a connection whose other end is silent, as far as it has them.
+
+    A link that is merely slow acknowledges what gets through, so this may be far shorter than SOCKET_SECONDS.
+    """
+    wanted = {
+        "TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_SECONDS - 3,
+        "TCP_USER_TIMEOUT": SILENT_SECONDS * 1000,  # probes are for idle connections, this for unacknowledged bytes
+    }  # fmt: skip
+    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
 
 
 def _require_credentials(options: Mapping[str, Any]) -> None:

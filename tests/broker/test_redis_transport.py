@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 import socketserver
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -198,6 +199,19 @@ def test_somebody_listens_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(redis_connection, "SOCKET_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnreachableError, match="Timeout"):
         connect(f"redis://127.0.0.1:{silent.getsockname()[1]}", "run")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems call these options otherwise, or lack them")
+def test_the_system_gives_up_a_silent_host_sooner_than_a_slow_link(server: Server) -> None:
+    client = redis_connection.client_at(server.url)
+    client.ping()
+    connection: Any = client.connection_pool.get_connection()
+    asked, unacknowledged = (
+        connection._sock.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT)
+    )
+    assert asked < redis_connection.SILENT_SECONDS == unacknowledged / 1000 < redis_connection.SOCKET_SECONDS
+    client.close()
 
 
 def test_somebody_hangs_up() -> None:
