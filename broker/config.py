@@ -129,11 +129,14 @@ class OuterConfig:
 
     __pydantic_config__ = _STRICT
     rule: Literal[
-        "sgd", "nesterov", "mla", "heloco", "delayed", "adaptive", "averaging", "schedule_free", "sparseloco"
-    ] = "nesterov"
+        "scheduled", "sgd", "nesterov", "mla", "heloco", "delayed", "adaptive", "averaging", "schedule_free",
+        "sparseloco",
+    ] = "scheduled"  # fmt: skip
     learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 0.7
-    momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.5
-    """the most of it for `adaptive`; `sgd`, `sparseloco` and `schedule_free` have none"""
+    momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.8
+    """the most of it for `scheduled` and `adaptive`; `sgd`, `sparseloco` and `schedule_free` have none"""
+    cooldown: Share = 0.25
+    """scheduled: the last share of the run, over which momentum falls to nothing"""
     delay: Annotated[int, Ge(1), Le(4096)] = 4
     """delayed: rounds of a fragment from one move of the momentum to the next"""
     interpolation: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
@@ -184,7 +187,7 @@ class WireConfig:
         return 0 if self.sends_differences else self.zstd_level
 
 
-_LATER = (("model", "vocabulary"), ("inner", "clock"))
+_LATER = (("model", "vocabulary"), ("inner", "clock"), ("outer", "cooldown"))
 """settings that runs from before know nothing of"""
 
 

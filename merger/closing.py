@@ -18,7 +18,7 @@ from broker.wire import Body
 from merger import clip, merge_rules, weights
 from merger.clip import NormWindow
 from merger.merge_rules import Group
-from merger.outer import OuterOptimizer
+from merger.outer import OuterOptimizer, Round
 from merger.state import FragmentState
 from merger.weights import RunningMean
 
@@ -103,8 +103,9 @@ def close_fragment(
     live: int,
     config: MergeConfig,
     outer: OuterOptimizer,
+    now: Round,
 ) -> Closed:
-    """Takes the outer step with what was gathered; `live` islands were there to answer.
+    """Takes the outer step with what was gathered; `live` islands were there to answer. Who took part is found here.
 
     With nothing gathered all stays as it is: momentum does not move a run that nobody trains.
     """
@@ -116,7 +117,8 @@ def close_fragment(
     weighed = weights.weigh(parts, config, gathered.live, staleness)
     participation = math.sqrt(min(1.0, len(waiting) / islands))
     merged_N = gathered.merged(weighed.gain)
-    params_N, outer_state, published_N = outer.step(state.params_N, state.outer, merged_N, participation)
+    now = now._replace(participation=participation)
+    params_N, outer_state, published_N = outer.step(state.params_N, state.outer, merged_N, now)
     norms = state.norms
     for w in waiting:
         norms = norms.with_norm(w.norm * w.clip)

@@ -34,12 +34,23 @@ MAGIC = b"ARO1"
 _DIGEST_CHARACTERS = 32
 
 
-class OuterOptimizer(NamedTuple):
-    """`init(params_N)` gives a state, and `step(params_N, state, delta_N, participation)` gives all three outputs:
-    params_N, state, published_N.
+class Round(NamedTuple):
+    """What a rule may know of the round that it closes, besides its Δ. Numbers, or float32 scalars."""
 
-    `participation` is √(n/M), n merged arrivals over M live islands, in (0, 1]; rules may ignore it. `published_N` is
-    what islands train from; it is `params_N` unless the rule looks ahead. A step changes none of its inputs.
+    participation: Any = 1.0
+    """√(n/M), n merged arrivals over M live islands, in (0, 1]"""
+    progress: Any = 0.0
+    """the share of the run's inner steps that are done, in [0, 1]"""
+    interval: Any = 24.0
+    """H, inner steps from one sync of the fragment to the next"""
+
+
+class OuterOptimizer(NamedTuple):
+    """`init(params_N)` gives a state, and `step(params_N, state, delta_N, now)` gives all three outputs: params_N,
+    state, published_N.
+
+    `published_N` is what islands train from; it is `params_N` unless the rule looks ahead. A step changes none of its
+    inputs.
     """
 
     init: Callable[[Any], State]
@@ -51,9 +62,7 @@ class OuterOptimizer(NamedTuple):
 def from_optax(transform: optax.GradientTransformation) -> OuterOptimizer:
     """An outer optimiser of an optax gradient transform; it publishes the parameters themselves."""
 
-    def step(
-        params_N: jax.Array, state: State, delta_N: jax.Array, participation: jax.Array
-    ) -> tuple[jax.Array, State, jax.Array]:
+    def step(params_N: jax.Array, state: State, delta_N: jax.Array, now: Round) -> tuple[jax.Array, State, jax.Array]:
         updates_N, state = transform.update(delta_N, state, params_N)
         params_N = optax.apply_updates(params_N, updates_N)
         return params_N, state, params_N
@@ -99,9 +108,9 @@ def _looking_ahead(config: OuterConfig, seen: Callable[[jax.Array, jax.Array], j
     rate, mu = config.learning_rate, config.momentum
 
     def step(
-        params_N: jax.Array, state: MlaState, delta_N: jax.Array, participation: jax.Array
+        params_N: jax.Array, state: MlaState, delta_N: jax.Array, now: Round
     ) -> tuple[jax.Array, MlaState, jax.Array]:
-        gradient_N = participation * seen(delta_N, state.momentum)
+        gradient_N = now.participation * seen(delta_N, state.momentum)
         momentum_N = mu * state.momentum + (1.0 - mu) * gradient_N
         params_N = params_N - rate * (gradient_N + mu * momentum_N)
         return params_N, MlaState(momentum_N), params_N - rate * mu * momentum_N
@@ -138,7 +147,7 @@ def delayed_nesterov(config: OuterConfig) -> OuterOptimizer:
         return DelayedState(jnp.zeros_like(params_N), jnp.zeros_like(params_N), jnp.zeros((), jnp.int32))
 
     def step(
-        params_N: jax.Array, state: DelayedState, delta_N: jax.Array, participation: jax.Array
+        params_N: jax.Array, state: DelayedState, delta_N: jax.Array, now: Round
     ) -> tuple[jax.Array, DelayedState, jax.Array]:
         gathered_N, full = state.gathered + delta_N, state.rounds + 1 == delay
         momentum_N = jnp.where(full, mu * state.momentum + gathered_N / delay, state.momentum)
@@ -165,7 +174,7 @@ def adaptive_nesterov(config: OuterConfig) -> OuterOptimizer:
     rate, most = config.learning_rate, config.momentum
 
     def step(
-        params_N: jax.Array, state: AdaptiveState, delta_N: jax.Array, participation: jax.Array
+        params_N: jax.Array, state: AdaptiveState, delta_N: jax.Array, now: Round
     ) -> tuple[jax.Array, AdaptiveState, jax.Array]:
         cosine = jnp.vdot(_polar(delta_N)[1], _polar(state.previous)[1])
         mu = jnp.clip(2.0 * (1.0 - cosine), 0.0, most)
@@ -174,6 +183,39 @@ def adaptive_nesterov(config: OuterConfig) -> OuterOptimizer:
         return params_N, AdaptiveState(trace_N, delta_N), params_N
 
     return OuterOptimizer(lambda params_N: AdaptiveState(jnp.zeros_like(params_N), jnp.zeros_like(params_N)), step)
+
+
+class ScheduledState(NamedTuple):
+    """Momentum (float32, N elements), and how many rounds the fragment has had (int32)."""
+
+    trace: jax.Array
+    rounds: jax.Array
+
+
+YOUNG_ROUNDS, LONG_STEPS = 10.0, 8.0
+"""`scheduled`: a round of memory more for each so many rounds so far; and no more rounds of it than H over so many"""
+
+
+def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
+    """Nesterov with a momentum that its surroundings set: μ = min(`momentum`, 1 − 1/m) · min(1, (1 − progress)/c).
+
+    m = 1 + min(1 + k/10, H/8) is how many rounds may be remembered in the fragment's round k, counted from 0, and c is
+    `cooldown`. A young run would remember where it comes from, not where it goes (momentum's memory should stay under
+    a tenth of all rounds). Rounds a few steps apart are alike, and momentum only enlarges them. And what momentum adds
+    to a step, it adds to its noise: so it ends with the learning rate. Ours; `docs/quality.md` has what each is worth.
+    """
+    rate, most, cooldown = config.learning_rate, config.momentum, max(config.cooldown, _TINY)
+
+    def step(
+        params_N: jax.Array, state: ScheduledState, delta_N: jax.Array, now: Round
+    ) -> tuple[jax.Array, ScheduledState, jax.Array]:
+        memory = 1.0 + jnp.minimum(1.0 + state.rounds.astype(jnp.float32) / YOUNG_ROUNDS, now.interval / LONG_STEPS)
+        mu = jnp.minimum(most, 1.0 - 1.0 / memory) * jnp.clip((1.0 - now.progress) / cooldown, 0.0, 1.0)
+        trace_N = mu * state.trace + delta_N
+        params_N = params_N - rate * (delta_N + mu * trace_N)
+        return params_N, ScheduledState(trace_N, state.rounds + 1), params_N
+
+    return OuterOptimizer(lambda params_N: ScheduledState(jnp.zeros_like(params_N), jnp.zeros((), jnp.int32)), step)
 
 
 class AveragingState(NamedTuple):
@@ -204,7 +246,7 @@ def _averaging(config: OuterConfig, share: Callable[[jax.Array], jax.Array]) -> 
     rate, beta = config.learning_rate, config.interpolation
 
     def step(
-        params_N: jax.Array, state: AveragingState, delta_N: jax.Array, participation: jax.Array
+        params_N: jax.Array, state: AveragingState, delta_N: jax.Array, now: Round
     ) -> tuple[jax.Array, AveragingState, jax.Array]:
         iterate_N, rounds = state.iterate - rate * delta_N, state.rounds + 1
         params_N = params_N + share(rounds) * (iterate_N - params_N)
@@ -227,6 +269,7 @@ def decaying_sgd(config: OuterConfig) -> OuterOptimizer:
 
 
 OUTER: dict[str, Callable[[OuterConfig], OuterOptimizer]] = {
+    "scheduled": scheduled_nesterov,
     "sgd": lambda config: from_optax(optax.sgd(config.learning_rate)),
     "nesterov": lambda config: from_optax(optax.sgd(config.learning_rate, momentum=config.momentum, nesterov=True)),
     "mla": look_ahead,
@@ -254,14 +297,12 @@ def build(config: OuterConfig) -> OuterOptimizer:
     def init(params_N: Vector) -> State:
         return _on_cpu(rule.init(_on_cpu(params_N)))
 
-    def step(
-        params_N: Vector, state: State, delta_N: Vector, participation: float
-    ) -> tuple[jax.Array, State, jax.Array]:
+    def step(params_N: Vector, state: State, delta_N: Vector, now: Round) -> tuple[jax.Array, State, jax.Array]:
         for name, vector in (("parameters", params_N), ("delta", delta_N)):
             if vector.dtype != np.float32 or vector.shape != (params_N.size,):
                 raise ValueError(f"{name}: {vector.dtype} of shape {vector.shape}, not float32 ({params_N.size},)")
         # As an array: a Python number would be traced anew for each of its types, and be promoted weakly.
-        results = compiled(*_on_cpu((params_N, state, delta_N, np.float32(participation))))
+        results = compiled(*_on_cpu((params_N, state, delta_N, Round(*map(np.float32, now)))))
         stepped: tuple[jax.Array, State, jax.Array] = jax.block_until_ready(results)  # type: ignore[no-untyped-call]
         return stepped
 

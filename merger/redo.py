@@ -21,7 +21,7 @@ from merger import merge_rules, outer
 from merger.closing import Closed, Gathering, close_fragment
 from merger.downlink import sent_down
 from merger.merge_rules import Group
-from merger.outer import OuterOptimizer
+from merger.outer import OuterOptimizer, Round
 from merger.state import FragmentState, RunState
 
 
@@ -67,15 +67,18 @@ class Rules:
 
     def close(self, number: int, fragment: FragmentState, state: RunState, gathered: Gathering, live: int) -> Closed:
         """Steps with what was gathered; changes nothing."""
+        config = self.manifest.config
+        now = Round(progress=min(1.0, state.step / config.inner.steps), interval=float(config.sync.interval))
         closed = close_fragment(
             fragment,
             state.staleness,
             gathered,
             live=live,
-            config=self.manifest.config.merge,
+            config=config.merge,
             outer=self.outer_of(state),
+            now=now,
         )
-        held_N, difference = sent_down(self.manifest.config.wire, fragment.published_N, closed.state.published_N)
+        held_N, difference = sent_down(config.wire, fragment.published_N, closed.state.published_N)
         return replace(closed, state=replace(closed.state, published_N=held_N), difference=difference)
 
     def take_in(self, number: int, closed: Closed, state: RunState, gathered: Gathering, live: int) -> None:

@@ -26,6 +26,7 @@ from merger.closing import Closed, Gathering, Waiting, mean_loss, new_state
 from merger.downlink import sent_down
 from merger.keeper import Cut, Keeper
 from merger.loading import load
+from merger.outer import Round
 from merger.record import Recorder
 from merger.redo import Rules
 from merger.rounds import Close, Rounds
@@ -159,7 +160,7 @@ class Merger:
             gathered = self.rules.gather(p, fragment, self.state, 0)
             for codec in {self.config.wire.up, self.config.wire.thin} - {""}:
                 gathered.warm_up(encoded(zeros_N, codec))
-            params_N, _, _ = self.rules.outer.step(fragment.params_N, fragment.outer, gathered.merged(1.0), 1.0)
+            params_N, _, _ = self.rules.outer.step(fragment.params_N, fragment.outer, gathered.merged(1.0), Round())
             sent_down(self.config.wire, fragment.published_N, params_N)
 
     # -- one turn ---------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def gather(
 
 def close(of: FragmentState, *parts: Part, running: float = 1.0, **changes: Any) -> Closed:
     gathering = {key: changes.pop(key) for key in ("groups", "lived") if key in changes}
-    settings: dict[str, Any] = {"live": len(parts), "config": MERGE, "outer": SGD} | changes
+    settings: dict[str, Any] = {"live": len(parts), "config": MERGE, "outer": SGD, "now": outer.Round()} | changes
     gathered = gather(of.norms, *parts, config=settings["config"], **gathering)
     return close_fragment(of, RunningMean(running), gathered, **settings)
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from broker.config import OuterConfig
-from merger.outer import OUTER, build
+from merger.outer import OUTER, Round, build
 
 RECORDED = Path(__file__).with_name("trajectories.json")
 RECORD_VARIABLE = "ARCHIPELAGO_RECORD"
@@ -55,7 +55,7 @@ def distances(rule: str, momentum: float) -> Callable[[Any, Any, Any, Any], jax.
         def round_(carry: Any, _: None) -> tuple[Any, jax.Array]:
             params_N, state, history_VxN = carry  # what was published, the newest first
             delta_N = pull_N * (history_VxN[staleness] - optimum_N)
-            params_N, state, published_N = outer.step(params_N, state, delta_N, jnp.float32(1.0))
+            params_N, state, published_N = outer.step(params_N, state, delta_N, Round())
             history_VxN = jnp.concatenate([published_N[None], history_VxN[:-1]])
             return (params_N, state, history_VxN), jnp.linalg.norm(published_N - optimum_N)
 
@@ -115,7 +115,7 @@ def trajectory(rule: str) -> list[list[float]]:
     state, history = outer.init(params_N), [start_N] * 3
     for _ in range(24):
         delta_N = pull_N * (history[-3] - optimum_N)
-        params_N, state, published_N = outer.step(params_N, state, delta_N, 0.5**0.5)
+        params_N, state, published_N = outer.step(params_N, state, delta_N, Round(0.5**0.5))
         history.append(np.asarray(published_N))
         rows.append([*map(float, params_N), *map(float, published_N)])
     return rows

@@ -20,10 +20,12 @@ from broker.config import OuterConfig
 from broker.errors import WireError
 from broker.wire import digest
 from merger import outer
-from merger.outer import MAGIC, OUTER, OuterOptimizer, build, dump, load
+from merger.outer import MAGIC, OUTER, OuterOptimizer, Round, build, dump, load
 
 Vector = NDArray[np.float32]
-RULES = ["sgd", "nesterov", "mla", "heloco", "delayed", "adaptive", "averaging", "schedule_free", "sparseloco"]
+RULES = [
+    "scheduled", "sgd", "nesterov", "mla", "heloco", "delayed", "adaptive", "averaging", "schedule_free", "sparseloco",
+]  # fmt: skip
 # No subnormals, and none can come out of sums and differences: they count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-90, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
 VECTOR = arrays(np.float32, 6, elements=ELEMENTS)
@@ -62,32 +64,73 @@ def test_the_config_and_the_registry_name_the_same_rules() -> None:
 @given(VECTOR, VECTOR)
 def test_sgd_of_rate_one_is_the_exact_difference(params_N: Vector, delta_N: Vector) -> None:
     state = SGD_OF_RATE_ONE.init(params_N)
-    stepped_N, _, published_N = SGD_OF_RATE_ONE.step(params_N, state, delta_N, 1.0)
+    stepped_N, _, published_N = SGD_OF_RATE_ONE.step(params_N, state, delta_N, Round())
     assert bits(stepped_N) == bits(params_N - delta_N) == bits(published_N)
 
 
 def test_sgd_by_hand() -> None:
     sgd = of("sgd", 0.5)
-    params_N, _, _ = sgd.step(vector(3, -1), sgd.init(vector(3, -1)), vector(2, 4), 0.5)
+    params_N, _, _ = sgd.step(vector(3, -1), sgd.init(vector(3, -1)), vector(2, 4), Round(0.5))
     assert params_N.tolist() == [2.0, -3.0]  # 3 − ½·2 and −1 − ½·4
 
 
 def test_nesterov_by_hand() -> None:
     rule = of("nesterov", 0.5, 0.5)
-    params_N, state, published_N = rule.step(vector(2), rule.init(vector(2)), vector(1), 1.0)
+    params_N, state, published_N = rule.step(vector(2), rule.init(vector(2)), vector(1), Round())
     # b = 1; θ = 2 − ½(1 + ½·1) = 1.25
     assert params_N.tolist() == published_N.tolist() == [1.25]
-    params_N, state, _ = rule.step(params_N, state, vector(1), 1.0)
+    params_N, state, _ = rule.step(params_N, state, vector(1), Round())
     # b = ½·1 + 1 = 1.5; θ = 1.25 − ½(1 + ½·1.5) = 0.375
     assert params_N.tolist() == [0.375]
 
 
+def momenta(rule: OuterOptimizer, now: list[Round]) -> list[float]:
+    """Of each round: what is left of the first round's Δ of 1 in the momentum, over what was left before it."""
+    params_N, state, left = vector(0), rule.init(vector(0)), []
+    _, state, _ = rule.step(params_N, state, vector(1), Round())
+    for each in now:
+        before = float(state.trace[0])
+        _, state, _ = rule.step(params_N, state, vector(0), each)
+        left.append(float(state.trace[0]) / before)
+    return left
+
+
+def test_a_scheduled_momentum_grows_with_the_rounds_up_to_the_most() -> None:
+    found = momenta(of("scheduled", 1.0, 0.8), [Round(interval=1000.0)] * 60)
+    # 1 − 1/(2 + k/10) in round k, which for the first of these is 1; a memory of 5 is the most at 0.8
+    np.testing.assert_allclose(found[:30], [1 - 1 / (2 + k / 10) for k in range(1, 31)], rtol=1e-5)
+    np.testing.assert_allclose(found[30:], [0.8] * 30, rtol=1e-5)
+
+
+def test_a_scheduled_momentum_remembers_no_more_than_the_interval_is_worth() -> None:
+    for interval, mu in ((2.0, 0.2), (6.0, 3 / 7), (24.0, 0.75), (200.0, 0.8)):
+        assert momenta(of("scheduled", 1.0, 0.8), [Round(interval=interval)] * 40)[-1] == pytest.approx(mu)
+
+
+def test_a_scheduled_momentum_falls_to_nothing_at_the_end() -> None:
+    rule = build(OuterConfig(rule="scheduled", learning_rate=1.0, momentum=0.5, cooldown=0.2))
+    found = momenta(rule, [Round(progress=p) for p in (0.0, 0.8, 0.9, 0.95)])
+    np.testing.assert_allclose(found, [0.5, 0.5, 0.25, 0.125], rtol=1e-4)
+    assert momenta(rule, [Round(progress=1.0)]) == [0.0]
+    without = build(OuterConfig(rule="scheduled", learning_rate=1.0, momentum=0.5, cooldown=0.0))
+    assert momenta(without, [Round(progress=0.999)]) == [0.5]
+
+
+def test_a_scheduled_step_is_nesterovs() -> None:
+    young = [Round(interval=8.0)] * 6  # H/8 = 1: as many rounds of memory as Nesterov has at 0.5
+    params_N: Any = np.ones(8, np.float32)
+    state = of("scheduled", 0.7, 0.5).init(params_N)
+    for (theta_N, _), delta_N, now in zip(run(of("nesterov", 0.7, 0.5), deltas(6)), deltas(6), young, strict=True):
+        params_N, state, _ = of("scheduled", 0.7, 0.5).step(params_N, state, delta_N, now)
+        np.testing.assert_allclose(params_N, theta_N, rtol=1e-5, atol=1e-5)
+
+
 def test_look_ahead_by_hand() -> None:
     rule = of("mla", 1.0, 0.5)
-    params_N, state, published_N = rule.step(vector(1), rule.init(vector(1)), vector(0.5), 1.0)
+    params_N, state, published_N = rule.step(vector(1), rule.init(vector(1)), vector(0.5), Round())
     # G = ½; m = ½·½ = ¼; θ = 1 − (½ + ½·¼) = 0.375; published 0.375 − ½·¼ = 0.25
     assert (params_N.tolist(), published_N.tolist()) == ([0.375], [0.25])
-    params_N, _, published_N = rule.step(params_N, state, vector(1), 0.5)
+    params_N, _, published_N = rule.step(params_N, state, vector(1), Round(0.5))
     # G = ½; m = ½·¼ + ½·½ = 0.375; θ = 0.375 − (½ + 0.1875) = −0.3125; published −0.3125 − 0.1875 = −0.5
     assert (params_N.tolist(), published_N.tolist()) == ([-0.3125], [-0.5])
 
@@ -101,7 +144,7 @@ def test_nesterov_follows_the_closed_recursion(rate: float, mu: float) -> None:
     for delta_N in deltas(6):
         b = mu * b + delta_N
         theta = theta - rate * (delta_N + mu * b)
-        params_N, state, published_N = rule.step(params_N, state, delta_N, 0.5)
+        params_N, state, published_N = rule.step(params_N, state, delta_N, Round(0.5))
         np.testing.assert_allclose(params_N, theta, rtol=1e-5, atol=1e-5)
         assert bits(published_N) == bits(params_N)
 
@@ -116,7 +159,7 @@ def test_look_ahead_follows_the_closed_recursion(rate: float, mu: float) -> None
         rho = math.sqrt(min(arrivals, 4) / 4)
         m = mu * m + (1 - mu) * rho * delta_N
         theta = theta - rate * (rho * delta_N + mu * m)
-        params_N, state, published_N = rule.step(params_N, state, delta_N, rho)
+        params_N, state, published_N = rule.step(params_N, state, delta_N, Round(rho))
         np.testing.assert_allclose(params_N, theta, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(published_N, theta - rate * mu * m, rtol=1e-5, atol=1e-5)
 
@@ -126,7 +169,7 @@ def run(rule: OuterOptimizer, rounds: list[Vector], params_N: Any = None) -> lis
     params_N = np.ones(8, np.float32) if params_N is None else params_N
     state, out = rule.init(params_N), []
     for delta_N in rounds:
-        params_N, state, published_N = rule.step(params_N, state, delta_N, 1.0)
+        params_N, state, published_N = rule.step(params_N, state, delta_N, Round())
         out.append((np.asarray(params_N), np.asarray(published_N)))
     return out
 
@@ -204,9 +247,9 @@ def test_the_rate_of_sparseloco_falls_and_stays() -> None:
 @pytest.mark.parametrize("rule_name", RULES)
 def test_a_step_changes_none_of_its_inputs_and_repeats_bit_for_bit(rule_name: str) -> None:
     rule, (params_N, first_N, second_N) = of(rule_name), deltas(3)
-    _, state, _ = rule.step(params_N, rule.init(params_N), first_N, 1.0)
-    one = rule.step(params_N, state, second_N, 0.5)
-    two = rule.step(params_N, state, second_N, 0.5)
+    _, state, _ = rule.step(params_N, rule.init(params_N), first_N, Round())
+    one = rule.step(params_N, state, second_N, Round(0.5))
+    two = rule.step(params_N, state, second_N, Round(0.5))
     assert [bits(leaf) for leaf in jax.tree.leaves(one)] == [bits(leaf) for leaf in jax.tree.leaves(two)]
     assert bits(params_N) == bits(deltas(3)[0])
 
@@ -216,7 +259,7 @@ def test_everything_is_float32_on_the_cpu(rule_name: str) -> None:
     rule, params_N = of(rule_name), np.ones(8, np.float32)
     with jax.default_device(jax.devices()[-1]):
         state = rule.init(params_N)
-        leaves = jax.tree.leaves((state, rule.step(params_N, state, params_N, 1.0)))
+        leaves = jax.tree.leaves((state, rule.step(params_N, state, params_N, Round())))
     assert {leaf.dtype for leaf in leaves if leaf.shape} == {np.dtype(np.float32)}
     assert {leaf.dtype for leaf in leaves if not leaf.shape} <= {np.dtype(np.int32)}, "a count, and nothing else"
     assert {device for leaf in leaves for device in leaf.devices()} == {jax.local_devices(backend="cpu")[0]}
@@ -234,7 +277,7 @@ def test_participation_and_values_are_not_traced_anew(monkeypatch: pytest.Monkey
     rule = build(OuterConfig(rule="sgd", learning_rate=0.123))  # of no other test: what was built is kept
     params_N: Any = np.ones(8, np.float32)
     for participation in (1, 0.5, 0.25, np.float64(0.1), np.float32(0.3)):
-        params_N, _, _ = rule.step(params_N, rule.init(params_N), np.ones(8, np.float32), participation)
+        params_N, _, _ = rule.step(params_N, rule.init(params_N), np.ones(8, np.float32), Round(participation))
     assert traces == ["step"]
     assert np.asarray(params_N).tolist() == [6.0] * 8
 
@@ -245,9 +288,9 @@ def test_vectors_that_do_not_fit_are_an_error(rule_name: str) -> None:
     state = rule.init(params_N)
     for wrong in (np.ones(1, np.float32), np.ones((8, 1), np.float32), np.ones(8, np.float64)):
         with pytest.raises(ValueError, match="delta: float"):
-            rule.step(params_N, state, wrong, 1.0)
+            rule.step(params_N, state, wrong, Round())
     with pytest.raises(ValueError, match="parameters: float64"):
-        rule.step(params_N.astype(np.float64), state, params_N, 1.0)
+        rule.step(params_N.astype(np.float64), state, params_N, Round())
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -257,7 +300,7 @@ def trained(rule: OuterOptimizer, size: int = 8) -> tuple[Any, Any]:
     params_N: Any = np.ones(size, np.float32)
     state = rule.init(params_N)
     for delta_N in deltas(2, size):
-        params_N, state, _ = rule.step(params_N, state, delta_N, 0.5)
+        params_N, state, _ = rule.step(params_N, state, delta_N, Round(0.5))
     return params_N, state
 
 
@@ -267,8 +310,8 @@ def test_a_run_goes_on_from_bytes_as_if_nothing_had_happened(rule_name: str) -> 
     params_N, state = trained(rule)
     loaded_N, loaded = load(rule.init(np.zeros(8, np.float32)), dump(params_N, state), 8)
     assert bits(loaded_N) == bits(params_N)
-    went_on = jax.tree.leaves(rule.step(params_N, state, deltas(3)[2], 0.5))
-    went_on_from_bytes = jax.tree.leaves(rule.step(loaded_N, loaded, deltas(3)[2], 0.5))
+    went_on = jax.tree.leaves(rule.step(params_N, state, deltas(3)[2], Round(0.5)))
+    went_on_from_bytes = jax.tree.leaves(rule.step(loaded_N, loaded, deltas(3)[2], Round(0.5)))
     assert [bits(leaf) for leaf in went_on_from_bytes] == [bits(leaf) for leaf in went_on]
     assert loaded_N.devices() == {jax.local_devices(backend="cpu")[0]}
 

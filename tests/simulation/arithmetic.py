@@ -27,7 +27,7 @@ from broker.wire import Body
 from islands.adoption import build
 from islands.inner import InnerState
 from merger.merge_rules import NORM_MAX, Taken
-from merger.outer import MlaState, OuterOptimizer
+from merger.outer import MlaState, OuterOptimizer, Round
 
 Vector = NDArray[np.float32]
 
@@ -87,15 +87,19 @@ def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1
 def _outer(config: OuterConfig) -> OuterOptimizer:
     if config.rule == "mla":
         rule = merger.outer.look_ahead(config)
-        return OuterOptimizer(rule.init, lambda p, s, d, share: rule.step(p, s, d, np.float32(share)), looks_ahead=True)
+        return OuterOptimizer(rule.init, lambda p, s, d, now: rule.step(p, s, d, _float32(now)), looks_ahead=True)
     rate, mu = np.float32(config.learning_rate), np.float32(config.momentum)
 
-    def step(params_N: Vector, state: Any, delta_N: Vector, participation: float) -> Any:
+    def step(params_N: Vector, state: Any, delta_N: Vector, now: Round) -> Any:
         momentum_N = mu * state.momentum + delta_N
         params_N = params_N - rate * (delta_N + mu * momentum_N)
         return params_N, MlaState(momentum_N), params_N
 
     return OuterOptimizer(lambda params_N: MlaState(np.zeros_like(params_N)), step)
+
+
+def _float32(now: Round) -> Round:
+    return Round(*map(np.float32, now))
 
 
 def _begin(config: InnerConfig, params: dict[str, Any]) -> InnerState:
