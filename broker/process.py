@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import platformdirs
@@ -64,6 +65,12 @@ def keep_compiled() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(platformdirs.user_cache_path("archipelago") / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def programs_folder() -> Path | None:
+    """Where workers keep whole programs, beside what JAX keeps; None where that is nowhere, or not on a disk."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    return Path(folder) / "programs" if folder and "://" not in folder else None
 
 
 def keep_freed_memory() -> None:

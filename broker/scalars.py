@@ -191,7 +191,6 @@ class Scalars:
             thread.join(seconds)
 
     def _keep_writing(self, outlet: Outlet) -> None:
-        outlet.open()  # loads the library, while the worker compiles
         while not self._stopping.wait(self._every_seconds):
             outlet.turn()
         outlet.turn()

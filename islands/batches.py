@@ -58,6 +58,13 @@ def alone(shards: int, seed: int) -> Callable[[], Place]:
     return lambda: next(endless)
 
 
+def shared_out(shards: int, seed: int, number: int, of: int) -> Callable[[], Place]:
+    """Leases for one of several who share all shards out among them, pass after pass."""
+    mine = shard_order(shards, seed)[number::of]
+    endless = (Place(shard, pass_number, 0) for pass_number in count() for shard in mine)
+    return lambda: next(endless)
+
+
 def _number(shard: str, shards: int) -> int:
     """The number of the shard of that name, `17` or `CORPUS/17`. Raises DataError for one that is not there."""
     digits = shard.rpartition("/")[2]

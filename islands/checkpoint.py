@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from broker.errors import WireError
@@ -27,6 +26,7 @@ from broker.messages import Contribution, Track, from_fields, to_fields
 from broker.wire import digest
 from islands.inner import InnerState
 from islands.link import Draft, Published
+from islands.recovery import copied
 from islands.track import Tracker
 from islands.worker import Island, Totals
 
@@ -91,7 +91,7 @@ def cut(island: Island, number: int) -> Cut:
         "untold": [to_fields(track) for track in tracks],
         "totals": [island.totals.steps, island.totals.tokens],
     }
-    arrays = {"inner": jax.tree.map(jnp.copy, island.inner)._asdict(), "references": list(island.replica.references)}
+    arrays = {"inner": copied(island.inner)._asdict(), "references": list(island.replica.references)}
     return Cut(arrays, rest, in_flight, queued)
 
 
@@ -173,8 +173,8 @@ class IslandStore:
         return next(self._found(fits), None)
 
     def _found(self, wanted: Callable[[Found], bool]) -> Iterator[Found]:
-        if not self.folder.is_dir():
-            return
+        if not any(self.folder.glob("[0-9]*")):
+            return  # before Orbax loads
         import orbax.checkpoint as ocp
 
         with self._manager() as manager:
@@ -196,7 +196,7 @@ class IslandStore:
         """Gives the island back its inner optimiser's state and totals; the checkpoint, the newest that is whole."""
         for found in self._found(lambda found: True):
             if (host := self._arrays(found, island)) is not None:
-                island.inner = InnerState(island.inner.params, jax.tree.map(jnp.asarray, host["inner"]["optimizer"]))
+                island.inner = InnerState(island.inner.params, copied(host["inner"]["optimizer"]))
                 island.totals = Totals(*found.rest["totals"])
                 island.moments = "own checkpoint"
                 island.tracker.did(f"moments:{found.point}")
@@ -211,8 +211,8 @@ class IslandStore:
             return False
         rest = found.rest
         island.batches.restore(rest["batches"])
-        island.inner = InnerState(*jax.tree.map(jnp.asarray, (host["inner"]["params"], host["inner"]["optimizer"])))
-        island.replica.references = [jnp.asarray(reference_N) for reference_N in host["references"]]
+        island.inner = InnerState(*copied((host["inner"]["params"], host["inner"]["optimizer"])))
+        island.replica.references = jax.device_put(list(host["references"]))
         island.ledger.restore(rest["ledger"])
         island.ledger.formerly = found.incarnation
         island.tracker = Tracker(island.name, island.incarnation, island.tracker.enabled)

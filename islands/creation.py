@@ -4,25 +4,47 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from broker.config import BYTES, RunConfig
+from broker.config import BYTES, ModelConfig, RunConfig
 from broker.errors import ConfigError
-from broker.manifest import Corpus, Manifest, balanced
+from broker.manifest import Corpus, Manifest, Tensor, balanced
 from broker.messages import Snapshot
 from broker.wire import digest, pack
-from islands import model
 from islands.corpus import OpenCorpus
+from islands.interface import Params
+from islands.programs import Programs
 from islands.replica import flatten
 
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 
 
-def describe(run: str, config: RunConfig, corpus: Corpus) -> Manifest:
+class Outline(NamedTuple):
+    """What there is to know of a model before it is used; as in `islands.interface.Model`."""
+
+    tensors: tuple[Tensor, ...]
+    example_bytes: int | None
+
+
+def outline(config: ModelConfig, programs: Programs | None = None) -> Outline:
+    """Of the model of that config. Where `programs` has noted it, neither the model nor what it is made with loads."""
+
+    def made() -> Any:
+        from islands.model import build
+
+        model = build(config)
+        return [[[t.name, t.shape, t.kind] for t in model.tensors], model.example_bytes]
+
+    tensors, example_bytes = made() if programs is None else programs.noted(("outline", config), made)
+    return Outline(tuple(Tensor(name, tuple(shape), kind) for name, shape, kind in tensors), example_bytes)
+
+
+def describe(run: str, config: RunConfig, corpus: Corpus, programs: Programs | None = None) -> Manifest:
     """The manifest that this config and this machine's code give."""
-    tensors = model.build(config.model).tensors
+    tensors = outline(config.model, programs).tensors
     return Manifest(run, config, tensors, balanced(tensors, config.sync.fragments), corpus, _versions())
 
 
@@ -33,7 +55,9 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
     return replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))
 
 
-def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | None = None) -> None:
+def require_readable(
+    config: RunConfig, corpus: OpenCorpus, tokenizer: str | None = None, programs: Programs | None = None
+) -> None:
     """Raises ConfigError when the config's model is not there, or cannot read this corpus, or when this is made of the
     tokens of another `tokenizer` than the one of that digest.
     """
@@ -49,7 +73,7 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
             f"the corpus {corpus.name!r} is made of {mine}, and the run's of {theirs}",
             "The same tokens must stand for the same text: name a corpus that the run's tokenizer made.",
         )
-    wanted = model.build(config.model).example_bytes
+    wanted = outline(config.model, programs).example_bytes
     found = corpus.train.shape[1] if corpus.train.ndim == 2 else None
     if wanted is not None and found != wanted:
         holds = "running text" if found is None else f"examples of {found:,}"
@@ -59,11 +83,13 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
         )
 
 
-def first_snapshots(manifest: Manifest, params: model.Params | None = None) -> list[tuple[Snapshot, bytes]]:
+def first_snapshots(manifest: Manifest, params: Params | None = None) -> list[tuple[Snapshot, bytes]]:
     """Version 0 of every fragment with its payload: of `params`, or freshly initialised from the run's seed."""
     config = manifest.config
     if params is None:
-        params = model.build(config.model).init(config.seed)
+        from islands.model import build
+
+        params = build(config.model).init(config.seed)
     out = []
     for p, rows in enumerate(manifest.layout):
         payload = pack(np.asarray(jax.device_get(flatten(rows, params))), config.wire.full, config.wire.full_zstd_level)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
+from islands.recovery import copied
 from islands.worker import Island
 
 DISPATCH_MATTERS_SECONDS = 0.02
@@ -30,12 +31,12 @@ def best_scan_steps(island: Island) -> int:
 def _seconds_a_step(island: Island, scan_steps: int) -> float:
     """The best of a few runs on copies, after one that compiles."""
     data = island.config.data
-    batch = jnp.zeros((scan_steps, data.batch_size, data.sequence_length + 1), island.batches.dtype)
-    state = jax.tree.map(jnp.array, island.inner)
+    batch = jax.device_put(np.zeros((scan_steps, data.batch_size, data.sequence_length + 1), island.batches.dtype))
+    state = copied(island.inner)
     best = float("inf")
     for attempt in range(4):
         began = time.perf_counter()
-        state, losses_n = island.steps(state, batch, jnp.asarray(0, jnp.int32))
+        state, losses_n = island.steps(state, batch, jax.device_put(np.int32(0)))
         losses_n.block_until_ready()
         if attempt:
             best = min(best, time.perf_counter() - began)

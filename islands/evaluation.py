@@ -18,7 +18,7 @@ from broker.codecs import Vector
 from broker.manifest import Manifest
 from broker.transport import Transport
 from broker.wire import unpack
-from islands.model import Model, Params
+from islands.interface import Model, Params
 from islands.replica import unflatten
 from islands.tokenizer import Tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import optax
 import optax.contrib
 
 from broker.config import InnerConfig
-from islands.model import Model, Params
+from islands.interface import Model, Params
 
 
 class InnerState(NamedTuple):
@@ -22,6 +23,10 @@ class InnerState(NamedTuple):
 
 
 InnerSteps = Callable[[InnerState, jax.Array, jax.Array], tuple[InnerState, jax.Array]]
+Gradient = Callable[[Params, jax.Array], tuple[Params, jax.Array]]
+"""from parameters and tokens [B, T + 1], uint8 or int32, to gradients and the loss (nats)"""
+Descent = Callable[[InnerState, Params, jax.Array], InnerState]
+"""from a state, gradients and the steps made before, int32 [], to the state after this one"""
 
 
 def learning_rate(config: InnerConfig) -> optax.Schedule:
@@ -82,7 +87,12 @@ RULES: dict[str, Callable[[InnerConfig], optax.GradientTransformation]] = {"adam
 
 def begin(config: InnerConfig, params: Params) -> InnerState:
     """Fresh moments for these parameters."""
-    return InnerState(params, optimizer(config).init(params))
+    return InnerState(params, _compiled_init(config)(params))
+
+
+@cache
+def _compiled_init(config: InnerConfig) -> Callable[[Params], optax.OptState]:
+    return jax.jit(optimizer(config).init)  # one program, where each kind of tensor would be one
 
 
 def counts(moments: optax.OptState) -> list[jax.Array]:
@@ -100,6 +110,31 @@ def _ramp(moments: optax.OptState, steps: int) -> jax.Array:
     return jnp.minimum(1.0, (seen + 1).astype(jnp.float32) / max(1, steps))
 
 
+def gradient(model: Model) -> Gradient:
+    """The first half of an inner step; gradients are of the objective, the loss is the model's own."""
+    differentiated = jax.value_and_grad(model.objective, has_aux=True)
+
+    def of(params: Params, tokens_BxT1: jax.Array) -> tuple[Params, jax.Array]:
+        (_, loss), gradients = differentiated(params, tokens_BxT1.astype(jnp.int32))
+        return gradients, loss
+
+    return of
+
+
+def descent(config: InnerConfig) -> Descent:
+    """The second half: from the gradients of a batch, or of several averaged, to the state after the step."""
+    transformation, schedule = optimizer(config), learning_rate(config)
+
+    def descend(state: InnerState, gradients: Params, global_step: jax.Array) -> InnerState:
+        with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and computes in float32
+            updates, moments = transformation.update(gradients, state.optimizer, state.params)
+            clock = global_step if config.clock == "global" else counts(state.optimizer)[0]
+            rate = jnp.asarray(schedule(clock), jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
+        return InnerState(jax.tree.map(lambda p, u: p - rate * u, state.params, updates), moments)
+
+    return descend
+
+
 def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
     """`steps(state, tokens_nxBxT1, global_step)` makes n inner steps and gives the state and the n losses (nats).
 
@@ -107,20 +142,14 @@ def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
     `tokens_nxBxT1` is uint8 or int32, `global_step` an int32 scalar, the steps made before the first of these. The
     state that goes in is donated. Compiles once for each n.
     """
-    transformation, schedule = optimizer(config), learning_rate(config)
+    of, descend = gradient(model), descent(config)
 
     def step(
         carry: tuple[InnerState, jax.Array], tokens_BxT1: jax.Array
     ) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
         state, count = carry
-        gradient = jax.value_and_grad(model.objective, has_aux=True)
-        (_, loss), gradients = gradient(state.params, tokens_BxT1.astype(jnp.int32))
-        with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and computes in float32
-            updates, moments = transformation.update(gradients, state.optimizer, state.params)
-            clock = count if config.clock == "global" else counts(state.optimizer)[0]
-            rate = jnp.asarray(schedule(clock), jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
-        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        return (InnerState(params, moments), count + 1), loss
+        gradients, loss = of(state.params, tokens_BxT1)
+        return (descend(state, gradients, count), count + 1), loss
 
     def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
         (after, _), losses_n = jax.lax.scan(step, (state, global_step), tokens_nxBxT1)

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from broker.errors import ConfigError, MismatchError
 from broker.keys import checked_name
 from broker.logs import Origin
 from broker.manifest import Manifest
-from broker.process import RunAddress, guarded, keep_compiled, print_json, stop_on_signals
+from broker.process import RunAddress, guarded, keep_compiled, print_json, programs_folder, stop_on_signals
 from broker.scalars import Scalars
 from broker.telemetry import WorkerOptions
 from broker.transport import Transport
 
 if TYPE_CHECKING:
     from islands.corpus import OpenCorpus
+    from islands.programs import Programs
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +85,15 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
     from islands.comeback import Comeback
     from islands.device import best_scan_steps
     from islands.diary import Diary
-    from islands.inner import compile_steps
+    from islands.inner import InnerSteps, compile_steps
     from islands.link import Link
-    from islands.model import build
+    from islands.programs import Programs
     from islands.worker import Island, train
 
+    loaded = time.process_time()
     config = manifest.config
-    corpus = _corpus(manifest, transport, options.corpus)
+    programs = Programs(programs_folder())
+    corpus = _corpus(manifest, transport, options.corpus, programs)
     store = IslandStore(folder, manifest)
     returned = transport.claim_return(name)
     whole = store.find(*returned) if returned else None
@@ -98,24 +102,35 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
     link = Link(transport, manifest, f"{name}/{incarnation}", shards)
     arrivals = link.join()
     batches = Batches(corpus.train, config, link.lease, fallback=_number_of(name))
-    steps = compile_steps(build(config.model), config.inner)
-    island = Island(name, manifest, steps, batches, link, arrivals, incarnation=incarnation)
+
+    def make() -> InnerSteps:
+        from islands.model import build  # with flax, which takes a quarter of a second
+
+        return compile_steps(build(config.model), config.inner)
+
+    steps = programs.keep(
+        make, ("steps", config.model, config.inner), lambda state, tokens_nxBxT1, global_step: (state, 0), donate=(0,)
+    )
+    island = Island(name, manifest, steps, batches, link, arrivals, incarnation=incarnation, programs=programs)
     island.on_marker = store.on_marker
+    joined = time.process_time()
     comeback = Comeback(transport, store, island, arrivals)
     comeback.ask()
     island.beat("joining")
     endpoint.families = lambda: telemetry.families(island)
     curves = Scalars(sinks, lambda: telemetry.point(island))
-    curves.start()
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
     island.scan_steps = options.scan_steps or best_scan_steps(island)
     island.warm_up()
+    compiled = time.process_time()
     comeback.complete(whole)
     del arrivals, comeback, whole  # the model as it was then: one more in memory
+    curves.start()
+    ready = time.process_time()
     log.info(
-        "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary",
-        manifest.run, island.ledger.closed, island.device, island.moments, island.scan_steps,
+        "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary, after %.1f s of processor time",
+        manifest.run, island.ledger.closed, island.device, island.moments, island.scan_steps, ready,
         extra={"round": island.ledger.closed},
     )  # fmt: skip
     try:
@@ -137,18 +152,26 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
         "refused": island.ledger.refused,
         "bytes_up": link.bytes_up,
         "bytes_down": link.bytes_down,
+        "start_seconds": {
+            "imports": loaded,
+            "joining": joined - loaded,
+            "programs": compiled - joined,
+            "state": ready - compiled,
+        },
     }
 
 
-def _corpus(manifest: Manifest, transport: Transport, pinned: str | None) -> OpenCorpus:
+def _corpus(
+    manifest: Manifest, transport: Transport, pinned: str | None, programs: Programs | None = None
+) -> OpenCorpus:
     """The text to train on: the run's, or one that stays here. Raises MismatchError for another than is known."""
     from islands.corpus import open_corpus
     from islands.creation import describe, require_readable
 
     corpus = open_corpus(pinned or manifest.corpus.name)
     ours = manifest.corpus if pinned else corpus.identity
-    manifest.require_same(describe(manifest.run, manifest.config, ours))
-    require_readable(manifest.config, corpus, manifest.corpus.tokenizer)
+    manifest.require_same(describe(manifest.run, manifest.config, ours, programs))
+    require_readable(manifest.config, corpus, manifest.corpus.tokenizer, programs)
     if pinned:
         theirs = transport.register_corpus(pinned, corpus.digest)
         if theirs != corpus.digest:

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from broker.config import BYTES, ModelConfig
 from broker.errors import ConfigError
 from islands import moe, vision
-from islands.layers import Model, Params, Size
+from islands.interface import Model, Params
+from islands.layers import Size
 from islands.transformer import transformer
 
 __all__ = ["BUILDERS", "SIZES", "Model", "Params", "build", "default_compute_dtype"]

@@ -21,7 +21,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from broker.config import BYTES
-from islands.layers import GAIN, GatedMLP, Model, Penalty, Size, decoder, linear, next_token_model, wired
+from islands.interface import Model
+from islands.layers import GAIN, GatedMLP, Penalty, Size, decoder, linear, next_token_model, wired
 from islands.transformer import Transformer
 
 

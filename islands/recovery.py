@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import zstandard
 from optax import OptState
@@ -47,9 +47,9 @@ class Received:
     optimizer: OptState
 
 
-def copied(optimizer: OptState) -> OptState:
-    """A copy on the device; inner steps donate the original."""
-    return jax.tree.map(jnp.copy, optimizer)
+def copied(tree: Any) -> Any:
+    """A copy on the device, of arrays there or on the host, which inner steps may donate. Compiles nothing."""
+    return jax.device_put(tree, may_alias=False)
 
 
 def encode(gift: Gift, giver: str) -> tuple[Handover, bytes]:
@@ -77,7 +77,7 @@ def decode(handover: Handover, payload: bytes, like: OptState) -> OptState:
         values = np.frombuffer(data, leaf.dtype, leaf.size, start).reshape(leaf.shape)
         if not np.isfinite(values).all():
             raise WireError("NaN or infinity in the peer's optimiser state")
-        out.append(jnp.asarray(values))
+        out.append(copied(values))
         start += leaf.nbytes
     state: OptState = jax.tree.unflatten(tree, out)
     _require_sound(state, like)

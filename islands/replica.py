@@ -8,15 +8,19 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 
-from broker.codecs import Parts, Vector
+from broker.codecs import TOP_BLOCK, Parts, Vector
 from broker.codecs import codec as codec_of
 from broker.config import AdoptConfig
 from broker.manifest import Manifest, Tensor
 from islands.adoption import Adopt, build
-from islands.model import Params
+from islands.interface import Params
+from islands.programs import Programs
 from islands.uplink import SMALL_BYTES
 
 Rows = tuple[tuple[Tensor, int], ...]
+Measure = Callable[[jax.Array, Params], tuple[Parts, jax.Array]]
+WASTE_MAX = 4 / 3
+"""What fragments are filled up to, at most, as a multiple of their own size, so that one program quantises them all."""
 
 
 def flatten(rows: Rows, params: Params) -> jax.Array:
@@ -36,29 +40,45 @@ class Replica:
     the merger will reconstruct (what the codec's rounding left out stays owed), so no progress is sent twice.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, programs: Programs | None = None) -> None:
+        """`programs`: where compiled ones are found and kept; by default nowhere."""
         self.layout = manifest.layout
+        self.sizes = manifest.sizes
         self.rule = build(manifest.config.adopt)
         self.references: list[jax.Array] = []
         self.codec = manifest.config.wire.up
         self.thin = manifest.config.wire.thin
-        self._adopt = [_compiled_adopt(rows, manifest.config.adopt) for rows in self.layout]
+        self._kept = Programs(None) if programs is None else programs
+        self._measure = cache(self._program_of)
+        self._quantise = cache(self._quantise_of)
+        self._adopt = [
+            self._kept.keep(
+                partial(_compiled_adopt, rows, manifest.config.adopt),
+                ("adopt", rows, manifest.config.adopt),
+                lambda new_N, part, reference_N: (part, 0),
+            )
+            for rows in self.layout
+        ]
 
     def begin(self, vectors: list[Vector]) -> Params:
         """Takes over all fragments (float32 vectors) as they are, and gives the parameters."""
-        self.references = [jnp.asarray(vector_N) for vector_N in vectors]
-        params: Params = {}
-        for rows, vector_N in zip(self.layout, self.references, strict=True):
-            # Copies: the inner step donates its parameters, and the references must outlive that.
-            params |= {name: jnp.array(value) for name, value in unflatten(rows, vector_N).items()}
-        return dict(sorted(params.items()))
+        self.references = jax.device_put(list(vectors))
+        # Cut on the host, where that compiles nothing; copies, as the inner step donates its parameters, and the
+        # references must outlive that.
+        cut = {
+            tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)
+            for rows, vector_N in zip(self.layout, vectors, strict=True)
+            for tensor, offset in rows
+        }
+        params: Params = jax.device_put(dict(sorted(cut.items())), may_alias=False)
+        return params
 
     def warm_up(self, params: Params) -> None:
         """Compiles both directions of every fragment, and changes nothing."""
         for p, reference_N in enumerate(self.references):
             part = self._part(p, params)
             for codec in self._codecs(reference_N.size):
-                _compiled_measure(self.layout[p], codec)(reference_N, part)
+                self._measure(p, codec)(reference_N, part)
             self._adopt[p](reference_N, part, reference_N)
 
     def _codecs(self, elements: int) -> list[str]:
@@ -71,14 +91,42 @@ class Replica:
 
         The reference moves to what the merger will reconstruct; what rounding left out stays owed.
         """
-        program = _compiled_measure(self.layout[fragment], codec or self.codec)
+        program = self._measure(fragment, codec or self.codec)
         parts, self.references[fragment] = program(self.references[fragment], self._part(fragment, params))
         return parts
+
+    def _program_of(self, fragment: int, codec: str) -> Measure:
+        rows, size = self.layout[fragment], self.sizes[fragment]
+        parts = (0,) * len(codec_of(codec).layout(size))
+        if codec == self.codec:
+            return self._kept.keep(
+                partial(_compiled_measure, rows, codec), ("measure", rows, codec), lambda reference_N, part: (parts, 0)
+            )
+        # What is for thin links may be much to compile, and is wanted seldom: one program for fragments of like size.
+        filled = _filled(size, max(self.sizes))
+        difference = self._kept.keep(
+            partial(_compiled_difference, rows, filled), ("difference", rows, filled), lambda reference_N, part: 0
+        )
+        quantise = self._quantise(codec)
+        settle = self._kept.keep(
+            partial(_compiled_settle, codec, size),
+            ("settle", codec, size),
+            lambda reference_N, parts_M, restored_M: (parts, 0),
+        )
+
+        def measure(reference_N: jax.Array, part: Params) -> tuple[Parts, jax.Array]:
+            return settle(reference_N, *quantise(difference(reference_N, part)))
+
+        return measure
+
+    def _quantise_of(self, codec: str) -> Callable[[jax.Array], tuple[Parts, jax.Array]]:
+        parts = (0,) * len(codec_of(codec).layout(1))
+        return self._kept.keep(partial(_compiled_quantise, codec), ("quantise", codec), lambda values_M: (parts, 0))
 
     def adopt(self, fragment: int, params: Params, new_N: Vector) -> Params:
         """The parameters with the fragment's snapshot taken in by the run's adopt rule."""
         part, self.references[fragment] = self._adopt[fragment](
-            jnp.asarray(new_N), self._part(fragment, params), self.references[fragment]
+            jax.device_put(new_N), self._part(fragment, params), self.references[fragment]
         )
         return {**params, **part}
 
@@ -88,8 +136,23 @@ class Replica:
 
 # One compilation a fragment and process, however many islands a process holds in virtual time.
 @cache
-def _compiled_measure(rows: Rows, codec: str) -> Callable[[jax.Array, Params], tuple[Parts, jax.Array]]:
+def _compiled_measure(rows: Rows, codec: str) -> Measure:
     return jax.jit(partial(_measure, rows, codec))
+
+
+@cache
+def _compiled_difference(rows: Rows, filled: int) -> Callable[[jax.Array, Params], jax.Array]:
+    return jax.jit(partial(_difference, rows, filled))
+
+
+@cache
+def _compiled_quantise(codec: str) -> Callable[[jax.Array], tuple[Parts, jax.Array]]:
+    return jax.jit(partial(_quantise, codec))
+
+
+@cache
+def _compiled_settle(codec: str, elements: int) -> Callable[[jax.Array, Parts, jax.Array], tuple[Parts, jax.Array]]:
+    return jax.jit(partial(_settle, codec, elements))
 
 
 @cache
@@ -103,6 +166,32 @@ def _measure(rows: Rows, codec: str, reference_N: jax.Array, part: Params) -> tu
     chosen = codec_of(codec)
     parts = chosen.quantise(reference_N - flatten(rows, part), jnp)
     return parts, reference_N - chosen.restore(parts, reference_N.size, jnp)
+
+
+def _filled(elements: int, most: int) -> int:
+    """So many and what fills them up to whole blocks of every codec: those of the largest, unless that is too much."""
+    own, shared = (-(-count // TOP_BLOCK) * TOP_BLOCK for count in (elements, most))
+    return shared if shared <= WASTE_MAX * own else own
+
+
+def _difference(rows: Rows, filled: int, reference_N: jax.Array, part: Params) -> jax.Array:
+    """The outer gradient with zeros after it, [M]."""
+    return jnp.pad(reference_N - flatten(rows, part), (0, filled - reference_N.size))
+
+
+def _quantise(codec: str, values_M: jax.Array) -> tuple[Parts, jax.Array]:
+    chosen = codec_of(codec)
+    parts_M = chosen.quantise(values_M, jnp)
+    return parts_M, chosen.restore(parts_M, values_M.size, jnp)
+
+
+def _settle(
+    codec: str, elements: int, reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array
+) -> tuple[Parts, jax.Array]:
+    """What of these is the fragment's, and the next reference."""
+    layout = codec_of(codec).layout(elements)
+    parts = tuple(part[:size] for part, (size, _) in zip(parts_M, layout, strict=True))
+    return parts, reference_N - restored_M[:elements]
 
 
 def _adopt(rows: Rows, rule: Adopt, new_N: jax.Array, part: Params, reference_N: jax.Array) -> tuple[Params, jax.Array]:

@@ -11,14 +11,16 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from broker.config import BYTES
 from broker.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FILE = "tokenizer.json"
 VOCABULARY_MAX = 1 << 20
@@ -108,6 +110,8 @@ class TextTokenizer:
 
 def of_bytes() -> TextTokenizer:
     """A token is a byte, and its number that byte: what corpora without a tokenizer hold."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     inner = Tokenizer(models.BPE({character: byte for byte, character in enumerate(_CHARACTERS)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
@@ -119,6 +123,8 @@ def trained(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
 
     The 256 bytes are among them, so that no text is without tokens. Raises DataError when the text has too few pairs.
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -137,6 +143,8 @@ def trained(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
 
 def from_file(path: Path) -> TextTokenizer:
     """The tokenizer in a `tokenizer.json`. Raises DataError when it cannot be read, or is of another kind."""
+    from tokenizers import Tokenizer  # most corpora are of bytes
+
     try:
         if path.stat().st_size > _FILE_BYTES_MAX:
             raise ValueError("it is too large")

@@ -13,7 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from broker.config import BYTES
-from islands.layers import CreateMLP, GatedMLP, Layer, Memory, Model, Norm, Size, decoder, next_token_model, wired
+from islands.interface import Memory, Model
+from islands.layers import CreateMLP, GatedMLP, Layer, Norm, Size, decoder, next_token_model, wired
 
 _LOGIT_DEVIATION = 0.5
 """deviation of the first logits at every width: the first loss is near ln V, and smaller embeddings learn slower"""

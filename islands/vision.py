@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from islands.layers import GAIN, Layer, Model, Norm, Params, Size, cross_entropy, linear, wired
+from islands.interface import Model, Params
+from islands.layers import GAIN, Layer, Norm, Size, cross_entropy, linear, wired
 
 
 @dataclass(frozen=True)

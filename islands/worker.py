@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from broker.codecs import codec
@@ -21,14 +20,14 @@ from broker.control import DRAIN, EXPEL, IN_WORDS
 from broker.errors import DivergedError
 from broker.manifest import Manifest
 from broker.messages import Contribution, Heartbeat, Marker, Resume
-from islands import recovery
 from islands.batches import Batches
 from islands.diary import Diary
 from islands.inner import InnerSteps, begin
 from islands.ledger import Ledger
 from islands.link import Arrival, Draft, Link
 from islands.pacing import Pacer
-from islands.recovery import Gift, Received
+from islands.programs import Programs
+from islands.recovery import Gift, Received, copied
 from islands.replica import Replica
 from islands.track import Tracker
 from islands.uplink import averaged
@@ -77,8 +76,12 @@ class Island:
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
         scan_steps: int = 1,
+        programs: Programs | None = None,
     ) -> None:
-        """Begins from `arrivals`, one snapshot of every fragment, with fresh inner optimiser state."""
+        """Begins from `arrivals`, one snapshot of every fragment, with fresh inner optimiser state.
+
+        `programs`: where compiled ones are found and kept; by default nowhere.
+        """
         config = manifest.config
         self.name = name
         self.manifest = manifest
@@ -88,7 +91,7 @@ class Island:
         self.clock = clock
         self.incarnation = incarnation or uuid.uuid4().hex[:8]
         self.scan_steps = scan_steps
-        self.replica = Replica(manifest)
+        self.replica = Replica(manifest, programs)
         self.ledger = Ledger(name, self.incarnation, len(manifest.fragments), config.sync.interval, config.sync.window)
         self.device = jax.devices()[0].device_kind[:200]
         self.speed = Speed()
@@ -116,9 +119,9 @@ class Island:
     def warm_up(self) -> None:
         """Compiles whatever the loop runs, on copies, so that nothing compiles while others wait for this island."""
         self.beat("joining")
-        copy = jax.tree.map(jnp.array, self.inner)
         shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
-        after, losses_n = self.steps(copy, jnp.zeros(shape, self.batches.dtype), jnp.asarray(0, jnp.int32))
+        batch = jax.device_put(np.zeros(shape, self.batches.dtype))
+        after, losses_n = self.steps(copied(self.inner), batch, jax.device_put(np.int32(0)))
         self.replica.warm_up(after.params)
         losses_n.block_until_ready()
         self._stepped_at = self.clock()
@@ -174,10 +177,11 @@ class Island:
     def advance(self) -> None:
         """`scan_steps` inner steps. The device works on them while the next boundary passes."""
         n = self.scan_steps
-        batch = jnp.asarray(self.batches.next(n))
+        # Not `jnp.asarray`: that compiles a program for what it takes to the device.
+        batch = jax.device_put(self.batches.next(n))
         self.tracker.did(f"n{n}")
         self.pacer.dispatched(n, self.clock())  # first: on a CPU the call may do the arithmetic itself
-        self.inner, losses_n = self.steps(self.inner, batch, jnp.asarray(self.ledger.global_step, jnp.int32))
+        self.inner, losses_n = self.steps(self.inner, batch, jax.device_put(np.int32(self.ledger.global_step)))
         tokens = n * self.config.tokens_per_step
         self.ledger.stepped(n, tokens)
         self.totals.steps += n
@@ -241,7 +245,7 @@ class Island:
         self.tracker.did(f"moments:{handover.giver}/{handover.incarnation}@{handover.index}")
 
     def _give(self, who: str) -> None:
-        moments, done = recovery.copied(self.inner.optimizer), self.tracker.done
+        moments, done = copied(self.inner.optimizer), self.tracker.done
         self.link.give(Gift(who, moments, done, self.ledger.global_step, self.tracker.peek()))
 
     def _send(self, number: int, farewell: bool) -> None:

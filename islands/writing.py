@@ -15,8 +15,7 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict
 
-from islands.layers import Decoder, Memory
-from islands.model import Params
+from islands.interface import Decoder, Memory, Params
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ inner optimiser state that they keep; all wait for all; then one Nesterov step o
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import optax
 
 from broker.config import InnerConfig, ModelConfig, RunConfig
 from broker.data import Place
-from islands.batches import Batches, alone, held_out, shard_order
+from islands.batches import Batches, alone, held_out, shared_out
 from islands.corpus import OpenCorpus
 from islands.evaluation import compile_evaluation
 from islands.inner import InnerState, InnerSteps, begin, compile_steps
@@ -39,6 +39,9 @@ class Point:
 
     tokens: int
     bits_per_byte: float
+    """of the validation text, which rates and rules are chosen by"""
+    test_bits_per_byte: float = math.nan
+    """of the test text, which nothing is chosen by"""
 
 
 Progress = Callable[[Point], None]
@@ -85,28 +88,28 @@ def _train(
         begin(config.inner, params or build(config.model).init(config.seed)),
     )
     batches = Batches(corpus.train, config, alone(config.data.shards, config.seed))
-    measure = _evaluation(config, corpus)
+    point = scoring(config, corpus)
     chunks = max(1, steps // CHUNK_STEPS)
     marks = {round(chunks * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)}
-    yield _point(0, measure(state.params), progress)
+    yield _told(point(0, state.params), progress)
     for chunk in range(chunks):
         done = chunk * CHUNK_STEPS
         state, _ = inner(state, jnp.asarray(batches.next(CHUNK_STEPS)), jnp.asarray(done, jnp.int32))
         if chunk + 1 in marks:
             trained = (done + CHUNK_STEPS) * config.tokens_per_step
-            yield _point(trained, measure(state.params), progress)
+            yield _told(point(trained, state.params), progress)
 
 
 def _diloco(
     config: RunConfig, corpus: OpenCorpus, workers: int, outer: optax.GradientTransformation, progress: Progress
 ) -> Iterator[Point]:
     params = build(config.model).init(config.seed)
-    inner, measure = compiled(config.model, config.inner), _evaluation(config, corpus)
+    inner, point = compiled(config.model, config.inner), scoring(config, corpus)
     moments = [begin(config.inner, params).optimizer for _ in range(workers)]
-    batches = [Batches(corpus.train, config, _shards_of(config, worker, workers)) for worker in range(workers)]
+    batches = [Batches(corpus.train, config, shards_of(config, worker, workers)) for worker in range(workers)]
     momentum = outer.init(params)
     steps, done = config.inner.steps, 0
-    yield _point(0, measure(params), progress)
+    yield _told(point(0, params), progress)
     while done < steps:
         n = min(config.sync.interval, steps - done)
         replicas: list[Params] = []
@@ -120,22 +123,23 @@ def _diloco(
         params = optax.apply_updates(params, updates)
         before, done = done, done + n
         if done * EVALUATIONS // steps > before * EVALUATIONS // steps:
-            yield _point(done * config.tokens_per_step * workers, measure(params), progress)
+            yield _told(point(done * config.tokens_per_step * workers, params), progress)
 
 
-def _shards_of(config: RunConfig, worker: int, workers: int) -> Callable[[], Place]:
+def shards_of(config: RunConfig, worker: int, workers: int) -> Callable[[], Place]:
     """Leases for one of several who share all shards out among them, pass after pass."""
-    mine = shard_order(config.data.shards, config.seed)[worker::workers]
-    endless = (Place(shard, number, 0) for number in count() for shard in mine)
-    return lambda: next(endless)
+    return shared_out(config.data.shards, config.seed, worker, workers)
 
 
-def _evaluation(config: RunConfig, corpus: OpenCorpus) -> Callable[[Params], float]:
-    text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    return compile_evaluation(build(config.model), text, corpus.bytes_per_token)
+def scoring(config: RunConfig, corpus: OpenCorpus) -> Callable[[int, Params], Point]:
+    """From tokens trained on and parameters to a point, over the run's share of both held-out texts."""
+    size, model = (config.data.held_out_sequences, config.data.sequence_length), build(config.model)
+    valid, test = (
+        compile_evaluation(model, held_out(text, *size), corpus.bytes_per_token) for text in (corpus.valid, corpus.test)
+    )
+    return lambda tokens, params: Point(tokens, valid(params), test(params))
 
 
-def _point(tokens: int, bits_per_byte: float, progress: Progress) -> Point:
-    found = Point(tokens, bits_per_byte)
-    progress(found)
-    return found
+def _told(point: Point, progress: Progress) -> Point:
+    progress(point)
+    return point

@@ -28,11 +28,14 @@ class BenchOptions:
     single. `link`: an island behind a proxy that throttles. `wire`: through Redis against bare sockets. `merge`: codecs
     and merging against bare numpy. `bytes`: what each pair of codecs sends.
     `sync`: one outer synchronisation of 10 M parameters against torchft's.
-    `island`: what syncing costs an island in time and memory. `largest`: the largest model that passes the wire here.
+    `island`: what syncing costs an island in time and memory. `start`: what starting one costs, with warm caches.
+    `largest`: the largest model that passes the wire here.
     """
 
     what: Annotated[
-        Literal["parity", "time", "returns", "steps", "link", "wire", "merge", "bytes", "sync", "island", "largest"],
+        Literal[
+            "parity", "time", "returns", "steps", "link", "wire", "merge", "bytes", "sync", "island", "start", "largest"
+        ],
         tyro.conf.Positional,
     ]
     """which measurement"""
@@ -72,7 +75,7 @@ def main(options: BenchOptions) -> int:
     measures: dict[str, Callable[[BenchOptions, RunConfig], dict[str, Any]]] = {
         "parity": _parity, "time": _time, "returns": _returns, "steps": _steps, "link": _link,
         "wire": _wire, "merge": _merge, "bytes": _bytes, "sync": _sync,
-        "island": _island, "largest": _largest,
+        "island": _island, "start": _start, "largest": _largest,
     }  # fmt: skip
     found = measures[options.what](options, config)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -163,6 +166,12 @@ def _island(options: BenchOptions, config: RunConfig) -> dict[str, Any]:
     from ops.bench_island import island
 
     return island(config, options.quick, say)
+
+
+def _start(options: BenchOptions, config: RunConfig) -> dict[str, Any]:
+    from ops.bench_start import start
+
+    return start(config, options.quick, say)
 
 
 def _largest(options: BenchOptions, config: RunConfig) -> dict[str, Any]:

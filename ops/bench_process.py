@@ -70,6 +70,16 @@ def peak_bytes(pid: int) -> int:
     return _kibibytes(Path(f"/proc/{pid}/status"), "VmHWM") << 10
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process and all its threads since it began, to the clock tick (10 ms on most machines)."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        raise BrokerError(f"process {pid} is not there", "Has it ended? See what it wrote above.") from None
+    user, system = told.rpartition(")")[2].split()[11:13]  # after its name, which may hold anything
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def available_bytes() -> int:
     """What the machine could still give, without swapping."""
     return _kibibytes(Path("/proc/meminfo"), "MemAvailable") << 10

@@ -20,8 +20,11 @@ from broker.errors import ConfigError
 from broker.keys import checked_name
 from broker.process import finite, keep_compiled, print_json, stop_on_signals
 from ops import chaos_schedule as schedules
-from ops.chaos_page import PAGE, PICTURE, REPORT, headlines, write
-from ops.chaos_report import Control, Figures, as_control, as_data, figures
+from ops.chaos_baselines import Ran
+from ops.chaos_lockstep import ride_in_step
+from ops.chaos_page import COLUMNS, PAGE, PICTURE, REPORT, compared, headlines, write
+from ops.chaos_rendezvous import WAYS
+from ops.chaos_report import Control, Figures, Storm, as_control, as_data, figures
 from ops.chaos_schedule import MERGER, REDIS, Fault, Kind, Weather
 from ops.chaos_storm import Plan, ride
 from ops.create import require_usable
@@ -31,6 +34,8 @@ from ops.settings import say
 BROKEN = 1
 """exit status when an invariant broke"""
 SCHEDULE = "schedule.jsonl"
+WIDTHS = (24, 9, 26, 24, 30, 30)
+"""of the table of baselines"""
 PEERS_KILL_SECONDS, PEERS_AWAY_SECONDS, PEERS_SLOW = 15.0, 2.0, 2.0
 
 
@@ -80,6 +85,8 @@ class ChaosOptions:
     """an inner step takes at least so long, so that islands do not compete for this machine's cores; 0 for none"""
     undisturbed: bool = True
     """afterwards the same run without faults, to as many merged tokens, to hold the loss against"""
+    baselines: bool = False
+    """afterwards others under the same faults: data-parallel, elastic data-parallel, synchronous DiLoCo"""
     checkpoint_every: float = 10.0
     """seconds between two checkpoints of the whole run"""
     folder: Path = Path("runs")
@@ -120,6 +127,8 @@ def _require_sensible(options: ChaosOptions) -> None:
         raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.")
     if options.slow != 1.0 and not options.step_seconds:
         raise ConfigError("--slow needs a step's duration to be a multiple of", "Give --step-seconds, such as 0.05.")
+    if options.baselines and not options.step_seconds:
+        raise ConfigError("--baselines needs a step's duration to count by", "Give --step-seconds, such as 0.05.")
 
 
 def _names(options: ChaosOptions) -> list[str]:
@@ -193,8 +202,21 @@ def _storm(
         control = as_control(ride(calm, stopped))
     found = figures(storm, control)
     write(folder, storm, found, _command())
-    _tell(found, folder)
+    if options.baselines:  # what there is of the storm is kept, whatever comes of these
+        found = figures(storm, control, _baselines(plan, stopped))
+        write(folder, storm, found, _command())
+    _tell(storm, found, folder)
     return found
+
+
+def _baselines(plan: Plan, stopped: Callable[[], bool]) -> list[Ran]:
+    """Others under the same faults, one after the other."""
+    out = []
+    for way in WAYS:
+        say(f"{way} under the same faults")
+        own = plan.folder.parent / "baselines" / way.lower().replace(" ", "-")
+        out.append(ride_in_step(dataclasses.replace(plan, folder=own), way, stopped))
+    return out
 
 
 def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
@@ -207,12 +229,15 @@ def _command() -> str:
     return " ".join(["archipelago", *sys.argv[1:]])
 
 
-def _tell(found: Figures, folder: Path) -> None:
+def _tell(storm: Storm, found: Figures, folder: Path) -> None:
     say()
     for name, value in headlines(found):
         say(f"  {name:<64} {value}")
     for check in found.checks:
         say(f"  {'holds ' if check.holds else 'BROKEN'} {check.name}: {check.found}")
+    if found.baselines:
+        for row in (COLUMNS, *compared(storm, found)):
+            say("  " + "".join(f"{cell:<{width}}" for cell, width in zip(row, WIDTHS, strict=True)).rstrip())
     say(f"report: {folder / REPORT}  picture: {folder / PICTURE}  page: {folder / PAGE}")
 
 

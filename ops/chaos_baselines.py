@@ -1,15 +1,20 @@
-"""What other ways to train would have made of the same failures: computed from a storm's lanes, not run. Pure.
+"""What other ways to train make of the same failures: as they ran (`ops.chaos_lockstep`), or computed. Pure.
 
-All are given what they need for nothing: synchronising takes no time, and a Redis or a merger that fails is none of
-theirs. An island is up while it was training in the storm; so its restarts take as long as they took there.
+Computed ones come from a storm's lanes, and are given what they need for nothing: synchronising takes no time, and a
+Redis or a merger that fails is none of theirs. An island is up while it was training in the storm; so its restarts take
+as long as they took there.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from ops.chaos_rendezvous import Ledger
 
 ELASTIC_PAUSE_SECONDS = 4.8
 """What each change of size costs elastic data-parallel training: the worst stall of a survivor seen with torchft."""
@@ -113,3 +118,95 @@ def _pieces(lanes: Lanes, begin: float, end: float) -> list[tuple[float, float]]
 
 def _up(lanes: Lanes, at: float) -> frozenset[str]:
     return frozenset(i for i, spans in lanes.items() if any(s.begin <= at < s.end and s.state == UP for s in spans))
+
+
+# -- as they ran ------------------------------------------------------------------------------------------------------
+
+POINTS = 600
+"""of a curve"""
+Curve = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a way to train came through the faults, in real processes. Steps are inner steps, of one worker each."""
+
+    way: str
+    seconds: float
+    """of the window: from when all train"""
+    goodput: float
+    """steps of the window that are in the parameters at its end, over those that allocated time has room for"""
+    steps_useful: float
+    steps_made: int
+    """in the window, also those that were taken back"""
+    tokens: int
+    """in the parameters at the end"""
+    bits_per_byte: float
+    """of the parameters at the end, on held-out text"""
+    return_seconds_median: float
+    """from a kill to the next step of who was killed; NaN where there is none"""
+    return_seconds_worst: float
+    pause_seconds_worst: float
+    """the longest time in which nobody ended a step"""
+    curve: Curve
+    """(seconds, steps of the window in the parameters)"""
+
+
+def ran(
+    way: str,
+    ledger: Ledger,
+    kills: Iterable[tuple[float, str]],
+    begin: float,
+    end: float,
+    step_seconds: Mapping[str, float],
+    tokens_per_step: int,
+    bits_per_byte: float,
+) -> Ran:
+    """From what a group noted. `kills`: when, and whom."""
+    useful = sum(begin <= step.at < end for step in ledger.useful)
+    made = [step for step in ledger.made if begin <= step.at < end]
+    returns = _returns(kills, [(step.at, step.worker) for step in made])
+    return Ran(
+        way=way,
+        seconds=end - begin,
+        goodput=useful * min(step_seconds.values()) / ((end - begin) * len(step_seconds)),
+        steps_useful=useful,
+        steps_made=len(made),
+        tokens=len(ledger.useful) * tokens_per_step,
+        bits_per_byte=bits_per_byte,
+        return_seconds_median=statistics.median(returns) if returns else math.nan,
+        return_seconds_worst=max(returns, default=math.nan),
+        pause_seconds_worst=longest_pause([step.at for step in made], begin, end),
+        curve=sampled(ledger.curve, begin, end, useful),
+    )
+
+
+def _returns(kills: Iterable[tuple[float, str]], steps: Sequence[tuple[float, str]]) -> list[float]:
+    """From each kill to the next step of who was killed; not of those that did not return, or were killed before."""
+    ordered = sorted(kills)
+    out = []
+    for at, who in ordered:
+        again = min((later for later, whom in ordered if whom == who and later > at), default=math.inf)
+        out += [min((step - at for step, whose in steps if whose == who and at < step < again), default=math.nan)]
+    return [seconds for seconds in out if not math.isnan(seconds)]
+
+
+def longest_pause(times: Iterable[float], begin: float, end: float) -> float:
+    """The longest time of a window without any of these in it."""
+    inside = sorted(at for at in times if begin < at < end)
+    return max(after - before for before, after in itertools.pairwise([begin, *inside, end]))
+
+
+def sampled(curve: Sequence[tuple[float, float]], begin: float, end: float, useful: float) -> Curve:
+    """A curve of steps (when, how many from then on) at even times of a window, over what it had at its begin.
+
+    The last point is `useful`, what is left of the window: some of it is brought in after its end.
+    """
+    times = [at for at, _ in curve]
+
+    def value(at: float) -> float:
+        index = bisect.bisect_right(times, at)
+        return curve[index - 1][1] if index else 0
+
+    even = [begin + (end - begin) * n / POINTS for n in range(POINTS)]
+    return [*((round(at - begin, 3), value(at) - value(begin)) for at in even), (round(end - begin, 3), useful)]

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.process import finite
-from ops.chaos_baselines import ELASTIC_PAUSE_SECONDS
-from ops.chaos_report import Control, Figures, Spans, Storm, Waits, as_data, lanes
+from ops.chaos_baselines import ELASTIC_PAUSE_SECONDS, Ran
+from ops.chaos_rendezvous import TIMEOUT_SECONDS
+from ops.chaos_report import OURS, Control, Figures, Spans, Storm, Waits, as_data, as_ran, lanes
 from ops.chaos_schedule import KINDS
 from ops.show import number, size
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REPORT, PICTURE, PAGE = "report.json", "storm.png", "storm.html"
+BASELINES_PICTURE = "baselines.png"
 COLOURS = {"training": "#4c9f70", "stopped": "#e0b040", "recovering": "#6fa8dc", "dead": "#c0504d"}
 MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
 OTHER_MARK = "v"
@@ -30,15 +32,21 @@ LABELS = {
 }  # fmt: skip
 SHARE_COLOURS = {**{name: COLOURS[name] for name in ("stopped", "recovering", "dead")},
                  "useful": COLOURS["training"], "lost": "#8064a2", "idle": "#b8b8b8"}  # fmt: skip
+WAY_COLOURS = {OURS: COLOURS["training"], "synchronous DiLoCo": "#4472c4", "elastic data-parallel": "#e0b040",
+               "data-parallel": "#c0504d"}  # fmt: skip
+"""of a way to train, in the order in which they are shown"""
 
 
 def write(folder: Path, storm: Storm, found: Figures, command: str) -> None:
-    """report.json, storm.png and storm.html into the folder."""
+    """report.json, storm.png, storm.html and, where baselines ran, baselines.png into the folder."""
     data = {"command": command, **as_data(found)}
     (folder / REPORT).write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
     draw(folder / PICTURE, storm, found)
-    picture = (folder / PICTURE).read_bytes()
-    (folder / PAGE).write_text(page(storm, found, picture, command), encoding="utf-8")
+    pictures = [(folder / PICTURE).read_bytes()]
+    if found.baselines:
+        draw_baselines(folder / BASELINES_PICTURE, storm, found)
+        pictures.append((folder / BASELINES_PICTURE).read_bytes())
+    (folder / PAGE).write_text(page(storm, found, pictures, command), encoding="utf-8")
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
@@ -147,29 +155,61 @@ def _draw_shares(axes: Axes, found: Figures) -> None:
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
 
 
+def draw_baselines(path: Path, storm: Storm, found: Figures) -> None:
+    """Steps in the parameters over time, a line each way to train; faults of workers as marks below."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 5), dpi=110, layout="constrained")
+    possible = storm.seconds / storm.shortest_step_seconds * len(storm.islands)
+    axes.plot([0, storm.seconds], [0, possible], color="#b8b8b8", linewidth=1, linestyle="--", label="without faults")
+    for one in ways(storm, found):
+        seconds, steps = zip(*one.curve, strict=True)
+        axes.plot(seconds, steps, color=WAY_COLOURS[one.way], label=f"{one.way}: {one.goodput:.1%}", linewidth=1.6)
+    for row, name in enumerate(storm.islands):
+        low = -0.05 * possible * (row + 1)
+        axes.annotate(name, (0, low), xytext=(-6, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
+        for fault in (f for f in storm.faults if f.target == name):
+            axes.plot([fault.at, fault.until], [low, low], color="#888888", linewidth=3, solid_capstyle="butt")
+            axes.plot(fault.at, low, marker=MARKS.get(fault.kind, OTHER_MARK), color="black", markersize=5)
+    bottom = -0.05 * possible * (len(storm.islands) + 1)
+    axes.set(xlim=(0, storm.seconds), ylim=(bottom, 1.02 * possible), xlabel="seconds",
+             ylabel="inner steps in the parameters",
+             title="goodput under the same faults (✕ kill  ■ stop  ▼ link, grey until it is over)")  # fmt: skip
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= possible])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    figure.savefig(path)
+    plt.close(figure)
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:1.6em}img{max-width:100%}
 table{border-collapse:collapse}td,th{padding:.2em .8em .2em 0;text-align:left;vertical-align:top}
-td.n{text-align:right;font-variant-numeric:tabular-nums}.no{color:#b00;font-weight:bold}.yes{color:#2a7a4a}
+td:first-child{white-space:nowrap}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}.no{color:#b00;font-weight:bold}.yes{color:#2a7a4a}
 code{background:#f3f3f3;padding:.1em .3em}p.note{color:#555}"""
 
 
-def page(storm: Storm, found: Figures, picture: bytes, command: str) -> str:
-    """The page: the picture is in it."""
-    image = base64.b64encode(picture).decode()
+def page(storm: Storm, found: Figures, pictures: Sequence[bytes], command: str) -> str:
+    """The page: the storm's picture and, where there is one, that of the baselines are in it."""
+    images = [base64.b64encode(picture).decode() for picture in pictures]
     verdict = "every invariant held" if found.holds else "an invariant broke"
     return "\n".join([
         "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
         f"<title>A storm over {found.islands} islands</title><style>{_STYLE}</style></head><body>",
         f"<h1>A storm over {found.islands} islands: <span class={'yes' if found.holds else 'no'}>{verdict}</span></h1>",
         f"<p><code>{html.escape(command)}</code></p>",
-        f'<img alt="timeline of the storm" src="data:image/png;base64,{image}">',
+        f'<img alt="timeline of the storm" src="data:image/png;base64,{images[0]}">',
         "<h2>Figures</h2>", _table(headlines(found)), _note(storm, found),
         "<h2>Where the time went</h2>",
         _table([(label, f"{getattr(found.shares, name):.2%}") for name, label in LABELS.items()]),
-        "<h2>Others under the same failures</h2>", _baselines(found),
+        "<h2>Others under the same failures</h2>", *([
+            f'<img alt="steps in the parameters over time" src="data:image/png;base64,{image}">' for image in images[1:]
+        ]), _ran(storm, found) if found.baselines else _computed(found),
         "<h2>What must hold</h2>", _checks(found),
         "<h2>Islands that were killed</h2>", _returns(found),
         "<h2>Faults</h2>", _faults(storm), "</body></html>", "",
@@ -232,7 +272,48 @@ def _note(storm: Storm, found: Figures) -> str:
     return f'<p class="note">{text}</p>'
 
 
-def _baselines(found: Figures) -> str:
+def ways(storm: Storm, found: Figures) -> list[Ran]:
+    """Ours and those that ran under the same faults, in the order in which they are shown."""
+    return sorted([as_ran(storm, found), *found.baselines], key=lambda one: list(WAY_COLOURS).index(one.way))
+
+
+COLUMNS = (
+    "", "goodput", "tokens in the parameters", "held-out bits per byte", "from a kill to its next step",
+    "longest time without a step",
+)  # fmt: skip
+
+
+def compared(storm: Storm, found: Figures) -> list[tuple[str, ...]]:
+    """A row for each way to train: COLUMNS."""
+    return [
+        (
+            f"{one.way}, this run" if one.way == OURS else one.way,
+            f"{one.goodput:.1%}",
+            f"{one.tokens:,}",
+            number(one.bits_per_byte, 4),
+            f"{number(one.return_seconds_median, 1)} s",
+            f"{number(one.pause_seconds_worst, 1)} s",
+        )
+        for one in ways(storm, found)
+    ]
+
+
+def _ran(storm: Storm, found: Figures) -> str:
+    head = "".join(f"<th class=n>{html.escape(name)}</th>" for name in COLUMNS)
+    rows = (
+        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td class=n>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, *cells in compared(storm, found)
+    )
+    text = (
+        "Run one after the other, in real processes under the same schedule. The others are spared much: their "
+        "exchange goes through this machine's memory, whoever coordinates them never fails and hears of a death at "
+        f"once, who is silent is given up after {TIMEOUT_SECONDS:g} s by the elastic one, and no fault of the Redis, "
+        "the merger, a disk, a clock or a slow link is theirs."
+    )
+    return f'<table><tr>{head}</tr>{"".join(rows)}</table><p class="note">{text}</p>'
+
+
+def _computed(found: Figures) -> str:
     if found.computed is None:
         return ""
     rows = [

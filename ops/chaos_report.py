@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from broker.messages import Books, Pending, TapeEntry
-from ops.chaos_baselines import Baselines, Span, computed
+from ops.chaos_baselines import Baselines, Ran, Span, computed, longest_pause, sampled
 from ops.chaos_schedule import MERGER, REDIS, Fault
 
 STALL_SECONDS = 0.01
@@ -501,10 +501,12 @@ class Figures:
     control: Control | None = None
     computed: Baselines | None = None
     """what others would have made of the same failures: computed, not run"""
+    baselines: list[Ran] = field(default_factory=list)
+    """what others made of them, where they ran"""
     size_live_part: list[tuple[float, int, int, int]] = field(default_factory=list)
 
 
-def figures(storm: Storm, control: Control | None = None) -> Figures:
+def figures(storm: Storm, control: Control | None = None, baselines: Sequence[Ran] = ()) -> Figures:
     """All of them."""
     found, must = lanes(storm), checks(storm)
     step, back = storm.shortest_step_seconds, returns(storm)
@@ -549,7 +551,33 @@ def figures(storm: Storm, control: Control | None = None) -> Figures:
             storm.interval,
             storm.checkpoint_seconds,
         ),
+        baselines=list(baselines),
         size_live_part=size_live_part(storm),
+    )
+
+
+OURS = "islands"
+
+
+def as_ran(storm: Storm, found: Figures) -> Ran:
+    """The islands' own figures in the form of those that ran beside them."""
+    turns = [turn for island in storm.islands for turn in storm.turns.get(island, ())]
+    returned = [r.away_seconds + r.start_seconds for r in found.returns if not math.isnan(r.start_seconds)]
+    merged = sorted(((storm.seen[e.round], e) for e in storm.tape if e.round in storm.seen), key=lambda pair: pair[0])
+    steps = itertools.accumulate(sum(m.steps for m in entry.members) / storm.fragments for _, entry in merged)
+    useful = merged_steps(storm)
+    return Ran(
+        way=OURS,
+        seconds=found.seconds,
+        goodput=found.goodput,
+        steps_useful=useful,
+        steps_made=sum(storm.steps_between(island, storm.begin, storm.end) for island in storm.islands),
+        tokens=found.tokens_merged,
+        bits_per_byte=found.bits_per_byte,
+        return_seconds_median=statistics.median(returned) if returned else math.nan,
+        return_seconds_worst=max(returned, default=math.nan),
+        pause_seconds_worst=longest_pause([turn.at for turn in turns], storm.begin, storm.end),
+        curve=sampled(list(zip([at for at, _ in merged], steps, strict=True)), storm.begin, storm.end, useful),
     )
 
 

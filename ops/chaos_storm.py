@@ -6,16 +6,13 @@ each island's loop, by the islands' diaries; when each round was seen closed.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
 import math
-import os
 import resource
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -29,7 +26,8 @@ from broker.process import RUN_VARIABLE, URL_VARIABLE
 from broker.redis_transport import RedisTransport, connect
 from broker.transport import START
 from islands.diary import VARIABLE as DIARY_VARIABLE
-from ops.chaos_report import Happening, Identity, Look, Storm, Turn
+from ops.chaos_faults import TICK_SECONDS, Target, Trial
+from ops.chaos_report import Identity, Look, Storm, Turn
 from ops.chaos_schedule import MERGER, ON_LINKS, REDIS, Fault
 from ops.create import create
 from ops.false_clock import FalseClock
@@ -39,12 +37,9 @@ from ops.server import Server, start_server
 from ops.settings import say
 
 JOIN_SECONDS, LEAVE_SECONDS, DRAIN_SECONDS = 180.0, 30.0, 60.0
-TICK_SECONDS = 0.01
 LOOK_SECONDS = 0.1
 RECENT = 32
 EVERYTHING = 1 << 20
-UNPLANNED_SECONDS = 1.0
-"""A process that ends although nobody killed it is noted, and started again after so long."""
 
 
 @dataclass(frozen=True)
@@ -62,34 +57,6 @@ class Plan:
     checkpoint_seconds: float = 10.0
     merged_tokens: int = 0
     """end once so many are merged, instead of after `seconds`; 0 for not"""
-
-
-class Target:
-    """A process that faults are done to. `started` counts how often it was."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.started = 0
-        self.stopped = False
-        self.dead = True
-
-    @property
-    def pid(self) -> int:
-        """Of the process that is there now, or was last."""
-        raise NotImplementedError
-
-    def start(self) -> None:
-        """Starts it, or starts it again."""
-        raise NotImplementedError
-
-    def alive(self) -> bool:
-        """Whether its process is there."""
-        raise NotImplementedError
-
-    def signal(self, number: signal.Signals) -> None:
-        """To the process itself."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
 
 
 class Worker(Target):
@@ -185,15 +152,12 @@ class Watch:
         self.merged_tokens = transport.books().merged_tokens
 
 
-class Sea:
+class Sea(Trial):
     """The processes of one plan, and what happens to them."""
 
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
+        super().__init__()
         self.plan = plan
-        self.happenings: list[Happening] = []
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._faults: deque[tuple[float, Fault]] = deque()
-        self._count = itertools.count()
         self._diaries = plan.folder / "diaries"
         self._diaries.mkdir(parents=True)
         jumps = any(fault.kind == "clock" for fault in plan.faults)
@@ -209,7 +173,7 @@ class Sea:
         every = ["--checkpoint-every", str(plan.checkpoint_seconds)]
         self.merger = self._worker(MERGER, ["-m", "merger", "--folder", str(plan.folder / "merger"), *every], stack)
         self.islands = [self._island(name, stack) for name in plan.step_seconds]
-        self.targets: dict[str, Target] = {t.name: t for t in (self.broker, self.merger, *self.islands)}
+        self.targets = {t.name: t for t in (self.broker, self.merger, *self.islands)}
         stack.callback(self.end)
 
     # -- the processes ------------------------------------------------------------------------------------------------
@@ -230,33 +194,11 @@ class Sea:
         }  # fmt: skip
         return Worker(Child(name, argv, environment, self.plan.folder / "logs" / f"{name}.log"), proxy)
 
-    def note(self, process: str, what: str, detail: str = "") -> None:
-        """Something happened just now."""
-        self.happenings.append(Happening(time.monotonic(), process, what, detail))
-
     def start(self, target: Target) -> None:
         """Starts it, or starts it again."""
-        self.note(target.name, "start")
-        target.start()
-        target.dead, target.stopped, target.started = False, False, target.started + 1
+        super().start(target)
         if target is self.broker:
             self.note(REDIS, "ready")
-
-    def await_training(self) -> None:
-        """Until every island has made a step. Raises ArchipelagoError where one ends instead."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        waiting = {island.name for island in self.islands}
-        while waiting:
-            self.tend()
-            waiting -= {name for name in waiting if read_diary(self.diary(name))}
-            ended = [t for t in (self.merger, *self.islands) if t.dead]
-            if ended or time.monotonic() > deadline:
-                late = ended[0] if ended else self.targets[min(waiting)]
-                assert isinstance(late, Worker)  # noqa: S101
-                raise ArchipelagoError(
-                    f"{late.name} does not train: {late.child.last_words()}", f"Its log is {late.child.log}."
-                )
-            time.sleep(TICK_SECONDS)
 
     def diary(self, name: str) -> Path:
         """The file that an island writes down its turns in."""
@@ -264,33 +206,11 @@ class Sea:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Does that in so many seconds, or once the faults end."""
-        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._count), what))
-
-    def schedule(self, begin: float) -> None:
-        """All faults of the plan, from then on."""
-        self._faults = deque((begin + fault.at, fault) for fault in self.plan.faults)
-
-    def tend(self) -> None:
-        """Does what is due, and looks after processes that ended by themselves."""
-        while self._due and self._due[0][0] <= time.monotonic():
-            heapq.heappop(self._due)[2]()
-        while self._faults and self._faults[0][0] <= time.monotonic():
-            self._begin(self._faults.popleft()[1])
-        for target in self.targets.values():
-            if target.started and not target.dead and not target.alive():
-                target.dead = True
-                self.note(target.name, "died")
-                self._start_later(target, UNPLANNED_SECONDS)
-
-    def _begin(self, fault: Fault) -> None:
-        target = self.targets[fault.target]
+    def befall(self, target: Target, fault: Fault) -> None:
+        """Does it to the target, now."""
         match fault.kind:
-            case "kill":
-                self._kill(target, fault)
-            case "stop":
-                self._stop(target, fault)
+            case "kill" | "stop":
+                super().befall(target, fault)
             case "disk":
                 self._fill_disk(target, fault)
             case "clock":
@@ -298,42 +218,6 @@ class Sea:
             case _:
                 assert isinstance(target, Worker)  # noqa: S101
                 self._disturb(target, fault)
-
-    def _kill(self, target: Target, fault: Fault) -> None:
-        if target.dead:
-            self.note(target.name, "spared", "kill: it is dead")
-            return
-        self.note(target.name, "kill")
-        target.signal(signal.SIGKILL)
-        target.dead = True
-        while target.alive():  # a moment: it is reaped here, so that its name and its folder are free
-            time.sleep(0.001)
-        self._start_later(target, fault.seconds)
-
-    def _start_later(self, target: Target, seconds: float) -> None:
-        started = target.started
-
-        def again() -> None:
-            if target.dead and target.started == started:
-                self.start(target)
-
-        self._later(seconds, again)
-
-    def _stop(self, target: Target, fault: Fault) -> None:
-        if target.dead or target.stopped:
-            self.note(target.name, "spared", "stop: it is dead, or stopped")
-            return
-        self.note(target.name, "stop")
-        target.signal(signal.SIGSTOP)
-        target.stopped = True
-        started = target.started
-        self._later(fault.seconds, lambda: self._continue(target, started))
-
-    def _continue(self, target: Target, started: int) -> None:
-        if target.stopped and not target.dead and target.started == started:
-            target.signal(signal.SIGCONT)
-            target.stopped = False
-            self.note(target.name, "continue")
 
     def _fill_disk(self, target: Target, fault: Fault) -> None:
         """A limit on the size of its files stands in for a full disk: writes fail, with EFBIG for ENOSPC.
@@ -349,7 +233,7 @@ class Sea:
         _limit_files(target.pid, limit)
         self.note(target.name, "disk", f"files end at {limit:,} bytes")
         started = target.started
-        self._later(fault.seconds, lambda: self._free_disk(target, started))
+        self.later(fault.seconds, lambda: self._free_disk(target, started))
 
     def _free_disk(self, target: Target, started: int) -> None:
         if not target.dead and target.started == started:
@@ -366,7 +250,7 @@ class Sea:
             clock.jump(0.0)
             self.note(REDIS, "clock over")
 
-        self._later(fault.seconds, back)
+        self.later(fault.seconds, back)
 
     def _disturb(self, worker: Worker, fault: Fault) -> None:
         proxy = worker.proxy
@@ -399,17 +283,15 @@ class Sea:
             over()
             self.note(worker.name, f"{fault.kind} over")
 
-        self._later(fault.seconds, end)
+        self.later(fault.seconds, end)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def calm(self) -> None:
         """No more faults: whatever was to be over later is over now, and the Redis and the merger are there."""
-        self._faults.clear()
         for island in self.islands:
             island.started += island.dead  # who is away at the end stays away
-        while self._due:
-            heapq.heappop(self._due)[2]()
+        super().calm()
 
     def drain(self) -> bool:
         """Islands send what they have and leave, the merger merges it; whether all of it was."""
@@ -438,6 +320,24 @@ class Sea:
             worker.child.stop(5.0)
 
 
+def await_training(
+    trial: Trial, workers: Sequence[Worker], trains: Callable[[str], object], others: Sequence[Worker] = ()
+) -> None:
+    """Until each of the workers trains, by name. Raises ArchipelagoError where one, or another, ends instead."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    waiting = {worker.name: worker for worker in workers}
+    while waiting:
+        trial.tend()
+        waiting = {name: worker for name, worker in waiting.items() if not trains(name)}
+        ended = [worker for worker in (*others, *workers) if worker.dead]
+        if ended or (waiting and time.monotonic() > deadline):
+            late = ended[0] if ended else waiting[min(waiting)]
+            raise ArchipelagoError(
+                f"{late.name} does not train: {late.child.last_words()}", f"Its log is {late.child.log}."
+            )
+        time.sleep(TICK_SECONDS)
+
+
 def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
     """Plays the plan. Raises ArchipelagoError when the run does not come about, or a signal ends it."""
     with ExitStack() as stack:
@@ -445,9 +345,9 @@ def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
         watch = stack.enter_context(Watch(sea.url, plan.run))
         for worker in (sea.merger, *sea.islands):
             sea.start(worker)
-        sea.await_training()
+        await_training(sea, sea.islands, lambda name: read_diary(sea.diary(name)), (sea.merger,))
         begin = time.monotonic()
-        sea.schedule(begin)
+        sea.schedule(plan.faults, begin)
         _await_end(plan, sea, watch, begin, stopped)
         end = time.monotonic()
         sea.calm()
@@ -460,15 +360,12 @@ def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
 
 
 def _await_end(plan: Plan, sea: Sea, watch: Watch, begin: float, stopped: Callable[[], bool]) -> None:
-    shown = len(sea.happenings)
     wanted = plan.merged_tokens * len(sea.manifest.fragments)
     while watch.merged_tokens < wanted if wanted else time.monotonic() < begin + plan.seconds:
         if stopped():
             raise ArchipelagoError("the storm was interrupted", "Nothing of it is kept but its folder.")
         sea.tend()
-        for happening in sea.happenings[shown:]:
-            say(f"  {happening.at - begin:6.1f} s  {happening.process:<9} {happening.what} {happening.detail}".rstrip())
-        shown = len(sea.happenings)
+        sea.say_news(begin)
         time.sleep(TICK_SECONDS)
 
 

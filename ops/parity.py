@@ -22,7 +22,7 @@ from islands.corpus import OpenCorpus, open_corpus
 from islands.creation import fitted
 from islands.evaluation import assemble, compile_evaluation, published
 from islands.model import build
-from ops.baselines import EVALUATIONS, Point, Progress, compiled, data_parallel, diloco, one_process
+from ops.baselines import EVALUATIONS, Point, Progress, compiled, data_parallel, diloco, one_process, scoring
 from ops.virtual import VirtualRun
 
 TUNING = (0.5, 2.0, 4.0)
@@ -146,9 +146,7 @@ def islands(
     config: RunConfig, corpus: OpenCorpus, count: int, slow: float, progress: Progress | None = None, slowed: int = 1
 ) -> tuple[list[Point], VirtualRun]:
     """A run of `count` islands to its end; steps of the last `slowed` take `slow` times longer than the others'."""
-    model = build(config.model)
-    text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    measure = compile_evaluation(model, text, corpus.bytes_per_token)
+    point = scoring(config, corpus)
     # Speeds within 2 % of each other: machines that tick in unison exist only in simulations.
     seconds = [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
     seconds = [s * (slow if count - number <= slowed < count else 1.0) for number, s in enumerate(seconds)]
@@ -158,7 +156,7 @@ def islands(
 
     def note() -> None:
         trained.update({name: island.totals.tokens for name, island in run.islands.items()})
-        points.append(Point(sum(trained.values()), measure(published(run.transport, run.manifest)[0])))
+        points.append(point(sum(trained.values()), published(run.transport, run.manifest)[0]))
         (progress or _quiet)(points[-1])
 
     note()
@@ -177,6 +175,12 @@ def participation(run: VirtualRun) -> tuple[int, float]:
     """How many rounds a run had, and the mean number of contributions in one."""
     members = [len(entry.members) for entry in run.transport.tape(1 << 30)]
     return len(members), sum(members) / max(1, len(members))
+
+
+def staleness(run: VirtualRun) -> tuple[float, int]:
+    """Mean and most of what was merged, in versions of a fragment."""
+    found = [member.staleness for entry in run.transport.tape(1 << 30) for member in entry.members]
+    return sum(found) / max(1, len(found)), max(found, default=0)
 
 
 def own_bits_per_byte(run: VirtualRun, corpus: OpenCorpus) -> float:

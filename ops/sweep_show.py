@@ -37,8 +37,12 @@ class Row:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Held-out bits per byte by seed; empty when one of them diverged."""
-        return {} if self.diverged else {r["seed"]: r["bits_per_byte"] for r in self.records}
+        """Bits per byte of the validation text by seed; empty when one of them diverged."""
+        return self.by_seed("bits_per_byte")
+
+    def by_seed(self, text: str) -> dict[int, float]:
+        """Bits per byte by seed of one of the held-out texts, `bits_per_byte` or `test`, as far as it was measured."""
+        return {} if self.diverged else {r["seed"]: r[text] for r in self.records if text in r}
 
     @property
     def diverged(self) -> int:
@@ -55,10 +59,10 @@ class Row:
         """Mean loss, infinite when one of them diverged."""
         return fmean(self.losses.values()) if self.losses else float("inf")
 
-    def ratios(self, other: Row | None) -> list[float]:
+    def ratios(self, other: Row | None, text: str = "bits_per_byte") -> list[float]:
         """This loss to the other's, for each seed that both have."""
-        theirs = other.losses if other else {}
-        return [loss / theirs[seed] for seed, loss in self.losses.items() if seed in theirs]
+        theirs = other.by_seed(text) if other else {}
+        return [loss / theirs[seed] for seed, loss in self.by_seed(text).items() if seed in theirs]
 
 
 def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = False) -> dict[str, Any]:
@@ -118,7 +122,8 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def _plain(row: Row, rows: Sequence[Row], varying: Sequence[str]) -> dict[str, Any]:
-    losses, ratios = list(row.losses.values()), row.ratios(baseline(row, rows))
+    losses, best = list(row.losses.values()), baseline(row, rows)
+    ratios, tests = row.ratios(best), row.ratios(best, "test")
     rounds = [r["rounds"] for r in row.records if "rounds" in r]
     return {
         **{name: row.settings.get(name, "") for name in varying},
@@ -130,21 +135,24 @@ def _plain(row: Row, rows: Sequence[Row], varying: Sequence[str]) -> dict[str, A
         "spread": stdev(losses) if len(losses) > 1 else 0.0,
         "to_parallel": fmean(ratios) if ratios else float("nan"),
         "ratio_spread": stdev(ratios) if len(ratios) > 1 else 0.0,
+        **({"to_parallel_on_test": fmean(tests)} if tests else {}),
         "seconds": fmean(r["seconds"] for r in row.records),
     }
 
 
 def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    heads = [*(name.removeprefix("outer.") for name in varying), "seeds", "tokens", "bits per byte", "to parallel", "s"]
+    own = [name.removeprefix("outer.") for name in varying]
+    heads = [*own, "seeds", "tokens", "bits per byte", "to parallel", "on the test text", "s"]
     for head in heads:
         table.add_column(head, justify="right" if head not in ("kind", "rule") else "left")
     for row in found:
         loss = f"{row['diverged']} diverged" if row["diverged"] else f"{row['bits_per_byte']:.4f} ± {row['spread']:.4f}"
         known = math.isfinite(row["to_parallel"])
         ratio = f"{row['to_parallel']:.4f} ± {row['ratio_spread']:.4f}" if known else ""
+        test = f"{row['to_parallel_on_test']:.4f}" if "to_parallel_on_test" in row else ""
         said = [str(row[name]) for name in varying]
-        table.add_row(*said, str(row["seeds"]), f"{row['tokens']:,}", loss, ratio, f"{row['seconds']:.0f}")
+        table.add_row(*said, str(row["seeds"]), f"{row['tokens']:,}", loss, ratio, test, f"{row['seconds']:.0f}")
     return table
 
 

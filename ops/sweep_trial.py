@@ -133,6 +133,7 @@ def measure(trial: Trial) -> dict[str, Any]:
         **{name: getattr(trial, name) for name, usual in _LATER.items() if getattr(trial, name) != usual},
         "settings": dict(trial.settings),
         "bits_per_byte": None if diverged else last,
+        **({} if diverged or math.isnan(points[-1].test_bits_per_byte) else {"test": points[-1].test_bits_per_byte}),
         "diverged": diverged,
         "tokens": points[-1].tokens,
         "seconds": round(time.perf_counter() - began, 2),
@@ -147,13 +148,14 @@ Note = Callable[[Any], None]
 
 
 def _islands(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
-    from ops.parity import islands, own_bits_per_byte, participation
+    from ops.parity import islands, own_bits_per_byte, participation, staleness
 
     if trial.chips:
         return _along_tape(trial, config, corpus, note)
     _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed)
     rounds, per_round = participation(run)
-    found = {"rounds": rounds, "per_round": round(per_round, 4)}
+    mean, most = staleness(run)
+    found = {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}
     return found | ({"own_bits_per_byte": own_bits_per_byte(run, corpus)} if run.merger.rules.outer.looks_ahead else {})
 
 

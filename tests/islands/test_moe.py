@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from islands import moe
-from islands.layers import Model, Params, Size
+from islands.interface import Model, Params
+from islands.layers import Size
 from islands.moe import Routing, route
 
 SIZE = Size(width=16, layers=1, heads=2, hidden=24)

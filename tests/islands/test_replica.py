@@ -200,17 +200,38 @@ def test_warming_up_compiles_the_codec_for_thin_links_where_it_may_be_needed(
 ) -> None:
     """Else the first step on a thin link would wait for a compiler; and small payloads are never sent so."""
     monkeypatch.setattr(replica_module, "SMALL_BYTES", small)
-    compiled: list[str] = []
-    program = replica_module._compiled_measure
-
-    def noted(rows: Any, name: str) -> Any:
-        compiled.append(name)
-        return program(rows, name)
-
-    monkeypatch.setattr(replica_module, "_compiled_measure", noted)
+    warmed: set[tuple[int, str]] = set()
     vectors = tuple(np.ones(size, np.float32) for size in SIZES)
     of = manifest()
     of = replace(of, config=replace(of.config, wire=WireConfig(up="int8", thin="top3")))
     replica, params = begun(of, vectors)
+    program = replica._measure
+
+    def noted(fragment: int, codec: str) -> Any:
+        warmed.add((fragment, codec))
+        return program(fragment, codec)
+
+    monkeypatch.setattr(replica, "_measure", noted)
     replica.warm_up(params)
-    assert compiled == codecs * len(SIZES)
+    assert warmed == {(fragment, name) for fragment in range(len(SIZES)) for name in codecs}
+
+
+@pytest.mark.parametrize("thin", ["int8", "int4", "e3m0", "top3"])
+@given(vectors=VECTORS)
+def test_what_fragments_share_gives_the_bits_of_a_program_of_their_own(thin: Any, vectors: tuple[Vector, ...]) -> None:
+    of = manifest()
+    of = replace(of, config=replace(of.config, wire=WireConfig(up="float32", thin=thin)))
+    replica, params = begun(of, tuple(np.ones(size, np.float32) for size in SIZES))
+    params |= params_of(of, vectors)
+    for p, rows in enumerate(of.layout):
+        part = {tensor.name: params[tensor.name] for tensor, _ in rows}
+        parts, reference_N = replica_module._compiled_measure(rows, thin)(replica.references[p], part)
+        assert body_of(replica.measure(p, params, thin)) == body_of(parts)
+        assert np.asarray(replica.references[p]).tobytes() == np.asarray(reference_N).tobytes()
+
+
+def test_fragments_of_like_size_are_filled_up_to_one_size_and_small_ones_are_not() -> None:
+    """In blocks of 4,096: more than a third of zeros would cost more than another program."""
+    sizes = (45 * 4096, 41 * 4096 + 1, 35 * 4096, 33 * 4096, 9)
+    filled = [replica_module._filled(size, max(sizes)) for size in sizes]
+    assert filled == [45 * 4096, 45 * 4096, 45 * 4096, 33 * 4096, 4096]

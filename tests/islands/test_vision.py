@@ -10,7 +10,7 @@ import pytest
 
 from islands import vision
 from islands.evaluation import compile_evaluation, compile_measures
-from islands.layers import Model
+from islands.interface import Model
 from islands.model import build
 from islands.vision import Images
 

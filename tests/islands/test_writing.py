@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from islands import moe
-from islands.layers import Decoder, Model, Size
+from islands.interface import Decoder, Model
+from islands.layers import Size
 from islands.model import build
 from islands.moe import Routing
 from islands.writing import Sampling, choose, continuation

@@ -259,8 +259,8 @@ def test_the_page_says_what_broke_and_how_long_steps_were() -> None:
     torn = replace(storm(), books=Books(), step_seconds={"a": 0.0, "b": 0.0})
     found = figures(torn)
     assert found.step_seconds == pytest.approx(STEP)
-    text = page(torn, found, b"", "archipelago chaos")
+    text = page(torn, found, [b""], "archipelago chaos")
     assert "an invariant broke" in text
     assert "BROKEN" in text
     assert "as fast as this machine made them" in text
-    assert "minimum duration" in page(storm(), figures(storm()), b"", "archipelago chaos")
+    assert "minimum duration" in page(storm(), figures(storm()), [b""], "archipelago chaos")

@@ -39,10 +39,12 @@ def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunC
     assert found[-1].tokens == alone[-1].tokens
     assert found[-1].bits_per_byte == pytest.approx(alone[-1].bits_per_byte, rel=1e-3)
     assert found[-1].bits_per_byte < 0.8 * found[0].bits_per_byte
+    assert found[-1].test_bits_per_byte == pytest.approx(alone[-1].test_bits_per_byte, rel=1e-3)
+    assert found[-1].test_bits_per_byte != found[-1].bits_per_byte, "it is another text"
 
 
 def test_replicas_read_shards_of_their_own(config: RunConfig) -> None:
-    leases = [baselines._shards_of(config, worker, 3) for worker in range(3)]
+    leases = [baselines.shards_of(config, worker, 3) for worker in range(3)]
     shards = config.data.shards
     passes = [[lease() for _ in range(len(range(worker, shards, 3)))] for worker, lease in enumerate(leases)]
     names = [place.shard for places in passes for place in places]
@@ -62,12 +64,12 @@ def test_diloco_takes_one_nesterov_step_on_the_mean_of_the_replicas(
 
     seen: list[float] = []
 
-    def measured(params: dict[str, jax.Array]) -> float:
+    def scored(tokens: int, params: dict[str, jax.Array]) -> Point:
         seen.append(float(params["embedding"][0, 0]))
-        return 0.0
+        return Point(tokens, 0.0)
 
     monkeypatch.setattr(baselines, "compiled", lambda size, inner_config: inner)
-    monkeypatch.setattr(baselines, "_evaluation", lambda config, corpus: measured)
+    monkeypatch.setattr(baselines, "scoring", lambda config, corpus: scored)
     outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
     list(baselines._diloco(config, corpus, 2, outer, quiet))
     # Δ = 2, b = 2: −½(2 + 1) = −1.5; Δ = 2, b = 3: −½(2 + 1.5) = −1.75

@@ -340,6 +340,18 @@ def test_only_what_differs_within_a_kind_is_shown() -> None:
     assert varying_names(rows) == ["kind", "outer.rule"]
 
 
+def test_the_test_text_has_a_column_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = sweep_study.load(folder, "rates")
+    losses = {"parallel": (2.0, 3.0), "islands": (2.2, 3.6)}
+    known = {
+        t.key: {**record_of(t, losses[t.kind][0]), "test": losses[t.kind][1]} for t in study.trials if t.kind in losses
+    }
+    rows = show(study, known, folder)["rows"]
+    found = {r["kind"]: (r["to_parallel"], r["to_parallel_on_test"]) for r in rows if r["islands"] == 2}
+    assert found == {"parallel": (1.0, 1.0), "islands": (pytest.approx(1.1), pytest.approx(1.2))}
+    assert "1.2000" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("x", ["", 'x = "islands"\nlines = ["outer.learning_rate"]\n'])
 def test_a_study_is_shown_as_far_as_it_has_come(
     folder: Path, x: str, measured: list[Trial], capsys: pytest.CaptureFixture[str]

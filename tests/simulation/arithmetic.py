@@ -10,6 +10,7 @@ from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,8 +49,11 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 
 def install() -> None:
     """Replaces JAX in this process, for good: only for processes that do nothing else."""
-    for module in (islands.checkpoint, islands.recovery, islands.replica, islands.worker, merger.outer):
+    for module in (islands.replica, merger.outer):
         _replace(module, jnp=np)
+    host = SimpleNamespace(device_put=_put, device_get=_put, devices=jax.devices, tree=jax.tree, jit=lambda f: f)
+    for module in (islands.checkpoint, islands.recovery, islands.replica, islands.worker):
+        _replace(module, jax=host)
     _replace(merger.closing, jax=SimpleNamespace(numpy=np))
     _replace(merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), take=_take, finish=_finish)
     _replace(merger.outer, build=_outer, _on_cpu=lambda tree: tree)
@@ -64,6 +68,10 @@ def _replace(module: ModuleType, **values: Any) -> None:
         if not hasattr(module, name):
             raise AttributeError(f"{module.__name__} has no {name} to replace")
         setattr(module, name, value)
+
+
+def _put(tree: Any, may_alias: bool | None = None) -> Any:
+    return jax.tree.map(np.array, tree)
 
 
 def _take(
