@@ -133,7 +133,7 @@ class OuterConfig:
         "sparseloco",
     ] = "scheduled"  # fmt: skip
     learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 0.7
-    momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.8
+    momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
     """the most of it for `scheduled` and `adaptive`; `sgd`, `sparseloco` and `schedule_free` have none"""
     cooldown: Share = 0.25
     """scheduled: the last share of the run, over which momentum falls to nothing"""

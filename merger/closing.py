@@ -105,7 +105,7 @@ def close_fragment(
     outer: OuterOptimizer,
     now: Round,
 ) -> Closed:
-    """Takes the outer step with what was gathered; `live` islands were there to answer. Who took part is found here.
+    """Takes the outer step with what was gathered; `live` islands were there to answer, which `now` is told here.
 
     With nothing gathered all stays as it is: momentum does not move a run that nobody trains.
     """
@@ -117,7 +117,7 @@ def close_fragment(
     weighed = weights.weigh(parts, config, gathered.live, staleness)
     participation = math.sqrt(min(1.0, len(waiting) / islands))
     merged_N = gathered.merged(weighed.gain)
-    now = now._replace(participation=participation)
+    now = now._replace(participation=participation, islands=float(islands))
     params_N, outer_state, published_N = outer.step(state.params_N, state.outer, merged_N, now)
     norms = state.norms
     for w in waiting:

@@ -39,6 +39,8 @@ class Round(NamedTuple):
 
     participation: Any = 1.0
     """√(n/M), n merged arrivals over M live islands, in (0, 1]"""
+    islands: Any = 1.0
+    """M"""
     progress: Any = 0.0
     """the share of the run's inner steps that are done, in [0, 1]"""
     interval: Any = 24.0
@@ -192,24 +194,26 @@ class ScheduledState(NamedTuple):
     rounds: jax.Array
 
 
-YOUNG_ROUNDS, LONG_STEPS = 10.0, 8.0
-"""`scheduled`: a round of memory more for each so many rounds so far; and no more rounds of it than H over so many"""
+YOUNG_ROUNDS, LONG_STEPS = 10.0, 32.0
+"""`scheduled`: a round of memory more for each so many rounds so far; and for each so many steps of all islands"""
 
 
 def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
     """Nesterov with a momentum that its surroundings set: μ = min(`momentum`, 1 − 1/m) · min(1, (1 − progress)/c).
 
-    m = 1 + min(1 + k/10, H/8) is how many rounds may be remembered in the fragment's round k, counted from 0, and c is
-    `cooldown`. A young run would remember where it comes from, not where it goes (momentum's memory should stay under
-    a tenth of all rounds). Rounds a few steps apart are alike, and momentum only enlarges them. And what momentum adds
-    to a step, it adds to its noise: so it ends with the learning rate. Ours; `docs/quality.md` has what each is worth.
+    m = 1 + min(1 + k/10, MH/32) is how many rounds may be remembered in the fragment's round k, counted from 0, and c
+    is `cooldown`. A young run would remember where it comes from, not where it goes (momentum's memory should stay
+    under a tenth of all rounds). Where many steps were averaged into one, the flat directions want them back; where
+    few were, momentum only enlarges what is alike. And what it adds to a step, it adds to its noise: so it ends with
+    the learning rate. Ours; `docs/quality.md` has what each is worth.
     """
     rate, most, cooldown = config.learning_rate, config.momentum, max(config.cooldown, _TINY)
 
     def step(
         params_N: jax.Array, state: ScheduledState, delta_N: jax.Array, now: Round
     ) -> tuple[jax.Array, ScheduledState, jax.Array]:
-        memory = 1.0 + jnp.minimum(1.0 + state.rounds.astype(jnp.float32) / YOUNG_ROUNDS, now.interval / LONG_STEPS)
+        long = now.islands * now.interval / LONG_STEPS
+        memory = 1.0 + jnp.minimum(1.0 + state.rounds.astype(jnp.float32) / YOUNG_ROUNDS, long)
         mu = jnp.minimum(most, 1.0 - 1.0 / memory) * jnp.clip((1.0 - now.progress) / cooldown, 0.0, 1.0)
         trace_N = mu * state.trace + delta_N
         params_N = params_N - rate * (delta_N + mu * trace_N)

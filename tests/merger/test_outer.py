@@ -85,39 +85,45 @@ def test_nesterov_by_hand() -> None:
 
 
 def momenta(rule: OuterOptimizer, now: list[Round]) -> list[float]:
-    """Of each round: what is left of the first round's Δ of 1 in the momentum, over what was left before it."""
+    """Of each round, all with a Δ of 1 and after one more: what is left of the momentum that was there before it."""
     params_N, state, left = vector(0), rule.init(vector(0)), []
     _, state, _ = rule.step(params_N, state, vector(1), Round())
     for each in now:
         before = float(state.trace[0])
-        _, state, _ = rule.step(params_N, state, vector(0), each)
-        left.append(float(state.trace[0]) / before)
+        _, state, _ = rule.step(params_N, state, vector(1), each)
+        left.append((float(state.trace[0]) - 1.0) / before)
     return left
 
 
 def test_a_scheduled_momentum_grows_with_the_rounds_up_to_the_most() -> None:
-    found = momenta(of("scheduled", 1.0, 0.8), [Round(interval=1000.0)] * 60)
+    found = momenta(of("scheduled", 1.0, 0.8), [Round(islands=4.0, interval=1000.0)] * 60)
     # 1 − 1/(2 + k/10) in round k, which for the first of these is 1; a memory of 5 is the most at 0.8
     np.testing.assert_allclose(found[:30], [1 - 1 / (2 + k / 10) for k in range(1, 31)], rtol=1e-5)
     np.testing.assert_allclose(found[30:], [0.8] * 30, rtol=1e-5)
 
 
-def test_a_scheduled_momentum_remembers_no_more_than_the_interval_is_worth() -> None:
-    for interval, mu in ((2.0, 0.2), (6.0, 3 / 7), (24.0, 0.75), (200.0, 0.8)):
-        assert momenta(of("scheduled", 1.0, 0.8), [Round(interval=interval)] * 40)[-1] == pytest.approx(mu)
+@pytest.mark.parametrize(
+    ("islands", "interval", "mu"),
+    [(4, 2, 0.2), (4, 6, 3 / 7), (4, 24, 0.75), (4, 200, 0.9), (1, 24, 3 / 7), (2, 24, 0.6), (8, 24, 6 / 7)],
+)
+def test_a_scheduled_momentum_remembers_no_more_than_the_steps_of_all_are_worth(
+    islands: float, interval: float, mu: float
+) -> None:
+    found = momenta(of("scheduled", 1.0, 0.9), [Round(islands=islands, interval=interval)] * 90)
+    assert found[-1] == pytest.approx(mu)
 
 
 def test_a_scheduled_momentum_falls_to_nothing_at_the_end() -> None:
     rule = build(OuterConfig(rule="scheduled", learning_rate=1.0, momentum=0.5, cooldown=0.2))
-    found = momenta(rule, [Round(progress=p) for p in (0.0, 0.8, 0.9, 0.95)])
+    found = momenta(rule, [Round(islands=4.0, progress=p) for p in (0.0, 0.8, 0.9, 0.95)])
     np.testing.assert_allclose(found, [0.5, 0.5, 0.25, 0.125], rtol=1e-4)
-    assert momenta(rule, [Round(progress=1.0)]) == [0.0]
+    assert momenta(rule, [Round(islands=4.0, progress=1.0)]) == [0.0]
     without = build(OuterConfig(rule="scheduled", learning_rate=1.0, momentum=0.5, cooldown=0.0))
-    assert momenta(without, [Round(progress=0.999)]) == [0.5]
+    assert momenta(without, [Round(islands=4.0, progress=0.999)]) == [0.5]
 
 
 def test_a_scheduled_step_is_nesterovs() -> None:
-    young = [Round(interval=8.0)] * 6  # H/8 = 1: as many rounds of memory as Nesterov has at 0.5
+    young = [Round(islands=4.0, interval=8.0)] * 6  # MH/32 = 1: as many rounds of memory as Nesterov has at 0.5
     params_N: Any = np.ones(8, np.float32)
     state = of("scheduled", 0.7, 0.5).init(params_N)
     for (theta_N, _), delta_N, now in zip(run(of("nesterov", 0.7, 0.5), deltas(6)), deltas(6), young, strict=True):
