@@ -34,6 +34,8 @@ from ops.settings import say
 BROKEN = 1
 """exit status when an invariant broke"""
 SCHEDULE = "schedule.jsonl"
+JOINING_SECONDS = 30.0
+"""what islands may have trained for when the last of them has joined"""
 WIDTHS = (24, 9, 26, 24, 30, 30)
 """of the table of baselines"""
 PEERS_KILL_SECONDS, PEERS_AWAY_SECONDS, PEERS_SLOW = 15.0, 2.0, 2.0
@@ -220,9 +222,12 @@ def _baselines(plan: Plan, stopped: Callable[[], bool]) -> list[Ran]:
 
 
 def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
-    """Of the run: twice what the storm has time for, as its length is not known to the step; no fewer than asked."""
+    """Of the run: a little more than the storm has time for, so that the learning rate comes down; no fewer than asked.
+
+    A run that ended within the storm would leave nothing to do faults to; islands begin before it does.
+    """
     shortest = options.step_seconds or 1e-3
-    return max(config.inner.steps, math.ceil(2 * options.seconds / shortest))
+    return max(config.inner.steps, math.ceil((1.1 * options.seconds + JOINING_SECONDS) / shortest))
 
 
 def _command() -> str:
