@@ -105,19 +105,20 @@ def close_fragment(
     outer: OuterOptimizer,
     now: Round,
 ) -> Closed:
-    """Takes the outer step with what was gathered; `live` islands were there to answer, which `now` is told here.
+    """Takes the outer step with what was gathered; `live` islands were there to answer. Who did, `now` is told here.
 
     With nothing gathered all stays as it is: momentum does not move a run that nobody trains.
     """
     waiting, version = gathered.waiting, gathered.version
     if not waiting:
         return Closed(state, staleness, (), 0.0)
-    islands = max(live, len({w.contribution.island for w in waiting}))
+    present = len({w.contribution.island for w in waiting})
+    islands = max(live, present)
     parts = [(w.contribution.tokens, w.contribution.steps, version - w.contribution.base) for w in waiting]
     weighed = weights.weigh(parts, config, gathered.live, staleness)
     participation = math.sqrt(min(1.0, len(waiting) / islands))
     merged_N = gathered.merged(weighed.gain)
-    now = now._replace(participation=participation, islands=float(islands))
+    now = now._replace(participation=participation, islands=float(present))
     params_N, outer_state, published_N = outer.step(state.params_N, state.outer, merged_N, now)
     norms = state.norms
     for w in waiting:

@@ -40,7 +40,7 @@ class Round(NamedTuple):
     participation: Any = 1.0
     """√(n/M), n merged arrivals over M live islands, in (0, 1]"""
     islands: Any = 1.0
-    """M"""
+    """n, those that the merged Δ is of"""
     progress: Any = 0.0
     """the share of the run's inner steps that are done, in [0, 1]"""
     interval: Any = 24.0
@@ -195,13 +195,13 @@ class ScheduledState(NamedTuple):
 
 
 YOUNG_ROUNDS, LONG_STEPS = 10.0, 32.0
-"""`scheduled`: a round of memory more for each so many rounds so far; and for each so many steps of all islands"""
+"""`scheduled`: a round of memory more for each so many rounds so far; and for each so many steps in one"""
 
 
 def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
     """Nesterov with a momentum that its surroundings set: μ = min(`momentum`, 1 − 1/m) · min(1, (1 − progress)/c).
 
-    m = 1 + min(1 + k/10, MH/32) is how many rounds may be remembered in the fragment's round k, counted from 0, and c
+    m = 1 + min(1 + k/10, nH/32) is how many rounds may be remembered in the fragment's round k, counted from 0, and c
     is `cooldown`. A young run would remember where it comes from, not where it goes (momentum's memory should stay
     under a tenth of all rounds). Where many steps were averaged into one, the flat directions want them back; where
     few were, momentum only enlarges what is alike. And what it adds to a step, it adds to its noise: so it ends with

@@ -265,3 +265,17 @@ def test_the_order_of_arrival_changes_only_rounding(
     assert other.gain == pytest.approx(one.gain)
     assert math.fsum(m.weight for m in one.members) == pytest.approx(1.0, abs=1e-12)
     assert all(0.0 <= m.weight <= 1.0 and 0.0 <= m.clip <= 1.0 for m in one.members)
+
+
+def test_the_outer_rule_hears_how_many_took_part_not_how_many_live() -> None:
+    """Momentum for as many as live made runs diverge in which nobody is waited for."""
+    heard: list[outer.Round] = []
+
+    def step(params_N: Any, state: Any, delta_N: Any, now: outer.Round) -> Any:
+        heard.append(now)
+        return SGD.step(params_N, state, delta_N, now)
+
+    listening = outer.OuterOptimizer(SGD.init, step)
+    given = outer.Round(progress=0.5, interval=6.0)
+    close(state(vector(0, 0)), part("a", vector(1, 1)), part("b", vector(1, 1)), live=8, outer=listening, now=given)
+    assert heard == [outer.Round(participation=0.5, islands=2.0, progress=0.5, interval=6.0)]

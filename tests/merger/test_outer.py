@@ -123,7 +123,7 @@ def test_a_scheduled_momentum_falls_to_nothing_at_the_end() -> None:
 
 
 def test_a_scheduled_step_is_nesterovs() -> None:
-    young = [Round(islands=4.0, interval=8.0)] * 6  # MH/32 = 1: as many rounds of memory as Nesterov has at 0.5
+    young = [Round(islands=4.0, interval=8.0)] * 6  # nH/32 = 1: as many rounds of memory as Nesterov has at 0.5
     params_N: Any = np.ones(8, np.float32)
     state = of("scheduled", 0.7, 0.5).init(params_N)
     for (theta_N, _), delta_N, now in zip(run(of("nesterov", 0.7, 0.5), deltas(6)), deltas(6), young, strict=True):
