@@ -1,7 +1,9 @@
-"""A text for runs of a second or two."""
+"""A text for runs of a second or two, and what commands change in this process."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,3 +19,12 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
     source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(6000)), encoding="utf-8")
     prepare_text(source, "small-text")
     return open_corpus("small-text")
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The command takes signals over: they are given back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -89,15 +88,6 @@ def test_a_short_storm_in_which_everybody_meets_something(processes: Processes, 
 
 
 # -- without processes ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """The command takes signals over: they are given back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -321,15 +320,6 @@ def test_where_none_ran_the_computed_ones_are_called_that(tmp_path: Path) -> Non
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """The command takes signals over: they are given back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")
