@@ -275,21 +275,25 @@ class Link:
             self._say_again()
             self._resuming = False
         while self._outbox:
-            draft = self._outbox[0]
-            self._require_room()
-            if self._ready is None or self._ready[0] is not draft:
-                self._ready = (draft, *self._encoded(draft))
-            _, contribution, payload = self._ready  # once: what is said again must be the same, to the byte
-            if self._may_be_new(contribution, payload):
-                began = self.clock()
-                entry = self.transport.publish(contribution, payload, draft.track)
-                self.uplink.sent(len(payload), self.clock() - began)
-                self._note_entry(contribution.identity_text, entry)
-            self.bytes_up += len(payload)
-            self.sent += 1
-            with self._emptied:
-                self._outbox.popleft()
-                self._emptied.notify_all()
+            self.send_oldest()
+
+    def send_oldest(self) -> None:
+        """Encodes and publishes the first that is queued; where that fails, it stays so."""
+        draft = self._outbox[0]
+        self._require_room()
+        if self._ready is None or self._ready[0] is not draft:
+            self._ready = (draft, *self._encoded(draft))
+        _, contribution, payload = self._ready  # once: what is said again must be the same, to the byte
+        if self._may_be_new(contribution, payload):
+            began = self.clock()
+            entry = self.transport.publish(contribution, payload, draft.track)
+            self.uplink.sent(len(payload), self.clock() - began)
+            self._note_entry(contribution.identity_text, entry)
+        self.bytes_up += len(payload)
+        self.sent += 1
+        with self._emptied:
+            self._outbox.popleft()
+            self._emptied.notify_all()
 
     def _encoded(self, draft: Draft) -> tuple[Contribution, bytes]:
         """As a payload, compressed where that pays on this link."""

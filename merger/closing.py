@@ -116,9 +116,8 @@ def close_fragment(
     islands = max(live, present)
     parts = [(w.contribution.tokens, w.contribution.steps, version - w.contribution.base) for w in waiting]
     weighed = weights.weigh(parts, config, gathered.live, staleness)
-    participation = math.sqrt(min(1.0, len(waiting) / islands))
     merged_N = gathered.merged(weighed.gain)
-    now = now._replace(participation=participation, islands=float(present))
+    now = now._replace(participation=present / islands, islands=float(present))
     params_N, outer_state, published_N = outer.step(state.params_N, state.outer, merged_N, now)
     norms = state.norms
     for w in waiting:

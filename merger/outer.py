@@ -38,9 +38,9 @@ class Round(NamedTuple):
     """What a rule may know of the round that it closes, besides its Δ. Numbers, or float32 scalars."""
 
     participation: Any = 1.0
-    """√(n/M), n merged arrivals over M live islands, in (0, 1]"""
+    """n/M, those that the merged Δ is of among the M live islands, in (0, 1]"""
     islands: Any = 1.0
-    """n, those that the merged Δ is of"""
+    """n"""
     progress: Any = 0.0
     """the share of the run's inner steps that are done, in [0, 1]"""
     interval: Any = 24.0
@@ -79,7 +79,7 @@ class MlaState(NamedTuple):
 
 
 def look_ahead(config: OuterConfig) -> OuterOptimizer:
-    """G = ρΔ; m ← μm + (1 − μ)G; θ ← θ − η(G + μm); publishes θ − ημm, ρ being the participation.
+    """G = √(n/M) Δ; m ← μm + (1 − μ)G; θ ← θ − η(G + μm); publishes θ − ημm.
 
     Momentum look-ahead for asynchronous islands: they train from where the momentum will have carried θ.
     """
@@ -112,7 +112,7 @@ def _looking_ahead(config: OuterConfig, seen: Callable[[jax.Array, jax.Array], j
     def step(
         params_N: jax.Array, state: MlaState, delta_N: jax.Array, now: Round
     ) -> tuple[jax.Array, MlaState, jax.Array]:
-        gradient_N = now.participation * seen(delta_N, state.momentum)
+        gradient_N = jnp.sqrt(now.participation) * seen(delta_N, state.momentum)
         momentum_N = mu * state.momentum + (1.0 - mu) * gradient_N
         params_N = params_N - rate * (gradient_N + mu * momentum_N)
         return params_N, MlaState(momentum_N), params_N - rate * mu * momentum_N
@@ -205,9 +205,14 @@ def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
     is `cooldown`. A young run would remember where it comes from, not where it goes (momentum's memory should stay
     under a tenth of all rounds). Where many steps were averaged into one, the flat directions want them back; where
     few were, momentum only enlarges what is alike. And what it adds to a step, it adds to its noise: so it ends with
-    the learning rate. Ours; `docs/quality.md` has what each is worth.
+    the learning rate.
+
+    The rate is η · n/M: of a round that some are not in, the step is theirs as a part of all, as if the others had not
+    moved; what they did comes with their next one. So M rounds of one island each go as far as one of M islands.
+
+    Ours; `docs/quality.md` has what each is worth.
     """
-    rate, most, cooldown = config.learning_rate, config.momentum, max(config.cooldown, _TINY)
+    most, cooldown = config.momentum, max(config.cooldown, _TINY)
 
     def step(
         params_N: jax.Array, state: ScheduledState, delta_N: jax.Array, now: Round
@@ -216,6 +221,7 @@ def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
         memory = 1.0 + jnp.minimum(1.0 + state.rounds.astype(jnp.float32) / YOUNG_ROUNDS, long)
         mu = jnp.minimum(most, 1.0 - 1.0 / memory) * jnp.clip((1.0 - now.progress) / cooldown, 0.0, 1.0)
         trace_N = mu * state.trace + delta_N
+        rate = config.learning_rate * now.participation
         params_N = params_N - rate * (delta_N + mu * trace_N)
         return params_N, ScheduledState(trace_N, state.rounds + 1), params_N
 

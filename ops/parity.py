@@ -143,14 +143,25 @@ def _row(arm: Arm, four: Sequence[Arm], tuned: bool) -> dict[str, Any]:
 
 
 def islands(
-    config: RunConfig, corpus: OpenCorpus, count: int, slow: float, progress: Progress | None = None, slowed: int = 1
+    config: RunConfig,
+    corpus: OpenCorpus,
+    count: int,
+    slow: float,
+    progress: Progress | None = None,
+    slowed: int = 1,
+    sending: float = 0.0,
 ) -> tuple[list[Point], VirtualRun]:
-    """A run of `count` islands to its end; steps of the last `slowed` take `slow` times longer than the others'."""
+    """A run of `count` islands to its end; steps of the last `slowed` take `slow` times longer than the others'.
+
+    And each of their contributions is on its way for `sending` steps of the others.
+    """
     point = scoring(config, corpus)
     # Speeds within 2 % of each other: machines that tick in unison exist only in simulations.
     seconds = [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
-    seconds = [s * (slow if count - number <= slowed < count else 1.0) for number, s in enumerate(seconds)]
-    run = VirtualRun(config, corpus, compiled(config.model, config.inner), seconds)
+    is_slow = [count - number <= slowed < count for number in range(count)]
+    seconds = [s * slow if late else s for s, late in zip(seconds, is_slow, strict=True)]
+    steps, on_the_way = compiled(config.model, config.inner), [sending * late for late in is_slow]
+    run = VirtualRun(config, corpus, steps, seconds, sending_seconds=on_the_way)
     trained: dict[str, int] = {}
     points: list[Point] = []
 

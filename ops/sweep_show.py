@@ -15,14 +15,12 @@ from rich.table import Table
 
 from ops.settings import say
 from ops.sweep_study import Record, Study
-from ops.sweep_trial import key_of
+from ops.sweep_trial import OWN, key_of
 
 SAME_TOKENS = 0.03
 """how far two runs' tokens may be apart to be compared: islands that tick apart end within a few steps of each other"""
 WIDTH = 160
 """characters of a line that goes to a file"""
-OWN: Mapping[str, Any] = {"kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0}
-"""what a trial says beside its settings and its seed"""
 ROWS_MAX = 60
 """rows that a picture has room for"""
 

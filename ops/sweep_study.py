@@ -9,6 +9,7 @@
     islands = [2, 4]
     slow = 1.0                          # the default; the last island's steps take so many times longer
     slowed = 1                          # the default; so many islands are slow
+    sending = 0                         # the default; their contributions are so many steps on their way
     chips = 0                           # the default; or islands fail as on a simulated tape of so many chips
     seeds = [0]                         # instead of the study's
     "outer.rule" = ["sgd", "nesterov"]  # a setting
@@ -27,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from broker.errors import ConfigError
-from ops.sweep_trial import Trial, key_of
+from ops.sweep_trial import OWN, Trial, key_of
 
 Record = Mapping[str, Any]
-_TOP, _OWN = {"about", "base", "seeds", "grid", "x", "lines"}, {"kind", "islands", "slow", "slowed", "chips", "seeds"}
+_TOP = {"about", "base", "seeds", "grid", "x", "lines"}
 _SHAPE = "See bench/*.toml, and the head of ops/sweep_study.py."
 
 
@@ -74,13 +75,10 @@ def _trials(grid: Mapping[str, Any], base: Mapping[str, Any], seeds: list[int]) 
     axes = {name: value if isinstance(value, list) else [value] for name, value in flat.items()}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
-        own = {name: chosen.pop(name) for name in _OWN if name in chosen}
+        own = {name: chosen.pop(name) for name in OWN if name in chosen}
         settings = {**base, **chosen}
         for seed in grid.get("seeds", seeds):
-            yield Trial.of(
-                own.get("kind", "islands"), own.get("islands", 4), own.get("slow", 1.0), int(seed), settings,
-                own.get("slowed", 1), own.get("chips", 0.0),
-            )  # fmt: skip
+            yield Trial.of(**{**OWN, **own}, seed=int(seed), settings=settings)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

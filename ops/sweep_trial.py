@@ -32,6 +32,8 @@ _MATTERS = {
 
 TAPE_SECONDS = 12 * 3600.0
 """of a simulated tape, which begins again when it is over"""
+OWN: Mapping[str, Any] = {"kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0, "sending": 0.0}
+"""what a trial says beside its settings and its seed, where a study does not"""
 Settings = Mapping[str, Any]
 """by dotted name, such as `outer.rule`"""
 
@@ -40,7 +42,8 @@ Settings = Mapping[str, Any]
 class Trial:
     """A kind of run, M, how much slower the last `slowed` islands are, a seed, and settings by dotted name.
 
-    `chips`: islands go and come as on a simulated tape of so many chips, and train on as many tokens as without.
+    `sending`: for so many steps of a fast island each contribution of a slow one is on its way. `chips`: islands go and
+    come as on a simulated tape of so many chips, and train on as many tokens as without.
     """
 
     kind: str
@@ -50,6 +53,7 @@ class Trial:
     settings: tuple[tuple[str, Any], ...]
     slowed: int = 1
     chips: float = 0.0
+    sending: float = 0.0
 
     @classmethod
     def of(
@@ -61,6 +65,7 @@ class Trial:
         settings: Settings,
         slowed: int = 1,
         chips: float = 0.0,
+        sending: float = 0.0,
     ) -> Trial:
         """The trial; what does not matter to its kind is left out, so that studies share their baselines."""
         if kind not in KINDS:
@@ -71,18 +76,20 @@ class Trial:
             type(slowed) is not int
             or not 1 <= slowed <= max(1, islands - 1)
             or not 0.0 <= chips <= 1e8
-            or (chips and slow > 1.0)
+            or not 0.0 <= sending < math.inf
+            or (chips and (slow > 1.0 or sending))
         ):
             raise ConfigError(
-                f"{slowed} slow islands of {islands}, or a tape of {chips:g} chips, cannot be",
+                f"{slowed} slow islands of {islands}, {sending} steps to send, or a tape of {chips:g} chips, cannot be",
                 "Of M islands up to M − 1 can be slow; a tape has its own speeds, and up to 1e8 chips.",
             )
         matters = _MATTERS[kind]
         mine = {k: v for k, v in settings.items() if k in matters or k.partition(".")[0] in matters}
         waits = kind == "diloco" or islands == 1  # who waits for all makes as many steps, however slow the slowest is
         factor = 1.0 if waits else float(slow)
-        slowed, chips = slowed if factor > 1.0 else 1, float(chips) if kind == "islands" else 0.0
-        return cls(kind, islands, factor, seed, tuple(sorted(mine.items())), slowed, chips)
+        sending, chips = (float(sending), float(chips)) if kind == "islands" else (0.0, 0.0)
+        slowed = slowed if factor > 1.0 or sending else 1
+        return cls(kind, islands, factor, seed, tuple(sorted(mine.items())), slowed, chips, sending)
 
     @property
     def config(self) -> RunConfig:
@@ -99,7 +106,7 @@ class Trial:
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)
 
 
-_LATER: Mapping[str, Any] = {"slowed": 1, "chips": 0.0}
+_LATER: Mapping[str, Any] = {name: OWN[name] for name in ("slowed", "chips", "sending")}
 """what records that are older than these lack"""
 
 
@@ -152,7 +159,7 @@ def _islands(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[s
 
     if trial.chips:
         return _along_tape(trial, config, corpus, note)
-    _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed)
+    _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed, trial.sending)
     rounds, per_round = participation(run)
     mean, most = staleness(run)
     found = {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}

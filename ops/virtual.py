@@ -35,7 +35,11 @@ class VirtualClock:
 
 
 class VirtualRun:
-    """`step_seconds[i]` is how long island i takes for an inner step; islands act in the order of the clock."""
+    """`step_seconds[i]` is how long island i takes for an inner step; islands act in the order of the clock.
+
+    `sending_seconds[i]`, where it is given, is how long each of its contributions is on its way, one after another:
+    its rounds close without them, and they are merged later, stale. Snapshots come at once.
+    """
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class VirtualRun:
         connect: Callable[[], Transport] | None = None,
         clock: VirtualClock | None = None,
         run: str = "virtual",
+        sending_seconds: Sequence[float] = (),
     ) -> None:
         self.clock = clock or VirtualClock()
         broker = MemoryBroker(self.clock)
@@ -57,7 +62,10 @@ class VirtualRun:
         self.merger = self.new_merger()
         self.islands: dict[str, Island] = {}
         self._step_seconds: dict[str, float] = {}
-        self._agenda: list[tuple[float, int, Island]] = []
+        self._sending_seconds = {f"island-{i}": seconds for i, seconds in enumerate(sending_seconds) if seconds}
+        self._agenda: list[tuple[float, int, Island, Callable[[Island], None]]] = []
+        self._on_its_way: set[Island] = set()
+        """islands of which a contribution is"""
         self._events = self._born = 0
         for index, seconds in enumerate(step_seconds):
             self.add_island(f"island-{index}", seconds)
@@ -125,21 +133,46 @@ class VirtualRun:
             self.clock.now = max(self.clock.now, deadline)
             self.merger.turn(0.0)
             return
-        at, _, island = heapq.heappop(self._agenda)
+        at, _, island, act = heapq.heappop(self._agenda)
         self.clock.now = max(self.clock.now, at)
+        if self.islands.get(island.name) is island:  # else it is gone, though one of its name may be back
+            act(island)
+
+    def _step(self, island: Island) -> None:
         name = island.name
-        if self.islands.get(name) is not island:  # it is gone, though one of its name may be back
-            return
         if island.finished or island.is_sent_away:
             self.remove_island(name, farewell=True)
             return
-        island.link.pump()
+        self._exchange(island)
         island.boundary()
-        island.link.pump()
+        self._exchange(island)
         self.merger.turn(0.0)
         island.advance()
         self._schedule(island, self.clock.now + self._step_seconds[name] * island.scan_steps)
 
+    def _exchange(self, island: Island) -> None:
+        """All pumps; but what it sends arrives later where its link takes time."""
+        link, seconds = island.link, self._sending_seconds.get(island.name)
+        if seconds is None:
+            link.pump()
+            return
+        link.pump_receive()
+        link.pump_heartbeat()
+        link.pump_gifts()
+        if link.backlog and island not in self._on_its_way:
+            self._on_its_way.add(island)
+            self._plan(self.clock.now + seconds, island, self._arrive)
+
+    def _arrive(self, island: Island) -> None:
+        self._on_its_way.discard(island)
+        island.link.send_oldest()
+        self.merger.turn(0.0)
+        self._exchange(island)
+
     def _schedule(self, island: Island, at: float) -> None:
+        """Its next step boundary."""
+        self._plan(at, island, self._step)
+
+    def _plan(self, at: float, island: Island, act: Callable[[Island], None]) -> None:
         self._events += 1
-        heapq.heappush(self._agenda, (at, self._events, island))
+        heapq.heappush(self._agenda, (at, self._events, island, act))

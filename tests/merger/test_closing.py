@@ -267,7 +267,7 @@ def test_the_order_of_arrival_changes_only_rounding(
     assert all(0.0 <= m.weight <= 1.0 and 0.0 <= m.clip <= 1.0 for m in one.members)
 
 
-def test_the_outer_rule_hears_how_many_took_part_not_how_many_live() -> None:
+def test_the_outer_rule_hears_how_many_took_part_and_of_how_many() -> None:
     """Momentum for as many as live made runs diverge in which nobody is waited for."""
     heard: list[outer.Round] = []
 
@@ -278,4 +278,4 @@ def test_the_outer_rule_hears_how_many_took_part_not_how_many_live() -> None:
     listening = outer.OuterOptimizer(SGD.init, step)
     given = outer.Round(progress=0.5, interval=6.0)
     close(state(vector(0, 0)), part("a", vector(1, 1)), part("b", vector(1, 1)), live=8, outer=listening, now=given)
-    assert heard == [outer.Round(participation=0.5, islands=2.0, progress=0.5, interval=6.0)]
+    assert heard == [outer.Round(participation=0.25, islands=2.0, progress=0.5, interval=6.0)]

@@ -115,7 +115,7 @@ def trajectory(rule: str) -> list[list[float]]:
     state, history = outer.init(params_N), [start_N] * 3
     for _ in range(24):
         delta_N = pull_N * (history[-3] - optimum_N)
-        params_N, state, published_N = outer.step(params_N, state, delta_N, Round(0.5**0.5))
+        params_N, state, published_N = outer.step(params_N, state, delta_N, Round(0.5))
         history.append(np.asarray(published_N))
         rows.append([*map(float, params_N), *map(float, published_N)])
     return rows

@@ -131,13 +131,24 @@ def test_a_scheduled_step_is_nesterovs() -> None:
         np.testing.assert_allclose(params_N, theta_N, rtol=1e-5, atol=1e-5)
 
 
+def test_rounds_of_one_island_each_go_as_far_as_one_round_of_all() -> None:
+    """A whole step in each of them went M times as far, and runs in which nobody is waited for learned badly."""
+    rule, at_the_end = of("scheduled", 0.7, 0.9), Round(islands=1.0, progress=1.0)
+    together, _, _ = rule.step(vector(5), rule.init(vector(5)), vector(2), at_the_end)
+    params_N, state = vector(5), rule.init(vector(5))
+    for _ in range(4):
+        params_N, state, _ = rule.step(params_N, state, vector(2), at_the_end._replace(participation=0.25))
+    np.testing.assert_allclose(params_N, together, rtol=1e-6)
+    np.testing.assert_allclose(together, [5 - 0.7 * 2], rtol=1e-6)
+
+
 def test_look_ahead_by_hand() -> None:
     rule = of("mla", 1.0, 0.5)
     params_N, state, published_N = rule.step(vector(1), rule.init(vector(1)), vector(0.5), Round())
     # G = ½; m = ½·½ = ¼; θ = 1 − (½ + ½·¼) = 0.375; published 0.375 − ½·¼ = 0.25
     assert (params_N.tolist(), published_N.tolist()) == ([0.375], [0.25])
-    params_N, _, published_N = rule.step(params_N, state, vector(1), Round(0.5))
-    # G = ½; m = ½·¼ + ½·½ = 0.375; θ = 0.375 − (½ + 0.1875) = −0.3125; published −0.3125 − 0.1875 = −0.5
+    params_N, _, published_N = rule.step(params_N, state, vector(1), Round(0.25))
+    # G = √¼; m = ½·¼ + ½·½ = 0.375; θ = 0.375 − (½ + 0.1875) = −0.3125; published −0.3125 − 0.1875 = −0.5
     assert (params_N.tolist(), published_N.tolist()) == ([-0.3125], [-0.5])
 
 
@@ -162,10 +173,11 @@ def test_look_ahead_follows_the_closed_recursion(rate: float, mu: float) -> None
     params_N: Any = np.ones(8, np.float32)
     state = rule.init(params_N)
     for arrivals, delta_N in enumerate(deltas(6), start=1):
-        rho = math.sqrt(min(arrivals, 4) / 4)
+        share = min(arrivals, 4) / 4
+        rho = math.sqrt(share)
         m = mu * m + (1 - mu) * rho * delta_N
         theta = theta - rate * (rho * delta_N + mu * m)
-        params_N, state, published_N = rule.step(params_N, state, delta_N, Round(rho))
+        params_N, state, published_N = rule.step(params_N, state, delta_N, Round(share))
         np.testing.assert_allclose(params_N, theta, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(published_N, theta - rate * mu * m, rtol=1e-5, atol=1e-5)
 
