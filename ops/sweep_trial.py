@@ -169,7 +169,6 @@ def _islands(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[s
 def _along_tape(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
     import numpy as np
 
-    from ops.baselines import Point
     from ops.parity import participation
     from ops.simulation_failures import FailureModel, simulate
     from ops.simulation_tape import taped
@@ -180,8 +179,8 @@ def _along_tape(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dic
     run, goodput, first, last = follow(
         config, corpus, tape, config.inner.steps * config.tokens_per_step * trial.islands
     )
-    note(Point(0, first))
-    note(Point(run.tokens, last))
+    note(first)
+    note(last)
     rounds, per_round = participation(run)
     return {"rounds": rounds, "per_round": round(per_round, 4), "goodput": round(goodput, 4), "deaths": run.deaths}
 

@@ -15,19 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from broker.config import RunConfig
 from broker.errors import DataError
-from islands.batches import held_out
 from islands.corpus import OpenCorpus, open_corpus
-from islands.evaluation import compile_evaluation, published
+from islands.evaluation import published
 from islands.inner import InnerState, InnerSteps, compile_steps
 from islands.model import build
 from islands.worker import Island
+from ops.baselines import Point, scoring
 from ops.simulation_tape import FailureTape, Leg
 from ops.virtual import VirtualRun
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+_ENDLESS = 1 << 30
 AWAY_STEPS = 10.0
 """about when a real merger stops waiting for an island that is silent, in steps of a second"""
 
@@ -162,18 +164,18 @@ Say = Callable[[str], None]
 def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> list[dict[str, Any]]:
     """A row for each tape: held-out bits per byte after as many tokens as on the first tape, and to the first row's.
 
-    A tape that leaves less goodput is trained along for more global steps. Its run ends with its tokens, a little
-    before its learning rate has come down: the global clock lags where the fastest island stalls.
+    A tape that leaves less goodput is trained along for longer, and the schedule ends with the tokens on each.
     """
     corpus = open_corpus(config.data.corpus)
     rows: list[dict[str, Any]] = []
     for name, tape in tapes.items():
-        run, goodput, _, loss = follow(config, corpus, tape, rows[0]["tokens"] if rows else math.inf)
+        whole = config.inner.steps * config.tokens_per_step * len(tape.islands)
+        run, goodput, _, last = follow(config, corpus, tape, rows[0]["tokens"] if rows else whole)
         steps = run.manifest.config.inner.steps
         row = {"tape": name, "islands": len(tape.islands), "goodput": goodput, "steps": steps, "deaths": run.deaths}
         row["schedule_done"] = min(1.0, run.merger.state.step / steps)
-        rows.append({**row, "tokens": run.tokens, "bits_per_byte": loss})
-        say(f"{name}: {loss:.4f} bits per byte after {run.tokens:,} tokens; {run.deaths} deaths")
+        rows.append({**row, "tokens": run.tokens, "bits_per_byte": last.bits_per_byte})
+        say(f"{name}: {last.bits_per_byte:.4f} bits per byte after {run.tokens:,} tokens; {run.deaths} deaths")
     for row in rows:
         row["to_first"] = row["bits_per_byte"] / rows[0]["bits_per_byte"]
     return rows
@@ -181,31 +183,34 @@ def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> li
 
 def follow(
     config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float
-) -> tuple[TapeRun, float, float, float]:
-    """A run along the tape, until its islands have made `inner.steps` each or trained on so many tokens.
+) -> tuple[TapeRun, float, Point, Point]:
+    """A run along the tape until its islands have trained on so many tokens, with a schedule that ends there.
 
-    With the goodput on its way, and held-out bits per byte before it and after it.
+    With the goodput on its way, and the held-out loss before it and after it.
     """
-    model, text = build(config.model), (config.data.held_out_sequences, config.data.sequence_length)
-    measure = compile_evaluation(model, held_out(corpus.valid, *text), corpus.bytes_per_token)
-    steps, goodput = length(tape, config.inner.steps)
-    longer = dataclasses.replace(config.inner, steps=steps)
-    run = TapeRun(dataclasses.replace(config, inner=longer), corpus, compile_steps(model, longer), tape)
-    first = measure(published(run.transport, run.manifest)[0])
+    point = scoring(config, corpus)
+    longer = dataclasses.replace(config.inner, steps=rehearsed(config, corpus, tape, tokens))
+    run = TapeRun(dataclasses.replace(config, inner=longer), corpus, compile_steps(build(config.model), longer), tape)
+    first = point(0, published(run.transport, run.manifest)[0])
     run.finish(tokens)
-    return run, goodput, first, measure(published(run.transport, run.manifest)[0])
+    goodput = tape.goodput(run.clock.now * tape.step_seconds)
+    return run, goodput, first, point(run.tokens, published(run.transport, run.manifest)[0])
 
 
-def length(tape: FailureTape, steps: int) -> tuple[int, float]:
-    """Global steps along the tape after which its islands have worked for `steps` each, and the goodput until then.
+def rehearsed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float) -> int:
+    """The global step at which the islands of a tape will have trained on so many tokens.
 
-    The global step is the fastest island's: it stands only while all of them do.
+    The whole run is played, with steps that train nothing: when islands step, meet and part does not hang on what they
+    learn, and how the global step lags where the fastest of them stalls is best asked of the run itself.
     """
-    needed, goodput = float(steps), 1.0
-    for _ in range(20):  # what is needed depends on the goodput up to there
-        goodput = max(0.01, tape.goodput(needed * tape.step_seconds))
-        needed = steps / goodput
-    return round(needed * tape.uptime(needed * tape.step_seconds)), goodput
+
+    def idle(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
+        return state, jax.device_put(np.zeros(len(tokens_nxBxT1), np.float32))
+
+    endless = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_ENDLESS))
+    run = TapeRun(endless, corpus, idle, tape)
+    run.finish(tokens)
+    return run.merger.state.step
 
 
 def calm(islands: int, step_seconds: float) -> FailureTape:

@@ -15,7 +15,7 @@ from broker.errors import DataError
 from islands.corpus import OpenCorpus
 from ops.simulation_failures import FailureModel, simulate
 from ops.simulation_tape import FailureTape, Leg, outages, read, taped, write
-from ops.tape_run import Course, TapeRun, calm, length, quality
+from ops.tape_run import Course, TapeRun, calm, quality, rehearsed
 from tests.small import SMALL, compiled
 
 HEAD = '{"tape": 1, "islands": 1, "step_seconds": 1.0, "seconds": 9.0}\n'
@@ -122,21 +122,6 @@ def test_the_longest_standing_is_found() -> None:
         Course([Leg(0, 0)], 1.0, 10.0)
 
 
-def test_a_tape_is_followed_until_the_work_is_done() -> None:
-    """Half of the time until second 40, all of it from there on: 30 steps of work take 50 s."""
-    tape = FailureTape(((Leg(0, 0.5), Leg(40, 1)), (Leg(0, 1), Leg(20, 0), Leg(40, 1))), 1.0, 100.0)
-    assert tape.goodput(50.0) == pytest.approx(0.6)
-    steps, goodput = length(tape, 30)
-    assert steps == 50
-    assert goodput == pytest.approx(0.6, rel=1e-3)
-    both_stand = FailureTape(((Leg(0, 1), Leg(10, 0), Leg(20, 1)),) * 2, 1.0, 100.0)
-    assert both_stand.uptime(40.0) == 0.75
-    assert both_stand.uptime() == 0.9
-    steps, goodput = length(both_stand, 30)
-    assert steps == 30, "the global step stands with all of them"
-    assert goodput == pytest.approx(0.75, rel=1e-3)
-
-
 # -- real islands -----------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +197,15 @@ def test_the_batch_shrinks_with_the_slices(config: RunConfig, corpus: OpenCorpus
     assert per_step["island-1"] == pytest.approx(0.625 * config.tokens_per_step, rel=0.05)
 
 
+def test_a_rehearsal_tells_when_the_work_will_be_done(config: RunConfig, corpus: OpenCorpus) -> None:
+    """160 steps of work: 60 until step 40, 20 until step 60, and two a step from there on."""
+    tape = of([(0, 0.5), (40, 1)], [(0, 1), (40, 0), (60, 1)])
+    assert rehearsed(config, corpus, tape, 160 * config.tokens_per_step) == pytest.approx(100, abs=3)
+    both_stand = of(*[[(0.0, 1.0), (10.0, 0.0), (20.0, 1.0)]] * 2)
+    steps = rehearsed(config, corpus, both_stand, 60 * config.tokens_per_step)
+    assert steps == pytest.approx(30, abs=2), "the global step stands with all of them"
+
+
 def test_quality_is_compared_at_equal_tokens(config: RunConfig, corpus: OpenCorpus) -> None:
     legs: list[tuple[float, float]] = [(0, 1), (8, 0), (13, 0.75), (18, 1)]
     tape = FailureTape((tuple(Leg(*leg) for leg in legs), tuple(Leg(*leg) for leg in legs)), 1.0, 25.0)
@@ -220,7 +214,9 @@ def test_quality_is_compared_at_equal_tokens(config: RunConfig, corpus: OpenCorp
     assert [row["tape"] for row in rows] == ["calm", "rough"]
     assert rows[1]["goodput"] == pytest.approx((8 + 0.75 * 5 + 7) / 25), "the run is longer than the tape"
     assert rows[1]["tokens"] == pytest.approx(rows[0]["tokens"], rel=0.02)
-    assert 0.7 < rows[1]["schedule_done"] <= 1.0
+    assert rows[0]["steps"] == pytest.approx(config.inner.steps, abs=2)
+    assert rows[1]["steps"] > rows[0]["steps"], "fewer slices, more steps"
+    assert rows[1]["schedule_done"] == pytest.approx(1.0, abs=0.03)
     assert rows[0]["to_first"] == 1.0
     assert 0.5 < rows[1]["to_first"] < 1.5
     assert rows[1]["bits_per_byte"] < 7.0, "it learned"
