@@ -24,6 +24,8 @@ from broker.errors import ConfigError
 
 BYTES = 256
 """the vocabulary of a text that is read byte by byte"""
+SMALLEST_RATE = 3e-3
+"""the inner learning rate of the smallest model"""
 Positive = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0.0), Le(1.0)]
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -67,7 +69,8 @@ class InnerConfig:
     """`muon` is for matrices of hidden layers, and leaves embeddings, norms, routers and outputs to AdamW"""
     steps: Positive = 1500
     """global inner steps of the run: the fastest island's clock"""
-    learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 3e-3
+    learning_rate: Annotated[float, Gt(0.0), Le(10.0)] | None = None
+    """its peak; by default what suits the model's size, which a run is told when it is made"""
     warmup_steps: Annotated[int, Ge(0)] = 100
     final_share: Share = 0.1
     """the learning rate at the end, as a share of its peak"""
@@ -83,6 +86,11 @@ class InnerConfig:
     moments_warmup_steps: Annotated[int, Ge(0)] = 20
     """steps over which the learning rate grows while the optimiser's moments are fresh, as in an island that returns
     without them; 0 for none"""
+
+    @property
+    def peak(self) -> float:
+        """The learning rate's; of a config that was not fitted to a model, the smallest one's."""
+        return SMALLEST_RATE if self.learning_rate is None else self.learning_rate
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from broker.config import BYTES, ModelConfig, RunConfig
+from broker.config import BYTES, SMALLEST_RATE, ModelConfig, RunConfig
 from broker.errors import ConfigError
 from broker.manifest import Corpus, Manifest, Tensor, balanced
 from broker.messages import Snapshot
@@ -49,7 +49,15 @@ def describe(run: str, config: RunConfig, corpus: Corpus, programs: Programs | N
 
 
 def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
-    """The config with the vocabulary of the corpus's tokenizer, unless it names one itself."""
+    """The config with the vocabulary of the corpus's tokenizer, and the inner learning rate of the model's size.
+
+    Unless it names them itself.
+    """
+    from islands.model import RATES
+
+    if config.inner.learning_rate is None:
+        rate = RATES.get(config.model.size, SMALLEST_RATE)
+        config = replace(config, inner=replace(config.inner, learning_rate=rate))
     if not corpus.tokenizer or config.model.vocabulary != BYTES:
         return config
     return replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))

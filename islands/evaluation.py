@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from broker.codecs import Vector
+from broker.config import RunConfig
 from broker.manifest import Manifest
 from broker.transport import Transport
 from broker.wire import unpack
+from islands.batches import held_out
+from islands.corpus import OpenCorpus
 from islands.interface import Model, Params
 from islands.replica import unflatten
 from islands.tokenizer import Tokens
@@ -38,6 +41,19 @@ def compile_evaluation(model: Model, held_out_NxT1: Tokens, bytes_per_token: flo
     """From parameters to bits per byte over those sequences (a whole number of batches of 32, or all if fewer)."""
     mean_nats = _mean_over(held_out_NxT1, model.loss)
     return lambda params: float(mean_nats(params)) / math.log(2.0) / bytes_per_token
+
+
+def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | None = None) -> Callable[[Params], float]:
+    """From parameters of the run's model to bits per byte over its share of the corpus's validation text, or of `text`.
+
+    Raises DataError when there are fewer sequences in it than the config wants.
+    """
+    from islands.model import build
+
+    wanted = held_out(
+        corpus.valid if text is None else text, config.data.held_out_sequences, config.data.sequence_length
+    )
+    return compile_evaluation(build(config.model), wanted, corpus.bytes_per_token)
 
 
 def compile_measures(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], Measures]:

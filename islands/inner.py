@@ -33,11 +33,11 @@ def learning_rate(config: InnerConfig) -> optax.Schedule:
     """Linear warm-up, then cosine decay to `final_share` of the peak at `steps`, as a function of the global step."""
     warmup = min(config.warmup_steps, config.steps - 1)
     return optax.schedules.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (warmup + 1),
-        peak_value=config.learning_rate,
+        init_value=config.peak / (warmup + 1),
+        peak_value=config.peak,
         warmup_steps=warmup,
         decay_steps=config.steps,
-        end_value=config.learning_rate * config.final_share,
+        end_value=config.peak * config.final_share,
     )
 
 

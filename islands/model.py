@@ -1,7 +1,8 @@
 """The models that islands train, by name.
 
-Another size is another row of `SIZES`. Another architecture is another entry of `BUILDERS`: a function from the dtype
-to compute in, and the vocabulary where the model reads text, to a `Model`, of `islands.layers` or of anything else.
+Another size is another row of `SIZES`, and of `RATES`. Another architecture is another entry of `BUILDERS`: a function
+from the dtype to compute in, and the vocabulary where the model reads text, to a `Model`, of `islands.layers` or of
+anything else.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ SIZES = {
     "124m": Size(width=896, layers=13, heads=14, hidden=2368),
     "1b": Size(width=2048, layers=20, heads=16, hidden=5504),
 }
+
+RATES = {"tiny": 3e-3, "small": 1e-3, "base": 6e-4, "124m": 6e-4, "1b": 2e-4, "small-moe": 1e-3}
+"""The inner learning rate that suits a size, SMALLEST_RATE where it is not named. Of `tiny` and `small` measured, on
+batches of a thousand bytes (docs/quality.md); from `base` on those of GPT-3 (arXiv 2005.14165, table 2.1)."""
 
 
 def default_compute_dtype() -> DTypeLike:

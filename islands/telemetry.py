@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def learning_rate(config: InnerConfig, step: int) -> float:
     """`islands.inner.learning_rate` without the device, which is busy training: warm-up, then a cosine to the end."""
     warmup = min(config.warmup_steps, config.steps - 1)
-    peak = config.learning_rate
+    peak = config.peak
     if step < warmup:
         return peak * (1 + step) / (warmup + 1)
     share = min(1.0, (step - warmup) / (config.steps - warmup))

@@ -20,9 +20,9 @@ import optax
 
 from broker.config import InnerConfig, ModelConfig, RunConfig
 from broker.data import Place
-from islands.batches import Batches, alone, held_out, shared_out
+from islands.batches import Batches, alone, shared_out
 from islands.corpus import OpenCorpus
-from islands.evaluation import compile_evaluation
+from islands.evaluation import compile_validation
 from islands.inner import InnerState, InnerSteps, begin, compile_steps
 from islands.model import Params, build
 
@@ -133,10 +133,7 @@ def shards_of(config: RunConfig, worker: int, workers: int) -> Callable[[], Plac
 
 def scoring(config: RunConfig, corpus: OpenCorpus) -> Callable[[int, Params], Point]:
     """From tokens trained on and parameters to a point, over the run's share of both held-out texts."""
-    size, model = (config.data.held_out_sequences, config.data.sequence_length), build(config.model)
-    valid, test = (
-        compile_evaluation(model, held_out(text, *size), corpus.bytes_per_token) for text in (corpus.valid, corpus.test)
-    )
+    valid, test = (compile_validation(config, corpus, text) for text in (corpus.valid, corpus.test))
     return lambda tokens, params: Point(tokens, valid(params), test(params))
 
 

@@ -234,12 +234,8 @@ def _memory(size_N: int, workers: int) -> Path | None:
 
 
 def _bits_per_byte(config: RunConfig, folder: Path, final: str) -> float:
-    from islands.batches import held_out
     from islands.corpus import open_corpus
-    from islands.evaluation import compile_evaluation
-    from islands.model import build
+    from islands.evaluation import compile_validation
     from ops.lockstep import params_in
 
-    corpus = open_corpus(config.data.corpus)
-    text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    return compile_evaluation(build(config.model), text, corpus.bytes_per_token)(params_in(folder, final))
+    return compile_validation(config, open_corpus(config.data.corpus))(params_in(folder, final))

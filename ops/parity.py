@@ -17,13 +17,11 @@ from typing import Any
 import numpy as np
 
 from broker.config import RunConfig
-from islands.batches import held_out
 from islands.corpus import OpenCorpus, open_corpus
 from islands.creation import fitted
-from islands.evaluation import assemble, compile_evaluation, published
-from islands.model import build
+from islands.evaluation import assemble, compile_validation, published
 from ops.baselines import EVALUATIONS, Point, Progress, compiled, data_parallel, diloco, one_process, scoring
-from ops.virtual import VirtualRun
+from ops.virtual import VirtualRun, paces
 
 TUNING = (0.5, 2.0, 4.0)
 """what a baseline's inner learning rate is multiplied with, besides 1, where baselines are tuned"""
@@ -89,7 +87,7 @@ def _four(configs: Sequence[RunConfig], corpus: OpenCorpus, count: int, slow: fl
     """The islands, one process, data-parallel and synchronous DiLoCo."""
     ours = [islands(config, corpus, count, slow) for config in configs]
     rounds, per_round = participation(ours[0][1])
-    name, rate = f"{count} island{'s' * (count > 1)}", configs[0].inner.learning_rate
+    name, rate = f"{count} island{'s' * (count > 1)}", configs[0].inner.peak
     tokens = ours[0][0][-1].tokens
     arms = [Arm(name, count, tuple(points for points, _ in ours), rounds, per_round, rate)]
     _tell(arms[0], say)
@@ -105,7 +103,7 @@ def _four(configs: Sequence[RunConfig], corpus: OpenCorpus, count: int, slow: fl
 
 
 def _baseline(name: str, count: int, configs: Sequence[RunConfig], train: Train, tune: bool) -> Arm:
-    peak = configs[0].inner.learning_rate
+    peak = configs[0].inner.peak
     tried = {peak: train(configs[0])}
     if tune:
         tried |= {peak * factor: train(_at(configs[0], peak * factor)) for factor in TUNING}
@@ -156,10 +154,8 @@ def islands(
     And each of their contributions is on its way for `sending` steps of the others.
     """
     point = scoring(config, corpus)
-    # Speeds within 2 % of each other: machines that tick in unison exist only in simulations.
-    seconds = [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
     is_slow = [count - number <= slowed < count for number in range(count)]
-    seconds = [s * slow if late else s for s, late in zip(seconds, is_slow, strict=True)]
+    seconds = [s * slow if late else s for s, late in zip(paces(count), is_slow, strict=True)]
     steps, on_the_way = compiled(config.model, config.inner), [sending * late for late in is_slow]
     run = VirtualRun(config, corpus, steps, seconds, sending_seconds=on_the_way)
     trained: dict[str, int] = {}
@@ -196,10 +192,8 @@ def staleness(run: VirtualRun) -> tuple[float, int]:
 
 def own_bits_per_byte(run: VirtualRun, corpus: OpenCorpus) -> float:
     """Loss of the merger's own parameters, which a rule that looks ahead does not publish."""
-    data = run.manifest.config.data
-    text = held_out(corpus.valid, data.held_out_sequences, data.sequence_length)
     params = assemble(run.manifest, [np.asarray(fragment.params_N) for fragment in run.merger.fragments])
-    return compile_evaluation(build(run.manifest.config.model), text, corpus.bytes_per_token)(params)
+    return compile_validation(run.manifest.config, corpus)(params)
 
 
 def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:

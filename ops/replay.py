@@ -326,15 +326,11 @@ def what_if(record: Record, config: RunConfig, pinned: Collection[str] = ()) -> 
 def _bits_per_byte(run: Again) -> float:
     import numpy as np
 
-    from islands.batches import held_out
     from islands.corpus import open_corpus
-    from islands.evaluation import assemble, compile_evaluation
-    from islands.model import build
+    from islands.evaluation import assemble, compile_validation
 
-    data = run.manifest.config.data
-    corpus = open_corpus(data.corpus)
-    text = held_out(corpus.valid, data.held_out_sequences, data.sequence_length)
-    measure = compile_evaluation(build(run.manifest.config.model), text, corpus.bytes_per_token)
+    config = run.manifest.config
+    measure = compile_validation(config, open_corpus(config.data.corpus))
     return measure(assemble(run.manifest, [np.asarray(fragment.published_N) for fragment in run.fragments]))
 
 

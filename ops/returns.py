@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from broker.config import InnerConfig, ModelConfig, RunConfig
-from islands.batches import held_out
 from islands.corpus import OpenCorpus, open_corpus
-from islands.evaluation import compile_evaluation, published
+from islands.creation import fitted
+from islands.evaluation import compile_validation, published
 from islands.inner import InnerSteps, compile_steps
 from islands.model import build
 from islands.recovery import copied
@@ -40,8 +40,8 @@ def _compiled(model: ModelConfig, inner: InnerConfig) -> InnerSteps:
 def returns(config: RunConfig, say: Say) -> dict[str, Any]:
     """A row for each kind of return: held-out bits per byte soon after and at the end, and the island's own loss."""
     corpus = open_corpus(config.data.corpus)
-    text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    measure = compile_evaluation(build(config.model), text, corpus.bytes_per_token)
+    config = fitted(config, corpus)
+    measure = compile_validation(config, corpus)
     unramped = dataclasses.replace(config, inner=dataclasses.replace(config.inner, moments_warmup_steps=0))
     kinds = {
         "it never left": (config, "stay"),

@@ -36,10 +36,15 @@ def to_toml(settings: RunConfig) -> str:
     lines, sections = [], []
     for key, value in dataclasses.asdict(settings).items():
         if isinstance(value, dict):
-            sections += ["", f"[{key}]", *(f"{name} = {_toml(part)}" for name, part in value.items())]
+            sections += ["", f"[{key}]", *(_line(name, part) for name, part in value.items())]
         else:
-            lines.append(f"{key} = {_toml(value)}")
+            lines.append(_line(key, value))
     return "\n".join([*lines, *sections]) + "\n"
+
+
+def _line(name: str, value: object) -> str:
+    """TOML has no word for nothing."""
+    return f"# {name}: what suits, while nothing is set" if value is None else f"{name} = {_toml(value)}"
 
 
 def _toml(value: object) -> str:

@@ -119,10 +119,12 @@ def key_of(record: Mapping[str, Any]) -> str:
 def measure(trial: Trial) -> dict[str, Any]:
     """Runs the trial; one that diverges is a result too, with null for its loss."""
     from islands.corpus import open_corpus
+    from islands.creation import fitted
     from ops.baselines import Point
 
     config = trial.config
     corpus = open_corpus(config.data.corpus)
+    config = fitted(config, corpus)
     points: list[Point] = []
     found: dict[str, Any] = {}
     began, used = time.perf_counter(), time.process_time()

@@ -20,13 +20,14 @@ import numpy as np
 from broker.config import RunConfig
 from broker.errors import DataError
 from islands.corpus import OpenCorpus, open_corpus
+from islands.creation import fitted
 from islands.evaluation import published
 from islands.inner import InnerState, InnerSteps, compile_steps
 from islands.model import build
 from islands.worker import Island
 from ops.baselines import Point, scoring
 from ops.simulation_tape import FailureTape, Leg
-from ops.virtual import VirtualRun
+from ops.virtual import VirtualRun, paces
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 _ENDLESS = 1 << 30
@@ -87,9 +88,7 @@ class TapeRun(VirtualRun):
             f"island-{number}": Course(legs, tape.step_seconds, tape.seconds)
             for number, legs in enumerate(tape.islands)
         }
-        count = len(self._courses)
-        # Speeds within 2 % of each other: machines that tick in unison exist only in simulations.
-        self._paces = {name: 1.0 + 0.02 * i / max(1, count - 1) for i, name in enumerate(self._courses)}
+        self._paces = dict(zip(self._courses, paces(len(self._courses)), strict=True))
         self._full_steps, self._full_config = steps, config
         self.tokens = self.deaths = 0
         """tokens that all islands trained on; islands that were away for too long"""
@@ -167,6 +166,7 @@ def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> li
     A tape that leaves less goodput is trained along for longer, and the schedule ends with the tokens on each.
     """
     corpus = open_corpus(config.data.corpus)
+    config = fitted(config, corpus)
     rows: list[dict[str, Any]] = []
     for name, tape in tapes.items():
         whole = config.inner.steps * config.tokens_per_step * len(tape.islands)

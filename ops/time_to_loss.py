@@ -20,13 +20,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 from broker.config import RunConfig
-from islands.batches import held_out
 from islands.corpus import OpenCorpus, open_corpus
-from islands.evaluation import compile_evaluation, published
-from islands.model import build
+from islands.creation import fitted
+from islands.evaluation import compile_validation, published
 from ops.baselines import DILOCO_RATE, EVALUATIONS, Point, compiled, data_parallel, diloco
 from ops.report import draw
-from ops.virtual import VirtualRun
+from ops.virtual import VirtualRun, paces
 
 COMES, LEAVES = 0.25, 0.75
 """shares of the run between which scavenged islands are there"""
@@ -63,6 +62,7 @@ def time_to_loss(
     mean curve reaches the best loss that all of them reach.
     """
     corpus = open_corpus(config.data.corpus)
+    config = fitted(config, corpus)
     ways: dict[str, Train] = {
         f"data-parallel, {count} workers": lambda c: _waiting(c, slow, count, data_parallel, corpus),
         f"DiLoCo, {count} replicas": lambda c: _waiting(c, slow, count, _diloco, corpus),
@@ -119,13 +119,10 @@ def islands(
     """
     length = length or global_steps(config.inner.steps, count, slow, scavenged)
     config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=length))
-    model = build(config.model)
-    text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    measure = compile_evaluation(model, text, corpus.bytes_per_token)
-    # Speeds within 2 % of each other: machines that tick in unison exist only in simulations.
-    paces = [1.0 + 0.02 * number / count for number in range(count)]
-    paces[-1] *= slow
-    run = VirtualRun(config, corpus, compiled(config.model, config.inner), paces)
+    measure = compile_validation(config, corpus)
+    seconds = paces(count)
+    seconds[-1] *= slow
+    run = VirtualRun(config, corpus, compiled(config.model, config.inner), seconds)
     trained: dict[str, int] = {}
     marks: list[Mark] = []
 

@@ -34,6 +34,11 @@ class VirtualClock:
         return self.now
 
 
+def paces(count: int) -> list[float]:
+    """Seconds an inner step, within 2 % of each other: machines that tick in unison exist only in simulations."""
+    return [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
+
+
 class VirtualRun:
     """`step_seconds[i]` is how long island i takes for an inner step; islands act in the order of the clock.
 

@@ -295,7 +295,7 @@ def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_b
     bay.play(island, 3)
     fragment, base, moved = bases[0]
     assert base == versions[fragment] > 0
-    assert 0 < moved < 10 * tiny.CONFIG.inner.learning_rate  # what three steps do, not where it stands
+    assert 0 < moved < 10 * tiny.CONFIG.inner.peak  # what three steps do, not where it stands
 
 
 # -- the whole run goes back ----------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def test_a_corpus_of_bytes_has_the_tokenizer_of_bytes() -> None:
 # -- runs on it -----------------------------------------------------------------------------------------------------
 
 CONFIG = replace(RunConfig(), data=replace(RunConfig().data, sequence_length=16, batch_size=4, shards=8))
+CONFIG = replace(CONFIG, inner=replace(CONFIG.inner, learning_rate=2e-3))
 WIDE = replace(CONFIG, model=ModelConfig(vocabulary=VOCABULARY))
 
 
@@ -146,6 +147,14 @@ def test_the_model_takes_the_vocabulary_of_its_corpus(tokens: OpenCorpus) -> Non
     chosen = replace(CONFIG, model=ModelConfig(vocabulary=512))
     assert fitted(chosen, tokens) == chosen
     require_readable(chosen, tokens)  # room for more is no harm
+
+
+@pytest.mark.parametrize(("size", "rate"), [("tiny", 3e-3), ("small", 1e-3), ("1b", 2e-4), ("tiny-moe", 3e-3)])
+def test_the_learning_rate_is_that_of_the_models_size_unless_it_is_named(size: str, rate: float) -> None:
+    config = replace(RunConfig(), model=ModelConfig(size))
+    assert fitted(config, open_corpus("text")).inner.learning_rate == rate
+    named = replace(config, inner=replace(config.inner, learning_rate=0.5))
+    assert fitted(named, open_corpus("text")) == named
 
 
 def test_what_the_model_cannot_read_is_said(tokens: OpenCorpus) -> None:

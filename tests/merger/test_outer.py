@@ -135,7 +135,8 @@ def test_rounds_of_one_island_each_go_as_far_as_one_round_of_all() -> None:
     """A whole step in each of them went M times as far, and runs in which nobody is waited for learned badly."""
     rule, at_the_end = of("scheduled", 0.7, 0.9), Round(islands=1.0, progress=1.0)
     together, _, _ = rule.step(vector(5), rule.init(vector(5)), vector(2), at_the_end)
-    params_N, state = vector(5), rule.init(vector(5))
+    params_N: Any = vector(5)
+    state = rule.init(params_N)
     for _ in range(4):
         params_N, state, _ = rule.step(params_N, state, vector(2), at_the_end._replace(participation=0.25))
     np.testing.assert_allclose(params_N, together, rtol=1e-6)

@@ -20,7 +20,8 @@ from broker.config import RunConfig, checked
 from broker.keys import REGISTRY
 from broker.process import guarded
 from broker.redis_transport import connect
-from islands.corpus import prepare_text
+from islands.corpus import open_corpus, prepare_text
+from islands.creation import fitted
 from ops.cli import VERBS, run
 from ops.server import Server
 from tests import samples
@@ -296,7 +297,7 @@ def test_a_mistake_in_a_process_of_its_own() -> None:
 
 def test_init_prints_one_object_and_says_whether_it_created(call: Call, url: str, raw: Any) -> None:
     first = one_object(call("init", url, *SMALL, "--run", "alpha", "--json"))
-    config = checked({"data": {"corpus": "small", "shards": 4}})
+    config = fitted(checked({"data": {"corpus": "small", "shards": 4}}), open_corpus("small"))
     assert first.pop("parameters") > 10_000
     assert first == {
         "run": "alpha", "created": True, "fragments": config.sync.fragments, "config_digest": config.digest(),

@@ -101,8 +101,8 @@ def test_a_tuned_baseline_is_the_best_of_its_rates(config: RunConfig) -> None:
     asked: list[tuple[int, float]] = []
 
     def train(config: RunConfig) -> list[Point]:
-        asked.append((config.seed, config.inner.learning_rate))
-        return [Point(0, 8.0), Point(10, losses[config.inner.learning_rate])]
+        asked.append((config.seed, config.inner.peak))
+        return [Point(0, 8.0), Point(10, losses[config.inner.peak])]
 
     configs = [replace(config, seed=seed) for seed in (0, 1)]
     arm = parity._baseline("baseline", 2, configs, train, tune=True)
