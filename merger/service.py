@@ -101,8 +101,8 @@ class Merger:
         """called after each commit, for who looks"""
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
         self._instance = ""
-        self._is_asked = False
-        """the checkpoint under way is one that the operator asked for"""
+        self._asked = ""
+        """the text with which the operator asked for the checkpoint that is under way"""
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Merger:
             self.config.sync, len(self.fragments), self.state.closed, self.state.pace, self.state.step_seconds
         )
         self.gathered = {}
-        self._is_asked = False
+        self._asked = ""
         self._load_kept()
         self._live_at = float("-inf")
         self.helm.take_over(self.state)
@@ -169,6 +169,7 @@ class Merger:
         """Reads what has come, calls and closes what is due. True if a round was closed."""
         self._keep_lease()
         self._look_around()
+        self._let_go(wait=False)  # first: the next commit keeps that a checkpoint holds so much
         for delivery in self.transport.updates(self._patience(block_seconds), self._read_count) or self._orphans():
             self._receive(delivery)
         for number in self.rounds.calls():
@@ -400,22 +401,21 @@ class Merger:
         return gone
 
     def _tend_checkpoints(self) -> None:
-        asked = self.helm.wants_checkpoint(self.state)
+        asked = self.helm.wanted_checkpoint(self.state)
         if self.keeper is None:
             if asked:
-                self.helm.begin_checkpoint(self.state)
+                self.helm.took_checkpoint(self.state, asked)
                 self.helm.note("checkpoint", "none is taken: this merger keeps none (--checkpoint-every 0)")
             return
-        self._let_go(wait=False)
         crowded = sum(kept.bytes for kept in self.kept) > KEPT_BYTES_MAX / 2
-        if not self.keeper.is_due(self.clock(), urgent=crowded or asked):
+        urgent = crowded or asked not in ("", self._asked)  # one that failed is made up for without haste
+        if not self.keeper.is_due(self.clock(), urgent=urgent):
             return
-        if asked:
-            self.helm.begin_checkpoint(self.state)
         if self.keeper.lacks(self.state.closed, self.state.covered):
-            self._is_asked = self._is_asked or asked  # one that failed is told of when it has been made up for
+            self._asked = asked
             self.checkpoint()
         elif asked:
+            self.helm.took_checkpoint(self.state, asked)
             self.helm.note("checkpoint", f"the last one holds all that there is, round {self.state.closed}")
 
     def checkpoint(self) -> None:
@@ -424,12 +424,14 @@ class Merger:
         number = self.keeper.next_number(self.clock())
         if number is None:
             return
+        knowing = replace(self.state, control=dict(self.state.control))  # that it is the one that was asked for
+        self.helm.took_checkpoint(knowing, self._asked)
         cut = Cut(
             # The round's, so that an island's checkpoint fits it whichever merger's folder it lies in.
             number=max(number, self.state.closed),
             round=self.state.closed,
             covered=self.state.covered,
-            state=self.state.to_json(),
+            state=knowing.to_json(),
             fragments=tuple(self.fragments),
             snapshots=tuple(self.snapshots),
             cursors=dict(self.state.cursors),
@@ -449,8 +451,9 @@ class Merger:
             entries += self.kept.popleft().entries
         self.transport.trim(self.epoch, entries, covered.tracks_until)
         self.state.covered = max(self.state.covered, covered.round)
-        if self._is_asked:
-            self._is_asked = False
+        if self._asked:
+            self.helm.took_checkpoint(self.state, self._asked)
+            self._asked = ""
             self.helm.note("checkpoint", f"checkpoint {covered.number} holds the run up to round {covered.round}")
 
     def finish(self) -> None:

@@ -62,13 +62,15 @@ class Helm:
         """Whether the island is expelled."""
         return self.control.islands.get(island) == EXPEL
 
-    def wants_checkpoint(self, state: RunState) -> bool:
-        """Whether a checkpoint was asked for and not begun."""
-        return bool(self.control.checkpoint) and self.control.checkpoint != state.control.get(CHECKPOINT)
+    def wanted_checkpoint(self, state: RunState) -> str:
+        """The text with which a checkpoint was asked for that was not taken yet; empty where none was."""
+        asked = self.control.checkpoint
+        return "" if asked == state.control.get(CHECKPOINT) else asked
 
-    def begin_checkpoint(self, state: RunState) -> None:
-        """It is not asked for again."""
-        state.control[CHECKPOINT] = self.control.checkpoint
+    def took_checkpoint(self, state: RunState, asked: str) -> None:
+        """It is not taken again. Said when it is on disk: a merger that dies before leaves it to the next one."""
+        if asked:
+            state.control[CHECKPOINT] = asked
 
     def note(self, kind: str, text: str) -> None:
         """Writes it down for whoever looks; the run goes on where that fails."""

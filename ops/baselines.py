@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import optax
 
 from broker.config import InnerConfig, ModelConfig, RunConfig
-from broker.data import Place
 from islands.batches import Batches, alone, shared_out
 from islands.corpus import OpenCorpus
 from islands.evaluation import compile_validation
@@ -106,7 +105,8 @@ def _diloco(
     params = build(config.model).init(config.seed)
     inner, point = compiled(config.model, config.inner), scoring(config, corpus)
     moments = [begin(config.inner, params).optimizer for _ in range(workers)]
-    batches = [Batches(corpus.train, config, shards_of(config, worker, workers)) for worker in range(workers)]
+    leases = [shared_out(config.data.shards, config.seed, worker, workers) for worker in range(workers)]
+    batches = [Batches(corpus.train, config, lease) for lease in leases]
     momentum = outer.init(params)
     steps, done = config.inner.steps, 0
     yield _told(point(0, params), progress)
@@ -124,11 +124,6 @@ def _diloco(
         before, done = done, done + n
         if done * EVALUATIONS // steps > before * EVALUATIONS // steps:
             yield _told(point(done * config.tokens_per_step * workers, params), progress)
-
-
-def shards_of(config: RunConfig, worker: int, workers: int) -> Callable[[], Place]:
-    """Leases for one of several who share all shards out among them, pass after pass."""
-    return shared_out(config.data.shards, config.seed, worker, workers)
 
 
 def scoring(config: RunConfig, corpus: OpenCorpus) -> Callable[[int, Params], Point]:

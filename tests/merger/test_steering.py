@@ -287,6 +287,21 @@ def test_a_checkpoint_is_taken_once_for_each_text() -> None:
     ]
 
 
+def test_a_checkpoint_that_died_with_its_merger_is_taken_by_the_next_one() -> None:
+    shelf, sea = Shelf([OSError("killed while it wrote")]), Sea()
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    play_one(sea, merger, 1)
+    sea.transport.steer({"checkpoint": "first"})
+    merger.turn(0.0)
+    play_one(sea, merger, 2)
+    assert not shelf.images
+    merger = sea.merger(keeper=sea.keeper(shelf))
+    merger.turn(0.0)
+    merger.turn(0.0)
+    assert [image.round for image in shelf.images.values()] == [2]
+    assert notes(sea, "checkpoint") == ["checkpoint 2 holds the run up to round 2"]
+
+
 def fields_of(shelf: Shelf, index: int) -> Mapping[str, str]:
     return RunState.from_json(list(shelf.images.values())[index].state).control
 

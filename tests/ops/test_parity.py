@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from broker.config import RunConfig
+from islands.batches import shared_out
 from islands.corpus import OpenCorpus
 from islands.inner import InnerState
 from ops import baselines, parity
@@ -44,7 +45,7 @@ def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunC
 
 
 def test_replicas_read_shards_of_their_own(config: RunConfig) -> None:
-    leases = [baselines.shards_of(config, worker, 3) for worker in range(3)]
+    leases = [shared_out(config.data.shards, config.seed, worker, 3) for worker in range(3)]
     shards = config.data.shards
     passes = [[lease() for _ in range(len(range(worker, shards, 3)))] for worker, lease in enumerate(leases)]
     names = [place.shard for places in passes for place in places]
