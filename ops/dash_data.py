@@ -20,12 +20,10 @@ from ops.dash_history import (
     joined_queues,
     thinned,
 )
-from ops.situation import happened
+from ops.situation import happened, longest_still
 from ops.view import IslandView, RunView
 
 EVENTS_SHOWN = 120
-STALLED_SECONDS = 30.0
-"""without a round although contributions wait: then the page asks where the merger is"""
 SMOOTHING_SECONDS = 8.0
 """over about which a rate is averaged"""
 
@@ -102,7 +100,7 @@ def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, 
     del run["islands"], run["books"]
     return {
         "run": run,
-        "state": state_of(reading),
+        "state": state_of(reading, config.sync.interval),
         "unix_seconds": reading.unix_seconds,
         "round_seconds": reading.round_seconds,
         "tokens_per_second": sum(i.tokens_per_second for i in view.islands if i.live and i.state == "training"),
@@ -140,8 +138,8 @@ def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow]) ->
     }
 
 
-def state_of(reading: Reading) -> dict[str, str]:
-    """The run in a word and a sentence; `mood` is good, busy, warn or idle."""
+def state_of(reading: Reading, interval: int) -> dict[str, str]:
+    """The run in a word and a sentence; `mood` is good, busy, warn or idle. `interval` is H."""
     view = reading.view
     if reading.control.get(MERGING) == PAUSED:
         return _state("paused", "warn", "Merging is paused; islands train on. Go on under Steer.")
@@ -151,7 +149,7 @@ def state_of(reading: Reading) -> dict[str, str]:
         return _state("waiting", "idle", "No island has joined yet.")
     if not view.live:
         return _state("no islands", "warn", "No island is live; the run goes on when one comes.")
-    if view.pending and reading.round_seconds > STALLED_SECONDS:
+    if view.pending and reading.round_seconds > longest_still(view, interval):
         return _state("stalled", "warn", "Contributions wait and no round closes: is a merger running?")
     if not view.rounds:
         return _state("starting", "busy", "No round has closed yet.")

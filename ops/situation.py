@@ -77,10 +77,14 @@ def trouble(view: RunView, found: Situation, interval: int) -> str:
         return ""
     if not view.live:
         return "no island is live"
-    longest = max(STILL_SECONDS, STRIDES_STILL * _stride_seconds(view, interval))
-    if not found.control.is_paused and found.standing.still_seconds > longest:
+    if not found.control.is_paused and found.standing.still_seconds > longest_still(view, interval):
         return f"nothing was merged for {found.standing.still_seconds:,.0f} s"
     return ""
+
+
+def longest_still(view: RunView, interval: int) -> float:
+    """Seconds after which a run in which no round closes has stalled. `interval` is H."""
+    return max(STILL_SECONDS, STRIDES_STILL * _stride_seconds(view, interval))
 
 
 def as_json(view: RunView, found: Situation, wrong: str) -> dict[str, Any]:
