@@ -286,5 +286,6 @@ def needed_commands(keys: Keys) -> list[tuple[Any, ...]]:
         ("XACK", stream, GROUP, "0-1"), ("XDEL", stream, "0-1"), ("XTRIM", keys.tracks, "MAXLEN", 1), ("XLEN", stream),
         ("XPENDING", stream, GROUP), ("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM"),
         ("XINFO", "GROUPS", stream), ("EVAL", "return 1", 0), ("HSETNX", keys.data, "x", "x"),
-        ("HEXISTS", keys.data, "x"),
+        ("HEXISTS", keys.data, "x"), ("HGETALL", keys.control), ("HSET", keys.control, "x", "x"),
+        ("HDEL", keys.control, "x"), ("XADD", keys.notes, "*", "x", "x"), ("XREVRANGE", keys.notes, "+", "-"),
     ]  # fmt: skip
