@@ -177,7 +177,10 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
     for row, ratios in shown:
         label = " ".join([row.settings["kind"], *(str(row.settings.get(name, "")) for name in study.lines)]).strip()
         spread = stdev(ratios) if len(ratios) > 1 else 0.0
-        by[label].append((float(row.settings[study.x]), fmean(ratios), spread))
+        if study.x in row.settings:
+            by[label].append((float(row.settings[study.x]), fmean(ratios), spread))
+        else:  # what runs along the axis makes no difference to it
+            axes.axhline(fmean(ratios), linewidth=1, color="black", alpha=0.5, label=label)
     for label, points in by.items():
         x, y, error = zip(*sorted(points), strict=True)
         axes.errorbar(x, y, yerr=error, marker="o", markersize=3, capsize=2, label=label)

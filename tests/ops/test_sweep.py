@@ -352,7 +352,14 @@ def test_the_test_text_has_a_column_of_its_own(folder: Path, capsys: pytest.Capt
     assert "1.2000" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("x", ["", 'x = "islands"\nlines = ["outer.learning_rate"]\n'])
+@pytest.mark.parametrize(
+    "x",
+    [
+        "",
+        'x = "islands"\nlines = ["outer.learning_rate"]\n',
+        'x = "outer.learning_rate"\n',  # of which data-parallel has none
+    ],
+)
 def test_a_study_is_shown_as_far_as_it_has_come(
     folder: Path, x: str, measured: list[Trial], capsys: pytest.CaptureFixture[str]
 ) -> None:
