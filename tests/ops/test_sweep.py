@@ -268,6 +268,17 @@ def test_several_islands_can_be_slow() -> None:
             Trial.of("islands", 4, 3.0, 0, settings, slowed=slowed)
 
 
+def test_what_is_long_on_its_way_is_merged_stale(folder: Path, corpus: OpenCorpus) -> None:
+    settings = dict(sweep_study.load(folder, "rates").trials[1].settings)
+    at_once, late = (measure(Trial.of("islands", 3, 1.0, 0, settings, sending=steps)) for steps in (0.0, 30.0))
+    assert at_once["staleness_max"] <= 1
+    assert late["staleness_max"] >= 2, "an interval of 12 steps passes twice"
+    assert late["per_round"] < at_once["per_round"]
+    assert not late["diverged"]
+    assert late["sending"] == 30.0
+    assert "sending" not in at_once, "records from before keep their keys"
+
+
 def test_a_record_from_before_these_were_known_has_the_key_that_it_had() -> None:
     record = {"kind": "islands", "islands": 4, "slow": 1.0, "seed": 0, "settings": {"inner.steps": 24}}
     assert sweep_trial.key_of(record) == Trial.of("islands", 4, 1.0, 0, {"inner.steps": 24}).key
