@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,6 +92,15 @@ class InnerConfig:
     def peak(self) -> float:
         """The learning rate's; of a config that was not fitted to a model, the smallest one's."""
         return SMALLEST_RATE if self.learning_rate is None else self.learning_rate
+
+    def rate_at(self, step: float) -> float:
+        """The learning rate after so many steps: linear warm-up, then a cosine to the end, and no change from there."""
+        warmup = min(self.warmup_steps, self.steps - 1)
+        if step < warmup:
+            return self.peak * (1 + step) / (warmup + 1)
+        share = min(1.0, (step - warmup) / (self.steps - warmup))
+        cosine = 0.5 * (1.0 + math.cos(math.pi * share))
+        return self.peak * ((1.0 - self.final_share) * cosine + self.final_share)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from broker import metrics
-from broker.config import InnerConfig
 from broker.messages import Heartbeat
 from islands.worker import Island
 
@@ -17,21 +16,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 
-def learning_rate(config: InnerConfig, step: int) -> float:
-    """`islands.inner.learning_rate` without the device, which is busy training: warm-up, then a cosine to the end."""
-    warmup = min(config.warmup_steps, config.steps - 1)
-    peak = config.peak
-    if step < warmup:
-        return peak * (1 + step) / (warmup + 1)
-    share = min(1.0, (step - warmup) / (config.steps - warmup))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * share))
-    return peak * ((1.0 - config.final_share) * cosine + config.final_share)
-
-
 def _learning_rate(island: Island, beat: Heartbeat) -> float:
     """By a local clock that of all the steps that the island has made, as if its moments had seen them all."""
     config = island.config.inner
-    return learning_rate(config, beat.global_step if config.clock == "global" else beat.steps)
+    return config.rate_at(beat.global_step if config.clock == "global" else beat.steps)
 
 
 def point(island: Island) -> tuple[int, Mapping[str, float]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -29,13 +29,14 @@ Vector = jax.Array | NDArray[np.float32]
 class Waiting:
     """A contribution that is in its round's sum already: all that closing has yet to know of it.
 
-    `norm` is its L2 norm before it was multiplied by `clip`.
+    `norm` is its L2 norm before it was multiplied by `clip`, and `path` what norms are compared by.
     """
 
     entry: str
     contribution: Contribution
     norm: float
     clip: float
+    path: float
 
 
 class Gathering:
@@ -46,14 +47,24 @@ class Gathering:
     """
 
     def __init__(
-        self, groups: tuple[Group, ...], config: MergeConfig, *, norms: NormWindow, version: int, live: int
+        self,
+        groups: tuple[Group, ...],
+        config: MergeConfig,
+        *,
+        norms: NormWindow,
+        version: int,
+        live: int,
+        path: Callable[[Contribution], float],
     ) -> None:
-        """`version` is the fragment's before the round; `live`, how many islands lived when it closed last."""
+        """`version` is the fragment's before the round; `live`, how many islands lived when it closed last; `path`
+        gives what a contribution's norm is compared by.
+        """
         self.waiting: list[Waiting] = []
         self.total_weight = 0.0
         self.version, self.live = version, live
         self._groups, self._config = groups, config
         self._limit = clip.limit(norms, config.clip)
+        self._path = path
         self._acc: tuple[merge_rules.Accumulator, ...] = ()  # made for the first one: many rounds never have any
         self._largest = 0.0
 
@@ -64,14 +75,15 @@ class Gathering:
         largest = max(own, self._largest)
         weight, keep = own / largest, self._largest / largest
         acc = self._acc or merge_rules.begin(self._groups)
-        taken = merge_rules.take(acc, body, self._groups, weight=weight, keep=keep, limit=self._limit)
+        path = self._path(c)
+        taken = merge_rules.take(acc, body, self._groups, weight=weight, keep=keep, limit=self._limit * path)
         self._acc = taken.acc
         if not taken.is_sound:
             known = math.isfinite(taken.norm)
             what = f"a norm of {taken.norm:.1e}" if known else "NaN or infinity among the values, or a norm that"
             raise WireError(f"{what} is over the most that can be merged, {merge_rules.NORM_MAX:.0e}")
         self._largest, self.total_weight = largest, keep * self.total_weight + weight
-        self.waiting.append(Waiting(entry, contribution, taken.norm, taken.clip))
+        self.waiting.append(Waiting(entry, contribution, taken.norm, taken.clip, path))
 
     def warm_up(self, body: Body) -> None:
         """Compiles what adds a contribution of that codec; the sum is as it was."""
@@ -121,7 +133,7 @@ def close_fragment(
     params_N, outer_state, published_N = outer.step(state.params_N, state.outer, merged_N, now)
     norms = state.norms
     for w in waiting:
-        norms = norms.with_norm(w.norm * w.clip)
+        norms = norms.with_norm(w.norm * w.clip / w.path)
     members = [_member(w, version, share) for w, share in zip(waiting, weighed.shares, strict=True)]
     return Closed(
         FragmentState(params_N, outer_state, norms, published_N), weighed.running, tuple(members), weighed.gain

@@ -18,6 +18,7 @@ from broker.messages import TapeEntry
 from broker.transport import Delivery
 from broker.wire import digest, digest_of, unpack_encoded
 from merger import merge_rules, outer
+from merger.clip import path
 from merger.closing import Closed, Gathering, close_fragment
 from merger.downlink import sent_down
 from merger.merge_rules import Group
@@ -50,8 +51,15 @@ class Rules:
 
     def gather(self, p: int, fragment: FragmentState, state: RunState, version: int) -> Gathering:
         """The sum of what will wait for the fragment's next round, with nothing in it yet."""
-        merge, live = self.manifest.config.merge, state.live.get(p, 1)
-        return Gathering(self.groups[p], merge, norms=fragment.norms, version=version, live=live)
+        config, live = self.manifest.config, state.live.get(p, 1)
+        return Gathering(
+            self.groups[p],
+            config.merge,
+            norms=fragment.norms,
+            version=version,
+            live=live,
+            path=lambda c: path(config, c.steps, c.global_step),
+        )
 
     def take(self, gathered: Gathering, delivery: Delivery) -> None:
         """Adds a contribution. Raises WireError, and adds nothing, for one that is not what it says."""

@@ -97,7 +97,7 @@ class RunState:
             "tokens": self.tokens,
             "staleness": asdict(self.staleness),
             "pace": asdict(self.pace),
-            "norms": {p: list(window.norms) for p, window in self.norms.items()},
+            "norms_by_path": {p: list(window.norms) for p, window in self.norms.items()},
             "live": self.live,
             "seen": {who: [s.floor, *sorted(s.above)] for who, s in self.seen.items()},
             "cursors": {shard: list(cursor) for shard, cursor in self.cursors.items()},
@@ -116,13 +116,15 @@ class RunState:
             return cls()
         try:
             values = json.loads(text)
+            # Runs from before have `norms` of another unit: they gather new ones.
+            by_path = {} if "norms" in values else values["norms_by_path"]
             return cls(
                 closed=int(values["closed"]),
                 step=int(values["step"]),
                 tokens=int(values["tokens"]),
                 staleness=RunningMean(**values["staleness"]),
                 pace=Pace(**values["pace"]),
-                norms={int(p): NormWindow(tuple(norms)) for p, norms in values["norms"].items()},
+                norms={int(p): NormWindow(tuple(norms)) for p, norms in by_path.items()},
                 live={int(p): int(islands) for p, islands in values["live"].items()},
                 seen={who: Sequences(floor, set(above)) for who, (floor, *above) in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},

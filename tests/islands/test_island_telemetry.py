@@ -26,7 +26,7 @@ def test_the_learning_rate_is_the_one_that_it_trains_with(warmup_steps: int) -> 
     for step in (0, 1, 6, 7, 8, 50, 98, 99, 100, 150):
         with jax.numpy_dtype_promotion("standard"):  # as the step does
             expected = float(schedule(jnp.asarray(step, jnp.int32)))
-        assert telemetry.learning_rate(config, step) == pytest.approx(expected, rel=1e-5), step
+        assert config.rate_at(step) == pytest.approx(expected, rel=1e-5), step
 
 
 def scraped(island: Island) -> dict[str, float]:

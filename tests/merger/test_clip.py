@@ -8,7 +8,8 @@ from statistics import median
 
 import pytest
 
-from merger.clip import ENOUGH, WINDOW, NormWindow, limit
+from broker.config import InnerConfig, RunConfig, SyncConfig
+from merger.clip import ENOUGH, INTERVALS_MOST, WINDOW, NormWindow, limit, path
 
 
 def test_the_limit_by_hand() -> None:
@@ -53,3 +54,35 @@ def _attacked(remember_clipped: bool, rounds: int) -> float:
 def test_an_attack_drags_the_median_slowly() -> None:
     assert _attacked(remember_clipped=True, rounds=40) == pytest.approx(3.0)  # by the multiple in over half a window
     assert _attacked(remember_clipped=False, rounds=40) == 1e6  # what remembering raw norms would do
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+CONFIG = RunConfig(
+    inner=InnerConfig(steps=1000, learning_rate=0.01, warmup_steps=100, final_share=0.0), sync=SyncConfig(interval=24)
+)
+
+
+def test_a_path_is_steps_times_the_learning_rate_in_their_middle() -> None:
+    assert path(CONFIG, 24, 124) == pytest.approx(24 * CONFIG.inner.rate_at(112))
+    assert path(CONFIG, 4, 4) == pytest.approx(4 * 0.01 * 3 / 101)
+    assert path(CONFIG, 0, 0) > 0.0
+    assert path(CONFIG, 24, 5000) == pytest.approx(24 * 1e-3 * 0.01), "where the rate is nothing"
+    assert path(CONFIG, 1 << 40, 500) == path(CONFIG, INTERVALS_MOST * 24, 500), "whoever says so"
+
+
+def test_the_first_rounds_of_a_warm_up_do_not_hold_up_the_next_ones() -> None:
+    """Eight islands with a norm of what they can have moved: a round after 4 steps, then each 24."""
+    window = NormWindow()
+    for global_step in range(4, 400, 24):
+        steps = min(global_step, 24)
+        norm = sum(CONFIG.inner.rate_at(global_step - back) for back in range(1, steps + 1))
+        assert norm <= limit(window, 1.5) * path(CONFIG, steps, global_step)
+        for _ in range(8):
+            window = window.with_norm(norm / path(CONFIG, steps, global_step))
+
+
+def test_an_outlier_is_clipped_in_the_warm_up_too() -> None:
+    window = NormWindow((1.0,) * ENOUGH)
+    assert limit(window, 3.0) * path(CONFIG, 4, 4) == pytest.approx(3.0 * path(CONFIG, 4, 4))
+    assert path(CONFIG, 4, 4) < 0.1 * path(CONFIG, 24, 124)

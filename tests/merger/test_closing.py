@@ -55,7 +55,7 @@ def state(params_N: Vector, norms: NormWindow | None = None, rule: outer.OuterOp
 def gather(
     norms: NormWindow, *parts: Part, groups: tuple[Group, ...] = AVERAGE, config: MergeConfig = MERGE, lived: int = 1
 ) -> Gathering:
-    gathered = Gathering(groups, config, norms=norms, version=3, live=lived)
+    gathered = Gathering(groups, config, norms=norms, version=3, live=lived, path=lambda c: 1.0)
     for contribution, delta_N in parts:
         gathered.take(f"entry-{contribution.island}", contribution, encoded(delta_N, "float32"))
     return gathered

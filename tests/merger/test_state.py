@@ -107,9 +107,9 @@ def test_a_state_from_before_runs_were_steered_is_read() -> None:
         damaged(staleness={"wrong": 1.0}),
         damaged(staleness=0.5),
         damaged(pace=[1.0, 2.0]),
-        damaged(norms=[[1.0]]),
-        damaged(norms={"first": [1.0]}),
-        damaged(norms={"0": 1.0}),
+        damaged(norms_by_path=[[1.0]]),
+        damaged(norms_by_path={"first": [1.0]}),
+        damaged(norms_by_path={"0": 1.0}),
         damaged(seen=[]),
         damaged(seen={"a/x": []}),
         damaged(seen={"a/x": [0, [1]]}),
@@ -132,6 +132,14 @@ def test_a_damaged_state_is_an_error_that_says_so(text: str) -> None:
 RELEASED = """{"closed": 7, "step": 40, "tokens": 1000, "staleness": {"value": 0.9}, "pace": {"quorum_seconds": 0.25,
 "sync_seconds": 1.5}, "norms": {"0": [1.0, 2.0]}, "seen": {"a/x": [3, 5, 7]}}"""
 """as version 0.1.0 wrote it before there were checkpoints"""
+
+
+def test_norms_of_another_unit_are_left_behind() -> None:
+    """Runs from before norms were compared by their path go on, and gather new ones."""
+    values = json.loads(RunState(closed=3, norms={0: NormWindow((1.0, 2.0))}).to_json())
+    values["norms"] = values.pop("norms_by_path")
+    found = RunState.from_json(json.dumps(values))
+    assert (found.closed, found.norms) == (3, {})
 
 
 def test_a_state_of_the_version_before_is_named_as_that() -> None:
