@@ -138,7 +138,7 @@ class MergeConfig:
     normalise: bool = True
     """divide the round's mean s by its running mean, so that staleness re-weighs but does not slow the run"""
     clip: Annotated[float, Ge(0.0)] = 3.0
-    """clip a contribution to this multiple of the running median of norm over path (rate times steps); 0 clips nothing"""
+    """clip a contribution to this multiple of the running median, by learning rate times steps; 0 clips nothing"""
 
 
 @dataclass(frozen=True)
