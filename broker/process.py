@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import platformdirs
 import tyro
 
 from broker import logs
-from broker.errors import ArchipelagoError, ConfigError
+from broker.errors import ArchipelagoError, ConfigError, UnreachableError
 from broker.redis_transport import RedisTransport, connect
 
 URL_VARIABLE = "ARCHIPELAGO_URL"
 RUN_VARIABLE = "ARCHIPELAGO_RUN"
+PAUSE_SECONDS = 0.5
+"""between two tries"""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 """of glibc's malloc.h"""
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 def guarded(main: Callable[[], int]) -> int:
@@ -102,6 +110,35 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class Patience:
+    """Calls that are tried again for a while where nobody answers: how a worker begins while its Redis is away."""
+
+    def __init__(
+        self,
+        seconds: float,
+        stopped: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`seconds` from the first failure of a call; `stopped` ends it early."""
+        self.seconds, self.stopped, self.clock, self.pause = seconds, stopped, clock, pause
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """What `call` returns. Raises its last UnreachableError, and all other errors at once."""
+        gives_up_at = math.inf
+        while True:
+            try:
+                return call()
+            except UnreachableError as error:
+                if gives_up_at == math.inf:
+                    gives_up_at = self.clock() + self.seconds
+                    if self.seconds > 0:
+                        log.warning("%s Trying again for %g s.", error, self.seconds)
+                if self.stopped() or self.clock() >= gives_up_at:
+                    raise
+            self.pause(PAUSE_SECONDS)
+
+
 @dataclass(frozen=True)
 class RunAddress:
     """Where a worker or a reader finds its run: what the options of most verbs begin with."""
@@ -114,6 +151,20 @@ class RunAddress:
     def connect(self) -> RedisTransport:
         """A connection to that run."""
         return connect_to(self.url, self.run)
+
+
+@dataclass(frozen=True)
+class AwaitedRun(RunAddress):
+    """The same for a worker, which may be started before its Redis is, or while it is away."""
+
+    wait_seconds: float = 30.0
+    """at the start, how long to try again where Redis does not answer; 0 gives up at once"""
+
+    def patience(self, stopped: Callable[[], bool]) -> Patience:
+        """For all that a worker asks before its own way through outages begins."""
+        if not 0.0 <= self.wait_seconds < math.inf:
+            raise ConfigError(f"--wait-seconds cannot be {self.wait_seconds}", "Give seconds, or 0 for none.")
+        return Patience(self.wait_seconds, stopped)
 
 
 def connect_to(url: str | None, run: str | None) -> RedisTransport:

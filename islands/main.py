@@ -22,7 +22,7 @@ from broker.errors import ConfigError, MismatchError
 from broker.keys import checked_name
 from broker.logs import Origin
 from broker.manifest import Manifest
-from broker.process import RunAddress, guarded, keep_compiled, print_json, programs_folder, stop_on_signals
+from broker.process import AwaitedRun, Patience, guarded, keep_compiled, print_json, programs_folder, stop_on_signals
 from broker.scalars import Scalars
 from broker.telemetry import WorkerOptions
 from broker.transport import Transport
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class IslandOptions(WorkerOptions, RunAddress):
+class IslandOptions(WorkerOptions, AwaitedRun):
     """Join a run and train. Needs nothing but the Redis URL (and the run's name where that Redis has several)."""
 
     name: str | None = None
@@ -70,13 +70,14 @@ def main(options: IslandOptions) -> int:
 
 
 def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin: Origin) -> dict[str, object]:
-    transport = options.connect()
+    awaited = options.patience(stopped)
+    transport = awaited(options.connect)
     origin.run = transport.run
     folder = options.folder or Path("runs") / transport.run / "islands" / name
     endpoint = options.endpoint()
     sinks = options.sinks(transport.run, name, "island", folder, "global_step")
-    manifest = transport.manifest()  # before JAX loads: a wrong name is answered at once
-    require_welcome(transport.control(), name, manifest.run)  # before anything is claimed in that name
+    manifest = awaited(transport.manifest)  # before JAX loads: a wrong name is answered at once
+    require_welcome(awaited(transport.control), name, manifest.run)  # before anything is claimed in that name
     keep_compiled()
 
     from islands import telemetry
@@ -93,14 +94,14 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
     loaded = time.process_time()
     config = manifest.config
     programs = Programs(programs_folder())
-    corpus = _corpus(manifest, transport, options.corpus, programs)
+    corpus = _corpus(manifest, transport, options.corpus, awaited, programs)
     store = IslandStore(folder, manifest)
-    returned = transport.claim_return(name)
+    returned = awaited(lambda: transport.claim_return(name))
     whole = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
     shards = shard_order(config.data.shards, config.seed, options.corpus or "")
     link = Link(transport, manifest, f"{name}/{incarnation}", shards)
-    arrivals = link.join()
+    arrivals = awaited(link.join)
     batches = Batches(corpus.train, config, link.lease, fallback=_number_of(name))
 
     def make() -> InnerSteps:
@@ -162,7 +163,7 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
 
 
 def _corpus(
-    manifest: Manifest, transport: Transport, pinned: str | None, programs: Programs | None = None
+    manifest: Manifest, transport: Transport, pinned: str | None, awaited: Patience, programs: Programs | None = None
 ) -> OpenCorpus:
     """The text to train on: the run's, or one that stays here. Raises MismatchError for another than is known."""
     from islands.corpus import open_corpus
@@ -173,7 +174,7 @@ def _corpus(
     manifest.require_same(describe(manifest.run, manifest.config, ours, programs))
     require_readable(manifest.config, corpus, manifest.corpus.tokenizer, programs)
     if pinned:
-        theirs = transport.register_corpus(pinned, corpus.digest)
+        theirs = awaited(lambda: transport.register_corpus(pinned, corpus.digest))
         if theirs != corpus.digest:
             raise MismatchError(
                 f"corpus {pinned!r}", theirs, corpus.digest,

@@ -12,7 +12,7 @@ import tyro
 
 from broker.errors import ConfigError
 from broker.process import (
-    RunAddress,
+    AwaitedRun,
     guarded,
     keep_compiled,
     keep_freed_memory,
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class MergerOptions(WorkerOptions, RunAddress):
+class MergerOptions(WorkerOptions, AwaitedRun):
     """Serve a run: merge what the islands send. Runs on the CPU; a second merger waits until the first is gone."""
 
     folder: Path | None = None
@@ -53,12 +53,14 @@ def main(options: MergerOptions) -> int:
     origin = options.log_as("merger", options.run)
     if options.lease_seconds < LEASE_SECONDS_MIN:
         raise ConfigError(f"--lease-seconds cannot be {options.lease_seconds}", f"Give at least {LEASE_SECONDS_MIN}.")
-    transport = options.connect()
+    awaited = options.patience(stopped)
+    transport = awaited(options.connect)
     origin.run = transport.run
     endpoint = options.endpoint()
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep)
     curves = Scalars(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
-    manifest = folder.find_or_bring_back(transport, resume=options.resume)  # before JAX loads: it is quick to say no
+    # Before JAX loads: it is quick to say no.
+    manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
     keep_compiled()
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands

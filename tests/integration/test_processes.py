@@ -218,7 +218,9 @@ def test_a_killed_merger_is_replaced_by_one_that_stands_by(processes: Processes,
 
 
 def test_a_dead_redis_slows_no_island(processes: Processes, tmp_path: Path, until: Until) -> None:
-    """SIGKILL of the server: the island steps on; the server returns from its append-only file; the run catches up."""
+    """SIGKILL of the server: the island steps on; the server returns from its append-only file; the run catches up,
+    with an island that was started meanwhile and waited.
+    """
     run, folder = "outage", tmp_path / "redis"
     server = start_server(folder)
     url = server.url
@@ -231,6 +233,8 @@ def test_a_dead_redis_slows_no_island(processes: Processes, tmp_path: Path, unti
     server.stop()
     died = time.monotonic()
     until(lambda: "training goes on" in processes.said(island), "the island to notice")
+    newcomer = processes.start("island", url, "--run", run, "--name", "two")
+    until(lambda: "Trying again for 30 s" in processes.said(newcomer), "the newcomer to notice")
     until(lambda: time.monotonic() - died > 2.0, "an outage of two seconds")
     assert island.poll() is None
     with start_server(folder) as again:
@@ -242,6 +246,7 @@ def test_a_dead_redis_slows_no_island(processes: Processes, tmp_path: Path, unti
         until(lambda: any(each.steps != said for each in view(url, run).islands), "its next heartbeat")
         after = view(url, run)
         outage_steps = after.islands[0].steps - before.islands[0].steps
+        until(lambda: view(url, run).participating == 2, "the newcomer to take part", 90)
         assert outage_steps > 0.3 * 2.0 / max(after.islands[0].step_seconds, 1e-3), "it stood still"
         until(lambda: balanced(view(url, run)), "balanced books")
         processes.end()
