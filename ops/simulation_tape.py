@@ -56,19 +56,6 @@ class FailureTape:
         """Mean over the islands."""
         return sum(self.goodput_of(island, until) for island in range(len(self.islands))) / len(self.islands)
 
-    def uptime(self, until: float | None = None) -> float:
-        """Share of the time, up to `until`, in which any island makes steps."""
-        end = min(until or self.seconds, self.seconds)
-        events = sorted(
-            (min(leg.at, end), number, leg.live) for number, legs in enumerate(self.islands) for leg in legs
-        )
-        live: dict[int, float] = {}
-        up = last = 0.0
-        for at, number, share in [*events, (end, -1, 0.0)]:
-            up += (at - last) * any(live.values())
-            last, live[number] = at, share
-        return up / end
-
 
 def taped(outcome: Outcome, step_seconds: float, about: Mapping[str, Any] | None = None) -> FailureTape:
     """The tape of a simulation."""

@@ -87,7 +87,8 @@ class Trial:
         mine = {k: v for k, v in settings.items() if k in matters or k.partition(".")[0] in matters}
         waits = kind == "diloco" or islands == 1  # who waits for all makes as many steps, however slow the slowest is
         factor = 1.0 if waits else float(slow)
-        sending, chips = (float(sending), float(chips)) if kind == "islands" else (0.0, 0.0)
+        sending = float(sending) if kind == "islands" and islands > 1 else 0.0
+        chips = float(chips) if kind == "islands" else 0.0
         slowed = slowed if factor > 1.0 or sending else 1
         return cls(kind, islands, factor, seed, tuple(sorted(mine.items())), slowed, chips, sending)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from broker.messages import LIVE_SECONDS, Call, Contribution, Refusal, Resume, Snapshot
 from broker.wire import digest, pack
+from merger.clip import path
 from merger.service import LEASE_SECONDS, Merger, serve
 from merger.state import RunState
 from ops.virtual import VirtualClock
@@ -42,6 +43,24 @@ def test_a_round_of_one_island() -> None:
     assert entry.digest == digest(constant(-0.75).tobytes())
     assert not merger.turn(0.0)
     sea.balance()
+
+
+def test_contributions_are_clipped_by_what_they_can_have_moved() -> None:
+    """The first ones go over half an interval at the begin of the warm-up, a 50th of the later ones' path."""
+    sea = Sea()
+    sea.live("a", "b")
+    merger = sea.merger()
+    near, far = {"steps": 4, "global_step": 4}, {"steps": 8, "global_step": 100}
+    longer = path(CONFIG, **far) / path(CONFIG, **near)
+    assert longer > 50
+    sizes = [(1.0, near)] * 8 + [(longer, far)] * 2 + [(100.0 * longer, far)] * 2
+    for number, (size, when) in enumerate(sizes, 1):
+        for island in "ab":
+            sea.send(island, number, constant(size), **when)
+        assert merger.turn(0.0)
+    clips = [member.clip for entry in sea.transport.tape(20) for member in entry.members]
+    assert clips[:20] == [1.0] * 20
+    assert clips[20:] == pytest.approx([0.03] * 4), "three times the usual is the most"
 
 
 def test_rounds_of_two_islands_in_turn() -> None:

@@ -34,9 +34,15 @@ def test_a_tape_says_what_the_simulation_did(tmp_path: Path) -> None:
     assert (back.step_seconds, back.seconds, len(back.islands)) == (6.0, 20_000.0, 4)
     for island in range(4):
         assert 0.5 < outcome.goodput_of(island) < 0.99, "seed 3"
-        assert tape.uptime() == pytest.approx(outcome.uptime)
         assert tape.goodput_of(island) == pytest.approx(outcome.goodput_of(island), abs=1e-9)
         assert back.goodput_of(island) == pytest.approx(outcome.goodput_of(island), abs=1e-5)
+
+
+def test_goodput_of_a_tape_up_to_a_moment() -> None:
+    tape = FailureTape(((Leg(0, 0.5), Leg(40, 1)), (Leg(0, 1), Leg(20, 0), Leg(40, 1))), 1.0, 100.0)
+    assert tape.goodput(40.0) == pytest.approx(0.5)
+    assert tape.goodput(50.0) == pytest.approx(0.6)
+    assert tape.goodput() == tape.goodput(200.0) == pytest.approx(0.8), "a tape has an end"
 
 
 @pytest.mark.parametrize(
