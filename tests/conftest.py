@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 # Before JAX is imported: tests of arithmetic want the CPU, and its threads shared among what runs beside.
@@ -42,6 +43,14 @@ def until() -> Until:
             time.sleep(0.01)
 
     return wait
+
+
+def gone(pid: int) -> bool:
+    """The process is no more; one that nobody has reaped counts as gone."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,7 @@ from broker.transport import START, Memory
 from broker.wire import digest
 from ops.server import Server, find_program, start_server
 from tests import samples
+from tests.conftest import Until
 
 WIDTH = 100_000
 LARGE = bytes(range(256)) * 10_000
@@ -48,7 +49,6 @@ SECRET = "Pa55" + "w0rd"
 REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "no")
 
 Connect = Callable[[], RedisTransport]
-Until = Callable[..., None]
 
 
 @pytest.fixture

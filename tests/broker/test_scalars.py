@@ -7,7 +7,7 @@ import math
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO
@@ -19,8 +19,7 @@ from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-unty
 from broker.errors import ConfigError
 from broker.scalars import RETRY_SECONDS, WAITING_MAX, EventFile, Outlet, Point, Scalars, WandbRun
 from broker.telemetry import CurveOptions
-
-Until = Callable[..., None]
+from tests.conftest import Until
 
 
 def events(path: Path) -> Iterator[Event]:

@@ -29,6 +29,7 @@ from broker.redis_transport import RedisTransport, connect
 from broker.transport import START
 from broker.wire import digest, pack
 from tests import samples
+from tests.conftest import Until
 
 ROOT = Path(__file__).parents[2]
 ISLANDS = ("a", "b", "c")
@@ -36,7 +37,6 @@ ROUNDS = 6
 STEP_SECONDS = 1e4
 """of an inner step, as the islands say: the grace window outlasts every test"""
 SECONDS = 60.0
-Until = Callable[..., None]
 Answer = tuple[Contribution, bytes]
 
 

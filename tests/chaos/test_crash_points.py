@@ -18,7 +18,8 @@ from broker.transport import START
 from merger.checkpoint import CheckpointStore
 from ops.server import Server
 from tests import samples
-from tests.chaos.scripted import ISLANDS, ROUNDS, Outcome, Play, Until, answer, manifest, outcome
+from tests.chaos.scripted import ISLANDS, ROUNDS, Outcome, Play, answer, manifest, outcome
+from tests.conftest import Until
 
 pytestmark = pytest.mark.processes
 

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,13 @@ from merger.folder import MergerFolder
 from merger.service import Merger, serve
 from ops.server import Server, start_server
 from tests.chaos.crew import Crew, check, create
+from tests.conftest import Until
 
 pytestmark = pytest.mark.processes
 
 KILLS = 25
 WIDTH = 12_000
 """payloads of up to 190 kB in one of the fragments, which is three chunks here"""
-Until = Callable[..., None]
 
 
 @pytest.fixture

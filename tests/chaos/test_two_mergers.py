@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,13 @@ from broker.redis_transport import RedisTransport, connect
 from broker.transport import START
 from ops.server import Server
 from tests.chaos.crew import Crew, check, create
+from tests.conftest import Until
 
 pytestmark = pytest.mark.processes
 
 TAKEOVERS = 50
 STANDBYS = 2
 RUN = "two-mergers"
-Until = Callable[..., None]
 
 
 class Mergers:

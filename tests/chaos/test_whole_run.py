@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,11 +18,11 @@ from islands.checkpoint import IslandStore
 from merger.checkpoint import CheckpointStore
 from ops.server import Server
 from tests.chaos.scripted import ROUNDS, Play, outcome
+from tests.conftest import Until
 from tests.integration.test_processes import SETTINGS, Processes, balanced, rounds_of, view
 
 pytestmark = pytest.mark.processes
 
-Until = Callable[..., None]
 UP = ["--islands=2", "--checkpoint-every=3", "--evaluate-every=2", "--no-one-process", "--inner.steps=3000", *SETTINGS]
 
 

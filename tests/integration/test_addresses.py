@@ -31,11 +31,11 @@ from broker.redis_transport import connect
 from islands.corpus import OpenCorpus
 from ops.server import LOOPBACK, Server, find_program
 from tests import samples
+from tests.conftest import Until
 
 WIDTH = 200_000
 LARGE = random.Random(0).randbytes(HUGE_FROM_BYTES + 4567)
 """five chunks, the last one short"""
-Until = Callable[..., None]
 
 
 # -- certificates ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from broker.redis_transport import connect
 from islands.corpus import OpenCorpus
 from ops.server import Server, start_server
 from ops.view import RunView, observe
+from tests.conftest import Until, gone
 
 pytestmark = pytest.mark.processes
 
@@ -35,7 +36,6 @@ SETTINGS = [
     "--inner.warmup-steps=5",
     "--sync.interval=12",
 ]
-Until = Callable[..., None]
 
 
 class Processes:
@@ -165,14 +165,7 @@ def test_nothing_outlives_a_killed_launcher(processes: Processes, until: Until) 
     children = us.children(recursive=True)
     launcher.kill()
     launcher.wait()
-    until(lambda: not [c for c in children if _alive(c)], "everything to die")
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    until(lambda: all(gone(child.pid) for child in children), "everything to die")
 
 
 def test_the_pieces_by_hand(processes: Processes, server: Server, until: Until) -> None:

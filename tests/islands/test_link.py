@@ -26,11 +26,11 @@ from islands.recovery import Gift, decode
 from islands.worker import Island, train
 from merger.service import Merger
 from tests import samples
+from tests.conftest import Until
 from tests.islands import tiny
 
 SIZE = 32
 """elements of either fragment of the sample run"""
-Until = Callable[..., None]
 
 
 class Sea(MemoryTransport):

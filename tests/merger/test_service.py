@@ -50,7 +50,8 @@ def test_contributions_are_clipped_by_what_they_can_have_moved() -> None:
     sea = Sea()
     sea.live("a", "b")
     merger = sea.merger()
-    near, far = {"steps": 4, "global_step": 4}, {"steps": 8, "global_step": 100}
+    near: dict[str, Any] = {"steps": 4, "global_step": 4}
+    far: dict[str, Any] = {"steps": 8, "global_step": 100}
     longer = path(CONFIG, **far) / path(CONFIG, **near)
     assert longer > 50
     sizes = [(1.0, near)] * 8 + [(longer, far)] * 2 + [(100.0 * longer, far)] * 2

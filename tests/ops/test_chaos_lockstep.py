@@ -29,10 +29,10 @@ from ops.chaos_schedule import Fault, Kind
 from ops.chaos_storm import Plan, await_training
 from ops.lockstep import LockstepOptions, first_in, params_in
 from ops.lockstep import main as follow
+from tests.conftest import Until
 from tests.ops.test_chaos_report import storm
 from tests.small import SMALL
 
-Until = Callable[..., None]
 NAMES = ("island-0", "island-1")
 
 

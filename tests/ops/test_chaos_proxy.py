@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 
+from tests.conftest import Until
 from tests.ops.test_proxy import PATIENCE, Echo, asked, connected, echo, linked
 
 __all__ = ["echo"]
-Until = Callable[..., None]
 
 
 def test_a_half_open_connection_is_silent_for_ever_and_new_ones_work(echo: Echo, until: Until) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from ops import launcher
 from ops.launcher import Child, stop_all, thread_environment
+from tests.conftest import Until
 
-Until = Callable[..., None]
 Make = Callable[[str], Child]
 
 

@@ -6,7 +6,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ops.proxy import PIECE_BYTES, Bucket, Proxy, bytes_per_second
+from tests.conftest import Until
 
-Until = Callable[..., None]
 PATIENCE = 30.0
 """for a socket that should have something to say"""
 

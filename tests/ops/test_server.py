@@ -11,8 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -24,6 +22,7 @@ from broker.errors import BrokerError
 from ops import server as embedded
 from ops import tether
 from ops.server import Program, Server, find_program, running, start_server
+from tests.conftest import Until, gone
 
 pytestmark = pytest.mark.processes
 
@@ -39,22 +38,6 @@ with start_server(Path(sys.argv[1]), find_program(sys.argv[3])) as server:
     print(server.pid, server.url, flush=True)
     time.sleep(600)
 """
-
-
-def until(predicate: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not predicate():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds} s until {what}")
-        time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    """Also when nobody has reaped it."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def ask(server: Server, *words: str, password: str | None = None) -> bytes:
@@ -204,7 +187,7 @@ def test_hints_name_the_client_that_is_there(path_folder: Path, tmp_path: Path, 
         assert f"{valkey.kind} {valkey.version} on 127.0.0.1:{server.port}" in server.describe()
 
 
-def test_fakeredis_answers_and_says_what_it_is(tmp_path: Path) -> None:
+def test_fakeredis_answers_and_says_what_it_is(tmp_path: Path, until: Until) -> None:
     with start_server(tmp_path / "redis", find_program("fakeredis")) as server:
         assert server.url == f"redis://127.0.0.1:{server.port}/0"
         assert ask(server, "PING") == b"+PONG"
@@ -216,7 +199,7 @@ def test_fakeredis_answers_and_says_what_it_is(tmp_path: Path) -> None:
 # how it ends
 
 
-def test_stop_may_be_said_twice_and_after_a_death(tmp_path: Path, valkey: Program) -> None:
+def test_stop_may_be_said_twice_and_after_a_death(tmp_path: Path, valkey: Program, until: Until) -> None:
     server = start_server(tmp_path / "redis", valkey)
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: not server.alive(), "the server is dead")
@@ -228,7 +211,7 @@ def test_stop_may_be_said_twice_and_after_a_death(tmp_path: Path, valkey: Progra
 
 @pytest.mark.parametrize("native", [True, False])
 def test_stop_kills_what_does_not_listen(
-    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch, native: bool
+    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch, native: bool, until: Until
 ) -> None:
     monkeypatch.setattr(embedded, "STOP_SECONDS", 0.2)
     monkeypatch.setattr(tether, "HAS_DEATH_SIGNAL", native and tether.HAS_DEATH_SIGNAL)
@@ -248,7 +231,7 @@ def test_stop_kills_what_does_not_listen(
         "watch",
     ],
 )
-def test_killed_launcher_takes_its_server_along(tmp_path: Path, valkey: Program, tie: str) -> None:
+def test_killed_launcher_takes_its_server_along(tmp_path: Path, valkey: Program, tie: str, until: Until) -> None:
     folder = tmp_path / "redis"
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(folder), tie, valkey.kind], stdout=subprocess.PIPE, text=True, cwd=ROOT

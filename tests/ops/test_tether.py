@@ -6,14 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ops import tether
+from tests.conftest import Until, gone
 
 pytestmark = pytest.mark.processes
 
@@ -39,28 +37,12 @@ child.wait()
 """
 
 
-def until(predicate: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not predicate():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds} s until {what}")
-        time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    """Also when nobody has reaped it."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def run(argv: list[str], *, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=30, cwd=cwd)
 
 
 @WATCH
-def test_child_dies_with_a_killed_launcher(watch: bool) -> None:
+def test_child_dies_with_a_killed_launcher(watch: bool, until: Until) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(watch)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as launcher:
