@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from broker.config import RunConfig, checked
 from broker.errors import ConfigError
 from broker.process import finite, keep_compiled, print_json
-from ops.settings import say
+from ops.settings import say, table_console
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ def main(options: BenchOptions) -> int:
     if options.json:
         print_json(found)
     else:
-        Console(highlight=False).print(_table(found["rows"]))
+        console = table_console()
+        console.print(_table(found["rows"], console.width))
     say(f"written: {path}" + (f"  picture: {found['picture']}" if "picture" in found else ""))
     return 0
 
@@ -180,12 +180,16 @@ def _largest(options: BenchOptions, config: RunConfig) -> dict[str, Any]:
     return largest(options.parameters or (PARAMETERS_QUICK if options.quick else PARAMETERS), say)
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name == next(iter(rows[0])) else "right")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+def _table(rows: list[dict[str, Any]], width: int) -> Table:
+    """Names and numbers stay whole: where they do not fit, columns stand closer, and heads on several lines."""
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    heads, *body = cells
+    fits = sum(max(map(len, column)) + 2 for column in zip(*cells, strict=True)) - 2 <= width
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1) if fits else (0, 1, 0, 0))
+    for index, head in enumerate(heads):
+        table.add_column(head.replace("_", " " if fits else "\n"), justify="right" if index else "left")
+    for row in body:
+        table.add_row(*row)
     return table
 
 

@@ -8,13 +8,19 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from broker import config
 from broker.config import RunConfig
 from broker.errors import ConfigError
 from broker.logs import as_json
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 CONFIG_FLAG = "--config"
+PIPE_WIDTH = 160
+"""characters of a line that goes to a file"""
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +59,15 @@ def _toml(value: object) -> str:
     if isinstance(value, str):  # a TOML string is a JSON string, but for DEL and for pairs of surrogates
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
+
+
+def table_console() -> Console:
+    """Standard output for tables; in a pipe or a file, where lines have no end, they are as wide as they are."""
+    from rich.console import Console  # most verbs print no tables, and want to start at once
+
+    console = Console(highlight=False)
+    console.width = console.width if console.is_terminal else PIPE_WIDTH
+    return console
 
 
 def say(text: str = "") -> None:

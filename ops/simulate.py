@@ -11,13 +11,12 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
-from rich.console import Console
 
 from broker.config import RunConfig, from_toml
 from broker.errors import ConfigError
 from broker.process import keep_compiled, print_json
 from ops import simulation_tape
-from ops.settings import say
+from ops.settings import say, table_console
 from ops.simulation_failures import YEAR_SECONDS, FailureModel, Outcome, simulate
 from ops.simulation_published import GOODPUT, UPTIME, bandwidth, bandwidth_rms, goodput_and_uptime, rms
 from ops.simulation_tape import FailureTape
@@ -84,7 +83,7 @@ def _tables(options: SimulateOptions) -> dict[str, Any]:
     summary = {"goodput_rms_points": rms(goodput, GOODPUT), "uptime_rms_points": rms(uptime, UPTIME),
                "bandwidth_rms": bandwidth_rms(gbits), "cpu_seconds": seconds}  # fmt: skip
     if not options.json:
-        console = Console(highlight=False)
+        console = table_console()
         for table in show.tables(goodput, uptime, gbits):
             console.print(table)
             console.print()

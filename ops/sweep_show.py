@@ -10,17 +10,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from ops.settings import say
+from ops.settings import say, table_console
 from ops.sweep_study import Record, Study
 from ops.sweep_trial import OWN, key_of
 
 SAME_TOKENS = 0.03
 """how far two runs' tokens may be apart to be compared: islands that tick apart end within a few steps of each other"""
-WIDTH = 160
-"""characters of a line that goes to a file"""
 ROWS_MAX = 60
 """rows that a picture has room for"""
 
@@ -72,8 +69,7 @@ def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = 
     varying = varying_names(rows)
     found = [_plain(row, rows, varying) for row in sorted(rows, key=_order)]
     if not quiet:
-        console = Console(highlight=False)
-        console.width = console.width if console.is_terminal else WIDTH
+        console = table_console()
         console.print(study.about)
         console.print(_table(found, varying))
     picture = folder / f"{study.name}.png"

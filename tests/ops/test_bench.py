@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from broker.redis_transport import connect
 from islands.corpus import OpenCorpus
@@ -22,6 +24,29 @@ def test_a_row_takes_the_median_of_the_ratios_and_leaves_the_first_round_out() -
     row = bench_wire._row("ours", "theirs", 8_000_000, mine=[100.0, 2.0, 4.0, 8.0], theirs=[1.0, 1.0, 1.0, 6.0])
     assert (row["ratio"], row["ratio_from"], row["ratio_to"]) == (0.5, 0.25, 0.75)
     assert (row["MB_a_second"], row["theirs_MB_a_second"]) == (2, 8)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_table_cuts_no_name_and_no_number(width: int) -> None:
+    """Eight columns, of which 80 characters have room for less than two spaces between any two."""
+    numbers = {"tokens": 4_566_016, "bits_per_byte": 2.148, "rounds": 381, "per_round": 2.9974}
+    ratios = {"to_one": 1.0129, "to_parallel": 1.0025, "to_diloco": 0.9765}
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(bench._table([{"what": "data-parallel, 3× batch", **numbers, **ratios}], width))
+    *heads, line = console.export_text().splitlines()
+    assert " ".join(line.split()) == "data-parallel, 3× batch 4,566,016 2.1480 381 2.9974 1.0129 1.0025 0.9765"
+        "data-parallel,",
+        "3×",
+        "batch",
+        "4,566,016",
+        "2.1480",
+        "381",
+        "2.9974",
+        "1.0129",
+        "1.0025",
+        "0.9765",
+    ]
+    assert all("…" not in head for head in heads)
 
 
 def test_both_sides_take_turns() -> None:
