@@ -181,6 +181,7 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
         x, y, error = zip(*sorted(points), strict=True)
         axes.errorbar(x, y, yerr=error, marker="o", markersize=3, capsize=2, label=label)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set(xlabel=study.x, ylabel="loss to that of data-parallel")
     axes.legend(frameon=False, fontsize="small")
 

@@ -35,17 +35,6 @@ def test_a_table_cuts_no_name_and_no_number(width: int) -> None:
     console.print(bench._table([{"what": "data-parallel, 3× batch", **numbers, **ratios}], width))
     *heads, line = console.export_text().splitlines()
     assert " ".join(line.split()) == "data-parallel, 3× batch 4,566,016 2.1480 381 2.9974 1.0129 1.0025 0.9765"
-        "data-parallel,",
-        "3×",
-        "batch",
-        "4,566,016",
-        "2.1480",
-        "381",
-        "2.9974",
-        "1.0129",
-        "1.0025",
-        "0.9765",
-    ]
     assert all("…" not in head for head in heads)
 
 
