@@ -26,7 +26,7 @@ from broker.messages import Contribution, Track, from_fields, to_fields
 from broker.wire import digest
 from islands.inner import InnerState
 from islands.link import Draft, Published
-from islands.recovery import copied
+from islands.programs import copied
 from islands.track import Tracker
 from islands.worker import Island, Totals
 

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 
-from islands.recovery import copied
+from islands.programs import copied
 from islands.worker import Island
 
 DISPATCH_MATTERS_SECONDS = 0.02

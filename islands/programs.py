@@ -175,7 +175,7 @@ class _Kept(Generic[P, T]):
             if found is None:
                 return self._new(name, outcome, leaves, args)
             loaded = _Executable(found, outcome)
-            jax.block_until_ready(loaded(_copied(leaves)))  # type: ignore[no-untyped-call]
+            jax.block_until_ready(loaded(copied(leaves)))  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 - whatever a compiler says, there is the function itself
             log.debug("a program is not kept: %r", error)
             programs.write(name, _NOT_KEPT)
@@ -198,7 +198,7 @@ class _Kept(Generic[P, T]):
             raise TypeError(f"{compiled.out_tree} is not {outcome}")
         serialised = executable.client.serialize_executable(executable)
         loaded = _Executable(serialised, outcome)
-        both = compiled(*_copied(args)), loaded(_copied(leaves))
+        both = compiled(*copied(args)), loaded(copied(leaves))
         if not all(map(_are_same, *map(jax.tree.leaves, both))):
             raise ArithmeticError("it gives other numbers")
         self._programs.write(name, serialised)
@@ -225,8 +225,11 @@ def _are_same(one: jax.Array, other: jax.Array) -> bool:
     return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
 
 
-def _copied(tree: Any) -> Any:
-    return jax.device_put(tree, may_alias=False)
+def copied(tree: Any) -> Any:
+    """A copy on the device, of arrays there or on the host, which inner steps may donate. Compiles nothing."""
+    # `may_alias=False` alone is not enough: what is made of the host's memory may go on reading there, on a CPU.
+    own = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+    return jax.device_put(own, may_alias=False)
 
 
 def _cpu() -> list[str]:

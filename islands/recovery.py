@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +20,7 @@ from broker.errors import WireError
 from broker.messages import Handover, Presence, Track
 from broker.transport import Transport
 from broker.wire import digest
+from islands.programs import copied
 
 ASK_SECONDS = 10.0
 """How long a newcomer waits for a peer's answer once it is ready to train."""
@@ -45,11 +45,6 @@ class Received:
 
     handover: Handover
     optimizer: OptState
-
-
-def copied(tree: Any) -> Any:
-    """A copy on the device, of arrays there or on the host, which inner steps may donate. Compiles nothing."""
-    return jax.device_put(tree, may_alias=False)
 
 
 def encode(gift: Gift, giver: str) -> tuple[Handover, bytes]:

@@ -14,7 +14,7 @@ from broker.config import AdoptConfig
 from broker.manifest import Manifest, Tensor
 from islands.adoption import Adopt, build
 from islands.interface import Params
-from islands.programs import Programs
+from islands.programs import Programs, copied
 from islands.uplink import SMALL_BYTES
 
 Rows = tuple[tuple[Tensor, int], ...]
@@ -70,7 +70,7 @@ class Replica:
             for rows, vector_N in zip(self.layout, vectors, strict=True)
             for tensor, offset in rows
         }
-        params: Params = jax.device_put(dict(sorted(cut.items())), may_alias=False)
+        params: Params = copied(dict(sorted(cut.items())))
         return params
 
     def warm_up(self, params: Params) -> None:

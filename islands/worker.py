@@ -26,8 +26,8 @@ from islands.inner import InnerSteps, begin
 from islands.ledger import Ledger
 from islands.link import Arrival, Draft, Link
 from islands.pacing import Pacer
-from islands.programs import Programs
-from islands.recovery import Gift, Received, copied
+from islands.programs import Programs, copied
+from islands.recovery import Gift, Received
 from islands.replica import Replica
 from islands.track import Tracker
 from islands.uplink import averaged

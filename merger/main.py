@@ -70,7 +70,9 @@ def main(options: MergerOptions) -> int:
 
     every = options.checkpoint_every
     keeper = folder.keeper(transport, manifest, every) if every > 0 else None
-    merger = Merger(transport, linger_seconds=LINGER_SECONDS, keeper=keeper, lease_seconds=options.lease_seconds)
+    merger = awaited(  # it asks for the manifest
+        lambda: Merger(transport, linger_seconds=LINGER_SECONDS, keeper=keeper, lease_seconds=options.lease_seconds)
+    )
     endpoint.families = Telemetry(merger, curves).families
     curves.start()
     try:

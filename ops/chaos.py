@@ -57,6 +57,8 @@ class ChaosOptions:
     """islands on this machine"""
     seconds: float = 60.0
     """how long faults last, and are measured"""
+    settle_seconds: float = 0.0
+    """after that, how long at most is waited and measured until everybody that was away is back"""
     fault_seed: int = 0
     """of the schedule: the same seed makes the same faults"""
     fault_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -121,7 +123,7 @@ def main(options: ChaosOptions) -> int:
 
 def _require_sensible(options: ChaosOptions) -> None:
     positive = ("seconds", "mean_seconds_between", "return_shape", "return_power", "slow", "spot_faster")
-    for name in (*positive, "return_seconds", "every", "step_seconds", "checkpoint_every"):
+    for name in (*positive, "return_seconds", "every", "step_seconds", "checkpoint_every", "settle_seconds"):
         value = getattr(options, name)
         if not 0 <= value < math.inf or (name in positive and not value):
             raise ConfigError(f"--{name.replace('_', '-')} cannot be {value}", "Give a positive number.")
@@ -192,8 +194,9 @@ def _storm(
     (folder / SCHEDULE).write_text(schedules.to_text(faults), encoding="utf-8")
     endless = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_enough_steps(options, config)))
     plan = Plan(
-        folder.name, folder / "storm", endless, step_seconds, options.seconds, tuple(faults), options.checkpoint_every
-    )
+        folder.name, folder / "storm", endless, step_seconds, options.seconds, tuple(faults), options.checkpoint_every,
+        options.settle_seconds,
+    )  # fmt: skip
     say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, seed {options.fault_seed}; {folder}")
     storm = ride(plan, stopped)
     control: Control | None = None
@@ -227,7 +230,9 @@ def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
     A run that ended within the storm would leave nothing to do faults to; islands begin before it does.
     """
     shortest = options.step_seconds or 1e-3
-    return max(config.inner.steps, math.ceil((1.1 * options.seconds + JOINING_SECONDS) / shortest))
+    return max(
+        config.inner.steps, math.ceil((1.1 * (options.seconds + options.settle_seconds) + JOINING_SECONDS) / shortest)
+    )
 
 
 def _command() -> str:

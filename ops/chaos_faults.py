@@ -96,6 +96,11 @@ class Trial:
                 self.note(target.name, "died")
                 self._start_later(target, UNPLANNED_SECONDS)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a fault is still to come, or to be over."""
+        return bool(self._faults or self._due) or any(target.dead or target.stopped for target in self.targets.values())
+
     def befall(self, target: Target, fault: Fault) -> None:
         """Does it to the target, now."""
         match fault.kind:

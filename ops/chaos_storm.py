@@ -55,6 +55,8 @@ class Plan:
     """how long the window lasts"""
     faults: tuple[Fault, ...] = ()
     checkpoint_seconds: float = 10.0
+    settle_seconds: float = 0.0
+    """and how much longer at most, until everybody is back"""
     merged_tokens: int = 0
     """end once so many are merged, instead of after `seconds`; 0 for not"""
 
@@ -287,6 +289,16 @@ class Sea(Trial):
 
     # -- the end --------------------------------------------------------------------------------------------------
 
+    def is_well(self, last_round_at: float) -> bool:
+        """Nothing is still to happen, all islands train, and a round has closed since the last thing that happened."""
+        if self.is_busy or last_round_at < max(happening.at for happening in self.happenings):
+            return False
+        try:
+            training = {p.heartbeat.island: p.heartbeat.pid for p in self.transport.presences() if p.is_training}
+        except BrokerError:
+            return False
+        return all(training.get(island.name) == island.pid for island in self.islands)
+
     def calm(self) -> None:
         """No more faults: whatever was to be over later is over now, and the Redis and the merger are there."""
         for island in self.islands:
@@ -360,13 +372,19 @@ def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
 
 
 def _await_end(plan: Plan, sea: Sea, watch: Watch, begin: float, stopped: Callable[[], bool]) -> None:
-    wanted = plan.merged_tokens * len(sea.manifest.fragments)
-    while watch.merged_tokens < wanted if wanted else time.monotonic() < begin + plan.seconds:
+    while not _is_over(plan, sea, watch, begin):
         if stopped():
             raise ArchipelagoError("the storm was interrupted", "Nothing of it is kept but its folder.")
         sea.tend()
         sea.say_news(begin)
         time.sleep(TICK_SECONDS)
+
+
+def _is_over(plan: Plan, sea: Sea, watch: Watch, begin: float) -> bool:
+    if plan.merged_tokens:
+        return watch.merged_tokens >= plan.merged_tokens * len(sea.manifest.fragments)
+    left = begin + plan.seconds - time.monotonic()
+    return left <= 0 and (left <= -plan.settle_seconds or sea.is_well(max(watch.seen.values(), default=0.0)))
 
 
 def _told(plan: Plan, sea: Sea, watch: Watch, begin: float, end: float, bits: float) -> Storm:

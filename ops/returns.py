@@ -20,7 +20,7 @@ from islands.creation import fitted
 from islands.evaluation import compile_validation, published
 from islands.inner import InnerSteps, compile_steps
 from islands.model import build
-from islands.recovery import copied
+from islands.programs import copied
 from islands.worker import Island
 from ops.virtual import VirtualRun
 

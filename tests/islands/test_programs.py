@@ -19,8 +19,7 @@ from islands import programs as programs_module
 from islands.creation import outline
 from islands.inner import InnerSteps, begin, compile_steps
 from islands.model import build
-from islands.programs import Programs
-from islands.recovery import copied
+from islands.programs import Programs, copied
 
 pytestmark = pytest.mark.skipif(not programs_module._cpu(), reason="this system does not say what its processor is")
 
@@ -180,13 +179,15 @@ def test_a_model_that_was_noted_is_described_without_being_built(
 
 def test_a_copy_is_another_array() -> None:
     """Whoever keeps one must not lose it to a step that donates the other, nor share the host's memory."""
-    host = np.ones(1 << 12, np.float32)
-    first = copied({"x": host})
-    second = copied(first)
-    host[:] = 5.0
-    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(first)
-    assert first["x"].is_deleted()
-    assert second["x"][0] == 1.0
+    for _ in range(32):  # where the host's memory begins decides whether a processor goes on reading there
+        host = np.ones(1 << 12, np.float32)
+        first = copied({"x": host})
+        second = copied(first)
+        host[:] = 5.0
+        assert first["x"][0] == 1.0
+        jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(first)
+        assert first["x"].is_deleted()
+        assert second["x"][0] == 1.0
 
 
 def test_a_start_loads_nothing_that_it_can_do_without() -> None:

@@ -24,7 +24,8 @@ from broker.wire import digest
 from islands import recovery
 from islands.inner import begin, counts
 from islands.model import Params
-from islands.recovery import Gift, copied, decode, encode, peers, receive
+from islands.programs import copied
+from islands.recovery import Gift, decode, encode, peers, receive
 from ops.virtual import VirtualClock
 from tests import samples
 from tests.islands import tiny

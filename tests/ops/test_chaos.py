@@ -58,8 +58,8 @@ def test_a_short_storm_in_which_everybody_meets_something(processes: Processes, 
     faults = FAULTS + (JUMP if false_clock.library() else "")
     schedule.write_text(faults)
     found = processes.run(
-        "chaos", "--islands=2", "--seconds=16", "--step-seconds=0.03", f"--schedule={schedule}", "--no-undisturbed",
-        "--checkpoint-every=2", *SETTINGS,
+        "chaos", "--islands=2", "--seconds=12", "--settle-seconds=120", "--step-seconds=0.03",
+        f"--schedule={schedule}", "--no-undisturbed", "--checkpoint-every=2", *SETTINGS,
     )  # fmt: skip
     assert found["holds"], found["checks"]
     assert all(check["holds"] for check in found["checks"])
@@ -67,6 +67,7 @@ def test_a_short_storm_in_which_everybody_meets_something(processes: Processes, 
     said = "".join(path.read_text() for path in tmp_path.glob("process-*.log"))
     for what in SAID:
         assert what in said, said
+    assert found["seconds"] < 12 + 120, "in the end everybody is back"
     assert " died" not in said, said  # whoever was started while Redis was away has waited for it
     (kill,) = [back for back in found["returns"] if back["island"] == "island-0"]
     assert kill["away_seconds"] >= 0.5

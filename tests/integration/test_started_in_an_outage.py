@@ -1,0 +1,98 @@
+"""Workers that are started while their Redis is away: whichever call meets the outage first, nobody ends by it."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import islands.main
+import merger.main
+from broker.errors import UnreachableError
+from broker.process import AwaitedRun
+from broker.redis_transport import RedisTransport, connect
+from islands.creation import describe, first_snapshots
+from merger.service import serve
+from tests.islands.test_main import CORPUS
+from tests.small import SMALL
+
+
+class Stuttering:
+    """A connection on which each call breaks the first time, and the third."""
+
+    def __init__(self, transport: RedisTransport) -> None:
+        self._transport = transport
+        self.run = transport.run
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            if self.calls[name] in (1, 3):
+                raise UnreachableError("redis://here does not answer (connection reset)")
+            return getattr(self._transport, name)(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
+    monkeypatch.setattr("broker.process.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(islands.main, "_corpus", lambda *_: CORPUS)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as the merger sets it
+    for module in (islands.main, merger.main):
+        monkeypatch.setattr(module, "keep_compiled", lambda: None)
+    monkeypatch.setattr(merger.main, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr("merger.service.serve", partial(serve, pause=lambda _: None))
+    made = connect(f"fakeredis://{uuid.uuid4().hex}", "demo")
+    manifest = describe("demo", SMALL, CORPUS.identity)
+    made.create(manifest, first_snapshots(manifest))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stuttering(transport: RedisTransport, monkeypatch: pytest.MonkeyPatch) -> Stuttering:
+    made = Stuttering(transport)
+    monkeypatch.setattr(AwaitedRun, "connect", lambda _: made)
+    return made
+
+
+def until(module: Any, monkeypatch: pytest.MonkeyPatch, holds: Callable[[], object]) -> None:
+    """As if a signal came then."""
+    monkeypatch.setattr(module, "stop_on_signals", lambda: lambda: bool(holds()))
+
+
+def test_a_merger(
+    transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    until(merger.main, monkeypatch, lambda: stuttering.calls["updates"] > 1)
+    assert merger.main.main(merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0)) == 0
+    assert stuttering.calls["manifest"] > 3
+    assert "served" in {note.kind for note in transport.notes(100)}
+
+
+def test_an_island(
+    transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    until(islands.main, monkeypatch, lambda: transport.backlog())
+    options = islands.main.IslandOptions(run="demo", folder=tmp_path, name="oslo", scan_steps=1, wait_seconds=20.0)
+    assert islands.main.main(options) == 0
+    assert stuttering.calls["publish"] > 1
+    assert transport.backlog()
+
+
+AT_THE_START = ("manifest", "control", "claim_return", "last_event", "fragment")
+
+
+@pytest.mark.parametrize("call", AT_THE_START)
+def test_who_is_not_to_wait_ends_at_once(call: str, stuttering: Stuttering, tmp_path: Path) -> None:
+    stuttering.calls.update(dict.fromkeys(set(AT_THE_START) - {call}, 3))
+    with pytest.raises(UnreachableError, match="does not answer"):
+        islands.main.main(islands.main.IslandOptions(run="demo", folder=tmp_path, name="oslo", wait_seconds=0.0))
+    assert stuttering.calls[call] == 1
