@@ -148,16 +148,18 @@ def islands(
     progress: Progress | None = None,
     slowed: int = 1,
     sending: float = 0.0,
+    late: float = 0.0,
 ) -> tuple[list[Point], VirtualRun]:
     """A run of `count` islands to its end; steps of the last `slowed` take `slow` times longer than the others'.
 
-    And each of their contributions is on its way for `sending` steps of the others.
+    And each of their contributions is on its way for `sending` steps of the others. To all islands, what the merger
+    says is on its way for `late` of them.
     """
     point = scoring(config, corpus)
     is_slow = [count - number <= slowed < count for number in range(count)]
-    seconds = [s * slow if late else s for s, late in zip(paces(count), is_slow, strict=True)]
-    steps, on_the_way = compiled(config.model, config.inner), [sending * late for late in is_slow]
-    run = VirtualRun(config, corpus, steps, seconds, sending_seconds=on_the_way)
+    seconds = [s * slow if crawls else s for s, crawls in zip(paces(count), is_slow, strict=True)]
+    steps, on_the_way = compiled(config.model, config.inner), [sending * crawls for crawls in is_slow]
+    run = VirtualRun(config, corpus, steps, seconds, sending_seconds=on_the_way, late_seconds=late)
     trained: dict[str, int] = {}
     points: list[Point] = []
 

@@ -10,6 +10,7 @@
     slow = 1.0                          # the default; the last island's steps take so many times longer
     slowed = 1                          # the default; so many islands are slow
     sending = 0                         # the default; their contributions are so many steps on their way
+    late = 0                            # the default; what the merger says is so many steps on its way to each island
     chips = 0                           # the default; or islands fail as on a simulated tape of so many chips
     seeds = [0]                         # instead of the study's
     "outer.rule" = ["sgd", "nesterov"]  # a setting

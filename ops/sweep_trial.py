@@ -32,7 +32,9 @@ _MATTERS = {
 
 TAPE_SECONDS = 12 * 3600.0
 """of a simulated tape, which begins again when it is over"""
-OWN: Mapping[str, Any] = {"kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0, "sending": 0.0}
+OWN: Mapping[str, Any] = {
+    "kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0, "sending": 0.0, "late": 0.0,
+}  # fmt: skip
 """what a trial says beside its settings and its seed, where a study does not"""
 Settings = Mapping[str, Any]
 """by dotted name, such as `outer.rule`"""
@@ -43,7 +45,8 @@ class Trial:
     """A kind of run, M, how much slower the last `slowed` islands are, a seed, and settings by dotted name.
 
     `sending`: for so many steps of a fast island each contribution of a slow one is on its way. `chips`: islands go and
-    come as on a simulated tape of so many chips, and train on as many tokens as without.
+    come as on a simulated tape of so many chips, and train on as many tokens as without. `late`: for so many steps what
+    the merger says is on its way to each island.
     """
 
     kind: str
@@ -54,6 +57,7 @@ class Trial:
     slowed: int = 1
     chips: float = 0.0
     sending: float = 0.0
+    late: float = 0.0
 
     @classmethod
     def of(
@@ -66,6 +70,7 @@ class Trial:
         slowed: int = 1,
         chips: float = 0.0,
         sending: float = 0.0,
+        late: float = 0.0,
     ) -> Trial:
         """The trial; what does not matter to its kind is left out, so that studies share their baselines."""
         if kind not in KINDS:
@@ -76,11 +81,12 @@ class Trial:
             type(slowed) is not int
             or not 1 <= slowed <= max(1, islands - 1)
             or not 0.0 <= chips <= 1e8
-            or not 0.0 <= sending < math.inf
-            or (chips and (slow > 1.0 or sending))
+            or not (0.0 <= sending < math.inf and 0.0 <= late < math.inf)
+            or (chips and (slow > 1.0 or sending or late))
         ):
             raise ConfigError(
-                f"{slowed} slow islands of {islands}, {sending} steps to send, or a tape of {chips:g} chips, cannot be",
+                f"{slowed} slow islands of {islands}, {sending} steps to send, {late} to hear, or a tape of {chips:g} "
+                "chips, cannot be",
                 "Of M islands up to M − 1 can be slow; a tape has its own speeds, and up to 1e8 chips.",
             )
         matters = _MATTERS[kind]
@@ -88,9 +94,10 @@ class Trial:
         waits = kind == "diloco" or islands == 1  # who waits for all makes as many steps, however slow the slowest is
         factor = 1.0 if waits else float(slow)
         sending = float(sending) if kind == "islands" and islands > 1 else 0.0
+        late = float(late) if kind == "islands" else 0.0
         chips = float(chips) if kind == "islands" else 0.0
         slowed = slowed if factor > 1.0 or sending else 1
-        return cls(kind, islands, factor, seed, tuple(sorted(mine.items())), slowed, chips, sending)
+        return cls(kind, islands, factor, seed, tuple(sorted(mine.items())), slowed, chips, sending, late)
 
     @property
     def config(self) -> RunConfig:
@@ -107,7 +114,7 @@ class Trial:
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)
 
 
-_LATER: Mapping[str, Any] = {name: OWN[name] for name in ("slowed", "chips", "sending")}
+_LATER: Mapping[str, Any] = {name: OWN[name] for name in ("slowed", "chips", "sending", "late")}
 """what records that are older than these lack"""
 
 
@@ -162,7 +169,7 @@ def _islands(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[s
 
     if trial.chips:
         return _along_tape(trial, config, corpus, note)
-    _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed, trial.sending)
+    _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed, trial.sending, trial.late)
     rounds, per_round = participation(run)
     mean, most = staleness(run)
     found = {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}

@@ -6,14 +6,16 @@ Exact in everything but the wall clock, and the same from run to run: what tests
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 from broker.config import RunConfig
 from broker.manifest import Manifest
 from broker.memory import MemoryBroker
-from broker.transport import Transport
+from broker.messages import Event
+from broker.transport import START, Transport
 from islands.batches import Batches
 from islands.comeback import Comeback
 from islands.corpus import OpenCorpus
@@ -34,6 +36,38 @@ class VirtualClock:
         return self.now
 
 
+class Distant:
+    """An island's connection on which what the merger says comes `seconds` later.
+
+    Islands hold back a snapshot that is newer than all that they have heard, so this delays events alone.
+    """
+
+    def __init__(self, transport: Transport, clock: Callable[[], float], seconds: float) -> None:
+        self._transport, self._clock, self._seconds = transport, clock, seconds
+        self._on_the_way: deque[tuple[float, str, Event]] = deque()
+        self._after = START
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def last_event(self) -> str:
+        """Where who joins now begins to hear."""
+        self._after = self._transport.last_event()
+        self._on_the_way.clear()
+        return self._after
+
+    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
+        """Those of them that have arrived."""
+        now = self._clock()
+        for entry, event in self._transport.events(self._after, 0.0, count):
+            self._on_the_way.append((now + self._seconds, entry, event))
+            self._after = entry
+        known = [entry for _, entry, _ in self._on_the_way]
+        for _ in range(known.index(after) + 1 if after in known else 0):
+            self._on_the_way.popleft()
+        return [(entry, event) for at, entry, event in self._on_the_way if at <= now][:count]
+
+
 def paces(count: int) -> list[float]:
     """Seconds an inner step, within 2 % of each other: machines that tick in unison exist only in simulations."""
     return [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
@@ -43,7 +77,8 @@ class VirtualRun:
     """`step_seconds[i]` is how long island i takes for an inner step; islands act in the order of the clock.
 
     `sending_seconds[i]`, where it is given, is how long each of its contributions is on its way, one after another:
-    its rounds close without them, and they are merged later, stale. Snapshots come at once.
+    its rounds close without them, and they are merged later, stale. What the merger says, calls and snapshots, comes
+    `late_seconds` later, to the step.
     """
 
     def __init__(
@@ -56,11 +91,12 @@ class VirtualRun:
         clock: VirtualClock | None = None,
         run: str = "virtual",
         sending_seconds: Sequence[float] = (),
+        late_seconds: float = 0.0,
     ) -> None:
         self.clock = clock or VirtualClock()
         broker = MemoryBroker(self.clock)
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
-        self._corpus, self._steps = corpus, steps
+        self._corpus, self._steps, self._late_seconds = corpus, steps, late_seconds
         self.transport = self._connect()
         self.manifest: Manifest = describe(run, config, corpus.identity)
         self.transport.create(self.manifest, first_snapshots(self.manifest))
@@ -93,6 +129,8 @@ class VirtualRun:
     def add_island(self, name: str, step_seconds: float, moments: Literal["fresh", "peer"] = "fresh") -> Island:
         """One more island joins, now."""
         transport = self._connect()
+        if self._late_seconds:
+            transport = cast("Transport", Distant(transport, self.clock, self._late_seconds))
         self._born += 1
         incarnation = f"v{self._born}"
         link = Link(transport, self.manifest, f"{name}/{incarnation}", clock=self.clock, wall=self.clock)

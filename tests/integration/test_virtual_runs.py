@@ -12,12 +12,14 @@ from functools import partial
 import pytest
 
 from broker.config import AdoptConfig, OuterConfig, RunConfig
-from broker.messages import TapeEntry
+from broker.messages import Snapshot, TapeEntry
 from broker.redis_transport import connect
 from islands.batches import held_out
 from islands.corpus import OpenCorpus
 from islands.evaluation import compile_evaluation, published
+from islands.link import Arrival
 from islands.model import build
+from islands.worker import Island
 from merger.outer import OUTER
 from ops.virtual import VirtualRun
 from tests.small import compiled
@@ -103,6 +105,32 @@ def test_a_quorum_larger_than_the_living_degrades(start: Start, config: RunConfi
     run.finish()
     assert run.merger.rounds.closed >= 12
     assert all(len(members(entry)) == 2 for entry in run.transport.tape(1000)[:-8])
+
+
+def test_what_the_merger_says_can_come_late(
+    config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the step; and no token is lost by that."""
+    run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1], late_seconds=3.0)
+    islands, said, heard = list(run.islands.values()), dict[tuple[int, int], float](), list[float]()
+
+    def say(_: TapeEntry, snapshot: Snapshot) -> None:
+        said[snapshot.fragment, snapshot.version] = run.clock.now
+
+    def hear(island: Island, arrival: Arrival) -> None:
+        heard.append(run.clock.now - said[arrival.snapshot.fragment, arrival.snapshot.version])
+        adopt(island, arrival)
+
+    adopt = Island.adopt
+    monkeypatch.setattr(Island, "adopt", hear)
+    run.merger.on_round = say
+    run.finish()
+    assert len(heard) >= run.merger.rounds.closed
+    assert min(heard) >= 3.0
+    assert max(heard) <= 3.0 + 1.1 + 1.1, "a step until it is looked for, and one until it is there"
+    assert run.transport.backlog() == 0
+    trained = sum(island.totals.tokens for island in islands)
+    assert run.transport.books().merged_tokens == trained * len(run.manifest.fragments)
 
 
 def test_an_island_joins_while_the_run_goes_on(start: Start, config: RunConfig) -> None:

@@ -279,6 +279,17 @@ def test_what_is_long_on_its_way_is_merged_stale(folder: Path, corpus: OpenCorpu
     assert "sending" not in at_once, "records from before keep their keys"
 
 
+def test_what_comes_late_makes_another_trial(folder: Path, corpus: OpenCorpus) -> None:
+    settings = dict(sweep_study.load(folder, "rates").trials[1].settings)
+    at_once, late = (measure(Trial.of("islands", 2, 1.0, 0, settings, late=steps)) for steps in (0.0, 4.0))
+    assert late["late"] == 4.0
+    assert "late" not in at_once
+    assert late["curve"] != at_once["curve"]
+    assert not late["diverged"]
+    with pytest.raises(ConfigError, match="to hear"):
+        Trial.of("islands", 2, 1.0, 0, settings, late=-1.0)
+
+
 def test_a_record_from_before_these_were_known_has_the_key_that_it_had() -> None:
     record = {"kind": "islands", "islands": 4, "slow": 1.0, "seed": 0, "settings": {"inner.steps": 24}}
     assert sweep_trial.key_of(record) == Trial.of("islands", 4, 1.0, 0, {"inner.steps": 24}).key
