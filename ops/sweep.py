@@ -21,7 +21,7 @@ from broker.process import finite, keep_compiled, print_json
 from ops import sweep_study
 from ops.launcher import ONE_THREAD
 from ops.settings import say
-from ops.sweep_study import Record, Study
+from ops.sweep_study import Record, Study, varying
 from ops.sweep_trial import Trial, measure
 
 
@@ -70,12 +70,13 @@ def run(study: Study, folder: Path, jobs: int, most: int = 0) -> int:
     say(f"{study.name}: {len(study.trials)} trials, {len(due)} to run")
     due = due[:most] if most else due
     began, done = time.monotonic(), 0
+    names = [name for name in varying([trial.said for trial in study.trials]) if name != "islands"]
     for trial, record in _results(due, jobs):
         command = f"archipelago sweep {study.name}"
         sweep_study.append(folder / f"{study.name}.jsonl", finite({**record, "command": command}))
         done += 1
         left = (time.monotonic() - began) / done * (len(due) - done)
-        say(f"{done}/{len(due)}  {in_words(trial, record)}  {record['seconds']:.0f} s, {left / 60:.0f} min left")
+        say(f"{done}/{len(due)}  {in_words(trial, record, names)}  {record['seconds']:.0f} s, {left / 60:.0f} min left")
     return done
 
 
@@ -112,12 +113,12 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def in_words(trial: Trial, record: Record) -> str:
-    """One line on a result."""
+def in_words(trial: Trial, record: Record, names: Sequence[str]) -> str:
+    """One line on a result, with what it says of those names."""
     loss = "diverged" if record["diverged"] else f"{record['bits_per_byte']:.4f}"
-    outer = {name: value for name, value in trial.settings if name.startswith(("outer.", "sync.interval", "inner.le"))}
-    said = " ".join(f"{name.partition('.')[2]}={value}" for name, value in outer.items())
-    return f"{loss}  {trial.kind} M={trial.islands} seed={trial.seed} {said}"
+    said = trial.said
+    settings = "".join(f" {name}={said[name]}" for name in names if name in said)
+    return f"{loss}  {trial.kind} M={trial.islands} seed={trial.seed}{settings}"
 
 
 def _overview(options: SweepOptions) -> int:

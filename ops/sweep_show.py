@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ops import sweep_study
 from ops.settings import say, table_console
 from ops.sweep_study import Record, Study
 from ops.sweep_trial import OWN, key_of
@@ -20,6 +22,10 @@ SAME_TOKENS = 0.03
 """how far two runs' tokens may be apart to be compared: islands that tick apart end within a few steps of each other"""
 ROWS_MAX = 60
 """rows that a picture has room for"""
+TITLE_WIDTH = 90
+"""letters of a title's line"""
+HEAD_WIDTH = 36
+"""and of a line that names what labels say"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = 
     if not rows:
         say(f"{study.name}: nothing is recorded yet")
         return {"study": study.name, "about": study.about, "rows": []}
-    varying = varying_names(rows)
+    varying = ["kind", *sweep_study.varying([row.settings for row in rows])]
     found = [_plain(row, rows, varying) for row in sorted(rows, key=_order)]
     if not quiet:
         console = table_console()
@@ -88,17 +94,6 @@ def grouped(records: Iterable[Record]) -> list[Row]:
             tuple(sorted(r, key=lambda record: record["seed"])))
         for r in by.values()
     ]  # fmt: skip
-
-
-def varying_names(rows: Sequence[Row]) -> list[str]:
-    """`kind`, and what is not the same in all rows of a kind."""
-    out = ["kind"]
-    for name in dict.fromkeys(name for row in rows for name in row.settings if name != "kind"):
-        for kind in {row.settings["kind"] for row in rows}:
-            values = {repr(row.settings.get(name)) for row in rows if row.settings["kind"] == kind}
-            if len(values) > 1 and name not in out:
-                out.append(name)
-    return out
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
@@ -158,10 +153,10 @@ def _draw(path: Path, study: Study, rows: Sequence[Row], varying: Sequence[str])
 
     compared = [(row, row.ratios(baseline(row, rows))) for row in sorted(rows, key=_order)]
     shown = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX]
-    height = 4.5 if study.x else max(2.5, 0.25 * len(shown) + 1.2)
+    height = 4.5 if study.x else max(2.5, 0.25 * len(shown) + 1.5)
     figure, axes = plt.subplots(figsize=(8, height), dpi=120, layout="constrained")
     (_lines if study.x else _dots)(axes, study, shown, varying)
-    axes.set_title(study.about or study.name, fontsize="medium")
+    figure.suptitle(textwrap.fill(study.about or study.name, TITLE_WIDTH), fontsize="medium")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
@@ -186,12 +181,19 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
     axes.legend(frameon=False, fontsize="small")
 
 
+def _label(row: Row, varying: Sequence[str]) -> str:
+    said = [row.settings[name] for name in varying if name in row.settings]
+    return "  ".join(value if isinstance(value, str) else f"{value:g}" for value in said)
+
+
 def _dots(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], varying: Sequence[str]) -> None:
-    labels = [" ".join(str(row.settings.get(name, "")) for name in varying).strip() for row, _ in shown]
+    heads = textwrap.fill("  ".join(name.removeprefix("outer.") for name in varying), HEAD_WIDTH)
+    labels = [heads, *(_label(row, varying) for row, _ in shown)]
     places = list(range(len(shown), 0, -1))
     means = [fmean(ratios) for _, ratios in shown]
     spreads = [stdev(ratios) if len(ratios) > 1 else 0.0 for _, ratios in shown]
     axes.errorbar(means, places, xerr=spreads, fmt="o", markersize=4, capsize=2)
-    axes.set_yticks(places, labels, fontsize="small")
+    axes.set_yticks([len(shown) + 1 + 0.3 * heads.count("\n"), *places], labels, fontsize="small")
+    axes.get_yticklabels()[0].set(color="gray", style="italic")
     axes.axvline(1.0, linewidth=1, color="black", alpha=0.5)
     axes.set_xlabel("loss to that of data-parallel at the same tokens")

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,16 @@ def _toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error.strerror})", f"Files there: {there}.") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML ({error})", _SHAPE) from None
+
+
+def varying(said: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names, `kind` apart, of which not all of a kind say the same."""
+    out = []
+    for name in dict.fromkeys(name for one in said for name in one if name != "kind"):
+        values = {(one["kind"], repr(one.get(name))) for one in said}
+        if len(values) > len({one["kind"] for one in said}):
+            out.append(name)
+    return out
 
 
 # -- results -------------------------------------------------------------------------------------------------------

@@ -109,6 +109,11 @@ class Trial:
         return checked(values, "the study's settings")
 
     @property
+    def said(self) -> dict[str, Any]:
+        """All but the seed, by name: what it says of itself, and its settings."""
+        return {name: getattr(self, name) for name in OWN} | dict(self.settings)
+
+    @property
     def key(self) -> str:
         """What tells it from every other trial."""
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from broker.errors import ArchipelagoError, ConfigError, DivergedError
 from islands.corpus import OpenCorpus
 from ops import sweep, sweep_study, sweep_trial
 from ops.cli import run as archipelago
-from ops.sweep_show import Row, baseline, grouped, show, varying_names
+from ops.sweep_show import Row, baseline, grouped, show
 from ops.sweep_trial import Trial, key_of, measure
 
 BASE = """
@@ -359,7 +360,16 @@ def test_only_what_differs_within_a_kind_is_shown() -> None:
         (trial(inner__steps=5, outer__rule="sgd"), 2.0, 1000),
         (trial(inner__steps=5, outer__rule="mla"), 2.0, 1000),
     )
-    assert varying_names(rows) == ["kind", "outer.rule"]
+    assert sweep_study.varying([row.settings for row in rows]) == ["outer.rule"]
+
+
+def test_a_result_says_what_tells_it_from_the_others() -> None:
+    at_once, parallel = trial(outer__rule="sgd"), trial("parallel", islands=3)
+    late = dataclasses.replace(at_once, late=6.0)
+    names = sweep_study.varying([t.said for t in (parallel, at_once, late)])
+    assert names == ["late"]
+    assert sweep.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 late=6.0"
+    assert sweep.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 late=0.0"
 
 
 def test_the_test_text_has_a_column_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
