@@ -183,7 +183,7 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
 
 def _label(row: Row, varying: Sequence[str]) -> str:
     said = [row.settings[name] for name in varying if name in row.settings]
-    return "  ".join(value if isinstance(value, str) else f"{value:g}" for value in said)
+    return "  ".join(str(value) if isinstance(value, str | bool) else f"{value:g}" for value in said)
 
 
 def _dots(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], varying: Sequence[str]) -> None:
