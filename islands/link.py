@@ -335,6 +335,7 @@ class Link:
         hear of those sends nothing.
         """
         self._listen(0.0 if self._wanted - self._early.keys() else block_seconds)
+        self._offer_help()  # as well as with each heartbeat: a newcomer waits, and news come more often
         for p in sorted(self._wanted):
             newest = self._newest(p)
             arrival = self._early.pop(p, None) or self._arrived(p)
@@ -423,8 +424,7 @@ class Link:
             self._emptied.notify_all()
         if beat.state in ("joining", "training"):
             self._keep_leases()
-        if beat.state == "training":
-            self._offer_help()
+        self._offer_help()
 
     def _say_notes(self) -> None:
         """Writes the notes that wait. One that the broker does not take is lost: nothing else may wait for it."""
@@ -465,6 +465,8 @@ class Link:
                     self._leases.append(place)
 
     def _offer_help(self) -> None:
+        if self._beat is None or self._beat.state != "training":
+            return
         for who in self.transport.asks():
             if who != self.who and self.transport.promise(who, self.who):
                 with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -11,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING
 import tyro
 
 from broker.control import require_welcome
-from broker.errors import ConfigError, MismatchError
+from broker.errors import ConfigError
 from broker.keys import checked_name
 from broker.logs import Origin
-from broker.manifest import Manifest
-from broker.process import AwaitedRun, Patience, guarded, keep_compiled, print_json, programs_folder, stop_on_signals
+from broker.process import AwaitedRun, guarded, keep_compiled, print_json, stop_on_signals
 from broker.scalars import Scalars
 from broker.telemetry import WorkerOptions
-from broker.transport import Transport
+from islands.standby import READY, await_assignment
 
 if TYPE_CHECKING:
-    from islands.corpus import OpenCorpus
-    from islands.programs import Programs
+    from islands.kit import Kit
 
 log = logging.getLogger(__name__)
 
@@ -48,28 +46,80 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """inner steps between two step boundaries, as one compiled scan; 0 measures whether more than one pays"""
     step_seconds_min: float = 0.0
     """an inner step takes at least so many seconds: for trials of more islands than a machine has cores for"""
+    standby: bool = False
+    """load and compile everything, say `ready`, and join once a line on standard input says as whom"""
     json: bool = False
     """print one JSON object at the end"""
 
 
 def main(options: IslandOptions) -> int:
-    """Runs one island until the run's end or a signal."""
+    """Runs one island until the run's end or a signal; a standby, from when it is told which."""
     stopped = stop_on_signals()
-    name = checked_name(
-        options.name or f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}", "the island name"
-    )
-    origin = options.log_as(name, options.run, island=name)
+    return _stand_by(options, stopped) if options.standby else _island(options, stopped)
+
+
+def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
+    options.log_as("standby", options.run)
+    if options.name or options.folder:
+        raise ConfigError(
+            "a standby has no name or folder yet", "Leave --name and --folder for the line that it reads."
+        )
+    _require_sensible(options)
+    kit = _prepared(options, stopped)
+    log.info("ready to become an island of %s, after %.1f s of processor time", kit.manifest.run, time.process_time())
+    with suppress(BrokenPipeError):  # then nobody will write either
+        os.write(1, READY)
+    assigned = await_assignment(sys.stdin.buffer, stopped)
+    if assigned is None:
+        return 0
+    assigned.take()
+    island = tyro.cli(IslandOptions, prog="archipelago island", args=assigned.arguments)
+    if island.standby:
+        raise ConfigError("a standby cannot become a standby", "Leave --standby out of the line that it reads.")
+    return _island(island, stopped, kit)
+
+
+def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> Kit:
+    """All that an island of this run loads and compiles."""
+    awaited = options.patience(stopped)
+    transport = awaited(options.connect)
+    try:
+        manifest = awaited(transport.manifest)
+        keep_compiled()
+
+        import orbax.checkpoint  # noqa: F401 - with the modules below, what `_run` would wait for
+
+        from islands import checkpoint, comeback, diary, kit, telemetry  # noqa: F401
+
+        prepared = kit.equip(manifest, transport, options.corpus, awaited)
+        prepared.rehearse(transport, awaited, options.scan_steps)
+    finally:
+        transport.close()
+    return prepared
+
+
+def _require_sensible(options: IslandOptions) -> None:
     if options.scan_steps < 0:
         raise ConfigError(f"--scan-steps cannot be {options.scan_steps}", "Give a number of steps, or 0 to measure.")
     if not 0.0 <= options.step_seconds_min < math.inf:
         raise ConfigError(f"--step-seconds-min cannot be {options.step_seconds_min}", "Give seconds, or 0 for none.")
-    summary = _run(options, name, stopped, origin)
+
+
+def _island(options: IslandOptions, stopped: Callable[[], bool], kit: Kit | None = None) -> int:
+    name = checked_name(
+        options.name or f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}", "the island name"
+    )
+    origin = options.log_as(name, options.run, island=name)
+    _require_sensible(options)
+    summary = _run(options, name, stopped, origin, kit)
     if options.json:
         print_json(summary)
     return 0
 
 
-def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin: Origin) -> dict[str, object]:
+def _run(
+    options: IslandOptions, name: str, stopped: Callable[[], bool], origin: Origin, kit: Kit | None = None
+) -> dict[str, object]:
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run
@@ -81,38 +131,22 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
     keep_compiled()
 
     from islands import telemetry
-    from islands.batches import Batches, shard_order
     from islands.checkpoint import IslandStore
     from islands.comeback import Comeback
-    from islands.device import best_scan_steps
     from islands.diary import Diary
-    from islands.inner import InnerSteps, compile_steps
-    from islands.link import Link
-    from islands.programs import Programs
-    from islands.worker import Island, train
+    from islands.kit import equip
+    from islands.worker import train
 
     loaded = time.process_time()
-    config = manifest.config
-    programs = Programs(programs_folder())
-    corpus = _corpus(manifest, transport, options.corpus, awaited, programs)
+    if kit is None or not kit.fits(manifest, options.corpus):
+        kit = equip(manifest, transport, options.corpus, awaited)
     store = IslandStore(folder, manifest)
     returned = awaited(lambda: transport.claim_return(name))
     whole = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
-    shards = shard_order(config.data.shards, config.seed, options.corpus or "")
-    link = Link(transport, manifest, f"{name}/{incarnation}", shards)
+    link = kit.link(transport, f"{name}/{incarnation}")
     arrivals = awaited(link.join)
-    batches = Batches(corpus.train, config, link.lease, fallback=_number_of(name))
-
-    def make() -> InnerSteps:
-        from islands.model import build  # with flax, which takes a quarter of a second
-
-        return compile_steps(build(config.model), config.inner)
-
-    steps = programs.keep(
-        make, ("steps", config.model, config.inner), lambda state, tokens_nxBxT1, global_step: (state, 0), donate=(0,)
-    )
-    island = Island(name, manifest, steps, batches, link, arrivals, incarnation=incarnation, programs=programs)
+    island = kit.island(name, incarnation, link, arrivals)
     island.on_marker = store.on_marker
     joined = time.process_time()
     comeback = Comeback(transport, store, island, arrivals)
@@ -122,8 +156,7 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
     curves = Scalars(sinks, lambda: telemetry.point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
-    island.scan_steps = options.scan_steps or best_scan_steps(island)
-    island.warm_up()
+    kit.warm_up(island, options.scan_steps)
     compiled = time.process_time()
     comeback.complete(whole)
     del arrivals, comeback, whole  # the model as it was then: one more in memory
@@ -160,32 +193,6 @@ def _run(options: IslandOptions, name: str, stopped: Callable[[], bool], origin:
             "state": ready - compiled,
         },
     }
-
-
-def _corpus(
-    manifest: Manifest, transport: Transport, pinned: str | None, awaited: Patience, programs: Programs | None = None
-) -> OpenCorpus:
-    """The text to train on: the run's, or one that stays here. Raises MismatchError for another than is known."""
-    from islands.corpus import open_corpus
-    from islands.creation import describe, require_readable
-
-    corpus = open_corpus(pinned or manifest.corpus.name)
-    ours = manifest.corpus if pinned else corpus.identity
-    manifest.require_same(describe(manifest.run, manifest.config, ours, programs))
-    require_readable(manifest.config, corpus, manifest.corpus.tokenizer, programs)
-    if pinned:
-        theirs = awaited(lambda: transport.register_corpus(pinned, corpus.digest))
-        if theirs != corpus.digest:
-            raise MismatchError(
-                f"corpus {pinned!r}", theirs, corpus.digest,
-                "Another island trains on a text of the same name: prepare this one under another (--name).",
-            )  # fmt: skip
-    return corpus
-
-
-def _number_of(name: str) -> int:
-    """A number of its own for each name: where an island without a shard would begin."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
 
 
 def entry() -> int:

@@ -50,6 +50,7 @@ class Programs:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder if folder is not None and jax.default_backend() == "cpu" and _cpu() else None
+        self._functions: dict[str, Any] = {}
 
     def keep(
         self,
@@ -62,8 +63,15 @@ class Programs:
 
         `made_of` says in its repr what decides it, beside our sources and the shapes. `outcome` takes its arguments to
         a tree like its result's. `donate`: the arguments that it donates. Arguments and results are trees of arrays.
+        Who asks twice gets the same function, with what it has loaded.
         """
-        return make() if self.folder is None else _Kept(self, make, repr(made_of), outcome, donate)
+        if self.folder is None:
+            return make()
+        name = repr((made_of, donate))
+        if name not in self._functions:
+            self._functions[name] = _Kept(self, make, repr(made_of), outcome, donate)
+        function: Callable[P, T] = self._functions[name]
+        return function
 
     def noted(self, made_of: object, make: Callable[[], Any]) -> Any:
         """What `make` gives, which must be JSON and depend on our sources and `made_of` alone; made once."""

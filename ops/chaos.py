@@ -30,6 +30,7 @@ from ops.chaos_storm import Plan, ride
 from ops.create import require_usable
 from ops.false_clock import require_library
 from ops.settings import say
+from ops.standbys import require_standbys
 
 BROKEN = 1
 """exit status when an invariant broke"""
@@ -55,6 +56,8 @@ class ChaosOptions:
     """name of the run, and of its folder, which is made anew"""
     islands: int = 3
     """islands on this machine"""
+    standbys: int = 0
+    """processes beside them that wait with everything loaded, and become whichever island is started again"""
     seconds: float = 60.0
     """how long faults last, and are measured"""
     settle_seconds: float = 0.0
@@ -129,6 +132,7 @@ def _require_sensible(options: ChaosOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} cannot be {value}", "Give a positive number.")
     if not 1 <= options.islands <= 256:
         raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.")
+    require_standbys(options.standbys)
     if options.slow != 1.0 and not options.step_seconds:
         raise ConfigError("--slow needs a step's duration to be a multiple of", "Give --step-seconds, such as 0.05.")
     if options.baselines and not options.step_seconds:
@@ -195,7 +199,7 @@ def _storm(
     endless = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_enough_steps(options, config)))
     plan = Plan(
         folder.name, folder / "storm", endless, step_seconds, options.seconds, tuple(faults), options.checkpoint_every,
-        options.settle_seconds,
+        options.settle_seconds, options.standbys,
     )  # fmt: skip
     say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, seed {options.fault_seed}; {folder}")
     storm = ride(plan, stopped)
@@ -203,7 +207,9 @@ def _storm(
     if undisturbed:
         say("the same run without faults, to as many merged tokens, for comparison")
         merged = storm.books.merged_tokens // storm.fragments
-        calm = dataclasses.replace(plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged)
+        calm = dataclasses.replace(
+            plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0
+        )
         control = as_control(ride(calm, stopped))
     found = figures(storm, control)
     write(folder, storm, found, _command())

@@ -269,6 +269,11 @@ def _note(storm: Storm, found: Figures) -> str:
             "stands for a step's duration. The islands compete for its cores, so goodput says little: set "
             "--step-seconds."
         )
+    if found.standbys:
+        text += (
+            f" {found.standbys} standby{'s' * (found.standbys > 1)} waited beside the islands, with everything loaded, "
+            "to become whichever was started again. Their time is not allocated; what they cost the islands counts."
+        )
     return f'<p class="note">{text}</p>'
 
 

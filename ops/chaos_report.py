@@ -92,6 +92,8 @@ class Storm:
     interval: int = 24
     """H"""
     checkpoint_seconds: float = 10.0
+    standbys: int = 0
+    """processes that waited beside the islands, to become one that is started again"""
 
     @property
     def seconds(self) -> float:
@@ -504,6 +506,7 @@ class Figures:
     baselines: list[Ran] = field(default_factory=list)
     """what others made of them, where they ran"""
     size_live_part: list[tuple[float, int, int, int]] = field(default_factory=list)
+    standbys: int = 0
 
 
 def figures(storm: Storm, control: Control | None = None, baselines: Sequence[Ran] = ()) -> Figures:
@@ -553,6 +556,7 @@ def figures(storm: Storm, control: Control | None = None, baselines: Sequence[Ra
         ),
         baselines=list(baselines),
         size_live_part=size_live_part(storm),
+        standbys=storm.standbys,
     )
 
 

@@ -35,6 +35,7 @@ from ops.launcher import Child, thread_environment
 from ops.proxy import Proxy
 from ops.server import Server, start_server
 from ops.settings import say
+from ops.standbys import ISLAND, Standbys
 
 JOIN_SECONDS, LEAVE_SECONDS, DRAIN_SECONDS = 180.0, 30.0, 60.0
 LOOK_SECONDS = 0.1
@@ -57,6 +58,8 @@ class Plan:
     checkpoint_seconds: float = 10.0
     settle_seconds: float = 0.0
     """and how much longer at most, until everybody is back"""
+    standbys: int = 0
+    """that wait to become an island"""
     merged_tokens: int = 0
     """end once so many are merged, instead of after `seconds`; 0 for not"""
 
@@ -174,6 +177,9 @@ class Sea(Trial):
         self._linked = {fault.target for fault in plan.faults if fault.kind in ON_LINKS}
         every = ["--checkpoint-every", str(plan.checkpoint_seconds)]
         self.merger = self._worker(MERGER, ["-m", "merger", "--folder", str(plan.folder / "merger"), *every], stack)
+        environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
+        flags = self._pace(min(plan.step_seconds.values()))
+        self.standbys = Standbys(plan.standbys, flags, environment, plan.folder / "logs")
         self.islands = [self._island(name, stack) for name in plan.step_seconds]
         self.targets = {t.name: t for t in (self.broker, self.merger, *self.islands)}
         stack.callback(self.end)
@@ -181,18 +187,26 @@ class Sea(Trial):
     # -- the processes ------------------------------------------------------------------------------------------------
 
     def _island(self, name: str, stack: ExitStack) -> Worker:
-        seconds = self.plan.step_seconds[name]
-        argv = ["-m", "islands", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
-        # One step a boundary where steps are long enough; else what pays is measured, as always.
-        argv += ["--scan-steps", "1", "--step-seconds-min", str(seconds)] if seconds else []
-        return self._worker(name, argv, stack)
+        argv = [*ISLAND, "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
+        worker = self._worker(name, [*argv, *self._pace(self.plan.step_seconds[name])], stack)
+        worker.child.stand_in = self.standbys.stand_in
+        return worker
+
+    @staticmethod
+    def _pace(step_seconds: float) -> list[str]:
+        """One step a boundary where steps are long enough; else what pays is measured, as always."""
+        return ["--scan-steps", "1", "--step-seconds-min", str(step_seconds)] if step_seconds else []
+
+    @property
+    def _threads(self) -> dict[str, str]:
+        return thread_environment(len(self.plan.step_seconds))
 
     def _worker(self, name: str, argv: Sequence[str], stack: ExitStack) -> Worker:
         assert self.broker.server is not None  # noqa: S101
         proxy = stack.enter_context(Proxy("127.0.0.1", self.broker.server.port)) if name in self._linked else None
         environment = {
             URL_VARIABLE: _behind(self.url, proxy), RUN_VARIABLE: self.plan.run,
-            DIARY_VARIABLE: str(self._diaries / f"{name}.jsonl"), **thread_environment(len(self.plan.step_seconds)),
+            DIARY_VARIABLE: str(self._diaries / f"{name}.jsonl"), **self._threads,
         }  # fmt: skip
         return Worker(Child(name, argv, environment, self.plan.folder / "logs" / f"{name}.log"), proxy)
 
@@ -201,6 +215,12 @@ class Sea(Trial):
         super().start(target)
         if target is self.broker:
             self.note(REDIS, "ready")
+
+    def tend(self) -> None:
+        """The standbys as well."""
+        super().tend()
+        for news in self.standbys.tend(time.monotonic()):
+            say(f"  {news}")
 
     def diary(self, name: str) -> Path:
         """The file that an island writes down its turns in."""
@@ -325,6 +345,7 @@ class Sea(Trial):
 
     def end(self) -> None:
         """All processes but the Redis, which the caller's stack ends; a stopped one would not hear of its end."""
+        self.standbys.end()
         for target in self.targets.values():
             if target.started and target.alive():
                 target.signal(signal.SIGCONT)
@@ -350,6 +371,17 @@ def await_training(
         time.sleep(TICK_SECONDS)
 
 
+def _await_standbys(sea: Sea) -> None:
+    """Until all of them are ready. Raises ArchipelagoError where one cannot be."""
+    sea.standbys.start()
+    deadline = time.monotonic() + JOIN_SECONDS
+    while not sea.standbys.are_ready():
+        sea.tend()
+        if time.monotonic() > deadline:
+            raise ArchipelagoError("the standbys do not get ready", f"Their logs are in {sea.plan.folder / 'logs'}.")
+        time.sleep(TICK_SECONDS)
+
+
 def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
     """Plays the plan. Raises ArchipelagoError when the run does not come about, or a signal ends it."""
     with ExitStack() as stack:
@@ -358,6 +390,7 @@ def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
         for worker in (sea.merger, *sea.islands):
             sea.start(worker)
         await_training(sea, sea.islands, lambda name: read_diary(sea.diary(name)), (sea.merger,))
+        _await_standbys(sea)
         begin = time.monotonic()
         sea.schedule(plan.faults, begin)
         _await_end(plan, sea, watch, begin, stopped)
@@ -408,6 +441,7 @@ def _told(plan: Plan, sea: Sea, watch: Watch, begin: float, end: float, bits: fl
         bits_per_byte=bits,
         interval=plan.config.sync.interval,
         checkpoint_seconds=plan.checkpoint_seconds,
+        standbys=plan.standbys,
     )
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,27 +54,40 @@ class Child:
     done: bool = False
     failed: str = ""
     process: subprocess.Popen[bytes] | None = None
+    stand_in: Callable[[Child], bool] | None = None
+    """gives it the process of a standby, if one is ready"""
     _again_at: float = field(default=0.0, repr=False)
 
     def start(self) -> None:
-        """Starts it in a session of its own, so that Ctrl-C reaches the launcher alone. Call from the main thread."""
+        """Lets a standby become it, or starts it. Call from the main thread."""
+        if not self._has_stand_in():
+            self.launch()
+
+    def launch(self, *, piped: bool = False) -> None:
+        """Starts it in a session of its own, so that Ctrl-C reaches the launcher alone.
+
+        `piped`: its standard input and output are the launcher's; else nothing, and its log.
+        """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 tether.command([sys.executable, *self.argv]),
                 env={**os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else log,
                 stderr=log,
                 start_new_session=True,
             )
 
     def tend(self, now: float) -> str:
         """Looks after it; says what happened, if anything did."""
-        if self.done or self.failed or self.process is None:
+        if self.done or self.failed:
             return ""
-        status = self.process.poll()
-        if status is None:
+        if self._again_at:
+            if now >= self._again_at:
+                self._start_again()
+            return ""
+        if self.process is None or (status := self.process.poll()) is None:
             return ""
         if status == 0:
             self.done = True
@@ -82,15 +95,24 @@ class Child:
         if status == USER_ERROR and self.restarts >= USER_ERRORS_MAX:
             self.failed = self.last_words()
             return f"{self.name} cannot go on: {self.failed}"
-        if not self._again_at:
-            pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS) - 1)]
-            self._again_at = now + pause
-            return f"{self.name} died ({_cause(status)}) and starts again in {pause:.0f} s; its log: {self.log}"
-        if now >= self._again_at:
-            self._again_at = 0.0
+        if self._has_stand_in():
             self.restarts += 1
-            self.start()
-        return ""
+            return f"{self.name} died ({_cause(status)}), and a standby takes its place; its log: {self.log}"
+        pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS) - 1)]
+        self.start_later(now + pause)
+        return f"{self.name} died ({_cause(status)}) and starts again in {pause:.0f} s; its log: {self.log}"
+
+    def start_later(self, at: float) -> None:
+        """Starts it when it is tended at that time or later."""
+        self._again_at = at
+
+    def _start_again(self) -> None:
+        self._again_at = 0.0
+        self.restarts += 1
+        self.start()
+
+    def _has_stand_in(self) -> bool:
+        return self.stand_in is not None and self.stand_in(self)
 
     def stop(self, seconds: float) -> None:
         """SIGTERM, then SIGKILL once `seconds` have passed."""

@@ -33,6 +33,7 @@ from ops.create import create, require_same, require_usable
 from ops.launcher import Child, stop_all, thread_environment
 from ops.server import Server, start_server
 from ops.settings import say, to_toml
+from ops.standbys import Standbys, require_standbys
 from ops.view import RunView, observe
 
 LOOK_SECONDS = 1.0
@@ -54,6 +55,8 @@ class UpOptions(WorkerOptions):
     """name of the run, and of its folder"""
     islands: int = 3
     """islands on this machine; more may join from anywhere"""
+    standbys: int = 0
+    """processes that wait with everything loaded, to take the place of an island that dies within a moment"""
     folder: Path = Path("runs")
     """where runs keep their logs, data and reports"""
     resume: bool = False
@@ -81,6 +84,7 @@ def main(options: UpOptions) -> int:
     name = checked_name(options.run, "the run name")
     if not 1 <= options.islands <= 256:
         raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.")
+    require_standbys(options.standbys)
     if not options.evaluate_every > 0:
         raise ConfigError(f"--evaluate-every cannot be {options.evaluate_every}", "Give seconds, such as 15.")
     folder = options.folder / name
@@ -190,6 +194,9 @@ class Session:
             )
             for port, name in enumerate(names, 1)
         ]  # fmt: skip
+        self.standbys = Standbys(options.standbys, [], {**environment, **threads}, folder / "logs")
+        for island in self.islands:
+            island.stand_in = self.standbys.stand_in
         self.seconds = 0.0
         self.tokens_before = 0
 
@@ -207,9 +214,12 @@ class Session:
         try:
             for child in children:
                 child.start()
+            self.standbys.start()
             self._watch(children)
+            self.standbys.end()
             self._end()
         finally:
+            self.standbys.end()
             stop_all(children, 5.0)
         self.seconds = time.monotonic() - began
         return self._look().step >= view.steps
@@ -225,7 +235,7 @@ class Session:
             while not self.stopped() and not all(child.done or child.failed for child in self.islands):
                 now = time.monotonic()
                 happened = [self.keeper.tend()] if self.keeper else []
-                happened += [child.tend(now) for child in children]
+                happened += [*(child.tend(now) for child in children), *self.standbys.tend(now)]
                 for news in filter(None, happened):
                     (console.print if live else say)(f"  {news}")
                 self._require_hope()

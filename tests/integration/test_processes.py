@@ -210,6 +210,45 @@ def test_a_killed_merger_is_replaced_by_one_that_stands_by(processes: Processes,
     until(lambda: balanced(view(url, run)), "balanced books")
 
 
+def test_a_standby_becomes_the_island_that_is_killed(processes: Processes, tmp_path: Path, until: Until) -> None:
+    """Its log and its name are the island's; nobody is an island before it is told so."""
+    args = ["up", "--run=job", "--islands=2", "--standbys=1", "--inner.steps=100000", *SETTINGS]
+    launcher = processes.start(*args)
+    logs, config = tmp_path / "runs/job/logs", tmp_path / "runs/job/redis/server.conf"
+
+    def pids() -> dict[str, int]:
+        port, password = (_setting(config, key) for key in ("port", "requirepass"))
+        transport = connect(f"redis://:{password}@127.0.0.1:{port}/0", "job")
+        try:
+            return {p.heartbeat.island: p.heartbeat.pid for p in transport.presences()}
+        finally:
+            transport.close()
+
+    until(lambda: rounds_of(config, "job") >= 2, "some rounds", 120)
+    until(lambda: "ready to become" in _text(logs / "standby-0.log"), "the standby", 120)
+    assert sorted(pids()) == ["island-0", "island-1"]
+    (standby,) = _pids("--standby", launcher.pid)
+    os.kill(pids()["island-1"], signal.SIGKILL)
+    until(lambda: pids()["island-1"] == standby, "the standby to be the island", 60)
+    until(lambda: "joined job" in _text(logs / "island-1.log").partition("joined job")[2], "its second life to train")
+    until(lambda: _text(logs / "standby-0.log").count("ready to become") == 2, "the next standby", 120)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(60) == 130, processes.said(launcher)
+    assert "a standby takes its place" in processes.said(launcher)
+    until(lambda: gone(standby) and not _pids("--standby", launcher.pid), "all to be gone")
+    assert json.loads((tmp_path / "runs/job/report.json").read_text())["pending"] == 0
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _pids(flag: str, parent: int) -> list[int]:
+    """Of the processes that the launcher started with that flag and are there."""
+    found = psutil.process_iter(["cmdline", "ppid"])
+    return [p.pid for p in found if p.info["ppid"] == parent and flag in (p.info["cmdline"] or ())]
+
+
 def test_a_dead_redis_slows_no_island(processes: Processes, tmp_path: Path, until: Until) -> None:
     """SIGKILL of the server: the island steps on; the server returns from its append-only file; the run catches up,
     with an island that was started meanwhile and waited.

@@ -43,7 +43,7 @@ class Stuttering:
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     monkeypatch.setattr("broker.process.PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(islands.main, "_corpus", lambda *_: CORPUS)
+    monkeypatch.setattr("islands.kit.training_text", lambda *_: CORPUS)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as the merger sets it
     for module in (islands.main, merger.main):
         monkeypatch.setattr(module, "keep_compiled", lambda: None)

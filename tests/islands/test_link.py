@@ -669,6 +669,14 @@ def test_a_question_is_promised_by_one_peer_and_told_once(shore: Shore) -> None:
     assert links[0].take().asked_by == []
 
 
+def test_a_question_is_heard_between_two_heartbeats(shore: Shore) -> None:
+    link = shore.link("a/x")
+    hold_on_to(link)
+    ask(shore)
+    link.pump_receive()
+    assert link.take().asked_by == ["new/z"]
+
+
 def test_an_island_does_not_answer_itself_and_not_before_it_trains(shore: Shore) -> None:
     link = shore.link("a/x")
     ask(shore, "a/x")

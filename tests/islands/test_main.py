@@ -68,7 +68,7 @@ def test_the_curves_of_an_island_that_diverges_are_whole(
         raise DivergedError("the loss of oslo was no number")
 
     monkeypatch.setattr(main, "keep_compiled", lambda: None)
-    monkeypatch.setattr(main, "_corpus", lambda *_: CORPUS)
+    monkeypatch.setattr("islands.kit.training_text", lambda *_: CORPUS)
     monkeypatch.setattr("islands.worker.train", diverge)
     with pytest.raises(DivergedError):
         run(url, tmp_path)

@@ -18,7 +18,7 @@ from broker.transport import Transport
 from islands.batches import shard_order
 from islands.corpus import prepare_text
 from islands.creation import describe, first_snapshots
-from islands.main import _corpus
+from islands.kit import training_text
 from islands.worker import Island
 from tests.islands import tiny
 from tests.islands.tiny import Bay
@@ -96,29 +96,29 @@ def test_the_first_pinned_text_of_a_name_is_the_one(
     manifest = transport.manifest()
     text = "the text of one site\n" * 8000
     prepared(tmp_path / "one", text, monkeypatch)  # where the run's own corpus is not
-    first = _corpus(manifest, transport, "site", AT_ONCE)
+    first = training_text(manifest, transport, "site", AT_ONCE)
     assert first.name == "site"
     prepared(tmp_path / "same", text, monkeypatch)
-    assert _corpus(manifest, transport, "site", AT_ONCE).digest == first.digest
+    assert training_text(manifest, transport, "site", AT_ONCE).digest == first.digest
     prepared(tmp_path / "other", text.upper(), monkeypatch)
     with pytest.raises(MismatchError, match="the run's corpus 'site' is") as raised:
-        _corpus(manifest, transport, "site", AT_ONCE)
+        training_text(manifest, transport, "site", AT_ONCE)
     assert raised.value.theirs == first.digest
     assert raised.value.ours not in (first.digest, "")
     prepared(tmp_path / "other", text.upper(), monkeypatch, "site-2")
-    assert _corpus(manifest, transport, "site-2", AT_ONCE).digest == raised.value.ours
+    assert training_text(manifest, transport, "site-2", AT_ONCE).digest == raised.value.ours
 
 
 def test_another_text_than_the_runs_is_refused_where_none_is_pinned(
     transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = transport.manifest()
-    assert _corpus(manifest, transport, None, AT_ONCE).identity == manifest.corpus
+    assert training_text(manifest, transport, None, AT_ONCE).identity == manifest.corpus
     prepared(tmp_path / "there", "another public text\n" * 8000, monkeypatch, "public")
     with pytest.raises(MismatchError, match="'public'"):
-        _corpus(manifest, transport, None, AT_ONCE)
+        training_text(manifest, transport, None, AT_ONCE)
 
 
 def test_a_pinned_text_that_is_not_here_is_missed(transport: Transport) -> None:
     with pytest.raises(DataError, match="nowhere"):
-        _corpus(transport.manifest(), transport, "nowhere", AT_ONCE)
+        training_text(transport.manifest(), transport, "nowhere", AT_ONCE)

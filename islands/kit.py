@@ -1,0 +1,111 @@
+"""What an island needs that no name decides: the run's manifest, its text, and the programs, loaded or compiled.
+
+A process that becomes one island after another, or that waits to become one, gets it once.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from broker.errors import MismatchError
+from broker.manifest import Manifest
+from broker.process import Patience, programs_folder
+from broker.transport import Transport
+from islands.batches import Batches, shard_order
+from islands.corpus import OpenCorpus, open_corpus
+from islands.creation import describe, require_readable
+from islands.device import best_scan_steps
+from islands.inner import InnerSteps, compile_steps
+from islands.link import Arrival, Link
+from islands.programs import Programs
+from islands.worker import Island
+
+REHEARSING = "rehearsal"
+"""the name of an island that nobody hears of"""
+
+
+@dataclass
+class Kit:
+    """Of one run on one machine."""
+
+    manifest: Manifest
+    pinned: str | None
+    """the corpus of this machine that is read instead of the run's"""
+    corpus: OpenCorpus
+    programs: Programs
+    steps: InnerSteps
+    scan_steps: int = 0
+    """inner steps between two step boundaries, once they are known"""
+
+    def fits(self, manifest: Manifest, pinned: str | None) -> bool:
+        """Whether an island of that run can use it."""
+        return (self.manifest, self.pinned) == (manifest, pinned)
+
+    def link(self, transport: Transport, who: str) -> Link:
+        """Of an island with that name and incarnation."""
+        config = self.manifest.config
+        return Link(transport, self.manifest, who, shard_order(config.data.shards, config.seed, self.pinned or ""))
+
+    def island(self, name: str, incarnation: str, link: Link, arrivals: Sequence[Arrival]) -> Island:
+        """One that begins with these snapshots."""
+        batches = Batches(self.corpus.train, self.manifest.config, link.lease, fallback=_number_of(name))
+        return Island(
+            name, self.manifest, self.steps, batches, link, arrivals, incarnation=incarnation, programs=self.programs
+        )  # fmt: skip
+
+    def warm_up(self, island: Island, scan_steps: int) -> None:
+        """Finds or compiles all that the island will run. `scan_steps`: as many, or 0 for what pays here."""
+        self.scan_steps = scan_steps or self.scan_steps or best_scan_steps(island)
+        island.scan_steps = self.scan_steps
+        island.warm_up()
+
+    def rehearse(self, transport: Transport, awaited: Patience, scan_steps: int) -> None:
+        """Builds an island from the run's snapshots and warms it up. Nobody hears of it: its link never starts."""
+        link = self.link(transport, "")
+        island = self.island(REHEARSING, "", link, awaited(link.join))
+        self.warm_up(island, scan_steps)
+        del island, link
+        gc.collect()  # it held a model, and perhaps a device's memory
+
+
+def equip(manifest: Manifest, transport: Transport, pinned: str | None, awaited: Patience) -> Kit:
+    """All that can be had before there is an island."""
+    config = manifest.config
+    programs = Programs(programs_folder())
+    corpus = training_text(manifest, transport, pinned, awaited, programs)
+
+    def make() -> InnerSteps:
+        from islands.model import build  # with flax, which takes a quarter of a second
+
+        return compile_steps(build(config.model), config.inner)
+
+    steps = programs.keep(
+        make, ("steps", config.model, config.inner), lambda state, tokens_nxBxT1, global_step: (state, 0), donate=(0,)
+    )
+    return Kit(manifest, pinned, corpus, programs, steps)
+
+
+def training_text(
+    manifest: Manifest, transport: Transport, pinned: str | None, awaited: Patience, programs: Programs | None = None
+) -> OpenCorpus:
+    """The text to train on: the run's, or one that stays here. Raises MismatchError for another than is known."""
+    corpus = open_corpus(pinned or manifest.corpus.name)
+    ours = manifest.corpus if pinned else corpus.identity
+    manifest.require_same(describe(manifest.run, manifest.config, ours, programs))
+    require_readable(manifest.config, corpus, manifest.corpus.tokenizer, programs)
+    if pinned:
+        theirs = awaited(lambda: transport.register_corpus(pinned, corpus.digest))
+        if theirs != corpus.digest:
+            raise MismatchError(
+                f"corpus {pinned!r}", theirs, corpus.digest,
+                "Another island trains on a text of the same name: prepare this one under another (--name).",
+            )  # fmt: skip
+    return corpus
+
+
+def _number_of(name: str) -> int:
+    """A number of its own for each name: where an island without a shard would begin."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")

@@ -1,0 +1,193 @@
+"""Standbys: what they are told, that nobody hears of them before, and that a kit is used where it fits, only there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.errors import ConfigError
+from broker.logs import Origin
+from broker.process import Patience
+from broker.redis_transport import RedisTransport, connect
+from islands import kit as kits
+from islands import main, standby
+from islands.creation import describe, first_snapshots
+from islands.kit import Kit
+from islands.standby import Assignment, assignment, await_assignment
+from islands.worker import Island
+from tests.islands.test_main import CORPUS
+from tests.small import SMALL
+
+AT_ONCE = Patience(0.0, lambda: False)
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+
+
+# -- what it is told --------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(TEXTS), st.dictionaries(TEXTS, TEXTS), TEXTS)
+def test_an_assignment_is_one_line(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    told = Assignment(tuple(arguments), environment, log)
+    assert told.line().count(b"\n") == 1
+    assert assignment(told.line()) == told
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"", b"\xff\n", b"oslo\n", b"[]\n", b"7\n", b"{}\n", b'{"arguments": "--name"}', b'{"arguments": [1]}',
+        b'{"arguments": null}', b'{"arguments": [], "environment": []}', b'{"arguments": [], "environment": {"A": 1}}',
+        b'{"arguments": [], "log": null}', b'{"arguments": ["a\\u0000b"]}', b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused_with_an_example(line: bytes) -> None:
+    with pytest.raises(ConfigError, match="a standby cannot become") as raised:
+        assignment(line)
+    assert "--name" in str(raised.value)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_more_than_be_refused(line: bytes) -> None:
+    try:
+        found = assignment(line)
+    except ConfigError:
+        return
+    assert assignment(found.line()) == found
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """What a standby reads, and what its launcher writes."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as ours, os.fdopen(writer, "wb", 0) as theirs:
+        yield ours, theirs
+
+
+def test_a_line_may_come_in_pieces(pipe: tuple[FileIO, FileIO]) -> None:
+    ours, theirs = pipe
+    line = Assignment(("--name", "oslo"), {}, "oslo.log").line()
+    theirs.write(line[:7])
+    rest = threading.Timer(0.05, theirs.write, [line[7:] + b"what follows is nothing to it"])
+    rest.start()
+    assert await_assignment(ours, lambda: False) == Assignment(("--name", "oslo"), {}, "oslo.log")
+    rest.join()
+
+
+@pytest.mark.parametrize("begun", [b"", b'{"arguments": ["--name"'])
+def test_nobody_is_left_who_could_tell_it(begun: bytes, pipe: tuple[FileIO, FileIO]) -> None:
+    ours, theirs = pipe
+    theirs.write(begun)
+    theirs.close()
+    assert await_assignment(ours, lambda: False) is None
+
+
+def test_a_signal_ends_the_wait(pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "POLL_SECONDS", 0.01)
+    asked = iter([False, False, True])
+    assert await_assignment(pipe[0], lambda: next(asked)) is None
+    assert next(asked, None) is None
+
+
+def test_what_has_no_end_is_refused(pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "LINE_MAX", 100)
+    ours, theirs = pipe
+    theirs.write(b"x" * 200)
+    with pytest.raises(ConfigError, match="a standby cannot become 'xxx"):
+        await_assignment(ours, lambda: False)
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Assignment((), {"SAID": "hello"}, str(tmp_path / "nowhere" / "oslo.log")).take()
+
+
+# -- what it prepares -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
+    monkeypatch.setattr(main, "keep_compiled", lambda: None)
+    monkeypatch.setattr(kits, "training_text", lambda *_: CORPUS)
+    url = f"fakeredis://{uuid.uuid4().hex}"
+    monkeypatch.setenv("ARCHIPELAGO_URL", url)
+    made = connect(url, "demo")
+    manifest = describe("demo", SMALL, CORPUS.identity)
+    made.create(manifest, first_snapshots(manifest))
+    yield made
+    made.close()
+
+
+def everything(transport: RedisTransport) -> dict[bytes, object]:
+    """All that the server holds."""
+    redis = transport._redis
+    return {key: redis.dump(key) for key in redis.scan_iter()}
+
+
+def equipped(transport: RedisTransport) -> Kit:
+    return kits.equip(transport.manifest(), transport, None, AT_ONCE)
+
+
+def test_nobody_hears_of_a_rehearsal(transport: RedisTransport) -> None:
+    before = everything(transport)
+    prepared = equipped(transport)
+    prepared.rehearse(transport, AT_ONCE, 2)
+    assert prepared.scan_steps == 2
+    changed = [key for key, held in everything(transport).items() if before.get(key) != held]
+    assert [key.rpartition(b":")[2] for key in changed] == [b"books"]  # which count the bytes that it took
+    assert transport.presences() == []
+
+
+def run(kit: Kit | None, folder: Path, monkeypatch: pytest.MonkeyPatch, scan_steps: int = 0) -> Island:
+    """An island that is built, and leaves before its first step."""
+    built: list[Island] = []
+
+    def train(island: Island, stopped: Callable[[], bool], diary: object) -> str:
+        built.append(island)
+        return "left"
+
+    monkeypatch.setattr("islands.worker.train", train)
+    options = main.IslandOptions(run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False)
+    main._run(options, "oslo", lambda: False, Origin("oslo"), kit)
+    return built[0]
+
+
+def test_an_island_takes_what_was_prepared(
+    transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = equipped(transport)
+    prepared.rehearse(transport, AT_ONCE, 3)
+    monkeypatch.setattr(kits, "equip", pytest.fail)
+    island = run(prepared, tmp_path, monkeypatch)
+    assert island.name == "oslo"
+    assert island.steps is prepared.steps
+    assert island.scan_steps == 3
+    assert run(prepared, tmp_path, monkeypatch, scan_steps=1).scan_steps == 1
+
+
+def test_a_run_that_was_made_anew_meanwhile_takes_nothing_of_the_old(
+    transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = equipped(transport)
+    transport._redis.flushall()
+    other = describe("demo", replace(SMALL, inner=replace(SMALL.inner, beta1=0.8)), CORPUS.identity)
+    transport.create(other, first_snapshots(other))
+    island = run(prepared, tmp_path, monkeypatch, scan_steps=1)
+    assert island.manifest == other != prepared.manifest
+    assert island.steps is not prepared.steps
+
+
+@pytest.mark.parametrize("flag", ["name", "folder"])
+def test_a_standby_has_no_name_yet(flag: str, transport: RedisTransport, tmp_path: Path) -> None:
+    options = main.IslandOptions(standby=True, **{flag: "oslo" if flag == "name" else tmp_path})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a standby has no name"):
+        main.main(options)
