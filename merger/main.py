@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from broker.errors import ConfigError
+from broker.errors import BrokerError, ConfigError
 from broker.process import (
     AwaitedRun,
     guarded,
@@ -21,6 +21,7 @@ from broker.process import (
 )
 from broker.scalars import Scalars
 from broker.telemetry import WorkerOptions
+from broker.transport import Transport
 from merger.folder import KEEP, MergerFolder
 
 LINGER_SECONDS = 0.5
@@ -81,8 +82,17 @@ def main(options: MergerOptions) -> int:
         curves.close()
     log.info("leaves after round %s", merger.rounds.closed, extra={"round": merger.rounds.closed})
     if options.json:
-        print_json({"run": transport.run, "round": merger.rounds.closed, "merged": transport.books().merged})
+        print_json({"run": transport.run, "round": merger.rounds.closed, "merged": _merged(transport)})
     return 0
+
+
+def _merged(transport: Transport) -> int | None:
+    """Contributions that were merged in all; None where the broker is away."""
+    try:
+        return transport.books().merged
+    except BrokerError as error:
+        log.warning("how many contributions were merged is not known: %s", error.what)
+        return None
 
 
 def entry() -> int:

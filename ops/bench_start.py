@@ -26,11 +26,14 @@ from broker.errors import BrokerError
 from broker.process import RUN_VARIABLE, URL_VARIABLE
 from broker.redis_transport import connect
 from islands.diary import VARIABLE as DIARY_VARIABLE
+from islands.standby import Assignment
 from ops import tether
 from ops.bench_process import cpu_seconds, require_linux
 from ops.server import start_server
+from ops.standbys import ISLAND, Standby
 
 RUN, NAME = "bench-start", "island"
+PACE = ("--scan-steps", "1", "--step-seconds-min", "0.05")
 STARTS, STARTS_QUICK = 5, 2
 GOAL_SECONDS = 1.2
 WAIT_SECONDS = 600.0
@@ -87,12 +90,17 @@ def start(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[st
         cold = started(folder, environment)
         say(f"{_what(config)}: {cold.total:.2f} s of processor time with empty caches")
         _floor(environment)  # whose program is kept from now on
-        warm, floors = [], []
+        warm, floors, told = [], [], []
         for number in range(STARTS_QUICK if quick else STARTS):
             warm.append(started(folder, environment))
             floors.append(_floor(environment))
-            say(f"again, {number + 1}: {warm[-1].total:.2f} s, {floors[-1]:.2f} s for JAX alone")
-    return {**summary(cold, warm, floors), "what": _what(config), "rows": rows(cold, warm, floors)}
+            told.append(taken_over(folder, environment))
+            say(
+                f"again, {number + 1}: {warm[-1].total:.2f} s, {floors[-1]:.2f} s for JAX alone, "
+                f"{told[-1][1]:.2f} s of a standby"
+            )
+    found = summary(cold, warm, floors, told)
+    return {**found, "what": _what(config), "rows": rows(found)}
 
 
 def settled(config: RunConfig, quick: bool) -> RunConfig:
@@ -111,37 +119,82 @@ def _what(config: RunConfig) -> str:
 
 def started(folder: Path, environment: Mapping[str, str]) -> Start:
     """Starts an island, lets it make its first step, and ends it. Raises BrokerError when it ends before that."""
-    diary = Path(environment[DIARY_VARIABLE])
-    diary.unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "islands", "--name", NAME, "--folder", str(folder / "island")]
-    argv += ["--scan-steps", "1", "--step-seconds-min", "0.05", "--no-tensorboard", "--json"]
-    began, deadline = time.monotonic(), time.monotonic() + WAIT_SECONDS
+    diary, log = _fresh(environment), folder / "log"
+    began = time.monotonic()
     with (
-        (folder / "log").open("w+", encoding="utf-8") as log,
+        log.open("w", encoding="utf-8") as errors,
         subprocess.Popen(
-            tether.command(argv), env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            tether.command([sys.executable, *ISLAND, *_arguments(folder)]),
+            env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
         ) as process,
-    ):
+    ):  # fmt: skip
         try:
-            while not (diary.exists() and diary.stat().st_size) and process.poll() is None:
-                if time.monotonic() > deadline:
-                    raise BrokerError(f"an island made no step for {WAIT_SECONDS:g} s", f"It wrote: {_end_of(log)}")
-                time.sleep(POLL_SECONDS)
-            wall = time.monotonic() - began
-            total = cpu_seconds(process.pid) if process.poll() is None else 0.0
+            _await(lambda: _has_stepped(diary), process, log)
+            wall, total = time.monotonic() - began, cpu_seconds(process.pid)
             process.send_signal(signal.SIGTERM)
             said, _ = process.communicate(timeout=WAIT_SECONDS)
         finally:
             process.kill()
-        if process.returncode:
+    _require_success(process, log)
+    return Start(wall, total, **json.loads(said)["start_seconds"])
+
+
+def taken_over(folder: Path, environment: Mapping[str, str]) -> tuple[float, float]:
+    """The same island by a standby: seconds from when that is told to the end of its first step, wall and processor."""
+    diary, log = _fresh(environment), folder / "log"
+    log.unlink(missing_ok=True)
+    standby = Standby("standby", [*ISLAND, "--standby", *PACE], environment, log)
+    standby.start()
+    process = standby.process
+    assert process is not None  # noqa: S101
+    try:
+        _await(standby.is_ready, process, log)
+        began, before = time.monotonic(), cpu_seconds(process.pid)
+        standby.become(Assignment(tuple(_arguments(folder)), {}, str(log)))
+        _await(lambda: _has_stepped(diary), process, log)
+        wall, total = time.monotonic() - began, cpu_seconds(process.pid) - before
+        process.send_signal(signal.SIGTERM)
+        process.wait(WAIT_SECONDS)
+    finally:
+        process.kill()
+        standby.end()
+    _require_success(process, log)
+    return wall, total
+
+
+def _arguments(folder: Path) -> list[str]:
+    return ["--name", NAME, "--folder", str(folder / "island"), *PACE, "--no-tensorboard", "--json"]
+
+
+def _fresh(environment: Mapping[str, str]) -> Path:
+    """The diary, with nothing in it yet."""
+    diary = Path(environment[DIARY_VARIABLE])
+    diary.unlink(missing_ok=True)
+    return diary
+
+
+def _has_stepped(diary: Path) -> bool:
+    return diary.exists() and diary.stat().st_size > 0
+
+
+def _await(holds: Callable[[], bool], process: subprocess.Popen[Any], log: Path) -> None:
+    """Until then. Raises BrokerError when the process ends before it, or it takes too long."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        if process.poll() is not None:
             raise BrokerError("an island of the measurement failed", f"It wrote: {_end_of(log)}")
-    parts = json.loads(said)["start_seconds"]
-    return Start(wall, total, **parts)
+        if time.monotonic() > deadline:
+            raise BrokerError(f"an island made no step for {WAIT_SECONDS:g} s", f"It wrote: {_end_of(log)}")
+        time.sleep(POLL_SECONDS)
 
 
-def _end_of(log: Any) -> str:
-    log.seek(0)
-    return " / ".join(log.read().splitlines()[-3:]) or "nothing"
+def _require_success(process: subprocess.Popen[Any], log: Path) -> None:
+    if process.returncode:
+        raise BrokerError("an island of the measurement failed", f"It wrote: {_end_of(log)}")
+
+
+def _end_of(log: Path) -> str:
+    return " / ".join(log.read_text(encoding="utf-8").splitlines()[-3:]) or "nothing"
 
 
 def _floor(environment: Mapping[str, str]) -> float:
@@ -151,8 +204,10 @@ def _floor(environment: Mapping[str, str]) -> float:
     return float(found.stdout)
 
 
-def summary(cold: Start, warm: Sequence[Start], floors: Sequence[float]) -> dict[str, Any]:
-    """Medians of what was measured; the ratios, of each start and the floor after it."""
+def summary(
+    cold: Start, warm: Sequence[Start], floors: Sequence[float], told: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """Medians of what was measured; the ratios, of each start and the floor after it. `told`: of standbys."""
     ratios = [each.total / floor for each, floor in zip(warm, floors, strict=True)]
 
     def median(of: Callable[[Start], float]) -> float:
@@ -171,12 +226,13 @@ def summary(cold: Start, warm: Sequence[Start], floors: Sequence[float]) -> dict
         "ratio": statistics.median(ratios),
         "ratio_from": min(ratios),
         "ratio_to": max(ratios),
+        "standby_wall_seconds": statistics.median(wall for wall, _ in told),
+        "standby_cpu_seconds": statistics.median(total for _, total in told),
     }
 
 
-def rows(cold: Start, warm: Sequence[Start], floors: Sequence[float]) -> list[dict[str, Any]]:
-    """The same for people."""
-    s = summary(cold, warm, floors)
+def rows(s: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A summary for people."""
     floor = s["floor_cpu_seconds"]
 
     def row(what: str, seconds: float, goal: float | str = "") -> dict[str, Any]:
@@ -190,5 +246,7 @@ def rows(cold: Start, warm: Sequence[Start], floors: Sequence[float]) -> list[di
         row("  optimiser state, from its checkpoint", s["state_cpu_seconds"]),
         row("  the first step", s["first_step_cpu_seconds"]),
         row("wall time of it", s["wall_seconds"]),
-        row("processor time with empty caches", cold.total),
+        row("a standby, from when it is told: processor time", s["standby_cpu_seconds"]),
+        row("  wall time of it", s["standby_wall_seconds"]),
+        row("processor time with empty caches", s["cold_cpu_seconds"]),
     ]

@@ -207,14 +207,12 @@ def _storm(
     if undisturbed:
         say("the same run without faults, to as many merged tokens, for comparison")
         merged = storm.books.merged_tokens // storm.fragments
-        calm = dataclasses.replace(
-            plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0
-        )
+        calm = dataclasses.replace(plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0)
         control = as_control(ride(calm, stopped))
     found = figures(storm, control)
     write(folder, storm, found, _command())
     if options.baselines:  # what there is of the storm is kept, whatever comes of these
-        found = figures(storm, control, _baselines(plan, stopped))
+        found = figures(storm, control, _baselines(dataclasses.replace(plan, seconds=storm.seconds), stopped))
         write(folder, storm, found, _command())
     _tell(storm, found, folder)
     return found

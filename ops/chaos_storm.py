@@ -405,7 +405,12 @@ def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
 
 
 def _await_end(plan: Plan, sea: Sea, watch: Watch, begin: float, stopped: Callable[[], bool]) -> None:
-    while not _is_over(plan, sea, watch, begin):
+    look_due = 0.0
+    while True:
+        if (now := time.monotonic()) >= look_due:
+            if _is_over(plan, sea, watch, begin):
+                return
+            look_due = now + LOOK_SECONDS
         if stopped():
             raise ArchipelagoError("the storm was interrupted", "Nothing of it is kept but its folder.")
         sea.tend()

@@ -40,7 +40,7 @@ from islands.corpus import OpenCorpus, open_corpus
 from islands.inner import InnerState, InnerSteps, begin, compile_steps, descent, gradient
 from islands.interface import Params
 from islands.pacing import Pacer
-from islands.programs import Programs
+from islands.programs import Programs, copied
 from ops.chaos_rendezvous import Order, Setting, Way
 
 Saved = tuple[Any, dict[str, int | str]]
@@ -142,7 +142,7 @@ class Parallel:
 
     def begin(self) -> None:
         """Anew, from the run's first parameters."""
-        self.state = begin(self._config.inner, _copied(self._first))
+        self.state = begin(self._config.inner, copied(self._first))
         self._batches = Batches(self._corpus.train, self._config, alone(self._config.data.shards, self._config.seed))
 
     def work(self, n: int) -> None:
@@ -186,7 +186,7 @@ class Replica:
     def begin(self) -> None:
         """Anew, from the run's first parameters."""
         self.params, self._momentum = self._first, self._nesterov.init(self._first)
-        self._state = begin(self._config.inner, _copied(self.params))
+        self._state = begin(self._config.inner, copied(self.params))
         lease = shared_out(self._config.data.shards, self._config.seed, *self._place)
         self._batches = Batches(self._corpus.train, self._config, lease)
 
@@ -202,7 +202,7 @@ class Replica:
     def merge(self, mean_N: Vector, n: int) -> None:
         """The outer step; inner moments stay."""
         self.params, self._momentum = self._outer(self.params, self._momentum, jnp.asarray(mean_N))
-        self._state = self._state._replace(params=_copied(self.params))  # the steps use them up
+        self._state = self._state._replace(params=copied(self.params))  # the steps use them up
 
     def common(self) -> Saved:
         """The round's parameters and the outer momentum."""
@@ -216,7 +216,7 @@ class Replica:
         """Begins the round."""
         assert own is not None  # noqa: S101
         self.params, self._momentum = _like((self.params, self._momentum), common[0])
-        self._state = InnerState(_copied(self.params), _like(self._state.optimizer, own[0]))
+        self._state = InnerState(copied(self.params), _like(self._state.optimizer, own[0]))
         self._batches.restore(own[1])
 
 
@@ -225,10 +225,6 @@ WAYS: dict[Way, Callable[[Setting, str, OpenCorpus, Params, Programs], Trainee]]
     "elastic data-parallel": Parallel,
     "synchronous DiLoCo": Replica,
 }
-
-
-def _copied(params: Params) -> Params:
-    return {name: jnp.array(tensor) for name, tensor in params.items()}
 
 
 def _like(tree: Any, leaves: Sequence[Any]) -> Any:

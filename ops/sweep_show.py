@@ -18,6 +18,7 @@ from ops.settings import say, table_console
 from ops.sweep_study import Record, Study
 from ops.sweep_trial import OWN, key_of
 
+AGAINST = "loss to that of data-parallel at the same tokens"
 SAME_TOKENS = 0.03
 """how far two runs' tokens may be apart to be compared: islands that tick apart end within a few steps of each other"""
 ROWS_MAX = 60
@@ -152,10 +153,16 @@ def _draw(path: Path, study: Study, rows: Sequence[Row], varying: Sequence[str])
     from matplotlib import pyplot as plt
 
     compared = [(row, row.ratios(baseline(row, rows))) for row in sorted(rows, key=_order)]
-    shown = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX]
+    shown, what = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX], AGAINST
+    if not shown:  # a study of islands alone
+        ended = [(row, [loss for loss in row.losses.values() if math.isfinite(loss)]) for row, _ in compared]
+        shown, what = [(row, losses) for row, losses in ended if losses][:ROWS_MAX], "held-out bits per byte"
     height = 4.5 if study.x else max(2.5, 0.25 * len(shown) + 1.5)
     figure, axes = plt.subplots(figsize=(8, height), dpi=120, layout="constrained")
     (_lines if study.x else _dots)(axes, study, shown, varying)
+    if what == AGAINST and not study.x:
+        axes.axvline(1.0, linewidth=1, color="black", alpha=0.5)
+    (axes.set_ylabel if study.x else axes.set_xlabel)(what)
     figure.suptitle(textwrap.fill(study.about or study.name, TITLE_WIDTH), fontsize="medium")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -177,7 +184,7 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
         axes.errorbar(x, y, yerr=error, marker="o", markersize=3, capsize=2, label=label)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel=study.x, ylabel="loss to that of data-parallel")
+    axes.set_xlabel(study.x)
     axes.legend(frameon=False, fontsize="small")
 
 
@@ -195,5 +202,3 @@ def _dots(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], var
     axes.errorbar(means, places, xerr=spreads, fmt="o", markersize=4, capsize=2)
     axes.set_yticks([len(shown) + 1 + 0.3 * heads.count("\n"), *places], labels, fontsize="small")
     axes.get_yticklabels()[0].set(color="gray", style="italic")
-    axes.axvline(1.0, linewidth=1, color="black", alpha=0.5)
-    axes.set_xlabel("loss to that of data-parallel at the same tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -75,6 +76,19 @@ def test_a_merger(
     assert merger.main.main(merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0)) == 0
     assert stuttering.calls["manifest"] > 3
     assert "served" in {note.kind for note in transport.notes(100)}
+
+
+def test_a_merger_that_ends_in_an_outage(
+    stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def served_and_then_an_outage() -> bool:
+        if stuttering.calls["updates"] > 1:
+            stuttering.calls["books"] = 2
+        return stuttering.calls["updates"] > 1
+
+    until(merger.main, monkeypatch, served_and_then_an_outage)
+    assert merger.main.main(merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0, json=True)) == 0
+    assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": None}
 
 
 def test_an_island(

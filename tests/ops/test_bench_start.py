@@ -14,7 +14,7 @@ import pytest
 from broker.config import DataConfig, ModelConfig, RunConfig
 from broker.errors import BrokerError
 from ops.bench_process import cpu_seconds
-from ops.bench_start import Start, rows, settled, start, started, summary
+from ops.bench_start import Start, rows, settled, start, started, summary, taken_over
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processor time is read from /proc")
 
@@ -35,11 +35,13 @@ def test_the_figures_are_medians_and_the_ratios_are_of_pairs() -> None:
         Start(4.0, 3.0, 1.5, 0.25, 0.75, 0.25),
         Start(3.0, 2.0, 1.0, 0.5, 0.25, 0.125),
     ]
-    found = summary(cold, warm, [0.5, 1.5, 0.5])
+    found = summary(cold, warm, [0.5, 1.5, 0.5], [(0.5, 0.25), (0.75, 0.125), (0.25, 0.5)])
+    assert (found["standby_wall_seconds"], found["standby_cpu_seconds"]) == (0.5, 0.25)
     assert (found["cpu_seconds"], found["wall_seconds"], found["cold_cpu_seconds"]) == (2.0, 3.0, 16.0)
     assert (found["ratio"], found["ratio_from"], found["ratio_to"]) == (3.0, 2.0, 4.0)
     assert [each.first_step for each in warm] == [0.125, 0.25, 0.125]
-    total, *parts, _, _ = rows(cold, warm, [0.5, 1.5, 0.5])
+    total, *parts, _, told, _, _ = rows(found)
+    assert told["seconds"] == 0.25
     assert (total["seconds"], total["jax_alone"], total["ratio"], total["goal"]) == (2.0, 0.5, 4.0, 1.2)
     assert [part["seconds"] for part in parts] == [1.0, 0.25, 0.375, 0.125, 0.125]
 
@@ -62,6 +64,8 @@ def test_an_island_that_ends_before_its_first_step_is_told_with_its_last_words(t
     environment = {**os.environ, "ARCHIPELAGO_DIARY": str(tmp_path / "diary"), "ARCHIPELAGO_URL": "unix:///nowhere"}
     with pytest.raises(BrokerError, match=r"failed.*nowhere"):
         started(tmp_path, environment)
+    with pytest.raises(BrokerError, match=r"failed.*nowhere"):
+        taken_over(tmp_path, environment)
 
 
 @pytest.mark.processes
@@ -74,4 +78,5 @@ def test_a_start_with_warm_caches_is_measured_in_its_parts() -> None:
     assert all(seconds > 0 for seconds in parts.values()), parts
     assert found["cpu_seconds"] < found["cold_cpu_seconds"] / 2, "programs are kept"
     assert found["cpu_seconds"] > found["floor_cpu_seconds"] > 0
+    assert 0 < found["standby_cpu_seconds"] < found["cpu_seconds"], "a standby has loaded everything before"
     assert len(said) == 3

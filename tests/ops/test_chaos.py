@@ -101,13 +101,15 @@ def test_a_broken_invariant_is_in_the_exit_status(
 
     def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
         plans.append(plan)
-        found = storm()
+        found = replace(storm(), standbys=plan.standbys)
         return replace(found, books=Books()) if breaks else found
 
     monkeypatch.setattr(chaos, "ride", ride)
     monkeypatch.setattr(chaos, "require_usable", lambda config: None)
-    assert main(ChaosOptions(islands=2, slow=3.0, fault_seed=4)) == status
+    assert main(ChaosOptions(islands=2, slow=3.0, fault_seed=4, standbys=2)) == status
     first, control = plans
+    assert (first.standbys, control.standbys) == (2, 0)
+    assert "2 standbys waited beside" in (tmp_path / "runs/chaos/storm.html").read_text()
     assert first.faults and not control.faults
     assert first.step_seconds == {"island-0": 0.05, "island-1": 0.05 * 3}
     assert control.merged_tokens == (0 if breaks else 1900)
@@ -144,6 +146,7 @@ def test_the_peers_bench_is_their_settings(monkeypatch: pytest.MonkeyPatch, tmp_
     [
         (ChaosOptions(islands=0), "--islands"),
         (ChaosOptions(seconds=0.0), "--seconds"),
+        (ChaosOptions(standbys=-1), "--standbys"),
         (ChaosOptions(mean_seconds_between=-1.0), "--mean-seconds-between"),
         (ChaosOptions(step_seconds=float("nan")), "--step-seconds"),
         (ChaosOptions(slow=2.0, step_seconds=0.0), "--slow"),
