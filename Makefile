@@ -13,9 +13,9 @@ train: $(READY)  ## the main job: islands train one model through Redis, on real
 test: $(READY)  ## every test, on fakeredis and on a real server
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-storm: $(READY)  ## two minutes of faults, the same ones each time, on real processes; fails when an invariant breaks
+storm: $(READY)  ## two minutes of faults, the same ones each time, on real processes and with a standby; fails when an invariant breaks
 	$(BIN)/archipelago chaos --run storm --seconds 120 --fault-seed 6 --mean-seconds-between 40 --no-undisturbed \
-		--kinds kill stop partition reset half-open throttle delay disk $(ARGS)
+		--standbys 1 --kinds kill stop partition reset half-open throttle delay disk $(ARGS)
 
 soak: $(READY)  ## storms without end, on all cores: new seeds until one fails, which is named
 	@$(BIN)/python -m tests.simulation.storm $(ARGS)

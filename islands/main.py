@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -73,7 +74,8 @@ def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
     if assigned is None:
         return 0
     assigned.take()
-    island = tyro.cli(IslandOptions, prog="archipelago island", args=assigned.arguments)
+    as_ours = dataclasses.replace(options, standby=False)
+    island = tyro.cli(IslandOptions, prog="archipelago island", args=assigned.arguments, default=as_ours)
     if island.standby:
         raise ConfigError("a standby cannot become a standby", "Leave --standby out of the line that it reads.")
     return _island(island, stopped, kit)

@@ -59,7 +59,8 @@ def assignment(line: bytes) -> Assignment:
         said: Any = json.loads(line)
         arguments, environment, log = said["arguments"], said.get("environment", {}), said.get("log", "")
         texts = [*arguments, *environment.keys(), *environment.values(), log]
-        if isinstance(arguments, list) and all(isinstance(text, str) and "\0" not in text for text in texts):
+        named = all(name and "=" not in name for name in environment)
+        if isinstance(arguments, list) and named and not any(b"\0" in os.fsencode(text) for text in texts):
             return Assignment(tuple(arguments), environment, log)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass

@@ -34,7 +34,7 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 # -- what it is told --------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(TEXTS), st.dictionaries(TEXTS, TEXTS), TEXTS)
+@given(st.lists(TEXTS), st.dictionaries(TEXTS.filter(lambda name: name and "=" not in name), TEXTS), TEXTS)
 def test_an_assignment_is_one_line(arguments: list[str], environment: dict[str, str], log: str) -> None:
     told = Assignment(tuple(arguments), environment, log)
     assert told.line().count(b"\n") == 1
@@ -47,6 +47,8 @@ def test_an_assignment_is_one_line(arguments: list[str], environment: dict[str, 
         b"", b"\xff\n", b"oslo\n", b"[]\n", b"7\n", b"{}\n", b'{"arguments": "--name"}', b'{"arguments": [1]}',
         b'{"arguments": null}', b'{"arguments": [], "environment": []}', b'{"arguments": [], "environment": {"A": 1}}',
         b'{"arguments": [], "log": null}', b'{"arguments": ["a\\u0000b"]}', b"[" * 100_000,
+        b'{"arguments": ["\\ud800"]}', b'{"arguments": [], "environment": {"": "a"}}',
+        b'{"arguments": [], "environment": {"a=b": "c"}}', b'{"arguments": [], "log": 7}',
     ],
 )  # fmt: skip
 def test_anything_else_is_refused_with_an_example(line: bytes) -> None:
@@ -190,4 +192,25 @@ def test_a_run_that_was_made_anew_meanwhile_takes_nothing_of_the_old(
 def test_a_standby_has_no_name_yet(flag: str, transport: RedisTransport, tmp_path: Path) -> None:
     options = main.IslandOptions(standby=True, **{flag: "oslo" if flag == "name" else tmp_path})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a standby has no name"):
+        main.main(options)
+
+
+@pytest.mark.usefixtures("transport")
+def test_it_begins_with_its_own_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who was given a URL by hand need not be given it again."""
+    became: list[main.IslandOptions] = []
+    options = main.IslandOptions(
+        url=os.environ["ARCHIPELAGO_URL"], run="demo", scan_steps=1, tensorboard=False, standby=True
+    )
+    told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "2"))
+    monkeypatch.setattr(main, "await_assignment", lambda *_: told)
+    monkeypatch.setattr(main, "stop_on_signals", lambda: lambda: False)
+    monkeypatch.setattr(main, "_island", lambda options, stopped, kit: became.append(options))
+    main.main(options)
+    assert capfd.readouterr().out == "ready\n"
+    assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]
+    monkeypatch.setattr(main, "await_assignment", lambda *_: Assignment(("--standby",)))
+    with pytest.raises(ConfigError, match="cannot become a standby"):
         main.main(options)
