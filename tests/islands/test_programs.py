@@ -81,6 +81,21 @@ def test_inner_steps_of_a_kept_program_have_the_bits_of_the_jitted_function(
     assert trained(keep(never)) == expected
 
 
+def test_who_asks_twice_gets_what_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an island does that a standby rehearsed."""
+    programs = Programs(tmp_path)
+
+    def keep(made_of: object, donate: tuple[int, ...] = ()) -> Callable[[Any], Any]:
+        return programs.keep(lambda: jax.jit(double, donate_argnums=donate), made_of, lambda x_N: 0, donate)
+
+    first = keep("double")
+    assert first(ONES).tolist() == [2.0, 2.0, 2.0]
+    monkeypatch.setattr(Programs, "read", never)
+    assert keep("double")(ONES).tolist() == [2.0, 2.0, 2.0]
+    assert keep("double") is first
+    assert first not in (keep("other"), keep("double", donate=(0,)))
+
+
 def test_what_is_damaged_is_made_as_ever(tmp_path: Path) -> None:
     kept(tmp_path, lambda: jax.jit(double))(ONES)
     (path,) = files(tmp_path)
