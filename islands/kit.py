@@ -1,6 +1,6 @@
 """What an island needs that no name decides: the run's manifest, its text, and the programs, loaded or compiled.
 
-A process that becomes one island after another, or that waits to become one, gets it once.
+A process that waits to become an island has it before it is told which.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Kit:
         gc.collect()  # it held a model, and perhaps a device's memory
 
 
-def equip(manifest: Manifest, transport: Transport, pinned: str | None, awaited: Patience) -> Kit:
-    """All that can be had before there is an island."""
+def equip(manifest: Manifest, pinned: str | None) -> Kit:
+    """All that can be had before there is an island. The broker is not asked for anything."""
     config = manifest.config
     programs = Programs(programs_folder())
-    corpus = training_text(manifest, transport, pinned, awaited, programs)
+    corpus = training_text(manifest, pinned, programs)
 
     def make() -> InnerSteps:
         from islands.model import build  # with flax, which takes a quarter of a second
@@ -88,22 +88,23 @@ def equip(manifest: Manifest, transport: Transport, pinned: str | None, awaited:
     return Kit(manifest, pinned, corpus, programs, steps)
 
 
-def training_text(
-    manifest: Manifest, transport: Transport, pinned: str | None, awaited: Patience, programs: Programs | None = None
-) -> OpenCorpus:
-    """The text to train on: the run's, or one that stays here. Raises MismatchError for another than is known."""
+def training_text(manifest: Manifest, pinned: str | None, programs: Programs | None = None) -> OpenCorpus:
+    """The text to train on: the run's, or one that stays here. Raises MismatchError for another than the run's."""
     corpus = open_corpus(pinned or manifest.corpus.name)
     ours = manifest.corpus if pinned else corpus.identity
     manifest.require_same(describe(manifest.run, manifest.config, ours, programs))
     require_readable(manifest.config, corpus, manifest.corpus.tokenizer, programs)
-    if pinned:
-        theirs = awaited(lambda: transport.register_corpus(pinned, corpus.digest))
-        if theirs != corpus.digest:
-            raise MismatchError(
-                f"corpus {pinned!r}", theirs, corpus.digest,
-                "Another island trains on a text of the same name: prepare this one under another (--name).",
-            )  # fmt: skip
     return corpus
+
+
+def register_text(corpus: OpenCorpus, transport: Transport, pinned: str | None) -> None:
+    """Says which text an island reads under that name, if it is its own. Raises MismatchError where that is another."""
+    theirs = transport.register_corpus(pinned, corpus.digest) if pinned else corpus.digest
+    if theirs != corpus.digest:
+        raise MismatchError(
+            f"corpus {pinned!r}", theirs, corpus.digest,
+            "Another island trains on a text of the same name: prepare this one under another (--name).",
+        )  # fmt: skip
 
 
 def _number_of(name: str) -> int:

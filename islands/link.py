@@ -335,7 +335,6 @@ class Link:
         hear of those sends nothing.
         """
         self._listen(0.0 if self._wanted - self._early.keys() else block_seconds)
-        self._offer_help()  # as well as with each heartbeat: a newcomer waits, and news come more often
         for p in sorted(self._wanted):
             newest = self._newest(p)
             arrival = self._early.pop(p, None) or self._arrived(p)
@@ -349,6 +348,7 @@ class Link:
             if self._newest(p) <= max(newest, arrival.snapshot.version):  # else a newer one was announced meanwhile
                 self._wanted.discard(p)
             self._listen()
+        self._offer_help()  # as well as with each heartbeat: a newcomer waits, and news come more often
 
     def _newest(self, p: int) -> int:
         """The newest version of a fragment that was announced and is not here."""

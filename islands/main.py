@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,9 +67,13 @@ def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
             "a standby has no name or folder yet", "Leave --name and --folder for the line that it reads."
         )
     _require_sensible(options)
+    if sys.stdin is None:
+        raise ConfigError("a standby has no standard input", "It reads there as whom to join: leave it open.")
     kit = _prepared(options, stopped)
+    if stopped():
+        return 0
     log.info("ready to become an island of %s, after %.1f s of processor time", kit.manifest.run, time.process_time())
-    with suppress(BrokenPipeError):  # then nobody will write either
+    with suppress(OSError):  # whoever does not read that may write all the same
         os.write(1, READY)
     assigned = await_assignment(sys.stdin.buffer, stopped)
     if assigned is None:
@@ -93,7 +98,7 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> Kit:
 
         from islands import checkpoint, comeback, diary, kit, telemetry  # noqa: F401
 
-        prepared = kit.equip(manifest, transport, options.corpus, awaited)
+        prepared = kit.equip(manifest, options.corpus)
         prepared.rehearse(transport, awaited, options.scan_steps)
     finally:
         transport.close()
@@ -122,6 +127,7 @@ def _island(options: IslandOptions, stopped: Callable[[], bool], kit: Kit | None
 def _run(
     options: IslandOptions, name: str, stopped: Callable[[], bool], origin: Origin, kit: Kit | None = None
 ) -> dict[str, object]:
+    began = time.process_time() if kit else 0.0  # a standby's time before it was told is not this island's
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run
@@ -136,12 +142,13 @@ def _run(
     from islands.checkpoint import IslandStore
     from islands.comeback import Comeback
     from islands.diary import Diary
-    from islands.kit import equip
+    from islands.kit import equip, register_text
     from islands.worker import train
 
-    loaded = time.process_time()
+    loaded = time.process_time() - began
     if kit is None or not kit.fits(manifest, options.corpus):
-        kit = equip(manifest, transport, options.corpus, awaited)
+        kit = equip(manifest, options.corpus)
+    awaited(partial(register_text, kit.corpus, transport, options.corpus))
     store = IslandStore(folder, manifest)
     returned = awaited(lambda: transport.claim_return(name))
     whole = store.find(*returned) if returned else None
@@ -150,7 +157,7 @@ def _run(
     arrivals = awaited(link.join)
     island = kit.island(name, incarnation, link, arrivals)
     island.on_marker = store.on_marker
-    joined = time.process_time()
+    joined = time.process_time() - began
     comeback = Comeback(transport, store, island, arrivals)
     comeback.ask()
     island.beat("joining")
@@ -159,11 +166,11 @@ def _run(
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
     kit.warm_up(island, options.scan_steps)
-    compiled = time.process_time()
+    compiled = time.process_time() - began
     comeback.complete(whole)
     del arrivals, comeback, whole  # the model as it was then: one more in memory
     curves.start()
-    ready = time.process_time()
+    ready = time.process_time() - began
     log.info(
         "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary, after %.1f s of processor time",
         manifest.run, island.ledger.closed, island.device, island.moments, island.scan_steps, ready,

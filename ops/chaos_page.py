@@ -272,7 +272,8 @@ def _note(storm: Storm, found: Figures) -> str:
     if found.standbys:
         text += (
             f" {found.standbys} standby{'s' * (found.standbys > 1)} waited beside the islands, with everything loaded, "
-            "to become whichever was started again. Their time is not allocated; what they cost the islands counts."
+            f"to become whichever was started again, as {found.stood_in} did. Their time is not allocated; what they "
+            "cost the islands counts."
         )
     return f'<p class="note">{text}</p>'
 

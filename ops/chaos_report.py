@@ -19,6 +19,8 @@ from broker.messages import Books, Pending, TapeEntry
 from ops.chaos_baselines import Baselines, Ran, Span, computed, longest_pause, sampled
 from ops.chaos_schedule import MERGER, REDIS, Fault
 
+STOOD_IN = "was a standby"
+"""what is noted of an island that one became"""
 STALL_SECONDS = 0.01
 PART_SECONDS = 5.0
 """An island takes part while it was merged into a round of the last so many seconds."""
@@ -507,6 +509,8 @@ class Figures:
     """what others made of them, where they ran"""
     size_live_part: list[tuple[float, int, int, int]] = field(default_factory=list)
     standbys: int = 0
+    stood_in: int = 0
+    """starts of islands for which a standby was ready"""
 
 
 def figures(storm: Storm, control: Control | None = None, baselines: Sequence[Ran] = ()) -> Figures:
@@ -557,6 +561,7 @@ def figures(storm: Storm, control: Control | None = None, baselines: Sequence[Ra
         baselines=list(baselines),
         size_live_part=size_live_part(storm),
         standbys=storm.standbys,
+        stood_in=sum(happening.what == STOOD_IN for happening in storm.happenings),
     )
 
 

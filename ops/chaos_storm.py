@@ -27,7 +27,7 @@ from broker.redis_transport import RedisTransport, connect
 from broker.transport import START
 from islands.diary import VARIABLE as DIARY_VARIABLE
 from ops.chaos_faults import TICK_SECONDS, Target, Trial
-from ops.chaos_report import Identity, Look, Storm, Turn
+from ops.chaos_report import STOOD_IN, Identity, Look, Storm, Turn
 from ops.chaos_schedule import MERGER, ON_LINKS, REDIS, Fault
 from ops.create import create
 from ops.false_clock import FalseClock
@@ -215,6 +215,8 @@ class Sea(Trial):
         super().start(target)
         if target is self.broker:
             self.note(REDIS, "ready")
+        if isinstance(target, Worker) and target.child.stood_in:
+            self.note(target.name, STOOD_IN)
 
     def tend(self) -> None:
         """The standbys as well."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from broker.logs import message_of
 from ops import tether
 
 RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0)
+LONG_SECONDS = 60.0
+"""After a life as long as this, how often it died before does not matter."""
 USER_ERROR = 2
 USER_ERRORS_MAX = 3
 """A worker that ends with a user's error so often is not started again: fewer may be an outage of the Redis."""
@@ -56,11 +59,14 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     stand_in: Callable[[Child], bool] | None = None
     """gives it the process of a standby, if one is ready"""
+    stood_in: bool = False
+    """whether its newest process was a standby"""
     _again_at: float = field(default=0.0, repr=False)
+    _began: float = field(default=math.inf, repr=False)
 
     def start(self) -> None:
         """Lets a standby become it, or starts it. Call from the main thread."""
-        if not self._has_stand_in():
+        if not self._takes_stand_in():
             self.launch()
 
     def launch(self, *, piped: bool = False) -> None:
@@ -92,10 +98,12 @@ class Child:
         if status == 0:
             self.done = True
             return f"{self.name} is done"
+        if now - self._began >= LONG_SECONDS:
+            self.restarts = 0
         if status == USER_ERROR and self.restarts >= USER_ERRORS_MAX:
             self.failed = self.last_words()
             return f"{self.name} cannot go on: {self.failed}"
-        if self._has_stand_in():
+        if not self.restarts and self._takes_stand_in():
             self.restarts += 1
             return f"{self.name} died ({_cause(status)}), and a standby takes its place; its log: {self.log}"
         pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS) - 1)]
@@ -111,8 +119,10 @@ class Child:
         self.restarts += 1
         self.start()
 
-    def _has_stand_in(self) -> bool:
-        return self.stand_in is not None and self.stand_in(self)
+    def _takes_stand_in(self) -> bool:
+        self._began = time.monotonic()
+        self.stood_in = self.stand_in is not None and self.stand_in(self)
+        return self.stood_in
 
     def stop(self, seconds: float) -> None:
         """SIGTERM, then SIGKILL once `seconds` have passed."""

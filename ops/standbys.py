@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import time
@@ -10,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from broker.errors import ConfigError
+from broker.errors import ArchipelagoError, ConfigError
 from islands.standby import READY, Assignment
 from ops.launcher import Child
 
@@ -30,23 +31,31 @@ def require_standbys(count: int) -> None:
 class Standby(Child):
     """One of them. Once its process is an island's there is none, until the next is loaded."""
 
-    _is_ready: bool = field(default=False, repr=False)
+    _said: bytes = field(default=b"", repr=False)
 
     def start(self) -> None:
         """Begins to load another. Call from the main thread."""
         self._hang_up()
         self.launch(piped=True)
-        self._is_ready = False
+        self._said = b""
+
+    def tend(self, now: float) -> str:
+        """Looks after it; says what happened, if anything did."""
+        if self.is_ready():
+            self.restarts = 0  # it can be loaded: a later failure is another matter
+        return super().tend(now)
 
     def is_ready(self) -> bool:
         """Whether it waits for an assignment."""
         process = self.process
         if process is None or process.poll() is not None or process.stdout is None:
             return False
-        if not self._is_ready and select.select([process.stdout], [], [], 0.0)[0]:
-            self._is_ready = process.stdout.read(len(READY)) == READY
-            self.restarts = 0  # it can be loaded, so a later failure is another matter
-        return self._is_ready
+        while READY not in self._said and select.select([process.stdout], [], [], 0.0)[0]:
+            more = os.read(process.stdout.fileno(), 1 << 12)
+            if not more:
+                return False
+            self._said = (self._said + more)[-(1 << 13) :]
+        return READY in self._said
 
     def become(self, assigned: Assignment) -> subprocess.Popen[bytes] | None:
         """Its process, which is that island's from now on; None where it has died just now."""
@@ -95,8 +104,14 @@ class Standbys:
         return [news for standby in self.all if (news := standby.tend(now))]
 
     def are_ready(self) -> bool:
-        """Whether each of them waits for an assignment, or cannot be had."""
-        return all(standby.is_ready() or standby.failed for standby in self.all)
+        """Whether each of them waits for an assignment. Raises ArchipelagoError for one that cannot be had."""
+        for standby in self.all:
+            if standby.failed or standby.done:
+                raise ArchipelagoError(
+                    f"{standby.name} cannot be had: {standby.last_words().removeprefix('error: ')}",
+                    f"Its log is {standby.log}.",
+                )
+        return all(standby.is_ready() for standby in self.all)
 
     def stand_in(self, island: Child) -> bool:
         """Gives the island the process of one that is ready; False where none is."""

@@ -194,7 +194,7 @@ class Session:
             )
             for port, name in enumerate(names, 1)
         ]  # fmt: skip
-        self.standbys = Standbys(options.standbys, [], {**environment, **threads}, folder / "logs")
+        self.standbys = Standbys(options.standbys, options.curve_flags(), {**environment, **threads}, folder / "logs")
         for island in self.islands:
             island.stand_in = self.standbys.stand_in
         self.seconds = 0.0

@@ -12,20 +12,18 @@ import pytest
 from broker.data import parse_places
 from broker.errors import DataError, MismatchError
 from broker.memory import MemoryBroker
-from broker.process import Patience
 from broker.redis_transport import connect
 from broker.transport import Transport
 from islands.batches import shard_order
-from islands.corpus import prepare_text
+from islands.corpus import OpenCorpus, prepare_text
 from islands.creation import describe, first_snapshots
-from islands.kit import training_text
+from islands.kit import register_text, training_text
 from islands.worker import Island
 from tests.islands import tiny
 from tests.islands.tiny import Bay
 from tests.small import SMALL
 
 CONFIG = replace(tiny.CONFIG, data=replace(tiny.CONFIG.data, sequence_length=32))
-AT_ONCE = Patience(0.0, lambda: False)
 PINNED = shard_order(CONFIG.data.shards, CONFIG.seed, "site")
 
 
@@ -90,35 +88,41 @@ def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
     return transport
 
 
+def taken(transport: Transport, pinned: str | None) -> OpenCorpus:
+    """The text that an island here would train on."""
+    corpus = training_text(transport.manifest(), pinned)
+    register_text(corpus, transport, pinned)
+    return corpus
+
+
 def test_the_first_pinned_text_of_a_name_is_the_one(
     transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = transport.manifest()
     text = "the text of one site\n" * 8000
     prepared(tmp_path / "one", text, monkeypatch)  # where the run's own corpus is not
-    first = training_text(manifest, transport, "site", AT_ONCE)
+    first = taken(transport, "site")
     assert first.name == "site"
     prepared(tmp_path / "same", text, monkeypatch)
-    assert training_text(manifest, transport, "site", AT_ONCE).digest == first.digest
+    assert taken(transport, "site").digest == first.digest
     prepared(tmp_path / "other", text.upper(), monkeypatch)
     with pytest.raises(MismatchError, match="the run's corpus 'site' is") as raised:
-        training_text(manifest, transport, "site", AT_ONCE)
+        taken(transport, "site")
     assert raised.value.theirs == first.digest
     assert raised.value.ours not in (first.digest, "")
     prepared(tmp_path / "other", text.upper(), monkeypatch, "site-2")
-    assert training_text(manifest, transport, "site-2", AT_ONCE).digest == raised.value.ours
+    assert taken(transport, "site-2").digest == raised.value.ours
 
 
 def test_another_text_than_the_runs_is_refused_where_none_is_pinned(
     transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = transport.manifest()
-    assert training_text(manifest, transport, None, AT_ONCE).identity == manifest.corpus
+    assert taken(transport, None).identity == manifest.corpus
     prepared(tmp_path / "there", "another public text\n" * 8000, monkeypatch, "public")
     with pytest.raises(MismatchError, match="'public'"):
-        training_text(manifest, transport, None, AT_ONCE)
+        taken(transport, None)
 
 
 def test_a_pinned_text_that_is_not_here_is_missed(transport: Transport) -> None:
     with pytest.raises(DataError, match="nowhere"):
-        training_text(transport.manifest(), transport, "nowhere", AT_ONCE)
+        taken(transport, "nowhere")

@@ -136,7 +136,7 @@ def everything(transport: RedisTransport) -> dict[bytes, object]:
 
 
 def equipped(transport: RedisTransport) -> Kit:
-    return kits.equip(transport.manifest(), transport, None, AT_ONCE)
+    return kits.equip(transport.manifest(), None)
 
 
 def test_nobody_hears_of_a_rehearsal(transport: RedisTransport) -> None:

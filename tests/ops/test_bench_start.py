@@ -13,6 +13,7 @@ import pytest
 
 from broker.config import DataConfig, ModelConfig, RunConfig
 from broker.errors import BrokerError
+from ops import bench_start
 from ops.bench_process import cpu_seconds
 from ops.bench_start import Start, rows, settled, start, started, summary, taken_over
 
@@ -60,7 +61,10 @@ def test_processor_time_is_of_all_threads_and_of_that_process(until: Callable[..
 
 
 @linux
-def test_an_island_that_ends_before_its_first_step_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_an_island_that_ends_before_its_first_step_is_told_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_start, "PACE", (*bench_start.PACE, "--wait-seconds", "0"))
     environment = {**os.environ, "ARCHIPELAGO_DIARY": str(tmp_path / "diary"), "ARCHIPELAGO_URL": "unix:///nowhere"}
     with pytest.raises(BrokerError, match=r"failed.*nowhere"):
         started(tmp_path, environment)

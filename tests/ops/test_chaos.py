@@ -109,7 +109,7 @@ def test_a_broken_invariant_is_in_the_exit_status(
     assert main(ChaosOptions(islands=2, slow=3.0, fault_seed=4, standbys=2)) == status
     first, control = plans
     assert (first.standbys, control.standbys) == (2, 0)
-    assert "2 standbys waited beside" in (tmp_path / "runs/chaos/storm.html").read_text()
+    assert "2 standbys waited beside the islands" in (tmp_path / "runs/chaos/storm.html").read_text()
     assert first.faults and not control.faults
     assert first.step_seconds == {"island-0": 0.05, "island-1": 0.05 * 3}
     assert control.merged_tokens == (0 if breaks else 1900)

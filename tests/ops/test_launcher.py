@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,10 +32,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def tended(child: Child, until: Until, done: Callable[[], bool], what: str) -> list[str]:
     """Looks after a child until that holds; what was said meanwhile."""
     said: list[str] = []
-    clock = iter(range(1, 1 << 30))
 
     def look() -> bool:
-        said.append(child.tend(float(next(clock))))
+        said.append(child.tend(time.monotonic()))
         return done()
 
     until(look, what)
