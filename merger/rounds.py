@@ -36,6 +36,8 @@ class OpenRound:
     announced: bool = False
     quorum_at: float | None = None
     grace_seconds: float = 0.0
+    is_merged: bool = False
+    """What answers it went with an earlier round of its fragment: a broker forgot rounds, and islands were ahead."""
 
     def seconds_since_first(self, at: float | None) -> float:
         """Seconds from the first contribution to `at`, 0 where either never was."""
@@ -86,13 +88,15 @@ class Rounds:
     def close(self, now: float, live: AbstractSet[str], waiting: Collection[int]) -> Close | None:
         """The next round, if it is to close now. `waiting` holds the fragments that contributions wait for.
 
-        When nobody lives, rounds close one after the other until nothing waits, empty ones among them.
+        When nobody lives, rounds close one after the other until nothing waits, empty ones among them; and so does one
+        whose answers were merged before, which nobody answers again.
         """
         self._note_quorums(now, live)  # also in a pause: the pace knows of no pauses
         number = self.closed + 1
-        if self.is_paused or not waiting or (live and (number - 1) % self.fragments not in waiting):
-            return None
         found = self._open.get(number, OpenRound())
+        is_due = found.is_merged or (number - 1) % self.fragments in waiting if live else bool(waiting)
+        if self.is_paused or not is_due:
+            return None
         grace_is_over = found.quorum_at is not None and now >= found.quorum_at + found.grace_seconds
         if not grace_is_over and not live <= found.answered:
             return None
@@ -111,6 +115,8 @@ class Rounds:
         """The round was merged and committed, which took `sync_seconds`."""
         self.closed = close.round
         self._open.pop(close.round, None)
+        for number, found in self._open.items():  # its fragment's contributions are merged, all of them
+            found.is_merged |= bool(found.answered) and (number - close.round) % self.fragments == 0
         self.pace = self.pace_after(close).after_sync(sync_seconds, self.config.smoothing)
 
     def deadline(self) -> float | None:

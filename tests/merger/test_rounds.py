@@ -253,6 +253,23 @@ def drain(some: Rounds, left: set[int]) -> list[int]:
     return closed
 
 
+def test_a_round_whose_answers_were_merged_before_it_closes_empty() -> None:
+    """Islands ahead of what a broker remembers answered 5 while 1 was open: it went with 1, and they send no other."""
+    some = rounds()
+    for number in (5, 1, 2, 3, 4):
+        for island in LIVE:
+            some.answer(answered(island, number), 0.0)
+    for number in (1, 2, 3, 4):
+        close = some.close(0.0, LIVE, waiting(*range(number, 5)))
+        assert close is not None
+        some.closed_round(close, 0.0)
+    close = some.close(0.0, LIVE, set())
+    assert close is not None
+    assert close.round == 5
+    some.closed_round(close, 0.0)
+    assert some.close(0.0, LIVE, set()) is None
+
+
 def test_when_nobody_lives_everything_is_drained() -> None:
     some = rounds()
     some.answer(answered("a", 3, farewell=True), 0.0)
