@@ -134,9 +134,12 @@ def test_who_dies_at_every_start_does_not_use_them_up(pool: Standbys, island: Ch
     until(pool.are_ready, "a standby")
     died(island)
     assert "a standby takes its place" in island.tend(time.monotonic())
+    pool.tend(1e18)
+    until(pool.are_ready, "another, which is not given at once")
     died(island)
     assert "starts again in 0 s" in island.tend(time.monotonic())
     island.tend(time.monotonic())
+    assert island.stood_in, "after the pause it is"
     pool.tend(1e18)
     until(pool.are_ready, "another")
     died(island)
