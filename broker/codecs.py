@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from broker.errors import WireError
+from archipelago.broker.errors import WireError
 
 Vector = NDArray[np.float32]
 Array = Any

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError
 
 BYTES = 256
 """the vocabulary of a text that is read byte by byte"""

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from broker.config import RunConfig, checked
-from broker.errors import ConfigError, WireError
-from broker.keys import checked_name
+from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.redis.keys import checked_name
 
 OUTER_RATE: Final = "outer.learning_rate"
 QUORUM: Final = "sync.quorum"

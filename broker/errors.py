@@ -19,64 +19,98 @@ from __future__ import annotations
 
 
 class ArchipelagoError(Exception):
-    """Base of all. `what` is the sentence that says what happened; `remedy` is the next step for the user."""
+    """The base of all errors that a user can meet.
 
-    def __init__(self, what: str, remedy: str = "") -> None:
+    Args:
+        what: One sentence that says what happened.
+        remedy: What the user can do next.
+        code: A stable, short name of this error, such as `config.unknown-key`. Programs and tests compare codes,
+            never sentences. The default is the code of the class.
+    """
+
+    code = "error"
+
+    def __init__(self, what: str, remedy: str = "", *, code: str = "") -> None:
         self.what = what
         self.remedy = remedy
+        self.code = code or type(self).code
         super().__init__(f"{what.rstrip('.')}. {remedy}" if remedy else what)
 
 
 class ConfigError(ArchipelagoError):
     """A setting is out of range, a key is unknown, or a config file cannot be read."""
 
+    code = "config"
+
 
 class MismatchError(ConfigError):
     """A worker and its run disagree about `subject`; `theirs` is the run's value and `ours` the worker's."""
 
-    def __init__(self, subject: str, theirs: object, ours: object, remedy: str) -> None:
+    code = "config.mismatch"
+
+    def __init__(self, subject: str, theirs: object, ours: object, remedy: str, *, code: str = "") -> None:
         self.subject, self.theirs, self.ours = subject, theirs, ours
-        super().__init__(f"the run's {subject} is {theirs}, this worker's is {ours}", remedy)
+        super().__init__(f"the run's {subject} is {theirs}, this worker's is {ours}", remedy, code=code)
 
 
 class DataError(ArchipelagoError):
     """A corpus is missing, too small or damaged."""
 
+    code = "data"
+
 
 class BrokerError(ArchipelagoError):
     """Something about the Redis between the islands."""
+
+    code = "broker"
 
 
 class BadUrlError(BrokerError):
     """The address cannot be read as a Redis URL."""
 
+    code = "broker.bad-url"
+
 
 class UnreachableError(BrokerError):
     """Nobody answers at the address, or the connection broke. Workers keep trying; commands give up."""
+
+    code = "broker.unreachable"
 
 
 class ServerTooOldError(BrokerError):
     """The server lacks commands that the streams need (Redis 6.2 or Valkey 7.2 have them)."""
 
+    code = "broker.server-too-old"
+
 
 class UnknownRunError(BrokerError):
     """No run of that name lives in that Redis."""
+
+    code = "broker.unknown-run"
 
 
 class RunExistsError(BrokerError):
     """A run of that name lives there already."""
 
+    code = "broker.run-exists"
+
 
 class FencedError(BrokerError):
     """Redis refused a write of this merger, because another one holds the lease with a newer epoch."""
+
+    code = "broker.fenced"
 
 
 class DivergedError(ArchipelagoError):
     """An island's loss is no number any more. Its contributions are refused, so the run is none the worse."""
 
+    code = "diverged"
+
 
 class WireError(ArchipelagoError):
     """Bytes from outside do not decode to what the manifest says. `reason` goes into the refusal."""
+
+    code = "wire"
 
     @property
     def reason(self) -> str:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from broker import config as configs
-from broker.config import RunConfig
-from broker.errors import ConfigError, MismatchError
-from broker.keys import checked_name
+from archipelago.broker import config as configs
+from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.redis.keys import checked_name
 
 TensorKind = Literal["embedding", "rest"]
 

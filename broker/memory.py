@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
-from broker.control import fields_in, is_expelled, island_field
-from broker.data import Place, choose
-from broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
-from broker.manifest import Manifest
-from broker.messages import (
+from archipelago.broker.control import fields_in, is_expelled, island_field
+from archipelago.broker.corpus_shards import Place, choose
+from archipelago.broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import (
     Books,
     Call,
     Contribution,
@@ -33,7 +33,7 @@ from broker.messages import (
     from_fields,
     to_fields,
 )
-from broker.transport import (
+from archipelago.broker.transport import (
     DIFFERENCES_KEPT,
     NOTES_KEPT,
     REFUSALS_AMONG,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 from annotated_types import Ge, Le, MaxLen
 from pydantic import AfterValidator, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
-from broker.errors import WireError
+from archipelago.broker.errors import WireError
 
 Message = TypeVar("Message")
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]

@@ -19,9 +19,9 @@ from typing import Annotated, Any, TypeVar
 import platformdirs
 import tyro
 
-from broker import logs
-from broker.errors import ArchipelagoError, ConfigError, UnreachableError
-from broker.redis_transport import RedisTransport, connect
+from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError
+from archipelago.broker.observe import logs
+from archipelago.broker.redis.transport import RedisTransport, connect
 
 URL_VARIABLE = "ARCHIPELAGO_URL"
 RUN_VARIABLE = "ARCHIPELAGO_RUN"

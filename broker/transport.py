@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from broker.data import Place
-from broker.manifest import Manifest
-from broker.messages import (
+from archipelago.broker.corpus_shards import Place
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import (
     Books,
     Call,
     Contribution,

@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 import zstandard
 
-from broker.codecs import Vector, codec
-from broker.errors import WireError
+from archipelago.broker.codecs import Vector, codec
+from archipelago.broker.errors import WireError
 
 MAGIC = b"ARC1"
 HEADER_BYTES_MAX = 1024

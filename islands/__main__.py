@@ -1,7 +1,7 @@
-"""`python -m islands`."""
+"""`python -m archipelago.islands`."""
 
 import sys
 
-from islands.main import entry
+from archipelago.islands.main import entry
 
 sys.exit(entry())

@@ -19,16 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from broker.errors import WireError
-from broker.file_faults import FILE_FAULTS, in_words, remedy
-from broker.manifest import Manifest
-from broker.messages import Contribution, Track, from_fields, to_fields
-from broker.wire import digest
-from islands.inner import InnerState
-from islands.link import Draft, Published
-from islands.programs import copied
-from islands.track import Tracker
-from islands.worker import Island, Totals
+from archipelago.broker.checkpoint_errors import FILE_FAULTS, in_words, remedy
+from archipelago.broker.errors import WireError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Contribution, Track, from_fields, to_fields
+from archipelago.broker.wire import digest
+from archipelago.islands.inner import InnerState
+from archipelago.islands.programs import copied
+from archipelago.islands.sync.actions import Tracker
+from archipelago.islands.sync.link import Draft, Published
+from archipelago.islands.worker import Island, Totals
 
 KEPT = 3
 LEAVING = 0

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from broker.config import BYTES, SMALLEST_RATE, ModelConfig, RunConfig
-from broker.errors import ConfigError
-from broker.manifest import Corpus, Manifest, Tensor, balanced
-from broker.messages import Snapshot
-from broker.wire import digest, pack
-from islands.corpus import OpenCorpus
-from islands.interface import Params
-from islands.programs import Programs
-from islands.replica import flatten
+from archipelago.broker.config import BYTES, SMALLEST_RATE, ModelConfig, RunConfig
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.wire import digest, pack
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.models.interface import Params
+from archipelago.islands.programs import Programs
+from archipelago.islands.sync.replica import flatten
 
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 
@@ -33,7 +33,7 @@ def outline(config: ModelConfig, programs: Programs | None = None) -> Outline:
     """Of the model of that config. Where `programs` has noted it, neither the model nor what it is made with loads."""
 
     def made() -> Any:
-        from islands.model import build
+        from archipelago.islands.models.registry import build
 
         model = build(config)
         return [[[t.name, t.shape, t.kind] for t in model.tensors], model.example_bytes]
@@ -53,7 +53,7 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
 
     Unless it names them itself.
     """
-    from islands.model import RATES
+    from archipelago.islands.models.registry import RATES
 
     if config.inner.learning_rate is None:
         rate = RATES.get(config.model.size, SMALLEST_RATE)
@@ -95,7 +95,7 @@ def first_snapshots(manifest: Manifest, params: Params | None = None) -> list[tu
     """Version 0 of every fragment with its payload: of `params`, or freshly initialised from the run's seed."""
     config = manifest.config
     if params is None:
-        from islands.model import build
+        from archipelago.islands.models.registry import build
 
         params = build(config.model).init(config.seed)
     out = []

@@ -7,8 +7,8 @@ import time
 import jax
 import numpy as np
 
-from islands.programs import copied
-from islands.worker import Island
+from archipelago.islands.programs import copied
+from archipelago.islands.worker import Island
 
 DISPATCH_MATTERS_SECONDS = 0.02
 """A step that takes longer than this hides its dispatch anyway, and finer boundaries answer calls sooner."""

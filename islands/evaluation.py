@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from broker.codecs import Vector
-from broker.config import RunConfig
-from broker.manifest import Manifest
-from broker.transport import Transport
-from broker.wire import unpack
-from islands.batches import held_out
-from islands.corpus import OpenCorpus
-from islands.interface import Model, Params
-from islands.replica import unflatten
-from islands.tokenizer import Tokens
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import RunConfig
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.transport import Transport
+from archipelago.broker.wire import unpack
+from archipelago.islands.data.batches import held_out
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.tokenizer import Tokens
+from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.sync.replica import unflatten
 
 BATCH = 32
 
@@ -48,7 +48,7 @@ def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | Non
 
     Raises DataError when there are fewer sequences in it than the config wants.
     """
-    from islands.model import build
+    from archipelago.islands.models.registry import build
 
     wanted = held_out(
         corpus.valid if text is None else text, config.data.held_out_sequences, config.data.sequence_length

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from broker.config import InnerConfig
-from islands.interface import Model, Params
+from archipelago.broker.config import InnerConfig
+from archipelago.islands.models.interface import Model, Params
 
 
 class InnerState(NamedTuple):

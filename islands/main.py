@@ -1,4 +1,4 @@
-"""`archipelago island` and `python -m islands`: joins a run with its URL, trains, leaves on SIGTERM."""
+"""`archipelago island` and `python -m archipelago.islands`: joins a run with its URL, trains, leaves on SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from broker.control import require_welcome
-from broker.errors import ConfigError
-from broker.keys import checked_name
-from broker.logs import Origin
-from broker.process import AwaitedRun, guarded, keep_compiled, print_json, stop_on_signals
-from broker.scalars import Scalars
-from broker.telemetry import WorkerOptions
-from islands.standby import READY, await_assignment
+from archipelago.broker.control import require_welcome
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe.curves import Scalars
+from archipelago.broker.observe.logs import Origin
+from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.process import AwaitedRun, guarded, keep_compiled, print_json, stop_on_signals
+from archipelago.broker.redis.keys import checked_name
+from archipelago.islands.standby import READY, await_assignment
 
 if TYPE_CHECKING:
-    from islands.kit import Kit
+    from archipelago.islands.prepared import Kit
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,10 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> Kit:
 
         import orbax.checkpoint  # noqa: F401 - with the modules below, what `_run` would wait for
 
-        from islands import checkpoint, comeback, diary, kit, telemetry  # noqa: F401
+        from archipelago.islands import prepared as kit
+        from archipelago.islands import (
+            telemetry,  # noqa: F401
+        )
 
         prepared = kit.equip(manifest, options.corpus)
         prepared.rehearse(transport, awaited, options.scan_steps)
@@ -138,12 +141,12 @@ def _run(
     require_welcome(awaited(transport.control), name, manifest.run)  # before anything is claimed in that name
     keep_compiled()
 
-    from islands import telemetry
-    from islands.checkpoint import IslandStore
-    from islands.comeback import Comeback
-    from islands.diary import Diary
-    from islands.kit import equip, register_text
-    from islands.worker import train
+    from archipelago.islands import telemetry
+    from archipelago.islands.checkpoint import IslandStore
+    from archipelago.islands.prepared import equip, register_text
+    from archipelago.islands.sync.rejoin import Comeback
+    from archipelago.islands.turn_log import Diary
+    from archipelago.islands.worker import train
 
     loaded = time.process_time() - began
     if kit is None or not kit.fits(manifest, options.corpus):
@@ -205,5 +208,5 @@ def _run(
 
 
 def entry() -> int:
-    """`python -m islands`."""
+    """`python -m archipelago.islands`."""
     return guarded(lambda: main(tyro.cli(IslandOptions, args=sys.argv[1:])))

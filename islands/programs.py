@@ -252,5 +252,5 @@ def _cpu() -> list[str]:
 def _sources() -> str:
     """A digest of all that is written in this package and the one below it."""
     packages = Path(__file__).parent, Path(__file__).parent.parent / "broker"
-    files = sorted(path for package in packages for path in package.glob("*.py"))
+    files = sorted(path for package in packages for path in package.rglob("*.py"))
     return hashlib.sha256(b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in files)).hexdigest()

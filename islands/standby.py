@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError
 
 READY = b"ready\n"
 LINE_MAX = 1 << 20

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from broker import metrics
-from broker.messages import Heartbeat
-from islands.worker import Island
+from archipelago.broker.messages import Heartbeat
+from archipelago.broker.observe import metrics
+from archipelago.islands.worker import Island
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

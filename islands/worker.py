@@ -15,22 +15,22 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from broker.codecs import codec
-from broker.control import DRAIN, EXPEL, IN_WORDS
-from broker.errors import DivergedError
-from broker.manifest import Manifest
-from broker.messages import Contribution, Heartbeat, Marker, Resume
-from islands.batches import Batches
-from islands.diary import Diary
-from islands.inner import InnerSteps, begin
-from islands.ledger import Ledger
-from islands.link import Arrival, Draft, Link
-from islands.pacing import Pacer
-from islands.programs import Programs, copied
-from islands.recovery import Gift, Received
-from islands.replica import Replica
-from islands.track import Tracker
-from islands.uplink import averaged
+from archipelago.broker.codecs import codec
+from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
+from archipelago.broker.errors import DivergedError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Contribution, Heartbeat, Marker, Resume
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.inner import InnerSteps, begin
+from archipelago.islands.programs import Programs, copied
+from archipelago.islands.step_throttle import Pacer
+from archipelago.islands.sync.actions import Tracker
+from archipelago.islands.sync.ledger import Ledger
+from archipelago.islands.sync.link import Arrival, Draft, Link
+from archipelago.islands.sync.recovery import Gift, Received
+from archipelago.islands.sync.replica import Replica
+from archipelago.islands.sync.uplink import averaged
+from archipelago.islands.turn_log import Diary
 
 FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0

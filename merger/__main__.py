@@ -1,7 +1,7 @@
-"""`python -m merger`."""
+"""`python -m archipelago.merger`."""
 
 import sys
 
-from merger.main import entry
+from archipelago.merger.main import entry
 
 sys.exit(entry())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from broker.data import parse_places
-from broker.errors import WireError
-from broker.manifest import Manifest
-from broker.messages import Contribution
+from archipelago.broker.corpus_shards import parse_places
+from archipelago.broker.errors import WireError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Contribution
 
 TOKENS_PER_STEP_MAX = 64
 """An island may train larger batches than the run's, up to this factor: weights grow with tokens squared."""

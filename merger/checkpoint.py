@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from broker.errors import ConfigError, WireError
-from broker.failpoints import failpoint
-from broker.file_faults import FILE_FAULTS, in_words, remedy
-from broker.manifest import Manifest
-from broker.messages import Books, Contribution, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
-from broker.transport import Image
-from broker.wire import digest
+from archipelago.broker.checkpoint_errors import FILE_FAULTS, in_words, remedy
+from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.failpoints import failpoint
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Books, Contribution, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
+from archipelago.broker.transport import Image
+from archipelago.broker.wire import digest
 
 FORMAT = 1
 """of the index; another one is not read"""

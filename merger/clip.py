@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from broker.config import RunConfig
+from archipelago.broker.config import RunConfig
 
 WINDOW = 64
 """Norms that are remembered."""

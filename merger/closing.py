@@ -11,16 +11,16 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.config import MergeConfig
-from broker.errors import WireError
-from broker.messages import Contribution, Member
-from broker.wire import Body
-from merger import clip, merge_rules, weights
-from merger.clip import NormWindow
-from merger.merge_rules import Group
-from merger.outer import OuterOptimizer, Round
-from merger.state import FragmentState
-from merger.weights import RunningMean
+from archipelago.broker.config import MergeConfig
+from archipelago.broker.errors import WireError
+from archipelago.broker.messages import Contribution, Member
+from archipelago.broker.wire import Body
+from archipelago.merger import clip, merge_rules, weights
+from archipelago.merger.clip import NormWindow
+from archipelago.merger.merge_rules import Group
+from archipelago.merger.outer import OuterOptimizer, Round
+from archipelago.merger.state import FragmentState
+from archipelago.merger.weights import RunningMean
 
 Vector = jax.Array | NDArray[np.float32]
 

@@ -1,4 +1,4 @@
-"""`archipelago merger` and `python -m merger`: serves a run; a second one stands by until the first is gone."""
+"""`archipelago merger`: serve a run; a second merger stands by until the first is gone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import tyro
 
-from broker.errors import BrokerError, ConfigError
-from broker.process import (
+from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.observe.curves import Scalars
+from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.process import (
     AwaitedRun,
     guarded,
     keep_compiled,
@@ -19,10 +21,8 @@ from broker.process import (
     print_json,
     stop_on_signals,
 )
-from broker.scalars import Scalars
-from broker.telemetry import WorkerOptions
-from broker.transport import Transport
-from merger.folder import KEEP, MergerFolder
+from archipelago.broker.transport import Transport
+from archipelago.merger.storage import KEEP, MergerFolder
 
 LINGER_SECONDS = 0.5
 LEASE_SECONDS_MIN = 0.1
@@ -66,8 +66,8 @@ def main(options: MergerOptions) -> int:
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
-    from merger.service import Merger, serve
-    from merger.telemetry import Telemetry
+    from archipelago.merger.service import Merger, serve
+    from archipelago.merger.telemetry import Telemetry
 
     every = options.checkpoint_every
     keeper = folder.keeper(transport, manifest, every) if every > 0 else None
@@ -96,5 +96,5 @@ def _merged(transport: Transport) -> int | None:
 
 
 def entry() -> int:
-    """`python -m merger`."""
+    """`python -m archipelago.merger`."""
     return guarded(lambda: main(tyro.cli(MergerOptions, args=sys.argv[1:])))

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from broker.codecs import codec as codec_of
-from broker.config import MergeConfig
-from broker.manifest import Tensor
-from broker.wire import Body
+from archipelago.broker.codecs import codec as codec_of
+from archipelago.broker.config import MergeConfig
+from archipelago.broker.manifest import Tensor
+from archipelago.broker.wire import Body
 
 Accumulator = Any
 """whatever pytree of arrays a rule keeps of one group"""

@@ -22,9 +22,9 @@ import optax
 from flax import serialization
 from numpy.typing import NDArray
 
-from broker.config import OuterConfig
-from broker.errors import WireError
-from broker.wire import digest
+from archipelago.broker.config import OuterConfig
+from archipelago.broker.errors import WireError
+from archipelago.broker.wire import digest
 
 Vector = jax.Array | NDArray[np.float32]
 State = Any

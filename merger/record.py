@@ -16,11 +16,11 @@ from typing import Any
 
 import msgpack
 
-from broker.errors import ConfigError, WireError
-from broker.manifest import Manifest
-from broker.messages import Contribution, Snapshot, TapeEntry, Track, from_fields, to_fields
-from broker.transport import Delivery
-from broker.wire import digest
+from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Contribution, Snapshot, TapeEntry, Track, from_fields, to_fields
+from archipelago.broker.transport import Delivery
+from archipelago.broker.wire import digest
 
 log = logging.getLogger(__name__)
 MAGIC = b"ARR1"

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from broker.config import SyncConfig
-from broker.messages import Contribution
-from merger.pace import Pace, grace_seconds, slack, stride_seconds
+from archipelago.broker.config import SyncConfig
+from archipelago.broker.messages import Contribution
+from archipelago.merger.round_timing import Pace, grace_seconds, slack, stride_seconds
 
 
 @dataclass(frozen=True)

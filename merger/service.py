@@ -16,22 +16,22 @@ from itertools import chain
 
 import numpy as np
 
-from broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, WireError
-from broker.messages import Call, Marker, Refusal, Resume, Snapshot, TapeEntry
-from broker.transport import START, Commit, Delivery, Transport
-from broker.wire import digest, digest_of, encoded, pack, pack_body, payload_bytes_max
-from merger import outer
-from merger.admission import Rejected, admit
-from merger.closing import Closed, Gathering, Waiting, mean_loss, new_state
-from merger.downlink import sent_down
-from merger.keeper import Cut, Keeper
-from merger.loading import load
-from merger.outer import Round
-from merger.record import Recorder
-from merger.redo import Rules
-from merger.rounds import Close, Rounds
-from merger.state import FragmentState, RunState
-from merger.steering import EXPELLED, Helm
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, WireError
+from archipelago.broker.messages import Call, Marker, Refusal, Resume, Snapshot, TapeEntry
+from archipelago.broker.transport import START, Commit, Delivery, Transport
+from archipelago.broker.wire import digest, digest_of, encoded, pack, pack_body, payload_bytes_max
+from archipelago.merger import outer
+from archipelago.merger.admission import Rejected, admit
+from archipelago.merger.checkpointer import Cut, Keeper
+from archipelago.merger.closing import Closed, Gathering, Waiting, mean_loss, new_state
+from archipelago.merger.outer import Round
+from archipelago.merger.record import Recorder
+from archipelago.merger.replay import Rules
+from archipelago.merger.restore import load
+from archipelago.merger.rounds import Close, Rounds
+from archipelago.merger.snapshot_codec import sent_down
+from archipelago.merger.state import FragmentState, RunState
+from archipelago.merger.steering import EXPELLED, Helm
 
 LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5

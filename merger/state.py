@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 
-from broker.control import read_fields, read_settings
-from broker.data import advanced, parse_places
-from broker.errors import ConfigError
-from broker.messages import Contribution
-from merger.admission import Sequences
-from merger.clip import NormWindow
-from merger.pace import Pace
-from merger.weights import RunningMean
+from archipelago.broker.control import read_fields, read_settings
+from archipelago.broker.corpus_shards import advanced, parse_places
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.messages import Contribution
+from archipelago.merger.admission import Sequences
+from archipelago.merger.clip import NormWindow
+from archipelago.merger.round_timing import Pace
+from archipelago.merger.weights import RunningMean
 
 INCARNATIONS_MAX = 4096
 """Lives of islands whose contributions are remembered; those that were silent longest are forgotten first."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from broker import control
-from broker.config import RunConfig, SyncConfig
-from broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control
-from broker.errors import BrokerError
-from broker.messages import NOTE_MAX, Note
-from broker.transport import Transport
-from merger.state import RunState
+from archipelago.broker import control
+from archipelago.broker.config import RunConfig, SyncConfig
+from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.messages import NOTE_MAX, Note
+from archipelago.broker.transport import Transport
+from archipelago.merger.state import RunState
 
 EXPELLED = IN_WORDS[EXPEL]
 

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from broker.messages import Snapshot, TapeEntry
-from broker.metrics import MergerTally
-from broker.scalars import Scalars
-from merger.service import Merger
+from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.observe.curves import Scalars
+from archipelago.broker.observe.metrics import MergerTally
+from archipelago.merger.service import Merger
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

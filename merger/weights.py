@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from broker.config import MergeConfig
+from archipelago.broker.config import MergeConfig
 
 RUNNING_DECAY = 0.95
 """Decay, a round, of the running mean of s: a memory of about twenty rounds."""

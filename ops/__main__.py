@@ -1,7 +1,7 @@
-"""`python -m ops`: the same as `archipelago`."""
+"""`python -m archipelago.ops`: the same as `archipelago`."""
 
 import sys
 
-from ops.cli import main
+from archipelago.ops.cli import main
 
 sys.exit(main())

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import tyro
 
-from broker.process import guarded
-from ops.settings import config_file
+from archipelago.broker.process import guarded
+from archipelago.ops.settings import config_file
 
 
 class Verb(NamedTuple):
@@ -22,27 +22,27 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "up": Verb("ops.up", "UpOptions"),
-    "init": Verb("ops.create", "InitOptions"),
-    "island": Verb("islands.main", "IslandOptions"),
-    "merger": Verb("merger.main", "MergerOptions"),
-    "status": Verb("ops.status", "StatusOptions"),
-    "steer": Verb("ops.steer", "SteerOptions"),
-    "top": Verb("ops.top", "TopOptions"),
-    "doctor": Verb("ops.doctor", "DoctorOptions"),
-    "dash": Verb("ops.dash", "DashOptions"),
-    "report": Verb("ops.run_report", "ReportOptions"),
-    "evaluate": Verb("ops.evaluate", "EvaluateOptions"),
-    "replay": Verb("ops.replay", "ReplayOptions"),
-    "prepare": Verb("ops.prepare", "PrepareOptions"),
-    "export": Verb("ops.export", "ExportOptions"),
-    "generate": Verb("ops.generate", "GenerateOptions"),
-    "alone": Verb("ops.alone", "AloneOptions"),
-    "chaos": Verb("ops.chaos", "ChaosOptions"),
-    "bench": Verb("ops.bench", "BenchOptions"),
-    "sweep": Verb("ops.sweep", "SweepOptions"),
-    "simulate": Verb("ops.simulate", "SimulateOptions"),
-    "plan": Verb("ops.plan", "PlanOptions"),
+    "up": Verb("archipelago.ops.launch.up", "UpOptions"),
+    "init": Verb("archipelago.ops.launch.init", "InitOptions"),
+    "island": Verb("archipelago.islands.main", "IslandOptions"),
+    "merger": Verb("archipelago.merger.main", "MergerOptions"),
+    "status": Verb("archipelago.ops.watch.status", "StatusOptions"),
+    "steer": Verb("archipelago.ops.watch.steer", "SteerOptions"),
+    "top": Verb("archipelago.ops.watch.live", "TopOptions"),
+    "doctor": Verb("archipelago.ops.watch.doctor.main", "DoctorOptions"),
+    "dash": Verb("archipelago.ops.dashboard.main", "DashOptions"),
+    "report": Verb("archipelago.ops.watch.report", "ReportOptions"),
+    "evaluate": Verb("archipelago.ops.watch.evaluate", "EvaluateOptions"),
+    "replay": Verb("archipelago.ops.experiments.replay", "ReplayOptions"),
+    "prepare": Verb("archipelago.ops.launch.prepare", "PrepareOptions"),
+    "export": Verb("archipelago.ops.weights.export", "ExportOptions"),
+    "generate": Verb("archipelago.ops.weights.generate", "GenerateOptions"),
+    "alone": Verb("archipelago.ops.experiments.single_process", "AloneOptions"),
+    "chaos": Verb("archipelago.ops.chaos.main", "ChaosOptions"),
+    "bench": Verb("archipelago.ops.bench.main", "BenchOptions"),
+    "sweep": Verb("archipelago.ops.experiments.sweep", "SweepOptions"),
+    "simulate": Verb("archipelago.ops.simulation.main", "SimulateOptions"),
+    "plan": Verb("archipelago.ops.simulation.plan", "PlanOptions"),
 }
 
 

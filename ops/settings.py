@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker import config
-from broker.config import RunConfig
-from broker.errors import ConfigError
-from broker.logs import as_json
+from archipelago.broker import config
+from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe.logs import as_json
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from hypothesis import settings
 
-from ops.server import Server, start_server
+from archipelago.ops.launch.embedded_redis import Server, start_server
 
 settings.register_profile("archipelago", deadline=None, print_blob=True)
 settings.load_profile("archipelago")

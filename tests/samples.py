@@ -7,13 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from broker.codecs import Vector
-from broker.config import InnerConfig, RunConfig, WireConfig
-from broker.manifest import Corpus, Manifest, Tensor, balanced
-from broker.memory import MemoryBroker, MemoryTransport
-from broker.messages import Books, Contribution, Evaluation, Handover, Heartbeat, Member, Snapshot, TapeEntry, Track
-from broker.transport import Commit, Image
-from broker.wire import digest, pack
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import (
+    Books,
+    Contribution,
+    Evaluation,
+    Handover,
+    Heartbeat,
+    Member,
+    Snapshot,
+    TapeEntry,
+    Track,
+)
+from archipelago.broker.transport import Commit, Image
+from archipelago.broker.wire import digest, pack
 
 
 def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 4) -> Manifest:

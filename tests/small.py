@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from broker.config import InnerConfig, RunConfig
-from islands.inner import InnerSteps, compile_steps
-from islands.model import build
+from archipelago.broker.config import InnerConfig, RunConfig
+from archipelago.islands.inner import InnerSteps, compile_steps
+from archipelago.islands.models.registry import build
 
 _DEFAULT = RunConfig()
 SMALL = replace(

@@ -1,4 +1,4 @@
-"""The layout, read from the sources: who may import whom, and that the packages that answer are ours."""
+"""The layout, read from the sources: which package may import which, and that `archipelago` is this checkout."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import ast
 import importlib
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+#: ops → islands | merger → broker, one way.
 MAY_IMPORT = {
     "broker": {"broker"},
     "islands": {"islands", "broker"},
     "merger": {"merger", "broker"},
     "ops": {"ops", "islands", "merger", "broker"},
 }
-"""ops → islands | merger → broker, one way"""
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 UNSAFE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
@@ -53,6 +54,12 @@ def tops(modules: set[str]) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
+def ours(modules: set[str]) -> set[str]:
+    """The parts of `archipelago`, and `tests`, that are among these modules."""
+    parts = {module.split(".")[1] for module in modules if module.startswith("archipelago.")}
+    return parts | tops(modules) & {"tests"}
+
+
 def test_every_way_to_import_is_seen() -> None:
     source = """
 import a.b as c, d
@@ -72,7 +79,7 @@ def late():
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_run_one_way(package: str) -> None:
     for path, modules in sources(package).items():
-        wrong = tops(modules) & (set(MAY_IMPORT) | {"tests"}) - MAY_IMPORT[package]
+        wrong = ours(modules) - MAY_IMPORT[package]
         assert not wrong, f"{path} imports {wrong}"
 
 
@@ -87,9 +94,24 @@ def test_the_broker_imports_no_jax() -> None:
         assert not tops(modules) & ACCELERATED, path
 
 
-def test_one_module_imports_redis() -> None:
-    found = [path for package in MAY_IMPORT for path, m in sources(package).items() if tops(m) & {"redis", "hiredis"}]
-    assert found == ["broker/redis_connection.py"]
+def test_only_the_redis_room_imports_redis() -> None:
+    found = {path for package in MAY_IMPORT for path, m in sources(package).items() if tops(m) & {"redis", "hiredis"}}
+    assert found
+    assert all(path.startswith("broker/redis/") for path in found), found
+
+
+def test_no_source_imports_a_folder_by_its_bare_name() -> None:
+    """`ops` and `broker` are names of other distributions: ours are `archipelago.ops` and `archipelago.broker`."""
+    for package in [*MAY_IMPORT, "tests"]:
+        for path, modules in sources(package).items():
+            assert not tops(modules) & set(MAY_IMPORT), path
+
+
+def test_every_folder_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT) for name in MAY_IMPORT for path in (ROOT / name).rglob("__init__.py")}
+    folders -= {Path("ops/api")}  # installed as `archipelago` itself
+    assert set(settings["packages"]) == {"archipelago", *(".".join(("archipelago", *f.parts)) for f in folders)}
 
 
 @pytest.mark.parametrize("package", [*MAY_IMPORT, "tests"])
@@ -99,9 +121,8 @@ def test_nobody_runs_code_from_data(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_the_packages_are_ours(package: str) -> None:
-    """`ops` and `broker` are names that others ship, too."""
-    found = importlib.import_module(package).__file__
+def test_the_installed_package_is_this_checkout(package: str) -> None:
+    found = importlib.import_module(f"archipelago.{package}").__file__
     assert found is not None
     assert Path(found).resolve() == ROOT.resolve() / package / "__init__.py"
 
@@ -113,16 +134,18 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def loaded_by(*modules: str) -> set[str]:
-    """Top-level modules that are loaded in a new process that imports those."""
+    """The modules that are loaded in a new process that imports those."""
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return tops(set(found.stdout.split()))
+    return set(found.stdout.split())
 
 
 def test_looking_at_a_run_loads_no_jax() -> None:
-    loaded = loaded_by("broker.redis_transport", "broker.memory", "broker.process", "ops.status", "ops.cli")
-    assert {"redis", "broker", "ops"} <= loaded
-    assert not loaded & (ACCELERATED | {"islands", "merger", "fakeredis", "matplotlib"})
+    watching = ("broker.redis.transport", "broker.memory", "broker.process", "ops.watch.status", "ops.cli")
+    loaded = loaded_by(*(f"archipelago.{module}" for module in watching))
+    assert "archipelago.broker.redis.connection" in loaded
+    assert not tops(loaded) & (ACCELERATED | {"fakeredis", "matplotlib"})
+    assert ours(loaded) == {"broker", "ops"}
 
 
 def test_the_names_of_the_tests_are_unique() -> None:

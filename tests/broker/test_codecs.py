@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from broker.codecs import CODECS, HUGE, TOP_BLOCK, TOP_KEPT, Vector, body_of, codec
-from broker.errors import WireError
+from archipelago.broker.codecs import CODECS, HUGE, TOP_BLOCK, TOP_KEPT, Vector, body_of, codec
+from archipelago.broker.errors import WireError
 
 NORMAL_MIN = float(np.finfo(np.float32).tiny)
 OVERFLOW = 3.3961776e38

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.config import RunConfig, checked, differences, from_json, from_toml
-from broker.errors import ConfigError
-from ops.settings import config_file, to_toml
+from archipelago.broker.config import RunConfig, checked, differences, from_json, from_toml
+from archipelago.broker.errors import ConfigError
+from archipelago.ops.settings import config_file, to_toml
 
 DEFAULTS = RunConfig()
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.config import OuterConfig, RunConfig, SyncConfig, checked
-from broker.control import (
+from archipelago.broker.config import OuterConfig, RunConfig, SyncConfig, checked
+from archipelago.broker.control import (
     DRAIN,
     EXPEL,
     FIELDS_MAX,
@@ -30,7 +30,7 @@ from broker.control import (
     require_welcome,
     steered,
 )
-from broker.errors import ConfigError, WireError
+from archipelago.broker.errors import ConfigError, WireError
 
 CONFIG = RunConfig(outer=OuterConfig(learning_rate=0.7), sync=SyncConfig(quorum=2, grace=0.5))
 RATES = st.floats(0.0, 10.0, exclude_min=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.failpoints import FAILPOINTS, VARIABLE, failpoint, parse_target
+from archipelago.broker.failpoints import FAILPOINTS, VARIABLE, failpoint, parse_target
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("broker", "islands", "merger", "ops")

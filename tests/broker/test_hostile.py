@@ -12,9 +12,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.codecs import CODECS, Vector, codec
-from broker.errors import WireError
-from broker.wire import MAGIC, pack, unpack
+from archipelago.broker.codecs import CODECS, Vector, codec
+from archipelago.broker.errors import WireError
+from archipelago.broker.wire import MAGIC, pack, unpack
 from tests.limits import memory_below
 
 ELEMENTS = 5000

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.config import RunConfig
-from broker.errors import ConfigError, MismatchError
-from broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from tests import samples
 
 MANIFEST = samples.manifest()

@@ -14,8 +14,8 @@ from annotated_types import Ge, Le, MaxLen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.errors import WireError
-from broker.messages import (
+from archipelago.broker.errors import WireError
+from archipelago.broker.messages import (
     EVENTS,
     KINDS,
     LIVE_SECONDS,

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
-from broker.process import PAUSE_SECONDS, AwaitedRun, Patience
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
+from archipelago.broker.process import PAUSE_SECONDS, AwaitedRun, Patience
 
 
 class Outage:

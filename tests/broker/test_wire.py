@@ -13,9 +13,9 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from broker.codecs import CODECS, Vector, codec
-from broker.errors import WireError
-from broker.wire import HEADER_BYTES_MAX, MAGIC, digest, digest_of, pack, payload_bytes_max, unpack
+from archipelago.broker.codecs import CODECS, Vector, codec
+from archipelago.broker.errors import WireError
+from archipelago.broker.wire import HEADER_BYTES_MAX, MAGIC, digest, digest_of, pack, payload_bytes_max, unpack
 from tests.limits import SLACK_BYTES, memory_below
 
 ELEMENTS = 300

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig
-from broker.manifest import Corpus, Manifest, Tensor, balanced
-from broker.messages import Contribution, Refusal, Track
-from broker.redis_transport import RedisTransport, connect
-from broker.transport import START
-from broker.wire import digest_of, unpack
-from islands.batches import Batches
-from islands.inner import InnerState
-from islands.link import Link
-from islands.worker import Island
+from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.messages import Contribution, Refusal, Track
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import START
+from archipelago.broker.wire import digest_of, unpack
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.inner import InnerState
+from archipelago.islands.sync.link import Link
+from archipelago.islands.worker import Island
 from tests import samples
 
 TEXT = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from broker.config import InnerConfig, RunConfig, WireConfig
-from broker.errors import UnknownRunError
-from broker.failpoints import VARIABLE
-from broker.manifest import Corpus, Manifest, Tensor, balanced
-from broker.messages import Contribution, Refusal, Snapshot, TapeEntry
-from broker.redis_transport import RedisTransport, connect
-from broker.transport import START
-from broker.wire import digest, pack
+from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
+from archipelago.broker.errors import UnknownRunError
+from archipelago.broker.failpoints import VARIABLE
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.messages import Contribution, Refusal, Snapshot, TapeEntry
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import START
+from archipelago.broker.wire import digest, pack
 from tests import samples
 from tests.conftest import Until
 
@@ -153,7 +153,7 @@ class Play:
     def merger(self, *options: str, failpoint: str = "") -> subprocess.Popen[bytes]:
         """Starts a merger, which is killed at that failpoint."""
         where = ["--run", self.run, "--folder", str(self.folder / "merger"), "--lease-seconds", "0.5"]
-        return self._start(["-m", "merger", self.url, *where, *options], failpoint)
+        return self._start(["-m", "archipelago.merger", self.url, *where, *options], failpoint)
 
     def island(self, number: int, island: str, failpoint: str = "") -> subprocess.Popen[bytes]:
         """Starts a process that says one answer, and is killed at that failpoint."""

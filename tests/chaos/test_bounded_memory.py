@@ -14,17 +14,17 @@ from typing import Any, cast
 import pytest
 import redis
 
-from broker.config import RunConfig, WireConfig
-from broker.errors import BrokerError
-from broker.keys import Keys
-from broker.messages import Refusal
-from broker.redis_transport import connect
-from broker.transport import START
-from islands.corpus import OpenCorpus
-from islands.link import MEMORY_SHARE_MAX
-from merger.service import Merger
-from ops.server import Server, start_server
-from ops.virtual import VirtualRun
+from archipelago.broker.config import RunConfig, WireConfig
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.messages import Refusal
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import START
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.sync.link import MEMORY_SHARE_MAX
+from archipelago.merger.service import Merger
+from archipelago.ops.experiments.virtual_time import VirtualRun
+from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests.chaos.crew import Identity, steps
 
 pytestmark = pytest.mark.processes

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import redis
 
-from broker.failpoints import FAILPOINTS
-from broker.keys import Keys
-from broker.messages import Snapshot
-from broker.transport import START
-from merger.checkpoint import CheckpointStore
-from ops.server import Server
+from archipelago.broker.failpoints import FAILPOINTS
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.transport import START
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
 from tests.chaos.scripted import ISLANDS, ROUNDS, Outcome, Play, answer, manifest, outcome
 from tests.conftest import Until

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from broker import chunks
-from broker.errors import BrokerError
-from broker.redis_transport import RedisTransport, connect
-from merger.folder import MergerFolder
-from merger.service import Merger, serve
-from ops.server import Server, start_server
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.redis import chunks
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.merger.service import Merger, serve
+from archipelago.merger.storage import MergerFolder
+from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests.chaos.crew import Crew, check, create
 from tests.conftest import Until
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.messages import Call, Resume, Snapshot
-from broker.redis_transport import RedisTransport, connect
-from broker.transport import START
-from ops.server import Server
+from archipelago.broker.messages import Call, Resume, Snapshot
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import START
+from archipelago.ops.launch.embedded_redis import Server
 from tests.chaos.crew import Crew, check, create
 from tests.conftest import Until
 
@@ -39,7 +39,7 @@ class Mergers:
 
     def start(self) -> None:
         number = len(self.all)
-        argv = [sys.executable, "-m", "merger", self.url, "--run", RUN, "--lease-seconds", "0.5"]
+        argv = [sys.executable, "-m", "archipelago.merger", self.url, "--run", RUN, "--lease-seconds", "0.5"]
         argv += ["--folder", str(self.folder / f"{number}"), "--checkpoint-every", "0"]
         with (self.folder / f"{number}.log").open("wb") as log:
             self.all.append(subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}))

@@ -11,12 +11,12 @@ import psutil
 import pytest
 import redis
 
-from broker.keys import Keys
-from broker.manifest import Manifest
-from broker.redis_transport import connect
-from islands.checkpoint import IslandStore
-from merger.checkpoint import CheckpointStore
-from ops.server import Server
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.checkpoint import IslandStore
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.ops.launch.embedded_redis import Server
 from tests.chaos.scripted import ROUNDS, Play, outcome
 from tests.conftest import Until
 from tests.integration.test_processes import SETTINGS, Processes, balanced, rounds_of, view

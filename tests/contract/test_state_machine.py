@@ -2,7 +2,7 @@
 and a disk that lose what they held. After each step, what must always hold is compared with a model in plain Python.
 
 The model knows every contribution that was published, and follows the tape: each round is done again from the model's
-own payloads (`merger.redo`), so parameters, outer state, books, cursors and checkpoints have something to agree with.
+own payloads (`merger.replay`), so parameters, outer state, books, cursors and checkpoints have something to agree with.
 
 `ARCHIPELAGO_EXAMPLES` asks for more examples than the default, `ARCHIPELAGO_STEPS` for longer ones.
 """
@@ -30,37 +30,37 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as play
 
-import broker.chunks
-import broker.redis_islands
-import broker.redis_lease
-import broker.redis_merger
-import broker.redis_transport
-import merger.checkpoint
-from broker.codecs import Vector
-from broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig
-from broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
-from broker.keys import REGISTRY, Keys
-from broker.messages import Contribution, Refusal, TapeEntry, Track, to_fields
-from broker.redis_reader import REMEMBER_SECONDS
-from broker.redis_transport import RedisTransport, connect
-from broker.transport import START, Delivery, Image
-from broker.wire import digest, digest_of, pack, unpack
-from islands.batches import Batches
-from islands.comeback import Comeback
-from islands.inner import InnerState, InnerSteps
-from islands.link import Link
-from islands.worker import Island
-from merger import outer
-from merger.closing import new_state
-from merger.folder import MergerFolder
-from merger.keeper import at_once
-from merger.loading import rebuild
-from merger.record import read
-from merger.redo import Rules, redo
-from merger.service import Merger
-from merger.state import FragmentState, RunState
-from ops.server import Server
-from ops.virtual import VirtualClock
+import archipelago.broker.redis.chunks
+import archipelago.broker.redis.islands
+import archipelago.broker.redis.lease
+import archipelago.broker.redis.merger
+import archipelago.broker.redis.transport
+import archipelago.merger.checkpoint
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
+from archipelago.broker.messages import Contribution, Refusal, TapeEntry, Track, to_fields
+from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.reader import REMEMBER_SECONDS
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import START, Delivery, Image
+from archipelago.broker.wire import digest, digest_of, pack, unpack
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.inner import InnerState, InnerSteps
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.rejoin import Comeback
+from archipelago.islands.worker import Island
+from archipelago.merger import outer
+from archipelago.merger.checkpointer import at_once
+from archipelago.merger.closing import new_state
+from archipelago.merger.record import read
+from archipelago.merger.replay import Rules, redo
+from archipelago.merger.restore import rebuild
+from archipelago.merger.service import Merger
+from archipelago.merger.state import FragmentState, RunState
+from archipelago.merger.storage import MergerFolder
+from archipelago.ops.experiments.virtual_time import VirtualClock
+from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
 
 EXAMPLES = int(os.environ.get("ARCHIPELAGO_EXAMPLES", "0"))
@@ -103,7 +103,7 @@ class Trap:
     sprung: bool = False
 
     def reach(self, name: str) -> None:
-        """Stands in for `broker.failpoints.failpoint`."""
+        """Stands in for `archipelago.broker.failpoints.failpoint`."""
         if name == self.target:
             self.target, self.sprung = "", True
             raise Crash(name)
@@ -111,11 +111,11 @@ class Trap:
 
 TRAP = Trap()
 TRAPPED = (
-    broker.redis_islands,
-    broker.redis_lease,
-    broker.redis_merger,
-    broker.redis_transport,
-    merger.checkpoint,
+    archipelago.broker.redis.islands,
+    archipelago.broker.redis.lease,
+    archipelago.broker.redis.merger,
+    archipelago.broker.redis.transport,
+    archipelago.merger.checkpoint,
 )
 """modules with failpoints"""
 
@@ -975,8 +975,8 @@ def broken_message(contribution: Contribution, broken: str) -> Contribution:
 
 def hunt(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     # Small payloads travel as the large ones do, and processes die where they are told to.
-    monkeypatch.setattr(broker.chunks, "INLINE_BYTES", 64)
-    monkeypatch.setattr(broker.chunks, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(archipelago.broker.redis.chunks, "INLINE_BYTES", 64)
+    monkeypatch.setattr(archipelago.broker.redis.chunks, "CHUNK_BYTES", 100)
     for module in TRAPPED:
         monkeypatch.setattr(module, "failpoint", TRAP.reach)
     transport = connect(url, "machine")

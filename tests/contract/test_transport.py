@@ -10,14 +10,22 @@ from dataclasses import replace
 
 import pytest
 
-from broker.data import Place
-from broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
-from broker.keys import Keys
-from broker.memory import MemoryBroker, MemoryTransport
-from broker.messages import Books, Call, Evaluation, Marker, Note, Pending, Refusal, Resume, Snapshot
-from broker.redis_transport import RedisTransport, connect
-from broker.transport import DIFFERENCES_KEPT, NOTES_KEPT, REFUSALS_AMONG, START, Delivery, Memory, Transport
-from ops.server import Server
+from archipelago.broker.corpus_shards import Place
+from archipelago.broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import Books, Call, Evaluation, Marker, Note, Pending, Refusal, Resume, Snapshot
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import (
+    DIFFERENCES_KEPT,
+    NOTES_KEPT,
+    REFUSALS_AMONG,
+    START,
+    Delivery,
+    Memory,
+    Transport,
+)
+from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
 
 Connect = Callable[[], Transport]

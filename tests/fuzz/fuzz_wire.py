@@ -30,12 +30,12 @@ try:
 except ImportError:
     sys.exit("error: there is no atheris here. `pip install atheris` (Python 3.11 to 3.13, Linux).")
 
-with atheris.instrument_imports(include=["broker"]):
-    from broker.codecs import CODECS
-    from broker.data import parse_cursor
-    from broker.errors import ConfigError, WireError
-    from broker.manifest import Manifest
-    from broker.messages import (
+with atheris.instrument_imports(include=["archipelago.broker"]):
+    from archipelago.broker.codecs import CODECS
+    from archipelago.broker.corpus_shards import parse_cursor
+    from archipelago.broker.errors import ConfigError, WireError
+    from archipelago.broker.manifest import Manifest
+    from archipelago.broker.messages import (
         EVENTS,
         Contribution,
         Evaluation,
@@ -46,8 +46,8 @@ with atheris.instrument_imports(include=["broker"]):
         from_fields,
         to_fields,
     )
-    from broker.redis_answers import event_of
-    from broker.wire import MAGIC, digest, pack, unpack
+    from archipelago.broker.redis.replies import event_of
+    from archipelago.broker.wire import MAGIC, digest, pack, unpack
     from tests import samples
 
 NAMES = sorted(CODECS)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.config import RunConfig
-from islands.corpus import OpenCorpus, prepare_text
+from archipelago.broker.config import RunConfig
+from archipelago.islands.data.corpus import OpenCorpus, prepare_text
 from tests.small import SMALL
 
 
@@ -30,7 +30,7 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def corpus(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
     """The small corpus, also for processes that the test starts."""
-    from islands.corpus import open_corpus
+    from archipelago.islands.data.corpus import open_corpus
 
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpus_folder))
     return open_corpus("small-text")

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import pytest
 
-from broker import redis_connection
-from broker.errors import BadUrlError, BrokerError, UnreachableError
-from broker.redis_connection import HUGE_FROM_BYTES
-from broker.redis_transport import connect
-from islands.corpus import OpenCorpus
-from ops.server import LOOPBACK, Server, find_program
+from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
+from archipelago.broker.redis import connection as redis_connection
+from archipelago.broker.redis.connection import HUGE_FROM_BYTES
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.ops.launch.embedded_redis import LOOPBACK, Server, find_program
 from tests import samples
 from tests.conftest import Until
 
@@ -270,7 +270,7 @@ def archipelago(corpus: OpenCorpus, tmp_path: Path) -> Iterator[Callable[..., su
 
     def start(verb: str, *arguments: str) -> subprocess.Popen[str]:
         with (tmp_path / f"{verb}.log").open("w") as log:
-            command = [sys.executable, "-m", "ops", verb, *arguments]
+            command = [sys.executable, "-m", "archipelago.ops", verb, *arguments]
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ))
         return started[-1]
 

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.codecs import codec
-from broker.config import RunConfig, WireConfig
-from broker.redis_transport import connect
-from broker.wire import digest_of, unpack
-from islands.corpus import OpenCorpus
-from islands.creation import describe, first_snapshots
-from islands.model import build
-from islands.replica import flatten
-from merger.downlink import sent_down
-from ops.server import Server
-from ops.virtual import VirtualRun
+from archipelago.broker.codecs import codec
+from archipelago.broker.config import RunConfig, WireConfig
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.wire import digest_of, unpack
+from archipelago.islands.creation import describe, first_snapshots
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.models.registry import build
+from archipelago.islands.sync.replica import flatten
+from archipelago.merger.snapshot_codec import sent_down
+from archipelago.ops.experiments.virtual_time import VirtualRun
+from archipelago.ops.launch.embedded_redis import Server
 from tests.small import compiled
 
 DIFFERENCES = ["int8", "int4", "e3m0"]

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.codecs import CODECS
-from broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig, WireConfig
-from broker.redis_transport import connect
-from islands.batches import Batches, alone
-from islands.corpus import OpenCorpus
-from islands.inner import begin
-from islands.model import Params, build
-from ops.virtual import VirtualRun
+from archipelago.broker.codecs import CODECS
+from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig, WireConfig
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.data.batches import Batches, alone
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.inner import begin
+from archipelago.islands.models.registry import Params, build
+from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests.small import compiled
 
 PLAIN = {

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from broker.config import RunConfig
-from islands.corpus import OpenCorpus
-from ops.baselines import Point, data_parallel
-from ops.parity import islands
+from archipelago.broker.config import RunConfig
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.ops.experiments.baselines import Point, data_parallel
+from archipelago.ops.experiments.parity import islands
 
 STEPS = 240
 """twenty syncs of each fragment: a gap of some per cent is what so few cost"""

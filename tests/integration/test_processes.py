@@ -17,12 +17,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from broker.errors import BrokerError
-from broker.manifest import Manifest
-from broker.redis_transport import connect
-from islands.corpus import OpenCorpus
-from ops.server import Server, start_server
-from ops.view import RunView, observe
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.watch.run_view import RunView, observe
 from tests.conftest import Until, gone
 
 pytestmark = pytest.mark.processes
@@ -49,7 +49,7 @@ class Processes:
         log = self.folder / f"process-{len(self.all)}.log"
         with log.open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "ops", *args],
+                [sys.executable, "-m", "archipelago.ops", *args],
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
                 stdout=subprocess.PIPE,
                 stderr=said,

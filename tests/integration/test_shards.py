@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.config import RunConfig
-from broker.data import Place, parse_places
-from broker.memory import MemoryBroker
-from broker.messages import Contribution
-from islands.batches import windows
-from islands.corpus import OpenCorpus
-from ops.view import observe
-from ops.virtual import VirtualClock, VirtualRun
+from archipelago.broker.config import RunConfig
+from archipelago.broker.corpus_shards import Place, parse_places
+from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.messages import Contribution
+from archipelago.islands.data.batches import windows
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
+from archipelago.ops.watch.run_view import observe
 from tests.small import compiled
 
 SHARDS, LENGTH = 8, 32

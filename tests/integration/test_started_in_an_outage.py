@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-import islands.main
-import merger.main
-from broker.errors import UnreachableError
-from broker.process import AwaitedRun
-from broker.redis_transport import RedisTransport, connect
-from islands.creation import describe, first_snapshots
-from merger.service import serve
+import archipelago.islands.main
+import archipelago.merger.main
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.process import AwaitedRun
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands.creation import describe, first_snapshots
+from archipelago.merger.service import serve
 from tests.islands.test_main import CORPUS
 from tests.small import SMALL
 
@@ -43,13 +43,13 @@ class Stuttering:
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
-    monkeypatch.setattr("broker.process.PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("islands.kit.training_text", lambda *_: CORPUS)
+    monkeypatch.setattr("archipelago.broker.process.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("archipelago.islands.prepared.training_text", lambda *_: CORPUS)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as the merger sets it
-    for module in (islands.main, merger.main):
+    for module in (archipelago.islands.main, archipelago.merger.main):
         monkeypatch.setattr(module, "keep_compiled", lambda: None)
-    monkeypatch.setattr(merger.main, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("merger.service.serve", partial(serve, pause=lambda _: None))
+    monkeypatch.setattr(archipelago.merger.main, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr("archipelago.merger.service.serve", partial(serve, pause=lambda _: None))
     made = connect(f"fakeredis://{uuid.uuid4().hex}", "demo")
     manifest = describe("demo", SMALL, CORPUS.identity)
     made.create(manifest, first_snapshots(manifest))
@@ -72,8 +72,13 @@ def until(module: Any, monkeypatch: pytest.MonkeyPatch, holds: Callable[[], obje
 def test_a_merger(
     transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    until(merger.main, monkeypatch, lambda: stuttering.calls["updates"] > 1)
-    assert merger.main.main(merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0)) == 0
+    until(archipelago.merger.main, monkeypatch, lambda: stuttering.calls["updates"] > 1)
+    assert (
+        archipelago.merger.main.main(
+            archipelago.merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0)
+        )
+        == 0
+    )
     assert stuttering.calls["manifest"] > 3
     assert "served" in {note.kind for note in transport.notes(100)}
 
@@ -86,17 +91,24 @@ def test_a_merger_that_ends_in_an_outage(
             stuttering.calls["books"] = 2
         return stuttering.calls["updates"] > 1
 
-    until(merger.main, monkeypatch, served_and_then_an_outage)
-    assert merger.main.main(merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0, json=True)) == 0
+    until(archipelago.merger.main, monkeypatch, served_and_then_an_outage)
+    assert (
+        archipelago.merger.main.main(
+            archipelago.merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0, json=True)
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": None}
 
 
 def test_an_island(
     transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    until(islands.main, monkeypatch, lambda: transport.backlog())
-    options = islands.main.IslandOptions(run="demo", folder=tmp_path, name="oslo", scan_steps=1, wait_seconds=20.0)
-    assert islands.main.main(options) == 0
+    until(archipelago.islands.main, monkeypatch, lambda: transport.backlog())
+    options = archipelago.islands.main.IslandOptions(
+        run="demo", folder=tmp_path, name="oslo", scan_steps=1, wait_seconds=20.0
+    )
+    assert archipelago.islands.main.main(options) == 0
     assert stuttering.calls["publish"] > 1
     assert transport.backlog()
 
@@ -108,5 +120,7 @@ AT_THE_START = ("manifest", "control", "claim_return", "last_event", "fragment")
 def test_who_is_not_to_wait_ends_at_once(call: str, stuttering: Stuttering, tmp_path: Path) -> None:
     stuttering.calls.update(dict.fromkeys(set(AT_THE_START) - {call}, 3))
     with pytest.raises(UnreachableError, match="does not answer"):
-        islands.main.main(islands.main.IslandOptions(run="demo", folder=tmp_path, name="oslo", wait_seconds=0.0))
+        archipelago.islands.main.main(
+            archipelago.islands.main.IslandOptions(run="demo", folder=tmp_path, name="oslo", wait_seconds=0.0)
+        )
     assert stuttering.calls[call] == 1

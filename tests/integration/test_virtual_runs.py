@@ -11,17 +11,17 @@ from functools import partial
 
 import pytest
 
-from broker.config import AdoptConfig, OuterConfig, RunConfig
-from broker.messages import Snapshot, TapeEntry
-from broker.redis_transport import connect
-from islands.batches import held_out
-from islands.corpus import OpenCorpus
-from islands.evaluation import compile_evaluation, published
-from islands.link import Arrival
-from islands.model import build
-from islands.worker import Island
-from merger.outer import OUTER
-from ops.virtual import VirtualRun
+from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig
+from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.data.batches import held_out
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.evaluation import compile_evaluation, published
+from archipelago.islands.models.registry import build
+from archipelago.islands.sync.link import Arrival
+from archipelago.islands.worker import Island
+from archipelago.merger.outer import OUTER
+from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests.small import compiled
 
 Start = Callable[..., VirtualRun]

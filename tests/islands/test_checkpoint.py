@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import pytest
 
-from broker.errors import DataError
-from broker.manifest import Manifest, Tensor
-from islands.batches import Batches
-from islands.checkpoint import KEPT, LEAVING, Cut, IslandStore, cut
-from islands.link import Draft
-from islands.worker import Island
+from archipelago.broker.errors import DataError
+from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.islands.checkpoint import KEPT, LEAVING, Cut, IslandStore, cut
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.sync.link import Draft
+from archipelago.islands.worker import Island
 from tests.islands import tiny
 from tests.islands.tiny import Bay, leaf_bytes
 

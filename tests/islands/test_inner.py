@@ -13,10 +13,10 @@ import optax
 import pytest
 from numpy.typing import NDArray
 
-from broker.config import InnerConfig
-from broker.manifest import Tensor
-from islands.inner import InnerState, _ramp, begin, compile_steps, counts, learning_rate, optimizer
-from islands.model import Model, Params
+from archipelago.broker.config import InnerConfig
+from archipelago.broker.manifest import Tensor
+from archipelago.islands.inner import InnerState, _ramp, begin, compile_steps, counts, learning_rate, optimizer
+from archipelago.islands.models.registry import Model, Params
 
 Wide = NDArray[np.float64]
 CONFIG = InnerConfig(

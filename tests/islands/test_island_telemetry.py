@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from broker.config import InnerConfig
-from broker.errors import UnreachableError
-from broker.metrics import registry_of
-from islands import inner, telemetry
-from islands.worker import Island
+from archipelago.broker.config import InnerConfig
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.observe.metrics import registry_of
+from archipelago.islands import inner, telemetry
+from archipelago.islands.worker import Island
 from tests.islands.tiny import Bay
 
 

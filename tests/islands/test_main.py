@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-from broker.errors import ConfigError, DivergedError
-from broker.logs import Origin
-from broker.redis_transport import RedisTransport, connect
-from islands import main
-from islands.corpus import OpenCorpus
-from islands.creation import describe, first_snapshots
-from islands.worker import Island
+from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.observe.logs import Origin
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands import main
+from archipelago.islands.creation import describe, first_snapshots
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.worker import Island
 from tests import samples
-from tests.broker.test_scalars import events
+from tests.broker.observe.test_curves import events
 from tests.small import SMALL
 
 TEXT = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
@@ -68,8 +68,8 @@ def test_the_curves_of_an_island_that_diverges_are_whole(
         raise DivergedError("the loss of oslo was no number")
 
     monkeypatch.setattr(main, "keep_compiled", lambda: None)
-    monkeypatch.setattr("islands.kit.training_text", lambda *_: CORPUS)
-    monkeypatch.setattr("islands.worker.train", diverge)
+    monkeypatch.setattr("archipelago.islands.prepared.training_text", lambda *_: CORPUS)
+    monkeypatch.setattr("archipelago.islands.worker.train", diverge)
     with pytest.raises(DivergedError):
         run(url, tmp_path)
     assert drawn(tmp_path)

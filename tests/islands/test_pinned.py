@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from broker.data import parse_places
-from broker.errors import DataError, MismatchError
-from broker.memory import MemoryBroker
-from broker.redis_transport import connect
-from broker.transport import Transport
-from islands.batches import shard_order
-from islands.corpus import OpenCorpus, prepare_text
-from islands.creation import describe, first_snapshots
-from islands.kit import register_text, training_text
-from islands.worker import Island
+from archipelago.broker.corpus_shards import parse_places
+from archipelago.broker.errors import DataError, MismatchError
+from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Transport
+from archipelago.islands.creation import describe, first_snapshots
+from archipelago.islands.data.batches import shard_order
+from archipelago.islands.data.corpus import OpenCorpus, prepare_text
+from archipelago.islands.prepared import register_text, training_text
+from archipelago.islands.worker import Island
 from tests.islands import tiny
 from tests.islands.tiny import Bay
 from tests.small import SMALL
@@ -80,7 +80,7 @@ def prepared(folder: Path, text: str, patch: pytest.MonkeyPatch, name: str = "si
 def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
     """A run on a corpus `public`, which is here, as one of the same name is on other machines."""
     prepared(tmp_path / "here", "the public text\n" * 8000, monkeypatch, "public")
-    from islands.corpus import open_corpus
+    from archipelago.islands.data.corpus import open_corpus
 
     transport = MemoryBroker().connect("pinned")
     manifest = describe("pinned", SMALL, open_corpus("public").identity)

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from broker.config import InnerConfig, ModelConfig
-from islands import programs as programs_module
-from islands.creation import outline
-from islands.inner import InnerSteps, begin, compile_steps
-from islands.model import build
-from islands.programs import Programs, copied
+from archipelago.broker.config import InnerConfig, ModelConfig
+from archipelago.islands import programs as programs_module
+from archipelago.islands.creation import outline
+from archipelago.islands.inner import InnerSteps, begin, compile_steps
+from archipelago.islands.models.registry import build
+from archipelago.islands.programs import Programs, copied
 
 pytestmark = pytest.mark.skipif(not programs_module._cpu(), reason="this system does not say what its processor is")
 
@@ -183,11 +183,11 @@ def test_a_model_that_was_noted_is_described_without_being_built(
         config = ModelConfig(size=size)
         found = outline(config)
         assert outline(config, Programs(tmp_path)) == found
-        monkeypatch.setattr("islands.model.build", lambda config: never())
+        monkeypatch.setattr("archipelago.islands.models.registry.build", lambda config: never())
         assert outline(config, Programs(tmp_path)) == found
         monkeypatch.undo()
         with pytest.raises(AssertionError, match="made again"):
-            monkeypatch.setattr("islands.model.build", lambda config: never())
+            monkeypatch.setattr("archipelago.islands.models.registry.build", lambda config: never())
             outline(replace(config, vocabulary=300), Programs(tmp_path))
         monkeypatch.undo()
 

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.errors import ConfigError
-from broker.logs import Origin
-from broker.process import Patience
-from broker.redis_transport import RedisTransport, connect
-from islands import kit as kits
-from islands import main, standby
-from islands.creation import describe, first_snapshots
-from islands.kit import Kit
-from islands.standby import Assignment, assignment, await_assignment
-from islands.worker import Island
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe.logs import Origin
+from archipelago.broker.process import Patience
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands import main, standby
+from archipelago.islands import prepared as kits
+from archipelago.islands.creation import describe, first_snapshots
+from archipelago.islands.prepared import Kit
+from archipelago.islands.standby import Assignment, assignment, await_assignment
+from archipelago.islands.worker import Island
 from tests.islands.test_main import CORPUS
 from tests.small import SMALL
 
@@ -157,7 +157,7 @@ def run(kit: Kit | None, folder: Path, monkeypatch: pytest.MonkeyPatch, scan_ste
         built.append(island)
         return "left"
 
-    monkeypatch.setattr("islands.worker.train", train)
+    monkeypatch.setattr("archipelago.islands.worker.train", train)
     options = main.IslandOptions(run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False)
     main._run(options, "oslo", lambda: False, Origin("oslo"), kit)
     return built[0]

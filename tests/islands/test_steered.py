@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from broker.errors import BrokerError, ConfigError, DivergedError, UnreachableError
-from broker.messages import Note, Refusal
-from broker.transport import START
-from islands.inner import InnerSteps
-from islands.worker import Island, train
+from archipelago.broker.errors import BrokerError, ConfigError, DivergedError, UnreachableError
+from archipelago.broker.messages import Note, Refusal
+from archipelago.broker.transport import START
+from archipelago.islands.inner import InnerSteps
+from archipelago.islands.worker import Island, train
 from tests.islands.test_worker import diverging
 from tests.islands.tiny import Bay
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from broker.config import DataConfig
-from broker.data import parse_places
-from broker.errors import DivergedError
-from broker.messages import Marker
-from islands.inner import InnerState, InnerSteps
-from islands.link import Arrival
-from islands.track import actions
-from islands.worker import DIVERGED_MAX, Island, train
+from archipelago.broker.config import DataConfig
+from archipelago.broker.corpus_shards import parse_places
+from archipelago.broker.errors import DivergedError
+from archipelago.broker.messages import Marker
+from archipelago.islands.inner import InnerState, InnerSteps
+from archipelago.islands.sync.actions import actions
+from archipelago.islands.sync.link import Arrival
+from archipelago.islands.worker import DIVERGED_MAX, Island, train
 from tests.islands import tiny
 from tests.islands.tiny import Bay
 

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
-from broker.manifest import Corpus, Manifest, Tensor
-from broker.memory import MemoryBroker
-from broker.transport import Transport
-from islands.batches import Batches
-from islands.inner import InnerSteps, compile_steps
-from islands.link import Link
-from islands.model import Model, Params
-from islands.worker import Island
-from merger.service import Merger
-from ops.virtual import VirtualClock
+from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.transport import Transport
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.inner import InnerSteps, compile_steps
+from archipelago.islands.models.registry import Model, Params
+from archipelago.islands.sync.link import Link
+from archipelago.islands.worker import Island
+from archipelago.merger.service import Merger
+from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 
 CONFIG = RunConfig(

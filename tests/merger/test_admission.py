@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.config import RunConfig, SyncConfig, WireConfig
-from broker.data import PLACES_MAX, parse_places
-from merger.admission import REMEMBERED_MAX, Accepted, Rejected, Sequences, admit
+from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
+from archipelago.broker.corpus_shards import PLACES_MAX, parse_places
+from archipelago.merger.admission import REMEMBERED_MAX, Accepted, Rejected, Sequences, admit
 from tests import samples
 
 CONFIG = RunConfig(sync=SyncConfig(staleness_cap=3), wire=WireConfig(up="float32", thin="top3"))

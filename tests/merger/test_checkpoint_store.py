@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import merger.checkpoint
-from broker.errors import ConfigError
-from broker.messages import Books, Evaluation
-from broker.transport import Image
-from broker.wire import digest, pack
-from merger.checkpoint import CheckpointStore, describe
+import archipelago.merger.checkpoint
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.messages import Books, Evaluation
+from archipelago.broker.transport import Image
+from archipelago.broker.wire import digest, pack
+from archipelago.merger.checkpoint import CheckpointStore, describe
 from tests import samples
 
 EVALUATION = Evaluation(4, 312, 40_000, 1.75e9, 2.25)
@@ -223,7 +223,7 @@ DEATHS = """
 import os, signal, shutil, sys
 from pathlib import Path
 import orbax.checkpoint
-import merger.checkpoint
+import archipelago.merger.checkpoint
 from tests.merger.test_checkpoint_store import CheckpointStore, image
 
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "shutil.rmtree"}
@@ -232,7 +232,7 @@ def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def at_failpoint(wanted):
-    merger.checkpoint.failpoint = lambda name: dies() if name == wanted else None
+    archipelago.merger.checkpoint.failpoint = lambda name: dies() if name == wanted else None
 
 def at_change(count):
     left = count
@@ -333,7 +333,7 @@ def test_damage_is_logged_with_what_is_wrong(tmp_path: Path, caplog: pytest.LogC
     saved(tmp_path, image(1), image(2, 1))
     index = tmp_path / "2" / "index" / "index.json"
     index.write_text(index.read_text().replace('"closed', '"clothed'))
-    with caplog.at_level(logging.WARNING, merger.checkpoint.__name__):
+    with caplog.at_level(logging.WARNING, archipelago.merger.checkpoint.__name__):
         assert CheckpointStore(tmp_path).load() == image(1)
     assert "checkpoint 2" in caplog.text
     assert "index is damaged" in caplog.text
@@ -407,7 +407,7 @@ def test_what_an_unreadable_index_may_refer_to_is_not_deleted(tmp_path: Path, ca
     saved(tmp_path, image(1, 1, 1), image(2, 1, 2), image(3, 1, 3), keep=2)
     assert directories(tmp_path) == ["1", "2", "3"]
     (tmp_path / "3" / "index" / "index.json").write_text("{")
-    with caplog.at_level(logging.WARNING, merger.checkpoint.__name__):
+    with caplog.at_level(logging.WARNING, archipelago.merger.checkpoint.__name__):
         saved(tmp_path, image(4, 2, 4), keep=2)
     assert "old checkpoints stay" in caplog.text
     assert directories(tmp_path) == ["1", "2", "3", "4"]
@@ -426,7 +426,7 @@ def _full(*_: object) -> None:
 def test_a_full_disk_is_an_error_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     store = saved(tmp_path, image(1))
     with monkeypatch.context() as patched:
-        patched.setattr(merger.checkpoint, where, _full)
+        patched.setattr(archipelago.merger.checkpoint, where, _full)
         with pytest.raises(ConfigError, match=r"No space left.*Free some space.*as they were"):
             store.save(image(2, 1))
     assert store.load() is not None
@@ -441,7 +441,7 @@ def test_what_a_death_left_makes_room_before_anything_is_written(
 ) -> None:
     store = saved(tmp_path, image(1))
     (tmp_path / "2.aaaa").mkdir()
-    monkeypatch.setattr(merger.checkpoint, "_save", _full)
+    monkeypatch.setattr(archipelago.merger.checkpoint, "_save", _full)
     with pytest.raises(ConfigError, match="No space left"):
         store.save(image(3))
     assert directories(tmp_path) == ["1"]
@@ -501,7 +501,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = saved(tmp_path, image(1, 1, 1), keep=1)
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, merger.checkpoint.__name__):
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, archipelago.merger.checkpoint.__name__):
         patched.setattr(shutil, "rmtree", _full)
         store.save(image(2, 2, 2))
     assert "leftovers stay" in caplog.text
@@ -546,7 +546,7 @@ def test_of_two_that_save_the_same_number_one_does(tmp_path: Path, monkeypatch: 
             monkeypatch.undo()
             early.save(image(1, 1, 1))
 
-    monkeypatch.setattr(merger.checkpoint, "failpoint", meanwhile)
+    monkeypatch.setattr(archipelago.merger.checkpoint, "failpoint", meanwhile)
     with pytest.raises(ConfigError, match="checkpoint 1 cannot be written"):
         late.save(image(1, 2, 2))
     assert late.load() == image(1, 1, 1)
@@ -561,6 +561,6 @@ def test_nothing_warns(tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog:
 
 
 def test_orbax_is_imported_with_the_first_use_only() -> None:
-    code = "import sys, merger.checkpoint; assert 'orbax' not in sys.modules"
+    code = "import sys, archipelago.merger.checkpoint; assert 'orbax' not in sys.modules"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(root)})

@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
-from broker.config import InnerConfig, RunConfig, SyncConfig
-from merger.clip import ENOUGH, INTERVALS_MOST, WINDOW, NormWindow, limit, path
+from archipelago.broker.config import InnerConfig, RunConfig, SyncConfig
+from archipelago.merger.clip import ENOUGH, INTERVALS_MOST, WINDOW, NormWindow, limit, path
 
 
 def test_the_limit_by_hand() -> None:

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from broker.codecs import Vector
-from broker.config import MergeConfig, OuterConfig
-from broker.errors import WireError
-from broker.messages import Contribution
-from broker.wire import digest_of, encoded
-from merger import outer
-from merger.clip import NormWindow
-from merger.closing import Closed, Gathering, close_fragment, mean_loss, new_state
-from merger.merge_rules import Group
-from merger.state import FragmentState
-from merger.weights import RunningMean
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import MergeConfig, OuterConfig
+from archipelago.broker.errors import WireError
+from archipelago.broker.messages import Contribution
+from archipelago.broker.wire import digest_of, encoded
+from archipelago.merger import outer
+from archipelago.merger.clip import NormWindow
+from archipelago.merger.closing import Closed, Gathering, close_fragment, mean_loss, new_state
+from archipelago.merger.merge_rules import Group
+from archipelago.merger.state import FragmentState
+from archipelago.merger.weights import RunningMean
 from tests import samples
 
 MERGE = MergeConfig(staleness="polynomial", normalise=True, clip=3.0)

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from broker.config import OuterConfig
-from merger.outer import OUTER, Round, build
+from archipelago.broker.config import OuterConfig
+from archipelago.merger.outer import OUTER, Round, build
 
 RECORDED = Path(__file__).with_name("trajectories.json")
 RECORD_VARIABLE = "ARCHIPELAGO_RECORD"

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from broker.codecs import CODECS
-from broker.config import MergeConfig
-from broker.manifest import Tensor
-from broker.wire import encoded
-from merger import merge_rules
-from merger.merge_rules import MERGE_RULES, NORM_MAX, Group, MergeRule, groups
+from archipelago.broker.codecs import CODECS
+from archipelago.broker.config import MergeConfig
+from archipelago.broker.manifest import Tensor
+from archipelago.broker.wire import encoded
+from archipelago.merger import merge_rules
+from archipelago.merger.merge_rules import MERGE_RULES, NORM_MAX, Group, MergeRule, groups
 
 Vector = NDArray[np.float32]
 LAYOUT = ((Tensor("bias", (3,)), 0), (Tensor("embed", (4, 2), "embedding"), 3), (Tensor("kernel", (3, 2, 2)), 11))

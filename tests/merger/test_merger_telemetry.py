@@ -11,16 +11,16 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from broker.errors import UnknownRunError, UnreachableError
-from broker.metrics import registry_of
-from broker.redis_transport import connect
-from broker.scalars import Scalars
-from merger import main
-from merger.service import Merger
-from merger.telemetry import Telemetry, values
+from archipelago.broker.errors import UnknownRunError, UnreachableError
+from archipelago.broker.observe.curves import Scalars
+from archipelago.broker.observe.metrics import registry_of
+from archipelago.broker.redis.transport import connect
+from archipelago.merger import main
+from archipelago.merger.service import Merger
+from archipelago.merger.telemetry import Telemetry, values
 from tests import samples
-from tests.broker.test_scalars import events
-from tests.merger.sea import Faulty, Sea, constant
+from tests.broker.observe.test_curves import events
+from tests.merger.simulated_broker import Faulty, Sea, constant
 
 
 class Drawn(Scalars):
@@ -102,7 +102,7 @@ def test_the_curves_of_a_run_that_is_deleted_are_whole(tmp_path: Path, monkeypat
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     for name in ("stop_on_signals", "keep_compiled", "keep_freed_memory"):
         monkeypatch.setattr(main, name, lambda: None)
-    monkeypatch.setattr("merger.service.serve", deleted)
+    monkeypatch.setattr("archipelago.merger.service.serve", deleted)
     with pytest.raises(UnknownRunError):
         main.main(main.MergerOptions(url=url, run="demo", folder=tmp_path))
     transport.close()

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from broker.config import OuterConfig
-from broker.errors import WireError
-from broker.wire import digest
-from merger import outer
-from merger.outer import MAGIC, OUTER, OuterOptimizer, Round, build, dump, load
+from archipelago.broker.config import OuterConfig
+from archipelago.broker.errors import WireError
+from archipelago.broker.wire import digest
+from archipelago.merger import outer
+from archipelago.merger.outer import MAGIC, OUTER, OuterOptimizer, Round, build, dump, load
 
 Vector = NDArray[np.float32]
 RULES = [

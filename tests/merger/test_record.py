@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.errors import ConfigError
-from broker.messages import Contribution, Member, TapeEntry
-from broker.transport import Delivery
-from broker.wire import digest
-from merger.record import MAGIC, Recorder, Round, Segment, read
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.messages import Contribution, Member, TapeEntry
+from archipelago.broker.transport import Delivery
+from archipelago.broker.wire import digest
+from archipelago.merger.record import MAGIC, Recorder, Round, Segment, read
 from tests import samples
 
 MANIFEST = samples.manifest()
@@ -210,7 +210,7 @@ def test_forged_files_are_errors_and_nothing_worse(sound: Path, tmp_path: Path, 
 def bent(part: str, value: Any) -> bytes:
     """A segment of round 3 in which that part of its one contribution is `value`."""
     entry, (delivery,) = a_round(3, members=1)
-    from broker.messages import to_fields
+    from archipelago.broker.messages import to_fields
 
     assert isinstance(delivery.contribution, Contribution)
     parts = {"entry": delivery.entry, "fields": to_fields(delivery.contribution), "payload": delivery.payload}

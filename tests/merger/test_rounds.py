@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.config import SyncConfig
-from broker.messages import Contribution
-from merger.pace import Pace
-from merger.rounds import Close, Rounds
+from archipelago.broker.config import SyncConfig
+from archipelago.broker.messages import Contribution
+from archipelago.merger.round_timing import Pace
+from archipelago.merger.rounds import Close, Rounds
 from tests import samples
 
 FRAGMENTS = 4

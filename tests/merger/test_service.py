@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
-from broker.messages import LIVE_SECONDS, Call, Contribution, Refusal, Resume, Snapshot
-from broker.wire import digest, pack
-from merger.clip import path
-from merger.service import LEASE_SECONDS, Merger, serve
-from merger.state import RunState
-from ops.virtual import VirtualClock
-from tests.merger.sea import CONFIG, SIZE, Faulty, Sea, constant, state_of, values
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
+from archipelago.broker.messages import LIVE_SECONDS, Call, Contribution, Refusal, Resume, Snapshot
+from archipelago.broker.wire import digest, pack
+from archipelago.merger.clip import path
+from archipelago.merger.service import LEASE_SECONDS, Merger, serve
+from archipelago.merger.state import RunState
+from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests.merger.simulated_broker import CONFIG, SIZE, Faulty, Sea, constant, state_of, values
 
 # -- one merger ----------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import merger.state
-from broker.errors import ConfigError
-from merger.admission import Sequences
-from merger.clip import NormWindow
-from merger.pace import Pace
-from merger.state import INCARNATIONS_MAX, RunState
-from merger.weights import RunningMean
+import archipelago.merger.state
+from archipelago.broker.errors import ConfigError
+from archipelago.merger.admission import Sequences
+from archipelago.merger.clip import NormWindow
+from archipelago.merger.round_timing import Pace
+from archipelago.merger.state import INCARNATIONS_MAX, RunState
+from archipelago.merger.weights import RunningMean
 from tests import samples
 
 COUNT = st.integers(0, 1 << 62)
@@ -221,7 +221,7 @@ def test_who_arrived_first_changes_no_bit(parts: list[tuple[str, str, int, float
 
 
 def test_lives_that_were_silent_longest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merger.state, "INCARNATIONS_MAX", 3)
+    monkeypatch.setattr(archipelago.merger.state, "INCARNATIONS_MAX", 3)
     state = RunState()
     for life in ("p", "q", "r"):
         state.see(("a", life, 0))
@@ -248,7 +248,7 @@ def test_restarts_do_not_change_who_is_forgotten(identities: list[tuple[str, str
     def remembered(restarts: set[int]) -> str:
         state = RunState()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(merger.state, "INCARNATIONS_MAX", 4)
+            patch.setattr(archipelago.merger.state, "INCARNATIONS_MAX", 4)
             for index, identity in enumerate(identities):
                 state = RunState.from_json(state.to_json()) if index in restarts else state
                 state.see(identity)

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS
-from broker.errors import UnreachableError
-from broker.memory import MemoryTransport
-from broker.messages import Note, Refusal, TapeEntry
-from broker.transport import Delivery
-from merger import outer
-from merger.keeper import RETRY_SECONDS
-from merger.loading import rebuild
-from merger.redo import DifferenceError
-from merger.service import Merger, serve
-from merger.state import RunState
-from merger.steering import EXPELLED
-from tests.merger.sea import SIZE, Sea, Shelf, bits, constant, state_of
-from tests.merger.test_redo import recorded, redone
+from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.memory import MemoryTransport
+from archipelago.broker.messages import Note, Refusal, TapeEntry
+from archipelago.broker.transport import Delivery
+from archipelago.merger import outer
+from archipelago.merger.checkpointer import RETRY_SECONDS
+from archipelago.merger.replay import DifferenceError
+from archipelago.merger.restore import rebuild
+from archipelago.merger.service import Merger, serve
+from archipelago.merger.state import RunState
+from archipelago.merger.steering import EXPELLED
+from tests.merger.simulated_broker import SIZE, Sea, Shelf, bits, constant, state_of
+from tests.merger.test_round_replay import recorded, redone
 
 STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
 CLOCK = 1.7e9

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.config import MergeConfig
-from merger.weights import GAIN_MAX, STALENESS, Part, RunningMean, gain, raw_weight, shares, weigh
+from archipelago.broker.config import MergeConfig
+from archipelago.merger.weights import GAIN_MAX, STALENESS, Part, RunningMean, gain, raw_weight, shares, weigh
 
 CONFIG = MergeConfig(staleness="polynomial", normalise=True)
 PARTS = st.lists(

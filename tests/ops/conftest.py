@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from islands.corpus import OpenCorpus, open_corpus, prepare_text
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus, prepare_text
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import redis
 
-from broker.config import RunConfig, checked
-from broker.keys import REGISTRY
-from broker.process import guarded
-from broker.redis_transport import connect
-from islands.corpus import open_corpus, prepare_text
-from islands.creation import fitted
-from ops.cli import VERBS, run
-from ops.server import Server
+from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.process import guarded
+from archipelago.broker.redis.keys import REGISTRY
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.creation import fitted
+from archipelago.islands.data.corpus import open_corpus, prepare_text
+from archipelago.ops.cli import VERBS, run
+from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
 
 ROOT = Path(__file__).parents[2]
@@ -288,7 +288,7 @@ def test_flags_that_cannot_be_read(call: Call, command: str) -> None:
 
 
 def test_a_mistake_in_a_process_of_its_own() -> None:
-    args = [sys.executable, "-m", "ops", "status", "redis:/localhost"]
+    args = [sys.executable, "-m", "archipelago.ops", "status", "redis:/localhost"]
     done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
     assert "cannot be read as the address" in one_line((done.returncode, done.stdout, done.stderr))
 

@@ -14,21 +14,21 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-import islands.batches
-import islands.checkpoint
-import islands.recovery
-import islands.replica
-import islands.worker
-import merger.closing
-import merger.merge_rules
-import merger.outer
-from broker.codecs import codec
-from broker.config import AdoptConfig, InnerConfig, OuterConfig
-from broker.wire import Body
-from islands.adoption import build
-from islands.inner import InnerState
-from merger.merge_rules import NORM_MAX, Taken
-from merger.outer import MlaState, OuterOptimizer, Round
+import archipelago.islands.checkpoint
+import archipelago.islands.data.batches
+import archipelago.islands.sync.recovery
+import archipelago.islands.sync.replica
+import archipelago.islands.worker
+import archipelago.merger.closing
+import archipelago.merger.merge_rules
+import archipelago.merger.outer
+from archipelago.broker.codecs import codec
+from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig
+from archipelago.broker.wire import Body
+from archipelago.islands.inner import InnerState
+from archipelago.islands.sync.adoption import build
+from archipelago.merger.merge_rules import NORM_MAX, Taken
+from archipelago.merger.outer import MlaState, OuterOptimizer, Round
 
 Vector = NDArray[np.float32]
 
@@ -49,17 +49,24 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 
 def install() -> None:
     """Replaces JAX in this process, for good: only for processes that do nothing else."""
-    for module in (islands.replica, merger.outer):
+    for module in (archipelago.islands.sync.replica, archipelago.merger.outer):
         _replace(module, jnp=np)
     host = SimpleNamespace(device_put=_put, device_get=_put, devices=jax.devices, tree=jax.tree, jit=lambda f: f)
-    for module in (islands.checkpoint, islands.recovery, islands.replica, islands.worker):
+    for module in (
+        archipelago.islands.checkpoint,
+        archipelago.islands.sync.recovery,
+        archipelago.islands.sync.replica,
+        archipelago.islands.worker,
+    ):
         _replace(module, jax=host)
-    _replace(merger.closing, jax=SimpleNamespace(numpy=np))
-    _replace(merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), take=_take, finish=_finish)
-    _replace(merger.outer, build=_outer, _on_cpu=lambda tree: tree)
-    _replace(islands.worker, begin=_begin, platform=SimpleNamespace(node=lambda: "storm"))
-    _replace(islands.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
-    _replace(islands.batches, windows=cache(islands.batches.windows))  # all storms read the same text
+    _replace(archipelago.merger.closing, jax=SimpleNamespace(numpy=np))
+    _replace(archipelago.merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), take=_take, finish=_finish)
+    _replace(archipelago.merger.outer, build=_outer, _on_cpu=lambda tree: tree)
+    _replace(archipelago.islands.worker, begin=_begin, platform=SimpleNamespace(node=lambda: "storm"))
+    _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
+    _replace(
+        archipelago.islands.data.batches, windows=cache(archipelago.islands.data.batches.windows)
+    )  # all storms read the same text
     np.seterr(all="raise", under="ignore")
 
 
@@ -94,7 +101,7 @@ def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1
 
 def _outer(config: OuterConfig) -> OuterOptimizer:
     if config.rule == "mla":
-        rule = merger.outer.look_ahead(config)
+        rule = archipelago.merger.outer.look_ahead(config)
         return OuterOptimizer(rule.init, lambda p, s, d, now: rule.step(p, s, d, _float32(now)), looks_ahead=True)
     rate, mu = np.float32(config.learning_rate), np.float32(config.momentum)
 
@@ -123,11 +130,11 @@ def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any) -> tuple[Inner
 
 def _measure(rows: Any, codec_name: str) -> Any:
     def measure(reference_N: Vector, part: Any) -> tuple[tuple[OnDevice, ...], Vector]:
-        parts, next_N = islands.replica._measure(rows, codec_name, reference_N, part)  # type: ignore[arg-type]
+        parts, next_N = archipelago.islands.sync.replica._measure(rows, codec_name, reference_N, part)  # type: ignore[arg-type]
         return tuple(np.asarray(part).view(OnDevice) for part in parts), np.asarray(next_N)
 
     return measure
 
 
 def _adopt(rows: Any, config: AdoptConfig) -> Any:
-    return partial(islands.replica._adopt, rows, build(config).adopt)
+    return partial(archipelago.islands.sync.replica._adopt, rows, build(config).adopt)

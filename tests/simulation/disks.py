@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 
-from broker.errors import ArchipelagoError, ConfigError
-from broker.manifest import Manifest
-from broker.messages import Snapshot
-from broker.transport import Image
-from islands.checkpoint import KEPT, IslandStore
-from merger.record import Segment
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.transport import Image
+from archipelago.islands.checkpoint import KEPT, IslandStore
+from archipelago.merger.record import Segment
 
 Fail = Callable[[str], None]
 """may raise: the process dies here, or the disk is full"""

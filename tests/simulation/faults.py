@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from broker.errors import BrokerError, UnreachableError
-from broker.memory import MemoryTransport
+from archipelago.broker.errors import BrokerError, UnreachableError
+from archipelago.broker.memory import MemoryTransport
 
 if TYPE_CHECKING:
     from tests.simulation.world import Process, World

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from broker.control import is_expelled
-from broker.data import parse_places
-from broker.messages import LIVE_SECONDS, Contribution, Member, Refusal, Resume, Snapshot, TapeEntry
-from broker.transport import Delivery
-from broker.wire import digest_of, unpack
-from islands.worker import Island
-from merger import outer
-from merger.closing import new_state
-from merger.redo import Rules, redo
-from merger.service import Merger
-from merger.state import RunState
+from archipelago.broker.control import is_expelled
+from archipelago.broker.corpus_shards import parse_places
+from archipelago.broker.messages import LIVE_SECONDS, Contribution, Member, Refusal, Resume, Snapshot, TapeEntry
+from archipelago.broker.transport import Delivery
+from archipelago.broker.wire import digest_of, unpack
+from archipelago.islands.worker import Island
+from archipelago.merger import outer
+from archipelago.merger.closing import new_state
+from archipelago.merger.replay import Rules, redo
+from archipelago.merger.service import Merger
+from archipelago.merger.state import RunState
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -14,21 +14,29 @@ from typing import Any, cast
 
 import numpy as np
 
-from broker.config import AdoptConfig, DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
-from broker.control import SETTINGS
-from broker.errors import BrokerError, ConfigError, FencedError, UnknownRunError, UnreachableError
-from broker.manifest import Manifest
-from broker.memory import MemoryBroker
-from broker.messages import Contribution
-from islands.batches import Batches, shard_order
-from islands.comeback import Comeback
-from islands.inner import InnerSteps
-from islands.link import Draft, Link
-from islands.worker import Island
-from merger.folder import MergerFolder
-from merger.keeper import Keeper
-from merger.service import LEASE_SECONDS, Merger
-from ops.virtual import VirtualClock
+from archipelago.broker.config import (
+    AdoptConfig,
+    DataConfig,
+    InnerConfig,
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+    WireConfig,
+)
+from archipelago.broker.control import SETTINGS
+from archipelago.broker.errors import BrokerError, ConfigError, FencedError, UnknownRunError, UnreachableError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.messages import Contribution
+from archipelago.islands.data.batches import Batches, shard_order
+from archipelago.islands.inner import InnerSteps
+from archipelago.islands.sync.link import Draft, Link
+from archipelago.islands.sync.rejoin import Comeback
+from archipelago.islands.worker import Island
+from archipelago.merger.checkpointer import Keeper
+from archipelago.merger.service import LEASE_SECONDS, Merger
+from archipelago.merger.storage import MergerFolder
+from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.simulation.arithmetic import walk
 from tests.simulation.disks import IslandDisk, Jobs, MergerDisk, Record, Store

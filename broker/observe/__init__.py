@@ -1,0 +1,1 @@
+"""What every worker shows of itself: logs, metrics for Prometheus, and curves."""

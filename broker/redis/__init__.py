@@ -1,0 +1,1 @@
+"""Redis, Valkey or fakeredis: connections, key names, chunks, leases, and what each role reads and writes."""

@@ -1,0 +1,154 @@
+"""Where payloads lie in Redis: small ones inline, large ones as chunks of about 1 MiB under keys of their own.
+
+A monolithic value would stall everyone else for as long as it takes to copy. Chunks are written first and the pointer
+to them last, so a torn upload is never seen; until a pointer keeps them, they expire.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from archipelago.broker.errors import WireError
+from archipelago.broker.redis.keys import Keys
+
+INLINE_BYTES = 16 << 10
+CHUNK_BYTES = (1 << 20) - 64  # exactly 1 MiB takes 1.25 times its size under jemalloc
+CHUNKS_MAX = 1 << 20
+SENT_AHEAD = 16
+"""chunks sent before their answers are read"""
+READ_AHEAD = 3
+"""chunks asked for before the first of them is here: keeps the server's buffers small"""
+FEW = 4
+"""up to so many chunks a payload is not worth asking for their lengths first"""
+ORPHAN_SECONDS = 24 * 3600
+"""how long chunks that nothing points to live on"""
+PREVIOUS_SECONDS = 600
+"""how long readers may go on with a payload that was replaced, if it is not replaced again before"""
+PAYLOAD, CHUNKS, NAME = "payload", "chunks", "chunks_name"
+PREVIOUS = "previous_"
+
+Raw = Mapping[bytes, bytes]
+
+
+class ChunkStore:
+    """The payloads of one run.
+
+    `payload_max` says how many bytes an honest one has at most; `joined(commands, sizes, ahead)` gives the answers
+    to commands end to end, or None; see `RedisConnection`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        keys: Keys,
+        payload_max: Callable[[], int],
+        joined: Callable[[Sequence[tuple[Any, ...]], Sequence[int], int], bytes | None],
+    ) -> None:
+        self._redis = client
+        self._joined = joined
+        self._keys = keys
+        self._payload_max = payload_max
+
+    def place(self, name: str, payload: bytes, seconds: int = ORPHAN_SECONDS) -> dict[str, str | bytes]:
+        """Uploads a large payload as chunks that expire unless kept; the fields that say where, or the payload.
+
+        Chunks of two uploads never share a name: whoever says something again, or creates the same run at the same
+        time, neither overwrites nor later deletes what the other entry points to.
+        """
+        if len(payload) <= INLINE_BYTES:
+            return {PAYLOAD: payload}
+        name = f"{name}.{secrets.token_hex(4)}"
+        view = memoryview(payload)
+        starts = list(enumerate(range(0, len(payload), CHUNK_BYTES)))
+        for first in range(0, len(starts), SENT_AHEAD):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for index, start in starts[first : first + SENT_AHEAD]:
+                    pipe.set(self._keys.chunk(name, index), view[start : start + CHUNK_BYTES], ex=seconds)
+                pipe.execute()
+        return {CHUNKS: str(len(starts)), NAME: name}
+
+    def keep(
+        self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes], old: Raw | None = None
+    ) -> None:
+        """Points the hash `key` at a payload that was placed, within a transaction, and lets its chunks live on.
+
+        Of what the hash held before (`old`), the payload stays a while for whoever is reading it, and the one before
+        that goes: however fast versions follow each other, there are never more than two.
+        """
+        old = old or {}
+        kept = {PREVIOUS + name: old[name.encode()] for name in (CHUNKS, NAME) if name.encode() in old}
+        pipe.delete(key)
+        pipe.hset(key, mapping={**fields, **where, **kept})
+        self.settle(pipe, where)
+        for chunk in self.keys_of(old):
+            pipe.expire(chunk, PREVIOUS_SECONDS)
+        if gone := self.keys_of(old, PREVIOUS):
+            pipe.unlink(*gone)
+
+    def settle(self, pipe: Any, where: Mapping[str, str | bytes]) -> None:
+        """Lets a placed payload live for as long as what the same transaction points at it with."""
+        for chunk in self.placed(where):
+            pipe.persist(chunk)
+
+    def placed(self, where: Mapping[str, str | bytes]) -> list[str]:
+        """The chunks that `place` has just uploaded."""
+        return [self._keys.chunk(str(where[NAME]), index) for index in range(int(where.get(CHUNKS, 0)))]
+
+    def fetch(self, raw: Raw, size: int, limit: int | None = None) -> bytes:
+        """The payload that `place` put away, of `size` bytes, `limit` at most (else what an honest contribution or
+        snapshot may have). Raises WireError when a chunk is gone.
+        """
+        if PAYLOAD.encode() in raw:
+            return raw[PAYLOAD.encode()]
+        name, count = _pointer(raw)
+        if size > self._limit(limit) or count != -(-size // CHUNK_BYTES):
+            raise WireError(f"{count} chunks for a payload of {size} bytes")
+        chunks = [self._keys.chunk(name, index) for index in range(count)]
+        sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
+        wanted = self._bounded(chunks, sizes)
+        payload = self._joined(wanted, sizes, READ_AHEAD) if len(wanted) == count else None
+        if payload is None:
+            raise WireError(f"a chunk of the payload is missing, or they are not {size} bytes in all")
+        return payload
+
+    def _bounded(self, chunks: Sequence[str], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
+        """Commands that read the chunks and never make the server send more; fewer where it has others.
+
+        GETRANGE is a copy at the server, of which GET needs none (Valkey from 9.0); asking for all lengths first is a
+        round trip, which only a large payload is worth.
+        """
+        if len(chunks) <= FEW:
+            return [("GETRANGE", chunk, 0, CHUNK_BYTES - 1) for chunk in chunks]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for chunk in chunks:
+                pipe.strlen(chunk)
+            lengths = pipe.execute(raise_on_error=False)  # of what is no string there is none
+        return [("GET", chunk) for chunk, size, found in zip(chunks, sizes, lengths, strict=True) if found == size]
+
+    def keys_of(self, raw: Raw, prefix: str = "", limit: int | None = None) -> list[str]:
+        """The chunks that an entry or hash points to; `limit` as in `fetch`.
+
+        Raises WireError for a pointer that cannot be read.
+        """
+        if (prefix + NAME).encode() not in raw:
+            return []
+        name, count = _pointer(raw, prefix)
+        if count > -(-self._limit(limit) // CHUNK_BYTES):
+            return []  # forged: not worth a transaction of that size
+        return [self._keys.chunk(name, index) for index in range(count)]
+
+    def _limit(self, limit: int | None) -> int:
+        return self._payload_max() if limit is None else limit
+
+
+def _pointer(raw: Raw, prefix: str = "") -> tuple[str, int]:
+    try:
+        count = int(raw[(prefix + CHUNKS).encode()])
+        name = raw[(prefix + NAME).encode()].decode()
+    except (KeyError, ValueError):
+        raise WireError("neither a payload nor a pointer to one") from None
+    if not 0 < count <= CHUNKS_MAX:
+        raise WireError(f"{count} chunks")
+    return name, count

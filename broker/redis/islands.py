@@ -1,0 +1,181 @@
+"""What islands say: contributions, heartbeats, leases on data, and inner optimiser state for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from archipelago.broker.control import is_expelled, island_field
+from archipelago.broker.corpus_shards import Place, choose
+from archipelago.broker.errors import WireError
+from archipelago.broker.failpoints import failpoint
+from archipelago.broker.messages import Contribution, Handover, Heartbeat, Track, from_fields, to_fields
+from archipelago.broker.redis.reader import CORPUS, HOLDER, REMEMBER_SECONDS, RedisReader
+from archipelago.broker.redis.replies import text_fields
+
+HANDOVER_SECONDS = 600
+"""how long an answer between islands waits for the one who asked"""
+
+
+class RedisIslands(RedisReader):
+    """The part of the transport that islands write with."""
+
+    def publish(self, contribution: Contribution, payload: bytes, track: Track | None = None) -> str:
+        with self._translated():
+            where = self._chunks.place(chunks_name(contribution), payload)
+            failpoint("publish.placed")
+            with self._redis.pipeline(transaction=True) as pipe:
+                pipe.xadd(self._keys.updates, {**to_fields(contribution), **where})
+                self._chunks.settle(pipe, where)
+                pipe.hincrby(self._keys.books, "published", 1)
+                pipe.hincrby(self._keys.books, "published_tokens", contribution.tokens)
+                pipe.hincrby(self._keys.books, "bytes_up", len(payload))
+                if track is not None:
+                    pipe.xadd(self._keys.tracks, to_fields(track))
+                entry: bytes = pipe.execute()[0]
+        failpoint("publish.done")
+        return entry.decode()
+
+    def holds(self, entry: str) -> bool:
+        with self._translated():
+            return bool(self._redis.xrange(self._keys.updates, entry, entry))
+
+    def tracked(self, track: Track) -> None:
+        with self._translated():
+            self._redis.xadd(self._keys.tracks, to_fields(track))
+        failpoint("tracked.done")
+
+    def heartbeat(self, heartbeat: Heartbeat) -> str:
+        key = self._keys.island(heartbeat.island)
+        with self._translated(), self._redis.pipeline(transaction=False) as pipe:
+            pipe.hset(key, mapping=to_fields(heartbeat))
+            pipe.pexpire(key, REMEMBER_SECONDS * 1000)
+            pipe.sadd(self._keys.islands, heartbeat.island)
+            pipe.hget(self._keys.control, island_field(heartbeat.island))
+            *done, wish = pipe.execute(raise_on_error=False)
+            for error in (answer for answer in done if isinstance(answer, Exception)):
+                raise error
+        # Whatever somebody has put there instead of a hash, the island lives.
+        return wish.decode("utf-8", "replace") if isinstance(wish, bytes) else ""
+
+    # -- leases on data ---------------------------------------------------------------------------------------------
+
+    def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
+        if is_expelled(self.control(), me):
+            return None
+        live, busy = cache(self._live), cache(self._busy)  # looked at once, and only if a lease is in the way
+
+        def lease(pipe: Any) -> Place | None:
+            fields = text_fields(pipe.hgetall(self._keys.data))
+            cursors = self._cursors(fields)
+            holders = {name.removesuffix(HOLDER): by for name, by in fields.items() if name.endswith(HOLDER)}
+            chosen = choose(shards, cursors, holders, me, lambda who: who not in live() and who not in busy())
+            if chosen is None:
+                return None
+            pipe.multi()
+            pipe.hset(self._keys.data, chosen + HOLDER, me)
+            return Place(chosen, *cursors.get(chosen, (0, 0)))
+
+        # A commit in between moves cursors, and so disturbs: nobody reads again what was merged in that moment.
+        return self._attempted(self._keys.data, lease)
+
+    def _live(self) -> frozenset[str]:
+        beats = (presence.heartbeat for presence in self.presences() if presence.is_live)
+        wishes = self.control()
+        who = (f"{beat.island}/{beat.incarnation}" for beat in beats)
+        return frozenset(each for each in who if not is_expelled(wishes, each))
+
+    def _busy(self) -> frozenset[str]:
+        """Whose contributions wait to be merged."""
+        waiting = (contribution for contribution in self._waiting() if contribution is not None)
+        return frozenset(f"{c.island}/{c.incarnation}" for c in waiting)
+
+    def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
+        if not shards:
+            return frozenset()
+        with self._translated():
+            holders = self._redis.hmget(self._keys.data, [shard + HOLDER for shard in shards])
+        return frozenset(shard for shard, by in zip(shards, holders, strict=True) if by == me.encode())
+
+    def register_corpus(self, name: str, digest: str) -> str:
+        with self._translated():
+            self._redis.hsetnx(self._keys.data, CORPUS + name, digest)
+            return str(self._redis.hget(self._keys.data, CORPUS + name).decode())
+
+    def claim_return(self, island: str) -> tuple[int, int] | None:
+        with self._translated():
+            number, last_round = self._redis.hmget(self._keys.restored, "number", "round")
+            if number is None or not self._redis.hsetnx(self._keys.restored, f"by.{island}", 1):
+                return None
+        return int(number), int(last_round or 0)
+
+    # -- between islands --------------------------------------------------------------------------------------------
+
+    def ask(self, who: str) -> None:
+        with self._translated(), self._redis.pipeline(transaction=True) as pipe:
+            pipe.hsetnx(self._keys.asks, who, "")
+            pipe.expire(self._keys.asks, REMEMBER_SECONDS)  # whoever asked and died leaves nothing for good
+            pipe.execute()
+
+    def asks(self) -> list[str]:
+        with self._translated():
+            found = text_fields(self._redis.hgetall(self._keys.asks))
+        waiting = [who for who, giver in found.items() if not giver]
+        live = self._live() if waiting else frozenset()
+        return sorted(who for who in waiting if who in live)
+
+    def promise(self, who: str, giver: str) -> bool:
+        def offer(pipe: Any) -> bool:
+            if pipe.hget(self._keys.asks, who) != b"":
+                return False
+            pipe.multi()
+            pipe.hset(self._keys.asks, who, giver)
+            return True
+
+        return bool(self._attempted(self._keys.asks, offer))
+
+    def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
+        with self._translated():
+            if not self._redis.hexists(self._keys.asks, who):
+                return
+            where = self._chunks.place(f"h.{handover.giver}.{handover.incarnation}", payload, HANDOVER_SECONDS)
+
+        def answer(pipe: Any) -> None:
+            if not pipe.hexists(self._keys.asks, who):
+                return
+            key = self._keys.handover(who)
+            pipe.multi()
+            pipe.delete(key)
+            pipe.hset(key, mapping={**to_fields(handover), **where})
+            for name in (key, *self._chunks.placed(where)):  # from now on, however long the upload took
+                pipe.expire(name, HANDOVER_SECONDS)
+
+        self._attempted(self._keys.asks, answer)
+
+    def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
+        with self._translated():
+            raw = self._redis.hgetall(self._keys.handover(who))
+            if not raw:
+                return None
+            handover = from_fields(Handover, text_fields(raw))
+            payload = self._chunks.fetch(raw, handover.bytes, self._handover_max())
+        if len(payload) != handover.bytes:
+            raise WireError(f"a payload of {len(payload)} bytes where {handover.bytes} were said")
+        return handover, payload
+
+    def withdraw(self, who: str) -> None:
+        key = self._keys.handover(who)
+        with self._translated():
+            chunks = self._chunks_of(self._redis.hgetall(key), self._handover_max())
+            with self._redis.pipeline(transaction=True) as pipe:
+                pipe.hdel(self._keys.asks, who)
+                pipe.unlink(key, *chunks)
+                pipe.execute()
+
+    def _handover_max(self) -> int:
+        return 4 * 3 * sum(self._elements()) + (1 << 20)  # two float32 moments a parameter, and some more
+
+
+def chunks_name(contribution: Contribution) -> str:
+    return f"{contribution.island}.{contribution.incarnation}.{contribution.sequence}"

@@ -1,0 +1,321 @@
+"""What a merger takes from the updates stream and writes, each write in one transaction within its fence."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from archipelago.broker.corpus_shards import cursor_text
+from archipelago.broker.errors import BrokerError, WireError
+from archipelago.broker.failpoints import failpoint
+from archipelago.broker.messages import (
+    KINDS,
+    Call,
+    Contribution,
+    Event,
+    Marker,
+    Refusal,
+    Resume,
+    Track,
+    from_fields,
+    to_fields,
+)
+from archipelago.broker.redis.chunks import Raw
+from archipelago.broker.redis.connection import block_ms, is_full, is_gone
+from archipelago.broker.redis.lease import RedisLease
+from archipelago.broker.redis.reader import HOLDER
+from archipelago.broker.redis.replies import (
+    GROUP,
+    entry_id,
+    group_of,
+    last_delivered,
+    next_id,
+    stream_entries,
+    text_fields,
+)
+from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery
+
+FAKE_POLL_SECONDS = 0.005
+EVENTS_KEPT = 20_000
+TAPE_KEPT = 4096
+DIFFERENCE_SECONDS = 3600
+"""how long a difference may wait for islands that lag: after that, or many versions later, they take full snapshots"""
+# What deletes comes first: after that a full server takes the one line that is not a deletion.
+_TRIM = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+for i = 3, #ARGV do redis.call('XDEL', KEYS[2], ARGV[i]) end
+for i = 5, #KEYS do redis.call('UNLINK', KEYS[i]) end
+if ARGV[2] ~= '' then redis.call('XTRIM', KEYS[4], 'MINID', ARGV[2]) end
+if #ARGV > 2 then redis.call('HINCRBY', KEYS[3], 'kept', 2 - #ARGV) end
+return 1
+"""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One entry of the updates stream as it is just now: its fields, None where it is gone."""
+
+    raw: Raw | None
+    waiting: bool
+    """it is neither merged nor refused; also when somebody deleted it while the merger had it"""
+    given: bool
+    """the group has given it to a merger; a group that was made anew since has not"""
+
+    @property
+    def kept(self) -> bool:
+        """It is merged, and lies there until it is trimmed."""
+        return self.raw is not None and not self.waiting
+
+
+class RedisMerger(RedisLease):
+    """The part of the transport that mergers read and write with."""
+
+    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
+        deadline = time.monotonic() + block_seconds
+        while True:
+            found = self._read_updates(">", count, deadline - time.monotonic())
+            if found or time.monotonic() >= deadline:
+                return found
+            time.sleep(FAKE_POLL_SECONDS)  # only fakeredis answers a blocking XREADGROUP before its time
+
+    def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
+        return self._read_updates(after, count, 0)
+
+    def _read_updates(self, after: str, count: int, block_seconds: float) -> list[Delivery]:
+        block = block_ms(block_seconds)
+        try:
+            with self._translated():
+                found = self._redis.xreadgroup(GROUP, GROUP, {self._keys.updates: after}, count=count, block=block)
+        except BrokerError as error:
+            if not is_gone(error):
+                raise
+            self._require_run()
+            self._begin_anew()
+            return []
+        with self._translated():
+            return [self._delivery(entry, raw) for entry, raw in stream_entries(found)]
+
+    def _begin_anew(self) -> None:
+        """Makes the group that somebody deleted by hand, maybe with its stream; loses nothing that is left.
+
+        The new group knows nothing of what was merged: all that is left is given out again, so none of it is kept, and
+        what was merged counts as published once more, to be refused as a repeat.
+        """
+
+        def begin(pipe: Any) -> None:
+            if pipe.exists(self._keys.updates) and group_of(pipe.xinfo_groups(self._keys.updates)):
+                return  # somebody was quicker
+            books, left = self.books(), list(self._waiting())  # without a group, everything waits
+            tokens = sum(contribution.tokens for contribution in left if contribution)
+            balanced = {
+                "kept": 0,
+                "published": books.merged + books.refused + len(left),
+                "published_tokens": books.merged_tokens + books.refused_tokens + tokens,
+            }
+            pipe.multi()
+            pipe.xgroup_create(self._keys.updates, GROUP, id="0", mkstream=True)
+            pipe.hset(self._keys.books, mapping=balanced)
+
+        self._attempted(self._keys.updates, begin)
+
+    def _delivery(self, entry: str, raw: Raw) -> Delivery:
+        if not raw:
+            return Delivery(entry, None, b"", "the entry was deleted before it was merged")
+        try:
+            contribution = from_fields(Contribution, text_fields(raw))
+        except WireError as error:
+            return Delivery(entry, None, b"", error.reason)
+        try:
+            return Delivery(entry, contribution, self._chunks.fetch(raw, contribution.bytes))
+        except WireError as error:
+            return Delivery(entry, contribution, b"", error.reason)
+
+    def merger_state(self) -> str:
+        with self._translated():
+            return (self._redis.get(self._keys.state) or b"").decode()
+
+    def outer(self, fragment: int) -> bytes:
+        with self._translated():
+            raw = self._redis.hgetall(self._keys.outer(fragment))
+            try:
+                return self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else b""
+            except (KeyError, ValueError):
+                raise WireError(f"what holds the outer state of fragment {fragment} is damaged") from None
+
+    # -- writes -----------------------------------------------------------------------------------------------------
+
+    def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
+        with self._fenced(epoch) as pipe:
+            failpoint("announce.before")
+            self._announce(pipe, event)
+        failpoint("announce.done")
+
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+        found = self._look([entry for entry, _ in refusals])
+        failpoint("refuse.before")
+        with self._fenced(epoch) as pipe:
+            for entry, refusal in refusals:
+                if not found[entry].waiting:
+                    continue  # merged, or refused before
+                pipe.xack(self._keys.updates, GROUP, entry)
+                self._delete(pipe, entry, found[entry])
+                pipe.hincrby(self._keys.books, "refused", 1)
+                pipe.hincrby(self._keys.books, "refused_tokens", refusal.tokens)
+                self._announce(pipe, refusal)
+        failpoint("refuse.done")
+
+    def commit(self, epoch: int, commit: Commit) -> None:
+        p, version = commit.snapshot.fragment, commit.snapshot.version
+        with self._translated():
+            old_snapshot = self._redis.hgetall(self._keys.fragment(p))
+            old_outer = self._chunks_of(self._redis.hgetall(self._keys.outer(p)))
+            found = self._look([*commit.entries, *commit.trim])
+            ended = self._ended(commit.cursors)
+            snapshot_at = self._chunks.place(f"f{p}.{version}.e{epoch}", commit.payload)
+            failpoint("commit.placed-snapshot")
+            outer_at = self._chunks.place(f"o{p}.{version}.e{epoch}", commit.outer)
+            failpoint("commit.placed-outer")
+            differ = self._difference(commit, epoch) if commit.difference else None
+        with self._fenced(epoch, commit.after_round) as pipe:
+            failpoint("commit.watched")
+            pipe.hset(self._keys.books, "round", commit.tape.round)
+            self._chunks.keep(pipe, self._keys.fragment(p), to_fields(commit.snapshot), snapshot_at, old_snapshot)
+            self._chunks.keep(pipe, self._keys.outer(p), outer_fields(version, commit.outer), outer_at)
+            if differ:
+                differ(pipe)
+            if old_outer:  # only mergers read it, and this one just did
+                pipe.unlink(*old_outer)
+            self._merge(pipe, commit, found)
+            self._move_on(pipe, commit.cursors, ended)
+            pipe.set(self._keys.state, commit.state)
+            pipe.xadd(self._keys.tape, to_fields(commit.tape), maxlen=TAPE_KEPT)
+            self._announce(pipe, commit.snapshot)
+        failpoint("commit.done")
+
+    def _difference(self, commit: Commit, epoch: int) -> Callable[[Any], None]:
+        """Uploads what leads to the new version; what points at it, and lets go of an old one, in the transaction."""
+        p, version = commit.snapshot.fragment, commit.snapshot.version
+        where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference, DIFFERENCE_SECONDS)
+        key, old = self._keys.difference(p, version), self._keys.difference(p, version - DIFFERENCES_KEPT)
+        old_chunks = self._chunks_of(self._redis.hgetall(old))
+
+        def differ(pipe: Any) -> None:
+            pipe.hset(key, mapping={"bytes": len(commit.difference), **where})
+            pipe.expire(key, DIFFERENCE_SECONDS)
+            pipe.unlink(old, *old_chunks)
+
+        return differ
+
+    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, _Found]) -> None:
+        """Acknowledges what is merged, lets go of what is no longer needed, and puts both in the books."""
+        fresh = [entry for entry in dict.fromkeys(commit.entries) if found[entry].raw is not None]
+        if commit.entries:
+            pipe.xack(self._keys.updates, GROUP, *commit.entries)
+        gone = [entry for entry in dict.fromkeys(commit.trim) if found[entry].kept or entry in fresh]
+        # What a new group would give out again, merged as it is, cannot be kept.
+        gone += [entry for entry in fresh if not found[entry].given and entry not in gone]
+        for entry in gone:
+            self._delete(pipe, entry, found[entry])
+        pipe.hincrby(self._keys.books, "merged", len(commit.entries))
+        pipe.hincrby(self._keys.books, "merged_tokens", commit.tokens)
+        newly = sum(found[entry].waiting for entry in fresh)  # a commit that is said again keeps nothing twice
+        pipe.hincrby(self._keys.books, "kept", newly - len(gone))
+
+    def _ended(self, cursors: Mapping[str, tuple[int, int]]) -> list[str]:
+        """Shards whose pass comes to its end when the cursors move there."""
+        if not cursors:
+            return []
+        stored = self._redis.hmget(self._keys.data, list(cursors))
+        fields = {shard: text.decode("utf-8", "replace") for shard, text in zip(cursors, stored, strict=True) if text}
+        before = self._cursors(fields)
+        return [shard for shard, cursor in cursors.items() if cursor[0] > before.get(shard, (0, 0))[0]]
+
+    def _move_on(self, pipe: Any, cursors: Mapping[str, tuple[int, int]], ended: Sequence[str]) -> None:
+        if cursors:
+            pipe.hset(self._keys.data, mapping={shard: cursor_text(cursor) for shard, cursor in cursors.items()})
+        if ended:
+            pipe.hdel(self._keys.data, *[shard + HOLDER for shard in ended])
+
+    # -- what was merged and is kept --------------------------------------------------------------------------------
+
+    def read(self, entries: Sequence[str]) -> list[Delivery]:
+        out = []
+        with self._translated():
+            for entry in entries:
+                found = self._redis.xrange(self._keys.updates, entry, entry)
+                gone = Delivery(entry, None, b"", "the entry is gone")
+                out.append(self._delivery(entry, found[0][1]) if found else gone)
+        return out
+
+    def trim(self, epoch: int, entries: Sequence[str], tracks_until: str = START) -> None:
+        found = self._look(entries)
+        gone = {entry: found[entry] for entry in found if found[entry].kept}
+        minid = "" if tracks_until == START else next_id(tracks_until)
+        failpoint("trim.before")
+        try:
+            with self._fenced(epoch) as pipe:
+                for entry in gone:
+                    self._delete(pipe, entry, gone[entry])
+                if gone:
+                    pipe.hincrby(self._keys.books, "kept", -len(gone))
+                if minid:
+                    pipe.xtrim(self._keys.tracks, minid=minid, approximate=False)
+        except BrokerError as error:
+            if not is_full(error):
+                raise
+            self._trim_when_full(epoch, gone, minid)
+        failpoint("trim.done")
+
+    def _trim_when_full(self, epoch: int, gone: Mapping[str, _Found], minid: str) -> None:
+        """The same at the memory's limit, where a server takes no transaction: else it would stay full for good."""
+        chunks = [chunk for found in gone.values() for chunk in self._chunks_of(found.raw or {})]
+        keys = [self._keys.epoch, self._keys.updates, self._keys.books, self._keys.tracks, *chunks]
+        with self._translated():
+            done = self._redis.eval(_TRIM, len(keys), *keys, self._mark(epoch), minid, *gone)
+        if not done:
+            raise self._overtaken(epoch)
+
+    def tracks(self, after: str, count: int = 1024) -> list[tuple[str, Track]]:
+        out: list[tuple[str, Track]] = []
+        for entry, raw in self._pages(self._keys.tracks, after, count):
+            try:
+                out.append((entry, from_fields(Track, text_fields(raw))))
+            except WireError as error:
+                log.warning("track %s cannot be read: %s", entry, error.reason)
+            if len(out) == count:
+                break
+        return out
+
+    # -- entries ----------------------------------------------------------------------------------------------------
+
+    def _look(self, entries: Iterable[str]) -> dict[str, _Found]:
+        """How entries of the updates stream are just now. Only the merger that holds the lease changes that."""
+        key, wanted = self._keys.updates, list(dict.fromkeys(entries))
+        there = [("xrange", key, entry, entry) for entry in wanted]
+        unanswered = [("xpending_range", key, GROUP, entry, entry, 1) for entry in wanted]
+        with self._translated():
+            groups, *answers = self._tolerant(("xinfo_groups", key), *there, *unanswered)
+        last = last_delivered(groups)
+        out = {}
+        for entry, found, pending in zip(wanted, answers, answers[len(wanted) :], strict=False):
+            waiting = bool(pending) or (bool(found) and entry_id(entry) > last)
+            out[entry] = _Found(found[0][1] if found else None, waiting, entry_id(entry) <= last)
+        return out
+
+    def _delete(self, pipe: Any, entry: str, found: _Found) -> None:
+        pipe.xdel(self._keys.updates, entry)
+        if chunks := self._chunks_of(found.raw or {}):
+            pipe.unlink(*chunks)
+
+    def _announce(self, pipe: Any, event: Event) -> None:
+        fields = {"kind": KINDS[type(event)], **to_fields(event)}
+        pipe.xadd(self._keys.snapshots, fields, maxlen=EVENTS_KEPT, approximate=True)
+
+
+def outer_fields(version: int, outer: bytes) -> dict[str, str]:
+    return {"version": str(version), "bytes": str(len(outer))}

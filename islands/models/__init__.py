@@ -1,0 +1,1 @@
+"""The models that islands train, and what they are made of."""

@@ -1,0 +1,1 @@
+"""`archipelago bench`: measurements, each as a ratio within one run."""

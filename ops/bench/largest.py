@@ -1,0 +1,286 @@
+"""The largest model that passes the wire on this machine: each fragment once up, merged and down, without training.
+
+A real link, merger and Redis, each a process. The island has one fragment's replica, not all of them, and every
+fragment begins with the same numbers: elsewhere an island's parameters lie on its accelerator. One fragment follows
+the other, so that the seconds of each part are its own. Redis keeps nothing on disk here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.errors import BrokerError, ConfigError, WireError
+from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.broker.messages import Contribution, Refusal, Resume, Snapshot
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.wire import digest, pack, unpack
+from archipelago.ops.bench.process import Child, available_bytes, child, peak_bytes, require_linux
+from archipelago.ops.launch.embedded_redis import start_server
+
+if TYPE_CHECKING:
+    from archipelago.islands.sync.link import Arrival, Draft
+
+RUN = "bench-largest"
+PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
+FRAGMENTS = 128
+RATE = 0.7
+MEMORY_SHARE = 0.75
+"""of the memory that is available: the rest is for the others on this machine"""
+FLOOR_BYTES = 1 << 30
+"""less than this left for others ends the measurement"""
+WATCH_SECONDS = 0.25
+PATIENCE_SECONDS = 300.0
+"""for one fragment, and for the merger to begin"""
+
+# What leaves the least: SGD has no momentum, and bfloat16 halves what Redis keeps of each snapshot and the one before.
+REDIS_BYTES = 2 * 2 + 4
+"""a parameter: its snapshot, the one before, which readers may still be at, and the merger's exact one"""
+MERGER_BYTES = 4 + 4
+"""a parameter: exact, and as published"""
+FRAGMENT_BYTES = 128
+"""an element of one fragment: whatever copies an island and a merger make of it on its way"""
+FIXED_BYTES = 3 << 29
+"""three processes before they hold anything, and holes that the allocator leaves among vectors (as measured)"""
+
+
+@dataclass
+class Passed:
+    """What the island's process has seen."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    create_seconds: float = 0.0
+    created_bytes: int = 0
+    """payloads of version 0"""
+    load_seconds: float = 0.0
+    """from the run's creation until a merger serves it"""
+    publish_seconds: list[float] = field(default_factory=list)
+    """of each fragment: quantise, pack, upload"""
+    merge_seconds: list[float] = field(default_factory=list)
+    """from the acknowledgement until the island hears of the new version"""
+    adopt_seconds: list[float] = field(default_factory=list)
+    """fetch, check, decode, adopt"""
+
+
+def largest(parameters: float, say: Callable[[str], None], fragments: int = FRAGMENTS) -> dict[str, Any]:
+    """Rows of seconds and of memory for a model of so many parameters. Raises ConfigError where it would not fit."""
+    require_linux()
+    if not 1 <= parameters < 1e15:
+        raise ConfigError(f"--parameters cannot be {parameters}", "Give a number of parameters such as 2.5e8.")
+    size = max(1, math.ceil(parameters / fragments))
+    require_room(size * fragments, fragments, available_bytes())
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        server = held.enter_context(start_server(folder / "redis", append_only=False))
+        island = held.enter_context(child(_pass_all, server.url, size, fragments))
+        _await(island)
+        say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")
+        merger = held.enter_context(child(_serve, server.url))
+        passed = _await(island)
+        peaks = {name: peak_bytes(pid) for name, pid in
+                 (("island", island.pid), ("merger", merger.pid), ("Redis", server.pid))}  # fmt: skip
+    return {
+        "parameters": size * fragments,
+        "fragments": fragments,
+        "append_only_file": False,
+        "rows": rows(size * fragments, passed, peaks),
+        "peak_bytes": peaks,
+        **asdict(passed),
+    }
+
+
+def needed_bytes(parameters: int, fragments: int) -> int:
+    """What all processes together take at most, estimated."""
+    return FIXED_BYTES + (REDIS_BYTES + MERGER_BYTES) * parameters + FRAGMENT_BYTES * parameters // fragments
+
+
+def require_room(parameters: int, fragments: int, available: int) -> None:
+    """Raises ConfigError, with the most parameters that would fit, where these do not."""
+    room, needed = int(MEMORY_SHARE * available), needed_bytes(parameters, fragments)
+    if needed > room:
+        fits = max(0, room - FIXED_BYTES) / (REDIS_BYTES + MERGER_BYTES + FRAGMENT_BYTES / fragments)
+        raise ConfigError(
+            f"{parameters:,} parameters would take some {needed / 2**30:.1f} GiB, and {MEMORY_SHARE:.0%} of what this "
+            f"machine has to spare are {room / 2**30:.1f} GiB",
+            f"The largest that would fit now has {fits:.3g} parameters (--parameters {fits * 0.99:.2e})."
+            if fits >= fragments
+            else "Free some memory first.",
+        )
+
+
+def rows(parameters: int, passed: Passed, peaks: dict[str, int]) -> list[dict[str, Any]]:
+    """For people: what was done with its seconds and bytes, then memory."""
+    publish, merge, adopt = (sum(s) for s in (passed.publish_seconds, passed.merge_seconds, passed.adopt_seconds))
+
+    def row(what: str, seconds: float | str, size: int | str) -> dict[str, Any]:
+        each = size / parameters if isinstance(size, int) else ""
+        gib = size / 2**30 if isinstance(size, int) else ""
+        return {"what": what, "seconds": seconds, "GiB": gib, "bytes_a_parameter": each}
+
+    return [
+        row("create the run", passed.create_seconds, passed.created_bytes),
+        row("a merger takes it up", passed.load_seconds, passed.created_bytes),
+        row("publish", publish, passed.bytes_up),
+        row("merge", merge, ""),
+        row("adopt", adopt, passed.bytes_down),
+        row("publish, merge and adopt", publish + merge + adopt, passed.bytes_up + passed.bytes_down),
+        *(row(f"peak memory: {name}", "", size) for name, size in peaks.items()),
+        row("peak memory: together, at most", "", sum(peaks.values())),
+    ]
+
+
+def _await(island: Child) -> Any:
+    """What it says next, unless memory runs out for others before."""
+    while (said := island.says(WATCH_SECONDS)) is None:
+        if available_bytes() < FLOOR_BYTES:
+            raise BrokerError(
+                "this machine has hardly any memory left, and the measurement was ended for the others' sake",
+                "Give fewer --parameters, or stop something else first.",
+            )
+    return said
+
+
+# -- in processes of their own ----------------------------------------------------------------------------------------
+
+
+def _manifest(size: int, fragments: int) -> Manifest:
+    """A run of equal fragments, each one tensor."""
+    config = RunConfig(
+        sync=SyncConfig(fragments=fragments, window=1),
+        merge=MergeConfig(rest="average"),
+        outer=OuterConfig(rule="sgd", learning_rate=RATE),
+        wire=WireConfig(up="int4", thin="", down="bfloat16"),
+    )
+    tensors = tuple(Tensor(f"t{p:04}", (size,)) for p in range(fragments))
+    return Manifest(RUN, config, tensors, tuple((t.name,) for t in tensors), Corpus("none", "0" * 32, 1), {})
+
+
+def _serve(pipe: Connection, url: str) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+    from archipelago.merger.service import Merger, serve
+
+    serve(Merger(connect(url, RUN)), pipe.poll)
+
+
+def _pass_all(pipe: Connection, url: str, size: int, fragments: int) -> None:
+    """Creates the run and says so; once a merger serves it, passes every fragment; says what it has `Passed`."""
+    passed, manifest = Passed(), _manifest(size, fragments)
+    first_N = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
+    began = time.perf_counter()
+    passed.created_bytes = _create(url, manifest, first_N)
+    passed.create_seconds = time.perf_counter() - began
+    pipe.send("created")
+    began = time.perf_counter()
+    way = _Way(url, manifest, first_N)
+    way.await_merger()
+    passed.load_seconds = time.perf_counter() - began
+    for p in range(fragments):
+        publish, merge, adopt = way.passes(p)
+        passed.publish_seconds.append(publish)
+        passed.merge_seconds.append(merge)
+        passed.adopt_seconds.append(adopt)
+    passed.bytes_up, passed.bytes_down = way.link.bytes_up, way.link.bytes_down
+    pipe.send(passed)
+    pipe.poll(None)  # its memory is looked at
+
+
+def _create(url: str, manifest: Manifest, first_N: Vector) -> int:
+    """Makes the run with the same numbers in all fragments, so that they are in memory once; bytes of all payloads."""
+    down = manifest.config.wire.full
+    payload = pack(first_N, down, manifest.config.wire.full_zstd_level)
+    of_all = [
+        (Snapshot(0, p, 0, 0, down, len(payload), digest(payload), merged=""), payload)
+        for p in range(len(manifest.fragments))
+    ]
+    transport = connect(url, RUN)
+    transport.create(manifest, of_all)
+    transport.close()
+    return len(payload) * len(of_all)
+
+
+class _Way:
+    """An island's end of the wire, with one fragment's replica, and a clock on each part of the way."""
+
+    def __init__(self, url: str, manifest: Manifest, first_N: Vector) -> None:
+        from archipelago.islands.sync.link import Link
+        from archipelago.islands.sync.replica import Replica
+
+        self.link = Link(connect(url, RUN), manifest, "island/bench")
+        self._manifest = manifest
+        wire = manifest.config.wire
+        self._first_N = unpack(pack(first_N, wire.full, 0), first_N.size)  # as islands have it: rounded
+        self._progress_N = np.random.default_rng(1).standard_normal(first_N.size, np.float32) * np.float32(1e-3)
+        tensor = Tensor("one", first_N.shape)
+        self._replica = Replica(replace(manifest, tensors=(tensor,), fragments=((tensor.name,),)))
+        self._replica.warm_up(self._replica.begin([self._first_N]))
+
+    def await_merger(self) -> None:
+        """Until one serves the run."""
+        self._hear(Resume)
+
+    def passes(self, p: int) -> tuple[float, float, float]:
+        """Seconds that fragment `p` took to be published, merged and adopted. Raises WireError if it came out wrong."""
+        params = {name: x_N - self._progress_N for name, x_N in self._replica.begin([self._first_N]).items()}
+        began = time.perf_counter()
+        parts = self._replica.measure(0, params)
+        self.link.send(self._draft(p, parts))
+        self.link.pump_send()
+        published = time.perf_counter()
+        self._hear(Snapshot)
+        heard = time.perf_counter()
+        self.link.pump_receive()
+        (arrival,) = self.link.take().arrivals
+        sent_N = self._replica.references[0]  # to where the merger was led; adopting moves it on
+        params = self._replica.adopt(0, params, arrival.params_N)
+        for x_N in params.values():
+            x_N.block_until_ready()
+        adopted = time.perf_counter()
+        self._require_merged(p, arrival, np.asarray(sent_N))
+        return published - began, heard - published, adopted - heard
+
+    def _draft(self, p: int, parts: Parts) -> Draft:
+        from archipelago.islands.sync.link import Draft
+
+        config = self._manifest.config
+        steps = config.sync.interval
+        contribution = Contribution(
+            island="island", incarnation="bench", sequence=p, round=p + 1, fragment=p, base=0,
+            tokens=steps * config.tokens_per_step, steps=steps, global_step=steps, loss=1.0, step_seconds=1.0,
+            farewell=False, codec=config.wire.up, bytes=0, digest="",
+        )  # fmt: skip
+        return Draft(contribution, parts, self._first_N.size)
+
+    def _hear(self, kind: type[Resume | Snapshot]) -> None:
+        """Listens until such an event has come, and fetches nothing yet."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            self.link._listen(1.0)
+            for event in self.link.take().events:
+                if isinstance(event, kind):
+                    return
+                if isinstance(event, Refusal):
+                    raise WireError(f"the merger refused a fragment: {event.reason}")
+        raise BrokerError(f"the merger did not answer for {PATIENCE_SECONDS:g} s", "See what it wrote above.")
+
+    def _require_merged(self, p: int, arrival: Arrival, sent_N: Vector) -> None:
+        """A round of one contribution is a step of SGD from the first numbers towards where the island was."""
+        stepped_N = self._first_N - np.float32(self._manifest.config.outer.learning_rate) * (self._first_N - sent_N)
+        snapshot = arrival.snapshot
+        if (snapshot.fragment, snapshot.version) != (p, 1):
+            raise WireError(f"version {snapshot.version} of fragment {snapshot.fragment} came instead of {p}'s first")
+        if not np.allclose(arrival.params_N, stepped_N, rtol=2**-7, atol=1e-6):
+            raise WireError(f"fragment {p} came down as something else than what was merged")

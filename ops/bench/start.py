@@ -1,0 +1,252 @@
+"""What starting an island costs, in processor time: from nothing to the end of its first inner step, and its parts.
+
+Each start is an island process of its own. The first finds empty caches; the others what it left, as an island does
+that was killed and comes back. Processor time, because a storm starts several on cores that are taken. The floor is a
+Python that loads JAX and runs one trivial program, which its cache holds; it takes turns with the islands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from archipelago.broker.config import DataConfig, ModelConfig, RunConfig
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.standby import Assignment
+from archipelago.islands.turn_log import VARIABLE as DIARY_VARIABLE
+from archipelago.ops.bench.process import cpu_seconds, require_linux
+from archipelago.ops.launch import parent_death
+from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.launch.standbys import ISLAND, Standby
+
+RUN, NAME = "bench-start", "island"
+PACE = ("--scan-steps", "1", "--step-seconds-min", "0.05")
+STARTS, STARTS_QUICK = 5, 2
+GOAL_SECONDS = 1.2
+WAIT_SECONDS = 600.0
+POLL_SECONDS = 0.002
+FLOOR = """
+import time, jax
+jax.jit(lambda x: x + 1)(1.0).block_until_ready()
+print(time.process_time())
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One island's, in seconds; all but `wall` of processor time."""
+
+    wall: float
+    total: float
+    """until its first inner step has ended; to the clock tick, 10 ms on most machines"""
+    imports: float
+    """the interpreter and all that it loads before it joins"""
+    joining: float
+    programs: float
+    """found or compiled, and tried once"""
+    state: float
+    """the optimiser's, from the island's own checkpoint where it has one"""
+
+    @property
+    def first_step(self) -> float:
+        """The rest."""
+        return max(0.0, self.total - self.imports - self.joining - self.programs - self.state)
+
+
+def start(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """Rows of the parts of a start."""
+    require_linux()
+    from archipelago.ops.launch.init import create
+
+    config = settled(config, quick)
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        server = held.enter_context(start_server(folder / "redis"))
+        transport = connect(server.url, RUN)
+        held.callback(transport.close)
+        create(transport, config)
+        environment = {
+            **os.environ,
+            URL_VARIABLE: server.url,
+            RUN_VARIABLE: RUN,
+            DIARY_VARIABLE: str(folder / "diary"),
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        cold = started(folder, environment)
+        say(f"{_what(config)}: {cold.total:.2f} s of processor time with empty caches")
+        _floor(environment)  # whose program is kept from now on
+        warm, floors, told = [], [], []
+        for number in range(STARTS_QUICK if quick else STARTS):
+            warm.append(started(folder, environment))
+            floors.append(_floor(environment))
+            told.append(taken_over(folder, environment))
+            say(
+                f"again, {number + 1}: {warm[-1].total:.2f} s, {floors[-1]:.2f} s for JAX alone, "
+                f"{told[-1][1]:.2f} s of a standby"
+            )
+    found = summary(cold, warm, floors, told)
+    return {**found, "what": _what(config), "rows": rows(found)}
+
+
+def settled(config: RunConfig, quick: bool) -> RunConfig:
+    """The config with what this measurement sets where it says nothing: `small` (unless `quick`), short steps."""
+    return replace(
+        config,
+        model=ModelConfig("small") if config.model == ModelConfig() and not quick else config.model,
+        data=replace(config.data, batch_size=1, sequence_length=16) if config.data == DataConfig() else config.data,
+        inner=replace(config.inner, steps=1 << 30),
+    )
+
+
+def _what(config: RunConfig) -> str:
+    return f"{config.model.size}, {config.data.batch_size} x {config.data.sequence_length} tokens a step"
+
+
+def started(folder: Path, environment: Mapping[str, str]) -> Start:
+    """Starts an island, lets it make its first step, and ends it. Raises BrokerError when it ends before that."""
+    diary, log = _fresh(environment), folder / "log"
+    began = time.monotonic()
+    with (
+        log.open("w", encoding="utf-8") as errors,
+        subprocess.Popen(
+            parent_death.command([sys.executable, *ISLAND, *_arguments(folder)]),
+            env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
+        ) as process,
+    ):  # fmt: skip
+        try:
+            _await(lambda: _has_stepped(diary), process, log)
+            wall, total = time.monotonic() - began, cpu_seconds(process.pid)
+            process.send_signal(signal.SIGTERM)
+            said, _ = process.communicate(timeout=WAIT_SECONDS)
+        finally:
+            process.kill()
+    _require_success(process, log)
+    return Start(wall, total, **json.loads(said)["start_seconds"])
+
+
+def taken_over(folder: Path, environment: Mapping[str, str]) -> tuple[float, float]:
+    """The same island by a standby: seconds from when that is told to the end of its first step, wall and processor."""
+    diary, log = _fresh(environment), folder / "log"
+    log.unlink(missing_ok=True)
+    standby = Standby("standby", [*ISLAND, "--standby", *PACE], environment, log)
+    standby.start()
+    process = standby.process
+    assert process is not None  # noqa: S101
+    try:
+        _await(standby.is_ready, process, log)
+        began, before = time.monotonic(), cpu_seconds(process.pid)
+        standby.become(Assignment(tuple(_arguments(folder)), {}, str(log)))
+        _await(lambda: _has_stepped(diary), process, log)
+        wall, total = time.monotonic() - began, cpu_seconds(process.pid) - before
+        process.send_signal(signal.SIGTERM)
+        process.wait(WAIT_SECONDS)
+    finally:
+        process.kill()
+        standby.end()
+    _require_success(process, log)
+    return wall, total
+
+
+def _arguments(folder: Path) -> list[str]:
+    return ["--name", NAME, "--folder", str(folder / "island"), *PACE, "--no-tensorboard", "--json"]
+
+
+def _fresh(environment: Mapping[str, str]) -> Path:
+    """The diary, with nothing in it yet."""
+    diary = Path(environment[DIARY_VARIABLE])
+    diary.unlink(missing_ok=True)
+    return diary
+
+
+def _has_stepped(diary: Path) -> bool:
+    return diary.exists() and diary.stat().st_size > 0
+
+
+def _await(holds: Callable[[], bool], process: subprocess.Popen[Any], log: Path) -> None:
+    """Until then. Raises BrokerError when the process ends before it, or it takes too long."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        if process.poll() is not None:
+            raise BrokerError("an island of the measurement failed", f"It wrote: {_end_of(log)}")
+        if time.monotonic() > deadline:
+            raise BrokerError(f"an island made no step for {WAIT_SECONDS:g} s", f"It wrote: {_end_of(log)}")
+        time.sleep(POLL_SECONDS)
+
+
+def _require_success(process: subprocess.Popen[Any], log: Path) -> None:
+    if process.returncode:
+        raise BrokerError("an island of the measurement failed", f"It wrote: {_end_of(log)}")
+
+
+def _end_of(log: Path) -> str:
+    return " / ".join(log.read_text(encoding="utf-8").splitlines()[-3:]) or "nothing"
+
+
+def _floor(environment: Mapping[str, str]) -> float:
+    found = subprocess.run([sys.executable, "-c", FLOOR], env=environment, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise BrokerError("a Python with nothing but JAX failed", f"It wrote: {found.stderr[-300:]}")
+    return float(found.stdout)
+
+
+def summary(
+    cold: Start, warm: Sequence[Start], floors: Sequence[float], told: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """Medians of what was measured; the ratios, of each start and the floor after it. `told`: of standbys."""
+    ratios = [each.total / floor for each, floor in zip(warm, floors, strict=True)]
+
+    def median(of: Callable[[Start], float]) -> float:
+        return statistics.median(map(of, warm))
+
+    return {
+        "cold_cpu_seconds": cold.total,
+        "cpu_seconds": median(lambda each: each.total),
+        "wall_seconds": median(lambda each: each.wall),
+        "imports_cpu_seconds": median(lambda each: each.imports),
+        "joining_cpu_seconds": median(lambda each: each.joining),
+        "programs_cpu_seconds": median(lambda each: each.programs),
+        "state_cpu_seconds": median(lambda each: each.state),
+        "first_step_cpu_seconds": median(lambda each: each.first_step),
+        "floor_cpu_seconds": statistics.median(floors),
+        "ratio": statistics.median(ratios),
+        "ratio_from": min(ratios),
+        "ratio_to": max(ratios),
+        "standby_wall_seconds": statistics.median(wall for wall, _ in told),
+        "standby_cpu_seconds": statistics.median(total for _, total in told),
+    }
+
+
+def rows(s: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A summary for people."""
+    floor = s["floor_cpu_seconds"]
+
+    def row(what: str, seconds: float, goal: float | str = "") -> dict[str, Any]:
+        return {"what": what, "seconds": seconds, "jax_alone": floor, "ratio": seconds / floor, "goal": goal}
+
+    return [
+        row("processor time to the end of the first step", s["cpu_seconds"], GOAL_SECONDS),
+        row("  interpreter and imports", s["imports_cpu_seconds"]),
+        row("  joining", s["joining_cpu_seconds"]),
+        row("  programs, each tried once", s["programs_cpu_seconds"]),
+        row("  optimiser state, from its checkpoint", s["state_cpu_seconds"]),
+        row("  the first step", s["first_step_cpu_seconds"]),
+        row("wall time of it", s["wall_seconds"]),
+        row("a standby, from when it is told: processor time", s["standby_cpu_seconds"]),
+        row("  wall time of it", s["standby_wall_seconds"]),
+        row("processor time with empty caches", s["cold_cpu_seconds"]),
+    ]

@@ -1,0 +1,1 @@
+"""`archipelago dash`: a run in the browser."""

@@ -1,0 +1,201 @@
+"""The dashboard's pages and its small interface: what is seen is open, what changes a run asks for a token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib.util
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from archipelago.broker.control import checked_changes
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.observe import metrics
+from archipelago.ops.dashboard.actions import sentence, stamped
+from archipelago.ops.dashboard.watcher import Board, Watch, written
+
+PAGE = Path(__file__).parent / "page"
+BODY_BYTES_MAX = 1 << 16
+POLL_SECONDS = 0.2
+PING_SECONDS = 5.0
+"""a line now and then, so that a browser and what lies between know that we are there"""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+FRESH = {**HEADERS, "Cache-Control": "no-store"}
+FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
+
+
+def chart_library() -> Path:
+    """plotly.min.js of the installed package, which is not imported for it. Raises ConfigError where it is missing."""
+    found = importlib.util.find_spec("plotly")
+    path = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None
+    if path is None or not path.is_file():
+        raise ConfigError("the chart library plotly is not installed here", "`pip install plotly` brings it.")
+    return path
+
+
+def application(
+    watch: Watch,
+    token: str,
+    wall: Callable[[], float] = time.time,
+    clock: Callable[[], float] = time.monotonic,
+    hosts: Sequence[str] = ("*",),
+) -> Starlette:
+    """The pages over what `watch` sees; `token` is what steering asks for.
+
+    `hosts`: names by which a browser may call us. Another site's name that leads here is not one of them, so that
+    no page of another site reads ours.
+    """
+    service = _Service(watch, token, wall, clock)
+    library = chart_library()
+    files = [Route(at, _file(PAGE / name, FRESH)) for at, name in FILES.items()]
+    kept = {**HEADERS, "Cache-Control": "max-age=86400"}
+    routes = [
+        *files,
+        Route("/plotly.min.js", _file(library, kept)),
+        Route("/healthz", service.health),
+        Route("/metrics", service.metrics),
+        Route("/api/view", service.view),
+        Route("/api/events", service.events),
+        Route("/api/steer", service.steer, methods=["POST"]),
+    ]
+    named = Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    return Starlette(routes=routes, middleware=[named, Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)])
+
+
+def _file(path: Path, headers: dict[str, str]) -> Callable[[Request], Any]:
+    async def answer(request: Request) -> Response:
+        return FileResponse(path, headers=headers)
+
+    return answer
+
+
+def _said(status: int, text: str, **more: str) -> Response:
+    return JSONResponse({"said": text}, status, headers={**FRESH, **more})
+
+
+class _Service:
+    def __init__(self, watch: Watch, token: str, wall: Callable[[], float], clock: Callable[[], float]) -> None:
+        self.watch, self.wall, self.clock = watch, wall, clock
+        self._token = token.encode()
+
+    @property
+    def board(self) -> Board:
+        return self.watch.board
+
+    # -- what is seen -----------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """200 while we serve: what Redis does is in the words."""
+        fault = self.board.fault(self.clock())
+        return JSONResponse({"serving": True, "redis": fault.what if fault else "answers"}, headers=FRESH)
+
+    async def metrics(self, request: Request) -> Response:
+        """The run's figures in Prometheus' text format; 503 while there are none, or none of now."""
+        fault, view = self.board.fault(self.clock()), self.board.view
+        if fault or view is None:
+            return Response(f"{fault.what if fault else 'nothing was read yet'}\n", 503, headers=FRESH)
+        text = await run_in_threadpool(metrics.render, asdict(view), self.board.round_seconds)
+        return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
+
+    async def view(self, request: Request) -> Response:
+        """Page, charts and fault as one JSON object; parts that are not there yet are null."""
+        return Response(self._everything(), media_type="application/json", headers=FRESH)
+
+    def _everything(self) -> str:
+        parts = {"page": self.board.page, "charts": self.board.charts, "fault": self._fault()}
+        return "{" + ",".join(f'"{name}":{text or "null"}' for name, text in parts.items()) + "}"
+
+    def _fault(self) -> str:
+        fault = self.board.fault(self.clock())
+        return written({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more}) if fault else "null"
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events `page`, `charts` and `fault`, each when it changes."""
+        headers = {**FRESH, "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._stream(), media_type="text/event-stream", headers=headers)
+
+    async def _stream(self) -> AsyncIterator[str]:
+        yield "retry: 1000\n\n"
+        told: dict[str, object] = {"page": 0, "charts": 0, "fault": ""}
+        silent_since = self.clock()
+        while not self.board.closed:
+            now: dict[str, tuple[object, str]] = {
+                "page": (self.board.page_number, self.board.page),
+                "charts": (self.board.charts_number, self.board.charts),
+            }
+            fault = self._fault()
+            now["fault"] = (fault, fault)
+            news = [name for name, (number, _) in now.items() if number != told[name]]
+            for name in news:
+                told[name], text = now[name]
+                yield f"event: {name}\ndata: {text}\n\n"
+            if news:
+                silent_since = self.clock()
+            elif self.clock() - silent_since > PING_SECONDS:
+                silent_since = self.clock()
+                yield "event: ping\ndata: 0\n\n"
+            await asyncio.sleep(POLL_SECONDS)
+
+    # -- what is changed --------------------------------------------------------------------------------------------
+
+    async def steer(self, request: Request) -> Response:
+        """Changes of `RUN:control`, for who has the token; none only asks whether the token fits."""
+        if not self._may(request):
+            return _said(401, "The token is missing or wrong; it was printed when the dashboard started.",
+                         **{"WWW-Authenticate": "Bearer"})  # fmt: skip
+        try:
+            wanted = _changes(await _body(request))
+            changes = checked_changes(self.watch.manifest.config, stamped(wanted, self.wall()))
+            if not changes:
+                return _said(200, "The token fits.")
+            await run_in_threadpool(self.watch.transport.steer, changes)
+        except ConfigError as error:
+            return _said(400, str(error))
+        except ArchipelagoError as error:
+            return _said(503, str(error))
+        except ClientDisconnect:  # who asked has gone, and hears nothing
+            return _said(400, "The request ended before its end.")
+        return _said(200, sentence(changes))
+
+    def _may(self, request: Request) -> bool:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        return hmac.compare_digest(given.strip().encode(), self._token) and kind.lower() == "bearer"
+
+
+async def _body(request: Request) -> bytes:
+    """Raises ConfigError for one that is larger than any request of ours."""
+    out = b""
+    async for part in request.stream():
+        out += part
+        if len(out) > BODY_BYTES_MAX:
+            raise ConfigError("the request is too large", f"{BODY_BYTES_MAX:,} bytes are the most.")
+    return out
+
+
+def _changes(body: bytes) -> dict[str, str]:
+    """`{"changes": {NAME: TEXT}}`. Raises ConfigError for anything else."""
+    try:
+        found = json.loads(body)["changes"]
+        if all(isinstance(name, str) and isinstance(value, str) for name, value in found.items()):
+            return dict(found)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ConfigError("the request cannot be read", 'Send {"changes": {"sync.quorum": "2"}} as JSON.')

@@ -1,0 +1,145 @@
+"""`archipelago dash`: a run in the browser, live; and with a token, steered from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.process import RunAddress, print_json, stop_on_signals
+from archipelago.ops.dashboard.watcher import Watch
+from archipelago.ops.settings import say
+
+LOOPBACK = ("127.0.0.1", "localhost")
+TOKEN_VARIABLE = "ARCHIPELAGO_TOKEN"  # noqa: S105 - only its name
+STOP_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class DashOptions(RunAddress):
+    """Show a run in the browser, live, and steer it from there. Reads Redis only; may run anywhere.
+
+    What is seen is open to whoever reaches the port; what changes the run asks for the token.
+    """
+
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 shows the run to everybody who can reach this machine"""
+    port: int = 8765
+    """port to listen on; 0 takes a free one"""
+    token: str | None = None
+    """what steering asks for; default $ARCHIPELAGO_TOKEN, or a random one, printed at start"""
+    open: bool = True
+    """open the page in a browser, where this machine has one"""
+    screenshot: Path | None = None
+    """write dash-light.png, dash-dark.png and dash-phone.png into this folder with chromium, and end"""
+    json: bool = False
+    """print one JSON object: address and token once it serves, or the pictures"""
+
+
+def main(options: DashOptions) -> int:
+    """Serves until a signal comes."""
+    stopped = stop_on_signals()
+    token = _token(options.token)
+    transport = options.connect()
+    try:
+        watch = Watch(transport, transport.manifest())
+        if options.screenshot is not None:
+            from archipelago.ops.dashboard.screenshot import take
+
+            with serving(watch, token, "127.0.0.1", 0) as address:
+                paths = [str(path) for path in take(address, token, options.screenshot, stopped)]
+            if options.json:
+                print_json({"files": paths})
+            else:
+                say("\n".join(paths))
+            return 0
+        with serving(watch, token, options.host, options.port) as address:
+            _greet(watch.manifest.run, address, token, options)
+            while not stopped():
+                time.sleep(0.1)
+    finally:
+        transport.close()
+    return 0
+
+
+def _token(given: str | None) -> str:
+    token = (os.environ.get(TOKEN_VARIABLE) or None) if given is None else given
+    if token is None:
+        return secrets.token_urlsafe(18)
+    if not re.fullmatch(r"[!-~]+", token):  # as a header can hold it
+        raise ConfigError(
+            "that token cannot be used", "Use letters, digits and signs, or leave it out for a random one."
+        )
+    return token
+
+
+def _greet(run: str, address: str, token: str, options: DashOptions) -> None:
+    whole = f"{address}/#token={quote(token)}"
+    if options.json:
+        print_json({"run": run, "address": address, "token": token})
+    say(f"run {run!r} in the browser: {whole}")
+    say(f"  token   {token} (asked for by what changes the run; Ctrl-C ends the page, not the run)")
+    if options.open and sys.stderr.isatty() and _has_screen():
+        webbrowser.open(whole)
+
+
+def _has_screen() -> bool:
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+@contextmanager
+def serving(watch: Watch, token: str, host: str, port: int) -> Iterator[str]:
+    """The page over that watch, in threads of this process; gives its address. Raises ConfigError."""
+    import uvicorn
+
+    from archipelago.ops.dashboard.app import application
+
+    app = application(watch, token, hosts=LOOPBACK if host in LOOPBACK else ("*",))
+    with _listening(host, port) as listener:
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,
+            server_header=False, ws="none",
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        ended = threading.Event()
+        looking = threading.Thread(target=watch.keep_looking, args=(ended,), name="watch", daemon=True)
+        # Beside the main thread, which alone gets signals.
+        pages = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="pages", daemon=True)
+        looking.start()
+        pages.start()
+        try:
+            yield f"http://{_shown(host)}:{listener.getsockname()[1]}"
+        finally:
+            ended.set()
+            watch.board.closed = True
+            server.should_exit = True
+            pages.join(2 * STOP_SECONDS)
+
+
+def _shown(host: str) -> str:
+    named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host)  # noqa: S104 - of others' choice
+    return named or (f"[{host}]" if ":" in host else host)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port cannot be {port}", "Choose 0 to 65535.")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:  # the latter for a host that can be no name
+        raise ConfigError(
+            f"the page cannot be served on {host}:{port} ({getattr(error, 'strerror', None) or error})",
+            "Is another dashboard there? Choose another with --port, or --port 0 for a free one.",
+        ) from None

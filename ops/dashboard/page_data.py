@@ -1,0 +1,217 @@
+"""What the page is told: one reading of a run, put together as plain data for JSON. No clocks, no Redis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.control import MERGING, PAUSED, SETTINGS, island_field, own
+from archipelago.broker.messages import Evaluation, Note, Refusal
+from archipelago.broker.redis.checkup import Standing
+from archipelago.ops.dashboard.history import (
+    POINTS_DRAWN,
+    History,
+    QueueRow,
+    columns,
+    joined_evaluations,
+    joined_queues,
+    thinned,
+)
+from archipelago.ops.watch.health import happened, longest_still
+from archipelago.ops.watch.run_view import IslandView, RunView
+
+EVENTS_SHOWN = 120
+SMOOTHING_SECONDS = 8.0
+"""over about which a rate is averaged"""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes a second of one island, and from which counters on they are measured further."""
+
+    unix_seconds: float
+    bytes_up: int
+    bytes_down: int
+    up: float = 0.0
+    down: float = 0.0
+
+
+def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_seconds: float) -> dict[str, Rate]:
+    """Each island's rates, moved on by what its counters say now; one that began again begins from zero."""
+    out = {}
+    for island in islands:
+        old = before.get(island.name, Rate(unix_seconds, island.bytes_up, island.bytes_down))
+        seconds = unix_seconds - old.unix_seconds
+        if seconds <= 0.0:
+            out[island.name] = old
+            continue
+        share = min(1.0, seconds / SMOOTHING_SECONDS)
+        now_up, now_down = (
+            max(0, now - then) / seconds
+            for now, then in ((island.bytes_up, old.bytes_up), (island.bytes_down, old.bytes_down))
+        )
+        out[island.name] = Rate(
+            unix_seconds, island.bytes_up, island.bytes_down,
+            old.up + share * (now_up - old.up), old.down + share * (now_down - old.down),
+        )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class TokenBooks:
+    """The books in tokens, which take reading through the whole stream: from now and then."""
+
+    unix_seconds: float
+    published: int
+    merged: int
+    refused: int
+    pending: int
+    balanced: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Everything that was read for one turn of the page."""
+
+    view: RunView
+    unix_seconds: float
+    """the dashboard's wall clock"""
+    round_seconds: float
+    """since the newest round was closed, or first seen here"""
+    epoch: int
+    """of the merger that closed it; 0 before the first"""
+    control: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[Note] = ()
+    refusals: Sequence[tuple[float, Refusal]] = ()
+    evaluations: Sequence[Evaluation] = ()
+    token_books: TokenBooks | None = None
+    rates: Mapping[str, Rate] = field(default_factory=dict)
+    standing: Standing | None = None
+    """who serves the run; None where that is not known"""
+
+
+def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, Any]:
+    """What changes with each reading: everything but the charts. Finite or None is up to who writes the JSON."""
+    view = reading.view
+    run = asdict(view)
+    del run["islands"], run["books"]
+    return {
+        "run": run,
+        "state": state_of(reading, config.sync.interval),
+        "unix_seconds": reading.unix_seconds,
+        "round_seconds": reading.round_seconds,
+        "tokens_per_second": sum(i.tokens_per_second for i in view.islands if i.live and i.state == "training"),
+        "islands": [
+            _lane(island, history.parts(island.name), reading.rates.get(island.name), reading.control)
+            for island in view.islands
+        ],
+        "books": _books(view, reading.token_books),
+        "events": events(reading.notes, reading.refusals),
+        "serving": serving(reading.notes, reading.epoch, reading.standing),
+        "control": {
+            "set": dict(reading.control),
+            "own": {name: float(own(config, name)) for name in SETTINGS},
+        },
+    }
+
+
+def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow]) -> dict[str, Any]:
+    """What is drawn, thinned: a few hundred points a line, however long the run."""
+    evaluations = thinned(reading.evaluations, POINTS_DRAWN, joined_evaluations)
+    return {
+        "lines": history.lines(),
+        "evaluations": {
+            "round": [e.round for e in evaluations],
+            "tokens": [e.tokens for e in evaluations],
+            "bits_per_byte": [e.bits_per_byte for e in evaluations],
+        },
+        "details": history.details(),
+        "marks": history.marks(),
+        "staleness": history.staleness(),
+        "queues": {
+            **columns(thinned(queues, POINTS_DRAWN, joined_queues), QueueRow),
+            "limit": reading.view.memory_limit_bytes,
+        },
+    }
+
+
+def state_of(reading: Reading, interval: int) -> dict[str, str]:
+    """The run in a word and a sentence; `mood` is good, busy, warn or idle. `interval` is H."""
+    view = reading.view
+    if reading.control.get(MERGING) == PAUSED:
+        return _state("paused", "warn", "Merging is paused; islands train on. Go on under Steer.")
+    if view.steps and view.step >= view.steps and not view.live:
+        return _state("finished", "idle", f"All {view.steps:,} steps are made.")
+    if not view.known and not view.rounds:
+        return _state("waiting", "idle", "No island has joined yet.")
+    if not view.live:
+        return _state("no islands", "warn", "No island is live; the run goes on when one comes.")
+    if view.pending and reading.round_seconds > longest_still(view, interval):
+        return _state("stalled", "warn", "Contributions wait and no round closes: is a merger running?")
+    if not view.rounds:
+        return _state("starting", "busy", "No round has closed yet.")
+    return _state("training", "good", "")
+
+
+def _state(word: str, mood: str, sentence: str) -> dict[str, str]:
+    return {"word": word, "mood": mood, "sentence": sentence}
+
+
+def _lane(island: IslandView, strip: Sequence[int], rate: Rate | None, control: Mapping[str, str]) -> dict[str, Any]:
+    up, down = (rate.up, rate.down) if rate and island.live else (0.0, 0.0)
+    silent = not island.live and island.state not in ("left", "done")
+    return {
+        **asdict(island),
+        "shown": "silent" if silent else island.state,
+        "strip": list(strip),
+        "up_per_second": up,
+        "down_per_second": down,
+        "up_share": _share(up, island.uplink_bytes_per_second, island.live),
+        "down_share": _share(down, island.downlink_bytes_per_second, island.live),
+        "asked": control.get(island_field(island.name), ""),
+    }
+
+
+def _share(bytes_per_second: float, carries: float, is_live: bool) -> float:
+    """Of what a link carries; NaN where that is not known, or no number that could be."""
+    return bytes_per_second / carries if is_live and carries > 0.0 else math.nan
+
+
+def _books(view: RunView, tokens: TokenBooks | None) -> dict[str, Any]:
+    books = view.books
+    return {
+        "published": books.published,
+        "merged": books.merged,
+        "refused": books.refused,
+        "pending": view.pending,
+        "balanced": books.published == books.merged + books.refused + view.pending,
+        "tokens": asdict(tokens) if tokens else None,
+    }
+
+
+def events(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[dict[str, Any]]:
+    """Newest first. What was refused in a row for one island and one reason is one line that counts."""
+    out: list[dict[str, Any]] = []
+    for event in map(asdict, reversed(happened(notes, refusals))):
+        if out and event["kind"] == "refused" and _alike(out[-1]) == _alike(event):
+            out[-1]["times"] += 1
+        else:
+            out.append(event | {"times": 1})
+    return out[:EVENTS_SHOWN]
+
+
+def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
+    return event["who"], event["kind"], event["text"].partition(": ")[2]  # whatever the round
+
+
+def serving(notes: Sequence[Note], epoch: int, standing: Standing | None = None) -> dict[str, Any]:
+    """The newest merger that said that it serves, and whether the lease is held; None where that is not known."""
+    held = bool(standing.holder) if standing else None
+    served = [note for note in notes if note.kind == "served"]
+    if not served:
+        return {"who": "", "since": None, "text": "", "epoch": epoch, "held": held}
+    newest = max(served, key=lambda note: note.unix_seconds)
+    return {"who": newest.who, "since": newest.unix_seconds, "text": newest.text, "epoch": epoch, "held": held}

@@ -1,0 +1,100 @@
+"""Pictures of the dashboard, for a README: a Chromium without a window opens the page as it is now."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from archipelago.broker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.webdriver import WebDriver
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PICTURES = {"dash-light": ("light", 1440, 4000), "dash-dark": ("dark", 1440, 4000), "dash-phone": ("light", 390, 1900)}
+"""theme; width and most height in CSS pixels"""
+READY = "return !!document.querySelector('.chart .main-svg, .chart .nothing')"
+WAIT_SECONDS = 30.0
+
+
+def take(address: str, token: str, folder: Path, stopped: Callable[[], bool]) -> list[Path]:
+    """dash-light.png, dash-dark.png and dash-phone.png of the page at that address. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # said before a browser is started
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    out = []
+    with browser() as driver:
+        for name, (theme, width, height_most) in PICTURES.items():
+            path = folder / f"{name}.png"
+            whole = f"{address}/?still&theme={theme}#token={quote(token)}"
+            _write(path, picture(driver, whole, width, height_most, stopped))
+            out.append(path)
+    return out
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error.strerror})", "Name another folder.")
+
+
+def picture(driver: WebDriver, address: str, width: int, height_most: int, stopped: Callable[[], bool]) -> bytes:
+    """The page as a PNG, from its top, two pixels for each of the page's."""
+    metrics: dict[str, Any] = {"width": width, "height": 900, "deviceScaleFactor": 2, "mobile": width < 600}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.get(address)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not driver.execute_script(READY) and not stopped():
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the page drew nothing for {WAIT_SECONDS:.0f} s", "Is a round closed? See the page.")
+        time.sleep(0.05)
+    height = min(height_most, int(driver.execute_script("return document.documentElement.scrollHeight")))
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**metrics, "height": height})
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
+    return base64.b64decode(shot["data"])
+
+
+@contextmanager
+def browser() -> Iterator[WebDriver]:
+    """A Chromium without a window, that speaks to nobody but us. Raises ConfigError where there is none."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    service = shutil.which("chromedriver")
+    if program is None or service is None:
+        missing = "Chromium" if program is None else "chromedriver"
+        raise ConfigError(f"there is no {missing} on this machine", "Install chromium and chromium-driver.")
+    try:
+        from selenium import webdriver
+        from selenium.common.exceptions import WebDriverException
+    except ImportError:
+        raise ConfigError("the package selenium is not installed here", "`pip install selenium` brings it.") from None
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    with tempfile.TemporaryDirectory(prefix="dash-") as profile:
+        for argument in (
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            "--disable-dev-shm-usage", f"--user-data-dir={profile}",
+        ):  # fmt: skip
+            options.add_argument(argument)
+        try:
+            driver = webdriver.Chrome(options, webdriver.ChromeService(service))
+        except WebDriverException as error:
+            said = (error.msg or "").splitlines()[:1]
+            raise ConfigError(f"{program} does not start ({' '.join(said)})", "Does it start by hand?") from None
+        try:
+            yield driver
+        finally:
+            driver.quit()

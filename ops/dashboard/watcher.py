@@ -1,0 +1,239 @@
+"""The dashboard's eye: reads a run once a second, beside the pages that look at what it found."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from archipelago.broker.errors import ArchipelagoError, UnreachableError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Evaluation, Refusal
+from archipelago.broker.transport import Transport
+from archipelago.ops.dashboard.history import History, QueueRow, Trail, joined_queues
+from archipelago.ops.dashboard.page_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
+from archipelago.ops.watch.health import standing
+from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, RunView, glance
+
+LOOK_SECONDS = 1.0
+CHARTS_SECONDS = 2.0
+SELDOM_SECONDS = 5.0
+SELDOM_SHARE = 0.05
+"""of the time at most goes into readings that grow with the run"""
+PATIENCE_SECONDS = 4.0
+"""after which a reading that hangs counts as silence; the connection itself waits longer"""
+SILENT = "Redis does not answer"
+TAPE_MOST = 1 << 16
+NOTES_READ, REFUSALS_READ = 200, 100
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why the page stands still, and since when."""
+
+    since_unix_seconds: float
+    what: str
+    more: str = ""
+
+
+class Board:
+    """The newest of what pages are told, as JSON; one writer, any number of readers."""
+
+    def __init__(self) -> None:
+        self.page, self.charts = "", ""
+        self.page_number = self.charts_number = 0
+        self.view: RunView | None = None
+        self.round_seconds = math.nan
+        """since the newest round was closed"""
+        self.closed = False
+        self._fault: Fault | None = None
+        self._turn: tuple[float, float] | None = None
+
+    def begins(self, monotonic: float, unix_seconds: float) -> None:
+        """A reading has begun."""
+        self._turn = (monotonic, unix_seconds)
+
+    def ends(self, fault: Fault | None) -> None:
+        """It is over; a fault that goes on keeps its beginning."""
+        if fault and self._fault:
+            fault = replace(fault, since_unix_seconds=self._fault.since_unix_seconds)
+        self._fault, self._turn = fault, None
+
+    def fault(self, monotonic: float) -> Fault | None:
+        """What is wrong now, if anything is: also a reading that does not come back."""
+        turn = self._turn
+        if self._fault is None and turn and monotonic - turn[0] > PATIENCE_SECONDS:
+            return Fault(turn[1], SILENT, "The page goes on by itself.")
+        return self._fault
+
+    def show(self, page: dict[str, Any], reading: Reading) -> None:
+        """What changes with each reading."""
+        self.page, self.view = written(page), reading.view
+        self.round_seconds = reading.round_seconds if reading.view.rounds else math.nan
+        self.page_number += 1
+
+    def draw(self, charts: dict[str, Any]) -> None:
+        """What changes with each round."""
+        self.charts = written(charts)
+        self.charts_number += 1
+
+
+class Seldom(Generic[T]):
+    """A reading that costs more, the longer the run: made again when it has cost little against the time since."""
+
+    def __init__(self, read: Callable[[], T], clock: Callable[[], float]) -> None:
+        self._read, self._clock = read, clock
+        self._due = -math.inf
+        self._value: T | None = None
+
+    def newest(self) -> T:
+        """The value, made anew when that is due."""
+        began = self._clock()
+        if self._value is None or began >= self._due:
+            self._value = self._read()
+            self._due = began + max(SELDOM_SECONDS, (self._clock() - began) / SELDOM_SHARE)
+        return self._value
+
+    def forget(self) -> None:
+        """It is due at once."""
+        self._due = -math.inf
+
+
+class Watch:
+    """One run, and the board that shows it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        manifest: Manifest,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.transport, self.manifest = transport, manifest
+        self.clock, self.wall = clock, wall
+        self.board = Board()
+        self._rates: dict[str, Rate] = {}
+        self._queues: Trail[QueueRow] = Trail(joined_queues)
+        self._history = History(len(manifest.fragments))
+        self._token_books = Seldom(self._read_token_books, clock)
+        self._evaluations: Seldom[list[Evaluation]] = Seldom(transport.evaluations, clock)
+        self._refusals: Seldom[list[tuple[float, Refusal]]] = Seldom(lambda: transport.refusals(REFUSALS_READ), clock)
+        self._round_at = wall()
+        self._charts_due = -math.inf
+
+    def look(self) -> None:
+        """One reading, onto the board. A broker that is away or empty is a fault on it, and no error."""
+        self.board.begins(self.clock(), self.wall())
+        try:
+            reading = self.read()
+        except UnreachableError as error:
+            self.board.ends(Fault(self.wall(), SILENT, f"{error.what}. The page goes on by itself."))
+        except ArchipelagoError as error:
+            self.board.ends(Fault(self.wall(), error.what, error.remedy))
+        else:
+            self.board.ends(None)
+            self.board.show(page_of(reading, self._history, self.manifest.config), reading)
+            if self.clock() >= self._charts_due:
+                self._charts_due = self.clock() + CHARTS_SECONDS
+                self.board.draw(charts_of(reading, self._history, self._queues.rows))
+
+    def keep_looking(self, stopped: threading.Event) -> None:
+        """Once a second, until it is stopped."""
+        while not stopped.is_set():
+            self.look()
+            stopped.wait(LOOK_SECONDS)
+
+    def read(self) -> Reading:
+        """Everything that the page shows, as Redis has it now. Raises BrokerError and WireError."""
+        transport = self.transport
+        tape = self._follow()
+        evaluations = self._evaluations.newest()
+        view = glance(transport, self.manifest, tape, evaluations)
+        now = self.wall()
+        self._rates = measured(self._rates, view.islands, now)
+        self._queues.add(QueueRow(now, view.pending, view.memory_bytes))
+        newest = self._history.newest
+        return Reading(
+            view=view,
+            unix_seconds=now,
+            round_seconds=max(0.0, now - self._round_at),
+            epoch=newest.epoch if newest else 0,
+            standing=standing(transport),
+            control=transport.control(),
+            notes=transport.notes(NOTES_READ),
+            refusals=self._refusals.newest(),
+            evaluations=evaluations,
+            token_books=self._token_books.newest(),
+            rates=self._rates,
+        )
+
+    def charts(self, reading: Reading) -> dict[str, Any]:
+        """What is drawn of it."""
+        return charts_of(reading, self._history, self._queues.rows)
+
+    def page(self, reading: Reading) -> dict[str, Any]:
+        """What is written of it."""
+        return page_of(reading, self._history, self.manifest.config)
+
+    def _follow(self) -> list[Any]:
+        """The recent tape, taken into the history; where that does not go on from it, history is read anew."""
+        tape = self.transport.tape(RECENT_ROUNDS)
+        if not self._history.follows(tape):
+            whole = self.transport.tape(TAPE_MOST)
+            if not self._history.follows(whole):
+                self._begin_again(whole)
+            tape = whole
+        if self._history.extend(tape):
+            self._round_at = self.wall()
+        return tape
+
+    def _begin_again(self, tape: list[Any]) -> None:
+        """The first look, or a run that went back to a checkpoint, or one that was made again under its name."""
+        self.manifest = self.transport.manifest()
+        self._history = History(len(self.manifest.fragments))
+        self._history.begin(self.transport.books().merged_tokens, tape)
+        self._token_books.forget()
+        self._evaluations.forget()
+        self._charts_due = -math.inf
+        closed = tape[-1].unix_seconds if tape else 0.0
+        self._round_at = min(self.wall(), closed) if closed else self.wall()
+
+    def _read_token_books(self) -> TokenBooks:
+        found = self._token_books_now()
+        for _ in range(BALANCE_TRIES - 1):  # a round that closes meanwhile tears a reading
+            if found.balanced:
+                break
+            found = self._token_books_now()
+        return found
+
+    def _token_books_now(self) -> TokenBooks:
+        books, pending = self.transport.books(), self.transport.pending()
+        balanced = books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
+        return TokenBooks(
+            self.wall(), books.published_tokens, books.merged_tokens, books.refused_tokens, pending.tokens, balanced
+        )
+
+
+def written(value: Any) -> str:
+    """Compact JSON: five digits are more than a screen shows; what JSON lacks becomes null."""
+    return json.dumps(_short(value), separators=(",", ":"))
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _short(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(part) for part in value]
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    if value.is_integer() or abs(value) >= 1e5:
+        return round(value)
+    return float(f"{value:.5g}")

@@ -1,0 +1,204 @@
+"""What came out of a study: a table and a picture of mean and spread over seeds, against data-parallel."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.table import Table
+
+from archipelago.ops.experiments import study as sweep_study
+from archipelago.ops.experiments.study import Record, Study
+from archipelago.ops.experiments.trial import OWN, key_of
+from archipelago.ops.settings import say, table_console
+
+AGAINST = "loss to that of data-parallel at the same tokens"
+SAME_TOKENS = 0.03
+"""how far two runs' tokens may be apart to be compared: islands that tick apart end within a few steps of each other"""
+ROWS_MAX = 60
+"""rows that a picture has room for"""
+TITLE_WIDTH = 90
+"""letters of a title's line"""
+HEAD_WIDTH = 36
+"""and of a line that names what labels say"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The same trial over its seeds, sorted by seed."""
+
+    settings: Mapping[str, Any]
+    """with those of OWN among them"""
+    records: tuple[Record, ...]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Bits per byte of the validation text by seed; empty when one of them diverged."""
+        return self.by_seed("bits_per_byte")
+
+    def by_seed(self, text: str) -> dict[int, float]:
+        """Bits per byte by seed of one of the held-out texts, `bits_per_byte` or `test`, as far as it was measured."""
+        return {} if self.diverged else {r["seed"]: r[text] for r in self.records if text in r}
+
+    @property
+    def diverged(self) -> int:
+        """How many did."""
+        return sum(bool(r["diverged"]) for r in self.records)
+
+    @property
+    def tokens(self) -> float:
+        """Mean over the seeds."""
+        return fmean(r["tokens"] for r in self.records)
+
+    @property
+    def mean(self) -> float:
+        """Mean loss, infinite when one of them diverged."""
+        return fmean(self.losses.values()) if self.losses else float("inf")
+
+    def ratios(self, other: Row | None, text: str = "bits_per_byte") -> list[float]:
+        """This loss to the other's, for each seed that both have."""
+        theirs = other.by_seed(text) if other else {}
+        return [loss / theirs[seed] for seed, loss in self.by_seed(text).items() if seed in theirs]
+
+
+def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = False) -> dict[str, Any]:
+    """The rows as plain data, best first within each number of islands; prints the table and draws the picture."""
+    rows = grouped([known[trial.key] for trial in study.trials if trial.key in known])
+    if not rows:
+        say(f"{study.name}: nothing is recorded yet")
+        return {"study": study.name, "about": study.about, "rows": []}
+    varying = ["kind", *sweep_study.varying([row.settings for row in rows])]
+    found = [_plain(row, rows, varying) for row in sorted(rows, key=_order)]
+    if not quiet:
+        console = table_console()
+        console.print(study.about)
+        console.print(_table(found, varying))
+    picture = folder / f"{study.name}.png"
+    _draw(picture, study, rows, varying)
+    say(f"picture: {picture}")
+    return {"study": study.name, "about": study.about, "rows": found, "picture": str(picture)}
+
+
+def grouped(records: Iterable[Record]) -> list[Row]:
+    """Records of the same trial with different seeds are one row."""
+    by: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by[key_of({**record, "seed": 0})].append(record)
+    return [
+        Row({**{name: r[0].get(name, usual) for name, usual in OWN.items()}, **r[0]["settings"]},
+            tuple(sorted(r, key=lambda record: record["seed"])))
+        for r in by.values()
+    ]  # fmt: skip
+
+
+def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The best data-parallel row of as many islands and tokens."""
+    same = [
+        other for other in rows
+        if other.settings["kind"] == "parallel" and other.settings["islands"] == row.settings["islands"]
+        and abs(other.tokens / row.tokens - 1) <= SAME_TOKENS
+    ]  # fmt: skip
+    return min(same, key=lambda other: other.mean, default=None)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    return row.settings["islands"], row.mean
+
+
+def _plain(row: Row, rows: Sequence[Row], varying: Sequence[str]) -> dict[str, Any]:
+    losses, best = list(row.losses.values()), baseline(row, rows)
+    ratios, tests = row.ratios(best), row.ratios(best, "test")
+    rounds = [r["rounds"] for r in row.records if "rounds" in r]
+    return {
+        **{name: row.settings.get(name, "") for name in varying},
+        "seeds": len(row.records),
+        "diverged": row.diverged,
+        "tokens": round(row.tokens),
+        "rounds": round(fmean(rounds)) if rounds else 0,
+        "bits_per_byte": row.mean,
+        "spread": stdev(losses) if len(losses) > 1 else 0.0,
+        "to_parallel": fmean(ratios) if ratios else float("nan"),
+        "ratio_spread": stdev(ratios) if len(ratios) > 1 else 0.0,
+        **({"to_parallel_on_test": fmean(tests)} if tests else {}),
+        "seconds": fmean(r["seconds"] for r in row.records),
+    }
+
+
+def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    own = [name.removeprefix("outer.") for name in varying]
+    heads = [*own, "seeds", "tokens", "bits per byte", "to parallel", "on the test text", "s"]
+    for head in heads:
+        table.add_column(head, justify="right" if head not in ("kind", "rule") else "left")
+    for row in found:
+        loss = f"{row['diverged']} diverged" if row["diverged"] else f"{row['bits_per_byte']:.4f} ± {row['spread']:.4f}"
+        known = math.isfinite(row["to_parallel"])
+        ratio = f"{row['to_parallel']:.4f} ± {row['ratio_spread']:.4f}" if known else ""
+        test = f"{row['to_parallel_on_test']:.4f}" if "to_parallel_on_test" in row else ""
+        said = [str(row[name]) for name in varying]
+        table.add_row(*said, str(row["seeds"]), f"{row['tokens']:,}", loss, ratio, test, f"{row['seconds']:.0f}")
+    return table
+
+
+def _draw(path: Path, study: Study, rows: Sequence[Row], varying: Sequence[str]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    compared = [(row, row.ratios(baseline(row, rows))) for row in sorted(rows, key=_order)]
+    shown, what = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX], AGAINST
+    if not shown:  # a study of islands alone
+        ended = [(row, [loss for loss in row.losses.values() if math.isfinite(loss)]) for row, _ in compared]
+        shown, what = [(row, losses) for row, losses in ended if losses][:ROWS_MAX], "held-out bits per byte"
+    height = 4.5 if study.x else max(2.5, 0.25 * len(shown) + 1.5)
+    figure, axes = plt.subplots(figsize=(8, height), dpi=120, layout="constrained")
+    (_lines if study.x else _dots)(axes, study, shown, varying)
+    if what == AGAINST and not study.x:
+        axes.axvline(1.0, linewidth=1, color="black", alpha=0.5)
+    (axes.set_ylabel if study.x else axes.set_xlabel)(what)
+    figure.suptitle(textwrap.fill(study.about or study.name, TITLE_WIDTH), fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], varying: Sequence[str]) -> None:
+    by: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for row, ratios in shown:
+        label = " ".join([row.settings["kind"], *(str(row.settings.get(name, "")) for name in study.lines)]).strip()
+        spread = stdev(ratios) if len(ratios) > 1 else 0.0
+        if study.x in row.settings:
+            by[label].append((float(row.settings[study.x]), fmean(ratios), spread))
+        else:  # what runs along the axis makes no difference to it
+            axes.axhline(fmean(ratios), linewidth=1, color="black", alpha=0.5, label=label)
+    for label, points in by.items():
+        x, y, error = zip(*sorted(points), strict=True)
+        axes.errorbar(x, y, yerr=error, marker="o", markersize=3, capsize=2, label=label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(study.x)
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _label(row: Row, varying: Sequence[str]) -> str:
+    said = [row.settings[name] for name in varying if name in row.settings]
+    return "  ".join(str(value) if isinstance(value, str | bool) else f"{value:g}" for value in said)
+
+
+def _dots(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], varying: Sequence[str]) -> None:
+    heads = textwrap.fill("  ".join(name.removeprefix("outer.") for name in varying), HEAD_WIDTH)
+    labels = [heads, *(_label(row, varying) for row, _ in shown)]
+    places = list(range(len(shown), 0, -1))
+    means = [fmean(ratios) for _, ratios in shown]
+    spreads = [stdev(ratios) if len(ratios) > 1 else 0.0 for _, ratios in shown]
+    axes.errorbar(means, places, xerr=spreads, fmt="o", markersize=4, capsize=2)
+    axes.set_yticks([len(shown) + 1 + 0.3 * heads.count("\n"), *places], labels, fontsize="small")
+    axes.get_yticklabels()[0].set(color="gray", style="italic")

@@ -1,0 +1,218 @@
+"""Real training along a failure tape: islands stand, go, come and lose slices as the tape says. Virtual time.
+
+One inner step of the tape is one second of the run's clock. A short stall keeps an island's state, and what it missed
+arrives when it goes on; after AWAY_STEPS it is taken for dead, and one that takes its place gets parameters from the
+merger and optimiser state from a peer. An island with fewer slices trains on fewer sequences a step; those that the
+lost slices had in hand are skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import DataError
+from archipelago.islands.creation import fitted
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.evaluation import published
+from archipelago.islands.inner import InnerState, InnerSteps, compile_steps
+from archipelago.islands.models.registry import build
+from archipelago.islands.worker import Island
+from archipelago.ops.experiments.baselines import Point, scoring
+from archipelago.ops.experiments.virtual_time import VirtualRun, paces
+from archipelago.ops.simulation.tape import FailureTape, Leg
+
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+_ENDLESS = 1 << 30
+AWAY_STEPS = 10.0
+"""about when a real merger stops waiting for an island that is silent, in steps of a second"""
+
+
+class Standing(NamedTuple):
+    """A time in which an island makes no steps, in steps of the run's clock."""
+
+    begin: float
+    end: float
+
+
+_NONE = Standing(0.0, 0.0)
+
+
+class Course:
+    """What one island does at any time of the run; the tape begins again when it is over. Time is in steps."""
+
+    def __init__(self, legs: Sequence[Leg], step_seconds: float, seconds: float) -> None:
+        self._at = [leg.at / step_seconds for leg in legs]
+        self._live = [leg.live for leg in legs]
+        self._length = seconds / step_seconds
+        if not any(self._live):
+            raise DataError("an island of the tape never makes a step", "Leave it out, or simulate a shorter return.")
+
+    def live(self, now: float) -> float:
+        """The share of its slices that make steps."""
+        return self._live[self._index(now)]
+
+    def walk(self, now: float, steps: float) -> tuple[float, Standing]:
+        """When so many steps from `now` on are made, and the longest time without any in between."""
+        turn, index = math.floor(now / self._length), self._index(now)
+        longest, begin = _NONE, None
+        while True:
+            last = index + 1 == len(self._at)
+            end = (turn + 1) * self._length if last else turn * self._length + self._at[index + 1]
+            if self._live[index]:
+                if begin is not None and now - begin > longest.end - longest.begin:
+                    longest = Standing(begin, now)
+                if now + steps <= end:
+                    return now + steps, longest
+                steps, begin = steps - max(0.0, end - now), None
+            elif begin is None:
+                begin = now
+            now, index, turn = max(now, end), 0 if last else index + 1, turn + last
+
+    def _index(self, now: float) -> int:
+        return max(0, bisect_right(self._at, now % self._length) - 1)
+
+
+class TapeRun(VirtualRun):
+    """A run whose islands follow a tape, from its beginning on."""
+
+    def __init__(self, config: RunConfig, corpus: OpenCorpus, steps: InnerSteps, tape: FailureTape) -> None:
+        self._courses = {
+            f"island-{number}": Course(legs, tape.step_seconds, tape.seconds)
+            for number, legs in enumerate(tape.islands)
+        }
+        self._paces = dict(zip(self._courses, paces(len(self._courses)), strict=True))
+        self._full_steps, self._full_config = steps, config
+        self.tokens = self.deaths = 0
+        """tokens that all islands trained on; islands that were away for too long"""
+        self._counted: dict[Island, int] = {}
+        self._doomed: dict[str, float] = {}  # when they would be back
+        self._away: dict[str, float] = {}
+        self._ended = False  # once an island has made the last step, nobody comes back
+        super().__init__(config, corpus, steps, list(self._paces.values()))
+
+    def finish(self, tokens: float = math.inf) -> None:
+        """Follows the tape to the run's end, or to so many tokens, and merges what the leavers sent."""
+        while self.islands or (self._away and not self._ended):
+            self._go_and_come()
+            if self.islands:
+                before = set(self.islands)
+                for island in self.islands.values():
+                    self._fit(island)
+                self.play_one()
+                self._ended |= self.islands.keys() != before
+            else:
+                self.clock.now = max(self.clock.now, min(self._away.values()))
+            self._count()
+            if self.tokens >= tokens:
+                self._ended = True
+                for name in list(self.islands):
+                    self.remove_island(name, farewell=True)
+        self.merger.turn(0.0)
+
+    def _go_and_come(self) -> None:
+        """Who will be away too long goes, who is back comes."""
+        for name, back in self._doomed.items():
+            self.remove_island(name, farewell=False)
+            self._away[name] = back
+            self.deaths += 1
+        self._doomed.clear()
+        for name in [name for name, back in self._away.items() if back <= self.clock.now and not self._ended]:
+            del self._away[name]
+            island = self.add_island(name, self._paces[name], "peer" if self.islands else "fresh")
+            self._counted[island] = island.totals.tokens  # those of its former life
+
+    def _fit(self, island: Island) -> None:
+        """Its next batch is as large a part of a whole one as its slices are; rounded up or down in turn."""
+        whole = self._full_config.data.batch_size
+        phase = island.totals.steps * _GOLDEN % 1.0
+        live = self._courses[island.name].live(self.clock.now) or 1.0
+        sequences = min(whole, max(1, math.floor(live * whole + phase))) if live < 1.0 else whole
+        data = dataclasses.replace(self._full_config.data, batch_size=sequences)
+        island.config = dataclasses.replace(self._full_config, data=data)
+
+        def fewer(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
+            return self._full_steps(state, tokens_nxBxT1[:, :sequences], step)
+
+        island.steps = self._full_steps if sequences == whole else fewer
+
+    def _schedule(self, island: Island, at: float) -> None:
+        """Its next step boundary, put off by as long as the tape lets it make no steps."""
+        now = self.clock.now
+        boundary, standing = self._courses[island.name].walk(now, at - now)
+        if standing.end - standing.begin > AWAY_STEPS:
+            self._doomed[island.name] = standing.end
+        super()._schedule(island, boundary)
+
+    def _count(self) -> None:
+        for island in self.islands.values():
+            self.tokens += island.totals.tokens - self._counted.get(island, 0)
+            self._counted[island] = island.totals.tokens
+
+
+Say = Callable[[str], None]
+
+
+def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> list[dict[str, Any]]:
+    """A row for each tape: held-out bits per byte after as many tokens as on the first tape, and to the first row's.
+
+    A tape that leaves less goodput is trained along for longer, and the schedule ends with the tokens on each.
+    """
+    corpus = open_corpus(config.data.corpus)
+    config = fitted(config, corpus)
+    rows: list[dict[str, Any]] = []
+    for name, tape in tapes.items():
+        whole = config.inner.steps * config.tokens_per_step * len(tape.islands)
+        run, goodput, _, last = follow(config, corpus, tape, rows[0]["tokens"] if rows else whole)
+        steps = run.manifest.config.inner.steps
+        row = {"tape": name, "islands": len(tape.islands), "goodput": goodput, "steps": steps, "deaths": run.deaths}
+        row["schedule_done"] = min(1.0, run.merger.state.step / steps)
+        rows.append({**row, "tokens": run.tokens, "bits_per_byte": last.bits_per_byte})
+        say(f"{name}: {last.bits_per_byte:.4f} bits per byte after {run.tokens:,} tokens; {run.deaths} deaths")
+    for row in rows:
+        row["to_first"] = row["bits_per_byte"] / rows[0]["bits_per_byte"]
+    return rows
+
+
+def follow(
+    config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float
+) -> tuple[TapeRun, float, Point, Point]:
+    """A run along the tape until its islands have trained on so many tokens, with a schedule that ends there.
+
+    With the goodput on its way, and the held-out loss before it and after it.
+    """
+    point = scoring(config, corpus)
+    longer = dataclasses.replace(config.inner, steps=rehearsed(config, corpus, tape, tokens))
+    run = TapeRun(dataclasses.replace(config, inner=longer), corpus, compile_steps(build(config.model), longer), tape)
+    first = point(0, published(run.transport, run.manifest)[0])
+    run.finish(tokens)
+    goodput = tape.goodput(run.clock.now * tape.step_seconds)
+    return run, goodput, first, point(run.tokens, published(run.transport, run.manifest)[0])
+
+
+def rehearsed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float) -> int:
+    """The global step at which the islands of a tape will have trained on so many tokens.
+
+    The whole run is played, with steps that train nothing: when islands step, meet and part does not hang on what they
+    learn, and how the global step lags where the fastest of them stalls is best asked of the run itself.
+    """
+
+    def idle(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
+        return state, jax.device_put(np.zeros(len(tokens_nxBxT1), np.float32))
+
+    endless = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_ENDLESS))
+    run = TapeRun(endless, corpus, idle, tape)
+    run.finish(tokens)
+    return run.merger.state.step
+
+
+def calm(islands: int, step_seconds: float) -> FailureTape:
+    """A tape on which nothing fails."""
+    return FailureTape(((Leg(0.0, 1.0),),) * islands, step_seconds, 1e6 * step_seconds)

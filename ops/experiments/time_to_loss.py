@@ -1,0 +1,189 @@
+"""Time to loss where one machine is slow: islands, with scavenged ones and without, against those who wait for all.
+
+Virtual time, whose unit is an inner step of a fast machine. Everyone trains on as many tokens, with a learning rate
+that comes down over just these: so the time each takes differs, and the loss at its end is compared beside it. With
+scavenged islands there is one run more, which takes as long as without them, and so more tokens.
+Synchronous DiLoCo and data-parallel make each step as fast as the slowest machine does. Scavenged islands are fast
+ones that come when a quarter of the run is over and leave at three quarters (Decoupled DiLoCo, section 5.4: +25 to
++300 % of the islands).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from archipelago.broker.config import RunConfig
+from archipelago.islands.creation import fitted
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.evaluation import compile_validation, published
+from archipelago.ops.experiments.baselines import DILOCO_RATE, EVALUATIONS, Point, compiled, data_parallel, diloco
+from archipelago.ops.experiments.virtual_time import VirtualRun, paces
+from archipelago.ops.watch.run_summary import draw
+
+COMES, LEAVES = 0.25, 0.75
+"""shares of the run between which scavenged islands are there"""
+TUNED_MOMENTUM = 0.7
+"""synchronous DiLoCo's best of those that `studies/outer.toml` tries"""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One evaluation: when, after how many tokens, how good."""
+
+    seconds: float
+    tokens: int
+    bits_per_byte: float
+
+
+Curve = Sequence[Mark]
+Say = Callable[[str], None]
+Train = Callable[[RunConfig], list[Mark]]
+
+
+def time_to_loss(
+    config: RunConfig,
+    count: int,
+    slow: float,
+    scavenged: Sequence[int],
+    seeds: Sequence[int],
+    output: Path,
+    say: Say,
+) -> dict[str, Any]:
+    """A row for each way to train on `count · inner.steps` batches: how long it takes, and how good it is then.
+
+    `scavenged`: a run with so many more islands each. `seconds` are means over the seeds; `time_to_target` is when the
+    mean curve reaches the best loss that all of them reach.
+    """
+    corpus = open_corpus(config.data.corpus)
+    config = fitted(config, corpus)
+    ways: dict[str, Train] = {
+        f"data-parallel, {count} workers": lambda c: _waiting(c, slow, count, data_parallel, corpus),
+        f"DiLoCo, {count} replicas": lambda c: _waiting(c, slow, count, _diloco, corpus),
+        f"{count} islands": lambda c: islands(c, corpus, count, slow),
+    }
+    for extra in scavenged:
+        name = f"{count} islands, {extra} more for half of the run"
+        ways[name] = lambda c, extra=extra: islands(c, corpus, count, slow, extra)  # type: ignore[misc]
+        length = global_steps(config.inner.steps, count, slow)
+        ways[f"{name}, as long as without"] = lambda c, extra=extra, length=length: islands(  # type: ignore[misc]
+            c, corpus, count, slow, extra, length
+        )
+    curves: dict[str, list[list[Mark]]] = {}
+    for name, train in ways.items():
+        curves[name] = [train(dataclasses.replace(config, seed=seed)) for seed in seeds]
+        ends = [curve[-1] for curve in curves[name]]
+        say(f"{name}: {fmean(m.bits_per_byte for m in ends):.4f} bits per byte after a time of {ends[0].seconds:,.0f}")
+    means = {name: mean(each) for name, each in curves.items()}
+    target = max(min(mark.bits_per_byte for mark in curve) for curve in means.values())
+    synchronous = means[f"DiLoCo, {count} replicas"][-1]
+    rows = [_row(name, curves[name], means[name], target, synchronous) for name in ways]
+    output.mkdir(parents=True, exist_ok=True)
+    picture = output / "time.png"
+    title = f"one of {count} machines {slow:g}× slower: {config.model.size}, {config.data.corpus}"
+    losses = {name: [(mark.seconds, mark.bits_per_byte) for mark in curve] for name, curve in means.items()}
+    draw(picture, title, losses, "time, in inner steps of a fast machine", unit=1.0)
+    return {"config": config.digest(), "slow": slow, "seeds": list(seeds), "target": target, "rows": rows,
+            "curves": {n: [[m.seconds, m.tokens, m.bits_per_byte] for m in c] for n, c in means.items()},
+            "picture": str(picture)}  # fmt: skip
+
+
+def _diloco(config: RunConfig, corpus: OpenCorpus, workers: int, note: Callable[[Point], None]) -> list[Point]:
+    return diloco(config, corpus, workers, note, DILOCO_RATE, TUNED_MOMENTUM)
+
+
+def _waiting(config: RunConfig, slow: float, count: int, train: Callable[..., Any], corpus: OpenCorpus) -> list[Mark]:
+    """Those who wait for all: a step takes as long as the slowest machine's."""
+    points = train(config, corpus, count, lambda _: None)
+    per_step = config.tokens_per_step * count
+    return [Mark(p.tokens / per_step * slow, p.tokens, p.bits_per_byte) for p in points]
+
+
+def global_steps(steps: int, count: int, slow: float, scavenged: int = 0) -> int:
+    """Steps of the fastest island after which all have made `count · steps` together; the time they take, too."""
+    return round(steps * count / (count - 1 + 1 / slow + scavenged * (LEAVES - COMES)))
+
+
+def islands(
+    config: RunConfig, corpus: OpenCorpus, count: int, slow: float, scavenged: int = 0, length: int = 0
+) -> list[Mark]:
+    """A run of islands, the last of which is slow, on as many tokens as `count` of them need for `inner.steps` each.
+
+    `length`: instead, so many steps of the fastest one, on whatever tokens that takes.
+    """
+    length = length or global_steps(config.inner.steps, count, slow, scavenged)
+    config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=length))
+    measure = compile_validation(config, corpus)
+    seconds = paces(count)
+    seconds[-1] *= slow
+    run = VirtualRun(config, corpus, compiled(config.model, config.inner), seconds)
+    trained: dict[str, int] = {}
+    marks: list[Mark] = []
+
+    def count_tokens() -> None:
+        trained.update({name: island.totals.tokens for name, island in run.islands.items()})
+
+    def note() -> None:
+        count_tokens()
+        marks.append(Mark(run.clock.now, sum(trained.values()), measure(published(run.transport, run.manifest)[0])))
+
+    def come() -> None:
+        for number in range(scavenged):
+            run.add_island(f"scavenged-{number}", 1.0 + 0.02 * number / max(1, scavenged), "peer")
+
+    def leave() -> None:
+        for number in range(scavenged):
+            run.remove_island(f"scavenged-{number}", farewell=True)
+
+    agenda = [(length * mark / EVALUATIONS, note) for mark in range(EVALUATIONS)]
+    agenda += [(length * COMES, come), (length * LEAVES, leave)] if scavenged else []
+    for due, act in sorted(agenda, key=lambda each: each[0]):
+        run.advance_until(lambda due=due: run.clock.now >= due)  # type: ignore[misc]
+        count_tokens()
+        act()
+    last = dict(run.islands)
+    run.finish()
+    trained.update({name: island.totals.tokens for name, island in last.items()})
+    note()
+    return marks
+
+
+def mean(curves: Sequence[Curve]) -> list[Mark]:
+    """Point by point the mean over the seeds."""
+
+    def average(marks: Sequence[Mark]) -> Mark:
+        tokens, bits_per_byte = fmean(m.tokens for m in marks), fmean(m.bits_per_byte for m in marks)
+        return Mark(fmean(m.seconds for m in marks), round(tokens), bits_per_byte)
+
+    return [average(marks) for marks in zip(*curves, strict=False)]
+
+
+def time_at(curve: Curve, target: float) -> float:
+    """When the curve first reaches that loss, between its marks in a straight line; infinite where it never does."""
+    if curve[0].bits_per_byte <= target:
+        return curve[0].seconds
+    for before, after in pairwise(curve):
+        if after.bits_per_byte <= target:
+            share = (before.bits_per_byte - target) / (before.bits_per_byte - after.bits_per_byte)
+            return before.seconds + share * (after.seconds - before.seconds)
+    return math.inf
+
+
+def _row(name: str, curves: Sequence[Curve], average: Curve, target: float, synchronous: Mark) -> Mapping[str, Any]:
+    ends = [curve[-1].bits_per_byte for curve in curves]
+    return {
+        "what": name,
+        "tokens": average[-1].tokens,
+        "time": average[-1].seconds,
+        "time_to_target": time_at(average, target),
+        "bits_per_byte": fmean(ends),
+        **({"spread": stdev(ends)} if len(ends) > 1 else {}),
+        "time_to_diloco": average[-1].seconds / synchronous.seconds,
+        "loss_to_diloco": fmean(ends) / synchronous.bits_per_byte,
+    }

@@ -1,0 +1,221 @@
+"""A whole run in one process and in virtual time: real islands, a real merger, a clock that jumps from event to event.
+
+Exact in everything but the wall clock, and the same from run to run: what tests and `bench parity` stand on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.messages import Event
+from archipelago.broker.transport import START, Transport
+from archipelago.islands.creation import describe, first_snapshots
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.inner import InnerSteps
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.rejoin import Comeback
+from archipelago.islands.worker import Island
+from archipelago.merger.service import Merger
+
+
+@dataclass
+class VirtualClock:
+    """Seconds that only its owner moves."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Distant:
+    """An island's connection on which what the merger says comes `seconds` later.
+
+    Islands hold back a snapshot that is newer than all that they have heard, so this delays events alone.
+    """
+
+    def __init__(self, transport: Transport, clock: Callable[[], float], seconds: float) -> None:
+        self._transport, self._clock, self._seconds = transport, clock, seconds
+        self._on_the_way: deque[tuple[float, str, Event]] = deque()
+        self._after = START
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def last_event(self) -> str:
+        """Where who joins now begins to hear."""
+        self._after = self._transport.last_event()
+        self._on_the_way.clear()
+        return self._after
+
+    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
+        """Those of them that have arrived."""
+        now = self._clock()
+        for entry, event in self._transport.events(self._after, 0.0, count):
+            self._on_the_way.append((now + self._seconds, entry, event))
+            self._after = entry
+        known = [entry for _, entry, _ in self._on_the_way]
+        for _ in range(known.index(after) + 1 if after in known else 0):
+            self._on_the_way.popleft()
+        return [(entry, event) for at, entry, event in self._on_the_way if at <= now][:count]
+
+
+def paces(count: int) -> list[float]:
+    """Seconds an inner step, within 2 % of each other: machines that tick in unison exist only in simulations."""
+    return [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
+
+
+class VirtualRun:
+    """`step_seconds[i]` is how long island i takes for an inner step; islands act in the order of the clock.
+
+    `sending_seconds[i]`, where it is given, is how long each of its contributions is on its way, one after another:
+    its rounds close without them, and they are merged later, stale. What the merger says, calls and snapshots, comes
+    `late_seconds` later, to the step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: OpenCorpus,
+        steps: InnerSteps,
+        step_seconds: Sequence[float],
+        connect: Callable[[], Transport] | None = None,
+        clock: VirtualClock | None = None,
+        run: str = "virtual",
+        sending_seconds: Sequence[float] = (),
+        late_seconds: float = 0.0,
+    ) -> None:
+        self.clock = clock or VirtualClock()
+        broker = MemoryBroker(self.clock)
+        self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
+        self._corpus, self._steps, self._late_seconds = corpus, steps, late_seconds
+        self.transport = self._connect()
+        self.manifest: Manifest = describe(run, config, corpus.identity)
+        self.transport.create(self.manifest, first_snapshots(self.manifest))
+        self.merger = self.new_merger()
+        self.islands: dict[str, Island] = {}
+        self._step_seconds: dict[str, float] = {}
+        self._sending_seconds = {f"island-{i}": seconds for i, seconds in enumerate(sending_seconds) if seconds}
+        self._agenda: list[tuple[float, int, Island, Callable[[Island], None]]] = []
+        self._on_its_way: set[Island] = set()
+        """islands of which a contribution is"""
+        self._events = self._born = 0
+        for index, seconds in enumerate(step_seconds):
+            self.add_island(f"island-{index}", seconds)
+
+    def new_merger(self) -> Merger:
+        """Another merger takes the lease and loads; the run goes on with it."""
+        merger = Merger(self._connect(), self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
+        merger.acquire()
+        merger.load()
+        self.merger = merger
+        return merger
+
+    def _act_once(self) -> None:
+        """All islands pass a step boundary while a newcomer waits, which takes no time."""
+        for island in self.islands.values():
+            island.link.pump()
+            island.boundary()
+            island.link.pump()
+
+    def add_island(self, name: str, step_seconds: float, moments: Literal["fresh", "peer"] = "fresh") -> Island:
+        """One more island joins, now."""
+        transport = self._connect()
+        if self._late_seconds:
+            transport = cast("Transport", Distant(transport, self.clock, self._late_seconds))
+        self._born += 1
+        incarnation = f"v{self._born}"
+        link = Link(transport, self.manifest, f"{name}/{incarnation}", clock=self.clock, wall=self.clock)
+        arrivals = link.join()
+        batches = Batches(self._corpus.train, self.manifest.config, link.lease, fallback=self._born)
+        island = Island(name, self.manifest, self._steps, batches, link, arrivals, self.clock, incarnation)
+        comeback = Comeback(transport, None, island, arrivals, seconds=0.0)
+        comeback.ask(peers=moments == "peer")
+        island.beat("joining")
+        link.pump()
+        if moments == "peer":
+            self._act_once()
+        comeback.complete(None)
+        island.beat("training")
+        link.pump()
+        self.islands[name] = island
+        self._step_seconds[name] = step_seconds
+        self._schedule(island, self.clock.now)
+        return island
+
+    def remove_island(self, name: str, *, farewell: bool) -> None:
+        """An island leaves as on SIGTERM, or vanishes as on SIGKILL."""
+        island = self.islands.pop(name)
+        if farewell:
+            island.leave(flush_seconds=0.0)
+            island.link.pump()
+            self.merger.turn(0.0)
+
+    def advance_until(self, done: Callable[[], bool]) -> None:
+        """Plays events until `done` holds or every island has finished and left."""
+        while self.islands and not done():
+            self.play_one()
+
+    def finish(self) -> None:
+        """Plays on to the run's end, and merges what the leavers sent."""
+        self.advance_until(lambda: False)
+        self.merger.turn(0.0)
+
+    def play_one(self) -> None:
+        """The next thing to happen: a grace window that ends, or an island at its step boundary."""
+        deadline = self.merger.rounds.deadline()
+        if self._agenda and deadline is not None and deadline <= self._agenda[0][0]:
+            self.clock.now = max(self.clock.now, deadline)
+            self.merger.turn(0.0)
+            return
+        at, _, island, act = heapq.heappop(self._agenda)
+        self.clock.now = max(self.clock.now, at)
+        if self.islands.get(island.name) is island:  # else it is gone, though one of its name may be back
+            act(island)
+
+    def _step(self, island: Island) -> None:
+        name = island.name
+        if island.finished or island.is_sent_away:
+            self.remove_island(name, farewell=True)
+            return
+        self._exchange(island)
+        island.boundary()
+        self._exchange(island)
+        self.merger.turn(0.0)
+        island.advance()
+        self._schedule(island, self.clock.now + self._step_seconds[name] * island.scan_steps)
+
+    def _exchange(self, island: Island) -> None:
+        """All pumps; but what it sends arrives later where its link takes time."""
+        link, seconds = island.link, self._sending_seconds.get(island.name)
+        if seconds is None:
+            link.pump()
+            return
+        link.pump_receive()
+        link.pump_heartbeat()
+        link.pump_gifts()
+        if link.backlog and island not in self._on_its_way:
+            self._on_its_way.add(island)
+            self._plan(self.clock.now + seconds, island, self._arrive)
+
+    def _arrive(self, island: Island) -> None:
+        self._on_its_way.discard(island)
+        island.link.send_oldest()
+        self.merger.turn(0.0)
+        self._exchange(island)
+
+    def _schedule(self, island: Island, at: float) -> None:
+        """Its next step boundary."""
+        self._plan(at, island, self._step)
+
+    def _plan(self, at: float, island: Island, act: Callable[[Island], None]) -> None:
+        self._events += 1
+        heapq.heappush(self._agenda, (at, self._events, island, act))

@@ -1,0 +1,1 @@
+"""Start runs: `up`, `init` and `prepare`, an embedded Redis, and child processes that are kept alive."""

@@ -1,0 +1,261 @@
+"""A discrete-event model of islands whose slices fail and return, in virtual time: goodput and uptime. Pure.
+
+After Decoupled DiLoCo (arXiv 2604.21428, Section 4 and Appendix E): chips fail while they step, as a Poisson process;
+a failed chip takes its slice away; the slice returns after an exponentiated Weibull delay; each change of an elastic
+island's size costs a pause. Islands never wait for each other. What the paper leaves open is decided here:
+
+- A step in which a slice fails counts, and its island takes notice when the step ends. Several failures within a step
+  cost one pause, and so do several returns. Chips fail only in steps, not in pauses.
+- An elastic island pauses once to go on without what failed, and once more to take back what has returned.
+- An island that is not elastic stands until all of its slices are back, and then pauses once.
+- Slices are dealt to the islands evenly, and their number does not depend on that of the chips.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from archipelago.broker.errors import ConfigError
+
+YEAR_SECONDS = 365.25 * 86400.0
+_GRID = 4096
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    """The five parameters of the paper, and the sizes they apply to. Its defaults reproduce the paper's Table 1."""
+
+    chips: float = 1.2e6
+    """in all islands together"""
+    islands: int = 8
+    """M"""
+    slices: int = 128
+    """in all islands together; a failed chip takes its slice away"""
+    years_between: float = 1.0
+    """mean time between two interruptions of one chip"""
+    step_seconds: float = 6.0
+    """of an inner step"""
+    step_deviation: float = 0.1
+    """standard deviation of an inner step's time, as a share of it"""
+    pause_seconds: float = 12.0
+    """what an elastic island loses with each down-scale and each up-scale, any other with a restart"""
+    return_seconds: float = 72.0
+    """mean time until a slice is back"""
+    return_shape: float = 2.0
+    """k of the exponentiated Weibull distribution"""
+    return_power: float = 4.0
+    """α, its exponent: with 1 it is a Weibull distribution, and with k = 1 too exponential"""
+    elastic: bool = True
+    """whether an island goes on with the slices that are left"""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what no simulation can use."""
+        positive = ("chips", "years_between", "step_seconds", "return_shape", "return_power")
+        for name in positive:
+            _require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number")
+        for name in ("pause_seconds", "return_seconds"):
+            _require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number that is not negative")
+        _require(0 <= self.step_deviation <= 0.25, "step_deviation", self.step_deviation, "a share from 0 to 0.25")
+        _require(1 <= self.islands <= 4096, "islands", self.islands, "a number from 1 to 4096")
+        _require(self.islands <= self.slices <= 1 << 20, "slices", self.slices, "at least one for each island")
+
+    @property
+    def slice_failures_a_second(self) -> float:
+        """Of one slice, while it steps."""
+        return self.chips / self.slices / (self.years_between * YEAR_SECONDS)
+
+    def slices_of(self, island: int) -> int:
+        """Slices of that island, counted from 0."""
+        return len(range(island, self.slices, self.islands))
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(f"--{name.replace('_', '-')} cannot be {value}", f"Give {wanted}.")
+
+
+class Stretch(NamedTuple):
+    """Steps that an island makes with the same slices."""
+
+    begin: float
+    """seconds"""
+    end: float
+    """seconds"""
+    live: int
+    """slices that take part"""
+
+
+class Failures(Protocol):
+    """What fails on one island, in the order of time."""
+
+    def after(self, now: float, live: int) -> float:
+        """When the next slice fails, in seconds, if `live` slices step from `now` on; infinity for never."""
+
+    def back(self, at: float) -> float:
+        """The slice that `after` said would fail at `at` has failed: when it is back, in seconds."""
+
+
+class Delays:
+    """Exponentiated Weibull delays, P(delay ≤ x) = (1 − exp(−(x/λ)^k))^α, with λ such that the mean is as given."""
+
+    def __init__(self, mean_seconds: float, shape: float, power: float) -> None:
+        self._inverse_shape, self._inverse_power = 1.0 / shape, 1.0 / power
+        self._scale = mean_seconds / _unit_mean(shape, power)
+
+    def __call__(self, rng: np.random.Generator) -> float:
+        """One delay in seconds."""
+        u = rng.random() ** self._inverse_power
+        # log1p keeps the upper tail: a u next to 1 would be rounded to it.
+        return float(self._scale * (-math.log1p(-min(u, 1.0 - 1e-16))) ** self._inverse_shape)
+
+
+def _unit_mean(shape: float, power: float) -> float:
+    """Mean for λ = 1: the integral of P(delay > x), over an x that is fine where the mass is."""
+    y = np.linspace(0.0, 45.0 ** min(1.0, 1.0 / shape), _GRID)  # x = y^m, exp(−45) is nothing
+    m = max(1.0, 1.0 / shape)
+    x = y**m
+    survival = -np.expm1(power * np.log1p(-np.exp(-(x[1:] ** shape))))
+    values = np.concatenate([[1.0], survival]) * m * y ** (m - 1.0)
+    return float(np.trapezoid(values, y))
+
+
+class Poisson:
+    """Failures as a Poisson process in the time that slices step, and returns after independent delays."""
+
+    def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
+        self._mean_seconds = 1.0 / model.slice_failures_a_second
+        self._delays = Delays(model.return_seconds, model.return_shape, model.return_power)
+        self._rng = rng
+
+    def after(self, now: float, live: int) -> float:
+        """See Failures. It has no memory: may be asked again whenever `live` changes."""
+        return now + float(self._rng.exponential(self._mean_seconds / live)) if live else math.inf
+
+    def back(self, at: float) -> float:
+        """See Failures."""
+        return at + self._delays(self._rng)
+
+
+class Measured:
+    """Failures as they were: outages (failed, returned), in seconds, of the slices of one island."""
+
+    def __init__(self, outages: Sequence[tuple[float, float]]) -> None:
+        self._outages = sorted(outages)
+        self._next = 0
+
+    def after(self, now: float, live: int) -> float:
+        """See Failures. What fails in a pause is noticed in the step after."""
+        return max(now, self._outages[self._next][0]) if self._next < len(self._outages) else math.inf
+
+    def back(self, at: float) -> float:
+        """See Failures."""
+        _, returned = self._outages[self._next]
+        self._next += 1
+        return max(at, returned)
+
+
+class _Steps:
+    """How long so many steps take."""
+
+    def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
+        self._seconds, self._deviation, self._rng = model.step_seconds, model.step_deviation, rng
+
+    def end(self, now: float, until: float) -> float:
+        """The end of the first step that ends after `until`, of those made from `now` on."""
+        count = 1.0 + (until - now) / self._seconds
+        z = float(self._rng.standard_normal()) if self._deviation else 0.0
+        mean = self._seconds * (1.0 + self._deviation * max(-3.0, min(3.0, z)) / math.sqrt(count))
+        return now + mean * (1 + int((until - now) / mean))
+
+
+def stretches(
+    model: FailureModel, slices: int, failures: Failures, seconds: float, rng: np.random.Generator
+) -> Iterator[Stretch]:
+    """What one island does in so many virtual seconds; between two stretches it pauses, or stands."""
+    steps, now, live = _Steps(model, rng), 0.0, slices
+    down: list[float] = []  # a heap: when slices are back
+    while now < seconds:
+        failed = 0
+        if live:
+            at = failures.after(now, live)
+            change = min(at, down[0] if down else math.inf, seconds)  # what was back in a pause has to wait a step
+            end = steps.end(now, max(now, change))
+            yield Stretch(now, min(end, seconds), live)
+            while at < end and failed < live:
+                heapq.heappush(down, failures.back(at))
+                failed += 1
+                at = failures.after(at, live - failed)
+            now, live = end, live - failed
+            now += model.pause_seconds if failed and live and model.elastic else 0.0
+        if down and (not live or not model.elastic):
+            now = max(now, down[0] if model.elastic else max(down))
+        returned = 0
+        while down and down[0] <= now:
+            heapq.heappop(down)
+            returned += 1
+        live += returned
+        now += model.pause_seconds if returned else 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What islands did over `seconds`; a list of stretches for each island."""
+
+    seconds: float
+    islands: tuple[list[Stretch], ...]
+    slices: tuple[int, ...]
+    """of each island"""
+
+    def goodput_of(self, island: int) -> float:
+        """Share of that island's time that went into steps, a step with fewer slices counting less."""
+        worked = sum((s.end - s.begin) * s.live for s in self.islands[island])
+        return worked / (self.seconds * self.slices[island])
+
+    @property
+    def goodput(self) -> float:
+        """Of all islands together, each by its slices."""
+        whole = sum(self.slices)
+        return sum(self.goodput_of(i) * size for i, size in enumerate(self.slices)) / whole
+
+    @property
+    def uptime(self) -> float:
+        """Share of the time in which at least one island makes steps."""
+        spans: NDArray[np.float64] = np.array([(s.begin, s.end) for island in self.islands for s in island])
+        if not spans.size:
+            return 0.0
+        begins, ends = spans[np.argsort(spans[:, 0], kind="stable")].T
+        reached = np.concatenate([[0.0], np.maximum.accumulate(ends)])
+        idle = np.maximum(0.0, np.append(begins, self.seconds) - reached).sum()
+        return float(1.0 - idle / self.seconds)
+
+    @property
+    def changes(self) -> int:
+        """Times that an island went down, or came up, or on with other slices."""
+        return sum(max(0, len(island) - 1) for island in self.islands)
+
+
+def simulate(
+    model: FailureModel,
+    seconds: float,
+    rng: np.random.Generator,
+    outages: Sequence[Sequence[tuple[float, float]]] | None = None,
+) -> Outcome:
+    """All islands over so many virtual seconds. `outages`: measured ones, (failed, returned) for each of the slices;
+    without them failures are drawn. Slice i belongs to island i mod M.
+    """
+    _require(0 < seconds < math.inf, "days", seconds / 86400.0, "a positive number")
+    sizes = tuple(model.slices_of(island) for island in range(model.islands))
+    islands = []
+    for island, size in enumerate(sizes):
+        mine: Failures = Poisson(model, rng)
+        if outages is not None:
+            mine = Measured([one for slice_ in outages[island :: model.islands] for one in slice_])
+        islands.append(list(stretches(model, size, mine, seconds, rng)))
+    return Outcome(seconds, tuple(islands), sizes)

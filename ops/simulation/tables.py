@@ -1,0 +1,162 @@
+"""The simulated tables beside the published ones: as text, as rows for programs, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from archipelago.ops.simulation.published import (
+    BANDWIDTH,
+    CHIPS,
+    GOODPUT,
+    ROWS,
+    UPTIME,
+    UTILISATION,
+    Cells,
+    Site,
+    bandwidth_rms,
+    covered,
+    rms,
+)
+
+
+def chips_in_words(chips: float) -> str:
+    """150k, 1.2M."""
+    return f"{chips / 1e6:g}M" if chips >= 1e6 else f"{chips / 1e3:g}k"
+
+
+def availability_rows(goodput: Cells, uptime: Cells) -> list[dict[str, Any]]:
+    """A row for each cell of Table 1: published and simulated, per cent."""
+    return [
+        {"row": row.label, "chips": chips, "goodput_published": GOODPUT[row][column],
+         "goodput_simulated": goodput[row][column], "uptime_published": UPTIME[row][column],
+         "uptime_simulated": uptime[row][column]}
+        for row in ROWS for column, chips in enumerate(CHIPS)
+    ]  # fmt: skip
+
+
+def bandwidth_rows(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[dict[str, Any]]:
+    """A row for each cell of Table 13: published and by formula, Gbit/s."""
+    return [
+        {"step_seconds": site.step_seconds, "sites": site.sites, "kind": kind, "utilisation": utilisation,
+         "published": published[column], "formula": found[site][kind][column], "covered": covered(kind, utilisation)}
+        for site, kinds in BANDWIDTH.items() for kind, published in kinds.items()
+        for column, utilisation in enumerate(UTILISATION)
+    ]  # fmt: skip
+
+
+def markdown(goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> str:
+    """The same tables for a document."""
+    heads = ["| chips |" + "".join(f" {chips_in_words(chips)} |" for chips in CHIPS), "|---|" + "---:|" * len(CHIPS)]
+    lines = []
+    for title, published, mine in (("Goodput", GOODPUT, goodput), ("Uptime", UPTIME, uptime)):
+        lines += [f"{title}, %, published / simulated", "", *heads]
+        for row in ROWS:
+            pairs = zip(published[row], mine[row], strict=True)
+            lines.append(f"| {row.label} |" + "".join(f" {a:.0f} / {b:.1f} |" for a, b in pairs))
+        lines.append("")
+    lines += ["Gbit/s between sites, published / by formula; * not covered", ""]
+    lines += ["| utilisation |" + "".join(f" {u:.0%} |" for u in UTILISATION), "|---|" + "---:|" * len(UTILISATION)]
+    for site, kind, cells in _bandwidth_cells(found):
+        lines.append(f"| {site.step_seconds:g} s, {site.sites} sites, {kind} |" + "".join(f" {c} |" for c in cells))
+    return "\n".join(lines) + "\n"
+
+
+def tables(goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[Table]:
+    """For a terminal; each cell is published / simulated."""
+    return [
+        _table("goodput, %, published / simulated", GOODPUT, goodput),
+        _table("uptime, %, published / simulated", UPTIME, uptime),
+        _bandwidth_table(found),
+    ]
+
+
+def _new(title: str, heads: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left")
+    return table
+
+
+def _table(title: str, published: Cells, found: Cells) -> Table:
+    table = _new(title, ["chips", *map(chips_in_words, CHIPS)])
+    for row in ROWS:
+        pairs = zip(published[row], found[row], strict=True)
+        table.add_row(row.label, *(f"{theirs:.0f} / {mine:.1f}" for theirs, mine in pairs))
+    return table
+
+
+def _bandwidth_table(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> Table:
+    table = _new("Gbit/s between sites, published / by formula", ["utilisation", *(f"{u:.0%}" for u in UTILISATION)])
+    for site, kind, cells in _bandwidth_cells(found):
+        table.add_row(f"{site.step_seconds:g} s, {site.sites} sites, {kind}", *cells)
+    table.caption = "* not covered by the formula: docs/simulation.md says why"
+    table.caption_justify = "left"
+    return table
+
+
+def _bandwidth_cells(
+    found: Mapping[Site, Mapping[str, Sequence[float]]],
+) -> Iterator[tuple[Site, str, list[str]]]:
+    for site, kinds in BANDWIDTH.items():
+        for kind, published in kinds.items():
+            cells = [
+                f"{theirs:g} / {mine:.2g}" if mine < 10 else f"{theirs:g} / {mine:.0f}"
+                for theirs, mine in zip(published, found[site][kind], strict=True)
+            ]
+            yield site, kind, [c if covered(kind, u) else f"{c} *" for c, u in zip(cells, UTILISATION, strict=True)]
+
+
+_COLOURS = ("#7f7f7f", "#d62728", "#ff7f0e", "#2ca02c", "#1f77b4", "#9467bd")
+
+
+def draw(path: Path, goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> None:
+    """Goodput, uptime and bandwidth: marks are published, lines are this model's."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.style.use("default")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.8), dpi=110, layout="constrained")
+    for axes, title, published, mine in ((left, "goodput", GOODPUT, goodput), (middle, "uptime", UPTIME, uptime)):
+        for row, colour in zip(ROWS, _COLOURS, strict=True):
+            axes.plot(CHIPS, mine[row], color=colour, linewidth=1.4, label=row.label)
+            axes.plot(CHIPS, published[row], "o", color=colour, markersize=5)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(CHIPS, [chips_in_words(chips) for chips in CHIPS])
+        axes.minorticks_off()
+        axes.set(title=f"{title}: {rms(mine, published):.1f} points rms", xlabel="chips", ylim=(0, 104))
+        axes.set_ylabel(f"{title}, %")
+    left.legend(frameon=False, fontsize="small", loc="lower left", title="marks: published\nlines: simulated")
+    _draw_bandwidth(right, found)
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, facecolor="white")
+    plt.close(figure)
+
+
+_KINDS = {"data-parallel": "#7f7f7f", "M = 8, bf16": "#1f77b4", "M = 8, int4": "#2ca02c"}
+
+
+def _draw_bandwidth(axes: Any, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> None:
+    x = [100 * u for u in UTILISATION]
+    for site, style in zip(BANDWIDTH, ("-", "--", "-.", ":"), strict=True):
+        for kind, colour in _KINDS.items():
+            axes.plot(x, found[site][kind], style, color=colour, linewidth=1.2)
+            for at, utilisation, gbits in zip(x, UTILISATION, BANDWIDTH[site][kind], strict=True):
+                axes.plot(at, gbits, "o" if covered(kind, utilisation) else "x", color=colour, markersize=4)
+        axes.plot(
+            [], [], style, color="black", linewidth=1.2, label=f"{site.step_seconds:g} s step, {site.sites} sites"
+        )
+    for kind, height in zip(_KINDS, (70, 1.1, 0.28), strict=True):
+        axes.text(101, height, kind.replace(", ", ",\n"), color=_KINDS[kind], fontsize="small", va="center")
+    axes.set_yscale("log")
+    axes.set_xticks(x)
+    axes.set(title=f"bandwidth: {100 * bandwidth_rms(found):.1f} % rms (× not covered)", xlim=(48, 114),
+             xlabel="compute utilisation, %", ylabel="Gbit/s between sites")  # fmt: skip
+    axes.legend(frameon=False, fontsize="x-small", loc="center left", bbox_to_anchor=(0.0, 0.54), ncols=2)

@@ -1,0 +1,1 @@
+"""Look at a run and steer it from a terminal: `status`, `steer`, `doctor`, `report`, `evaluate`."""

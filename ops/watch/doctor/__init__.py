@@ -1,0 +1,1 @@
+"""`archipelago doctor`: checks of a site before it joins a run."""

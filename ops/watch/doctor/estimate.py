@@ -1,0 +1,123 @@
+"""What an island on this link would make of a run: what it sends, how often, and how much of that is hidden.
+
+Pure, apart from `step_seconds_here`, which trains a few steps. The codec's sizes are `broker.codecs`'s, the bytes a
+second `ops.simulation_links`'s, and whether a payload is through in time says the island's own `islands.uplink`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from archipelago.broker.codecs import codec
+from archipelago.broker.config import RunConfig
+from archipelago.broker.redis.checkup import Bandwidth
+from archipelago.ops.simulation.links import Load, load
+from archipelago.ops.watch.formatting import seconds_text, size
+
+CPU_FLOPS = 4e9
+"""a core's, on the safe side: of models that this makes too slow no step is tried"""
+TRIAL_SECONDS_MAX = 20.0
+TRIALS = 4
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A sync of the largest fragment with that codec of contributions, on the link."""
+
+    name: str
+    sync_bytes: int
+    """up and down together, before zstd"""
+    up_seconds: float
+    down_seconds: float
+    hidden: float
+    """share of the way that inner steps hide; what is left over stretches the interval, and nobody waits"""
+    fits: bool
+    """whether an island would send with it: else it falls back to the codec for thin links"""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """For one island; `codecs` holds the run's, and the one for thin links where there is one."""
+
+    step_seconds: float
+    stride_seconds: float
+    """between two syncs"""
+    fragments: int
+    link: Bandwidth
+    load: Load
+    codecs: tuple[Codec, ...]
+
+
+def estimate(
+    config: RunConfig, sizes: Sequence[int], step_seconds: float, link: Bandwidth, round_trip_seconds: float
+) -> Estimate:
+    """`sizes` are the elements of each fragment; a link without rates carries anything."""
+    stride_seconds = step_seconds * config.sync.interval / len(sizes)
+    names = dict.fromkeys(name for name in (config.wire.up, config.wire.thin) if name)
+    found = tuple(_codec(config, name, max(sizes), stride_seconds, link, round_trip_seconds) for name in names)
+    need = load(
+        sum(sizes), 1, step_seconds, config.sync.interval, len(sizes), config.wire.up, config.wire.down, link.up
+    )
+    return Estimate(step_seconds, stride_seconds, len(sizes), link, need, found)
+
+
+def _codec(
+    config: RunConfig, name: str, elements: int, stride_seconds: float, link: Bandwidth, round_trip_seconds: float
+) -> Codec:
+    from archipelago.islands.sync.uplink import Uplink
+
+    up, down = (codec(each).encoded_size(elements) for each in (name, config.wire.down))
+    seconds_a_byte = 1 / link.up if link.up else 0.0
+    up_seconds = round_trip_seconds + up * seconds_a_byte
+    down_seconds = round_trip_seconds + (down / link.down if link.down else 0.0)
+    slower = max(up * seconds_a_byte, down_seconds - round_trip_seconds)  # both ways at once, one after the other each
+    return Codec(
+        name,
+        up + down,
+        up_seconds,
+        down_seconds,
+        min(1.0, stride_seconds / slower) if slower else 1.0,
+        Uplink(seconds_a_byte=seconds_a_byte).fits(up, stride_seconds),
+    )
+
+
+def lines(found: Estimate, whose: str) -> list[tuple[str, str]]:
+    """The estimate for people: labels and texts. `whose` says where the step time comes from."""
+    per_round, thin = found.codecs[0], found.codecs[1:]
+    out = [
+        ("step", f"an inner step takes {seconds_text(found.step_seconds)} ({whose})"),
+        ("sync", f"{size(per_round.sync_bytes)} every {seconds_text(found.stride_seconds)} with {per_round.name}: "
+                 f"{size(found.load.up)}/s up, {size(found.load.down)}/s down"),
+    ]  # fmt: skip
+    if not (found.link.up and found.link.down):
+        return out  # nobody knows what the link carries
+    out.append(("hidden", _hidden(per_round)))
+    for other in thin:
+        instead = "as it is, nothing falls back to it" if per_round.fits else "the island would send with it"
+        out.append(("thin", f"{other.name} would be {size(other.sync_bytes)}, {other.hidden:.0%} hidden: {instead}"))
+    return out
+
+
+def _hidden(found: Codec) -> str:
+    way = f"up {seconds_text(found.up_seconds)}, down {seconds_text(found.down_seconds)} on this link"
+    stretched = f": intervals stretch {1 / found.hidden:.1f} times" if found.hidden < 1.0 else ""
+    return f"{found.hidden:.0%} of it behind inner steps ({way}){stretched}"
+
+
+def trial_seconds(parameters: int, config: RunConfig, cores: int) -> float:
+    """What a step might take on a CPU: six operations a parameter and token (Kaplan et al. 2020)."""
+    return 6.0 * parameters * config.tokens_per_step / (CPU_FLOPS * max(1, cores))
+
+
+def step_seconds_here(config: RunConfig, parameters: int, cores: int) -> float:
+    """Of the model on this machine's first device, measured over a few steps; NaN where that would take too long."""
+    import jax
+
+    from archipelago.ops.bench.steps import steps
+
+    if jax.devices()[0].platform == "cpu" and TRIALS * trial_seconds(parameters, config, cores) > TRIAL_SECONDS_MAX:
+        return math.nan
+    single = replace(config, sync=replace(config.sync, interval=1, fragments=1))
+    return 1e-3 * float(steps(single, TRIALS)["rows"][0]["milliseconds_a_step"])

@@ -1,0 +1,258 @@
+"""`archipelago doctor`: whether a site can join: its Redis, its link, its text, its devices; and what to do if not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from archipelago.broker.address import redacted
+from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Presence
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled, print_json
+from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.ops.watch.doctor import checks, estimate
+from archipelago.ops.watch.doctor import site as doctor_site
+from archipelago.ops.watch.doctor.checks import Finding, ok
+from archipelago.ops.watch.doctor.estimate import Estimate
+from archipelago.ops.watch.formatting import plain
+
+PINGS = 200
+PING_SHARE = 0.25
+"""of the time for measurements; the rest is the bandwidth's, half for each way"""
+SECONDS_MAX = 120.0
+MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
+NO_RUN = "any"
+"""a name to connect with where no run is meant"""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Check a site before it joins: its Redis and the way there, and this machine; each line with what to do about it.
+
+    The measurement writes at most a few bursts of a few MB through one key of about 1 MiB, which it removes. Ends with
+    status 1 where there is a problem, and with 0 where there are warnings at most.
+    """
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL; without one, only this machine is checked"""
+    run: str | None = None
+    """the run to join; default $ARCHIPELAGO_RUN, or the only run there; without one, the settings below are assumed"""
+    seconds: float = 4.0
+    """for measuring the link, about; 0 measures no bandwidth, and writes nothing"""
+    folder: Path = Path("runs")
+    """where this machine would keep runs"""
+    config: Path | None = None
+    """a TOML file with settings for a run that is not there yet; flags win over it"""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    json: bool = False
+    """print one JSON object"""
+
+
+@dataclass
+class Server:
+    """What is known of the Redis once it was looked at."""
+
+    findings: list[Finding]
+    manifest: Manifest | None = None
+    presences: Sequence[Presence] = ()
+    link: Bandwidth = field(default_factory=Bandwidth)
+    round_trip_seconds: float = 0.0
+
+    @property
+    def can_be_estimated(self) -> bool:
+        """Whether there was an answer, and the run that was named, if one was, is there."""
+        lost = any(finding.subject == "run" and finding.level == "problem" for finding in self.findings)
+        return self.round_trip_seconds > 0.0 and not lost
+
+
+def main(options: DoctorOptions) -> int:
+    """Looks at everything, and prints it part by part. 1 where there is a problem."""
+    config = checked(options.settings)
+    if not 0.0 <= options.seconds <= SECONDS_MAX:
+        raise ConfigError(f"--seconds cannot be {options.seconds}", f"Give 0 to {SECONDS_MAX:g}.")
+    url, run = options.url or os.environ.get(URL_VARIABLE), options.run or os.environ.get(RUN_VARIABLE)
+    out = Console(highlight=False, quiet=options.json)
+    busy = Console(stderr=True, quiet=options.json)
+    server = Server([])
+    if url:
+        with busy.status("asking the Redis, and measuring the way there"):
+            server = look_at_server(url, run, options.seconds)
+        out.print(section(f"redis  {redacted(url)}", server.findings), "")
+    manifest = server.manifest
+    config = manifest.config if manifest else config
+    site = doctor_site.measure(options.folder)
+    here = look_here(site, options.folder, config, manifest)
+    with busy.status("waking the accelerators (JAX)"):
+        keep_compiled()
+        here.append(doctor_site.accelerators())
+    out.print(section("here", here), "")
+    found: Estimate | None = None
+    if server.can_be_estimated and here[-1].level != "problem":
+        with busy.status("trying a few inner steps"):
+            found, whose = estimated(config, server, site.cores)
+        if found:
+            out.print(estimate_section(found, whose, config, manifest), "")
+    findings = [*server.findings, *here]
+    problems = sum(finding.level == "problem" for finding in findings)
+    if options.json:
+        print_json(_as_json(url, manifest, findings, found))
+    out.print(verdict(findings))
+    return 1 if problems else 0
+
+
+def look_at_server(url: str, run: str | None, seconds: float) -> Server:
+    """All that there is to know of it; what cannot be reached is a finding too. Raises BadUrlError."""
+    try:
+        transport = connect(url, run or NO_RUN)
+    except BadUrlError:
+        raise
+    except BrokerError as error:
+        return Server([Finding("problem", "reach", error.what, error.remedy)])
+    found = Server([])
+    try:
+        transport = _look_at_run(transport, url, run, found)
+        _look_at_link(RedisCheckup.beside(transport), seconds, found)
+    except BrokerError as error:
+        found.findings.append(Finding("problem", "reach", error.what, error.remedy))
+    finally:
+        transport.close()
+    return found
+
+
+def _look_at_run(transport: RedisTransport, url: str, run: str | None, found: Server) -> RedisTransport:
+    """A connection to the run to look at: the one that is named, or the only one there."""
+    try:
+        runs = transport.runs()
+        if run is None and len(runs) == 1:
+            transport.close()
+            transport = connect(url, runs[0])
+        if run is None and len(runs) != 1:
+            names = ", ".join(runs) or "none yet; `archipelago init` makes one"
+            found.findings.append(ok("run", f"runs there: {names}{' (name one with --run)' if runs else ''}"))
+            return transport
+        found.manifest = manifest = transport.manifest()
+        found.presences = transport.presences()
+        live = sum(presence.is_live for presence in found.presences)
+        what = f"{manifest.run}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments; "
+        what += f"{live} island{'s' * (live != 1)} live"
+        found.findings.append(ok("run", what))
+    except (BrokerError, ConfigError) as error:
+        found.findings.append(Finding("problem", "run", error.what, error.remedy))
+    return transport
+
+
+def _look_at_link(checkup: RedisCheckup, seconds: float, found: Server) -> None:
+    samples = checkup.round_trips(seconds * PING_SHARE, PINGS)
+    found.round_trip_seconds = statistics.median(samples)
+    found.findings.append(checks.latency(samples))
+    facts = checkup.facts()
+    if seconds:
+        found.link = _bandwidth(checkup, seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
+        found.findings.append(checks.bandwidth(found.link))
+    host = str(checkup.options.get("host", ""))
+    found.findings += checks.server_checks(facts, host, has_tls=checkup.has_tls)
+
+
+def _bandwidth(checkup: RedisCheckup, seconds: float, round_trip_seconds: float) -> Bandwidth:
+    try:
+        return checkup.bandwidth(seconds, round_trip_seconds)
+    except BrokerError as error:
+        return Bandwidth(why_not=error.what)
+
+
+def look_here(site: doctor_site.Site, folder: Path, config: RunConfig, manifest: Manifest | None) -> list[Finding]:
+    """This machine, without loading JAX."""
+    return [
+        *doctor_site.checks(site, folder, manifest.parameters if manifest else 0),
+        doctor_site.corpus(*((manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None))),
+        doctor_site.versions(doctor_site.installed(), manifest.versions if manifest else None),
+    ]
+
+
+def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate | None, str]:
+    """The estimate, and where its step time comes from; None where a step could not be timed."""
+    from archipelago.broker.manifest import balanced
+    from archipelago.islands.models.registry import build
+
+    if server.manifest:
+        sizes: Sequence[int] = server.manifest.sizes
+    else:
+        tensors = build(config.model).tensors
+        elements = {tensor.name: tensor.size for tensor in tensors}
+        sizes = [sum(elements[name] for name in names) for names in balanced(tensors, config.sync.fragments)]
+    steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
+    whose = f"median of the {len(steps)} islands of the run" if steps else "measured here"
+    try:
+        step_seconds = statistics.median(steps) if steps else estimate.step_seconds_here(config, sum(sizes), cores)
+    except ArchipelagoError:
+        return None, ""
+    if math.isnan(step_seconds):
+        return None, ""
+    return estimate.estimate(config, sizes, step_seconds, server.link, server.round_trip_seconds), whose
+
+
+# -- what a terminal shows --------------------------------------------------------------------------------------------
+
+
+def section(title: str, findings: Sequence[Finding]) -> Table:
+    """One part of the report: a line for each finding, and under it what to do."""
+    table = _section(title)
+    for finding in findings:
+        text = Text(plain(finding.what))
+        if finding.remedy:
+            text.append(f"\n→ {finding.remedy}", "italic")
+        table.add_row(MARKS[finding.level], finding.subject, text)
+    return table
+
+
+def _section(title: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, title=Text(title, "bold"), title_justify="left")
+    table.add_column(min_width=7, no_wrap=True)
+    table.add_column(style="dim", min_width=11, no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def estimate_section(found: Estimate, whose: str, config: RunConfig, manifest: Manifest | None) -> Table:
+    """What an island here would make of the run."""
+    name = f"run {manifest.run}" if manifest else f"a run of model {config.model.size} with these settings"
+    table = _section(f"an island here, in {name}")
+    for label, text in estimate.lines(found, whose):
+        table.add_row("", label, text)
+    return table
+
+
+def verdict(findings: Sequence[Finding]) -> Text:
+    """The last line."""
+    problems, warnings = (sum(f.level == level for f in findings) for level in ("problem", "warning"))
+    if problems:
+        return Text(f"{problems} problem{'s' * (problems > 1)} to mend first", "bold red")
+    noted = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+    return Text(f"ready{noted}", "bold yellow" if warnings else "bold green")
+
+
+def _as_json(
+    url: str | None, manifest: Manifest | None, findings: Sequence[Finding], found: Estimate | None
+) -> dict[str, Any]:
+    return {
+        "redis": redacted(url) if url else None,
+        "run": manifest.run if manifest else None,
+        "problems": sum(finding.level == "problem" for finding in findings),
+        "warnings": sum(finding.level == "warning" for finding in findings),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "estimate": dataclasses.asdict(found) if found else None,
+    }

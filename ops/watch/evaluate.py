@@ -1,0 +1,99 @@
+"""`archipelago evaluate`: the run's parameters on held-out text, once or as they come. Reads; trains nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
+from archipelago.broker.messages import Evaluation
+from archipelago.broker.observe.curves import Scalars
+from archipelago.broker.observe.options import CurveOptions
+from archipelago.broker.process import RunAddress, keep_compiled, print_json, stop_on_signals
+from archipelago.broker.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(CurveOptions, RunAddress):
+    """Measure bits per byte of the merged parameters on held-out text, and record it with the run."""
+
+    every: float = 0.0
+    """seconds between two evaluations, until SIGTERM (then once more); 0 evaluates once"""
+    folder: Path | None = None
+    """where its curves go; default runs/RUN/evaluate"""
+    json: bool = False
+    """print one JSON object at the end"""
+
+
+def main(options: EvaluateOptions) -> int:
+    """Evaluates once, or again and again until a signal."""
+    if not options.every >= 0.0:
+        raise ConfigError(f"--every cannot be {options.every}", "Give seconds, such as 15, or 0 to evaluate once.")
+    stopped = stop_on_signals()
+    origin = options.log_as("evaluate", options.run)
+    transport = options.connect()
+    origin.run = transport.run
+    folder = options.folder or Path("runs") / transport.run / "evaluate"
+    # One look is asked for its answer, not for a folder where it happens to be asked.
+    curves = Scalars(options.sinks(transport.run, "evaluate", "evaluate", folder, "tokens") if options.every else [])
+    evaluate = evaluator(transport, curves)
+    curves.start()
+    newest = evaluate()
+    due = time.monotonic() + options.every
+    while options.every and not stopped():
+        if time.monotonic() < due:
+            time.sleep(0.1)
+            continue
+        due = time.monotonic() + options.every
+        try:
+            newest = evaluate()
+        except UnreachableError:
+            continue  # an outage ends by itself
+    if options.every:
+        newest = evaluate()
+    curves.close()
+    if options.json:
+        print_json({"run": transport.run, "round": newest.round, "bits_per_byte": newest.bits_per_byte})
+    elif not options.every:
+        print(f"{newest.bits_per_byte:.4f} bits per byte at round {newest.round}")  # noqa: T201
+    return 0
+
+
+def evaluator(transport: Transport, curves: Scalars | None = None) -> Callable[[], Evaluation]:
+    """A function that evaluates the newest parameters and records it; nothing new is not evaluated twice."""
+    manifest = transport.manifest()
+    keep_compiled()
+
+    from archipelago.islands.data.batches import held_out
+    from archipelago.islands.data.corpus import open_corpus
+    from archipelago.islands.evaluation import compile_measures, published
+    from archipelago.islands.models.registry import build
+
+    config = manifest.config
+    corpus = open_corpus(manifest.corpus.name)
+    if corpus.identity != manifest.corpus:
+        raise BrokerError(f"the corpus {corpus.name!r} on this machine is not the run's", "Copy the run's corpus here.")
+    text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
+    measure = compile_measures(build(config.model), text, corpus.bytes_per_token)
+
+    def evaluate() -> Evaluation:
+        params, number, step = published(transport, manifest)
+        known = transport.evaluations()
+        if known and known[-1].round == number:
+            return known[-1]
+        tokens = sum(presence.heartbeat.tokens for presence in transport.presences())
+        measured = measure(params)
+        right = 100 * measured.accuracy
+        log.info("round %s: %.4f bits a target, %.1f %% right", number, measured.bits, right, extra={"round": number})
+        found = Evaluation(number, step, tokens, time.time(), measured.bits)
+        transport.evaluated(found)
+        if curves is not None:
+            curves.put(tokens, {"bits_per_byte": found.bits_per_byte, "accuracy": measured.accuracy, "round": number})
+        return found
+
+    return evaluate

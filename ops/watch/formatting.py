@@ -1,0 +1,220 @@
+"""A run's view as a terminal shows it: one table of islands, one block of lines for the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from archipelago.ops.watch.health import Situation, steered
+from archipelago.ops.watch.run_view import IslandView, RunView
+
+_COLUMNS = ("island", "state", "steps", "tokens/s", "loss", "lag", "part", "queue", "up", "down", "seen")
+"""`part`: share of the recent rounds that it took part in. `seen`: how long ago. Short, to fit 80 columns."""
+_SPARED = (
+    (80, ()),
+    (66, ("up", "down")),
+    (58, ("up", "down", "queue", "lag")),
+    (0, (*_COLUMNS[7:10], "lag", "tokens/s")),
+)
+"""by columns of the terminal from which on that is left out"""
+BARS_FROM = 96
+"""columns of a terminal in which the share has a bar as well"""
+BAR_CELLS = 10
+CONTROLS = dict.fromkeys([*range(32), *range(0x7F, 0xA0)], "\ufffd")
+"""control characters, which a terminal would obey, and what stands for them"""
+
+
+def render(view: RunView, found: Situation | None = None, wrong: str = "") -> RenderableType:
+    """The run's lines, its islands, and with `found` who serves it; `wrong` is what should be looked at."""
+    return Group(run_lines(view, found, wrong), Islands(view), *troubles(view, found))
+
+
+def plain(text: str) -> str:
+    """Words that anybody at the Redis may have written, as a terminal can be given them."""
+    return text.translate(CONTROLS)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def number(value: float, digits: int = 3) -> str:
+    """The number, or a dash where nothing was measured."""
+    return "–" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def line(view: RunView) -> str:
+    """The run in one line, for logs and pipes."""
+    return (
+        f"round {view.rounds}  step {view.step}/{view.steps}  bits/byte {number(view.bits_per_byte_last)}  "
+        f"loss {number(view.loss)}  live {view.live}/{view.known}, {view.participating} take part  "
+        f"up {size(view.bytes_up)}  down {size(view.bytes_down)}  pending {view.pending}"
+    )
+
+
+def run_lines(
+    view: RunView, found: Situation | None = None, wrong: str = "", *, briefly: bool = False
+) -> RenderableType:
+    """The run in a few lines, with what is wrong as the last; `briefly` leaves out what only accounts for tokens."""
+    books = view.books
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    grid.add_row(
+        "run",
+        f"[bold]{escape(plain(view.run))}[/]  {view.parameters:,} parameters in {view.fragments} fragments, "
+        f"round {view.rounds:,}, step {view.step:,} of {view.steps:,}",
+    )
+    grid.add_row(
+        "quality",
+        f"held-out bits per byte [bold]{number(view.bits_per_byte_last)}[/] "
+        f"(first {number(view.bits_per_byte_first)}), training loss {number(view.loss)} nats",
+    )
+    grid.add_row(
+        "islands",
+        f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] take part; "
+        f"{view.contributions_per_round:.2f} contributions a round, open {view.open_seconds * 1e3:.0f} ms "
+        f"(grace {view.grace_seconds * 1e3:.0f} ms)",
+    )
+    equals = "=" if view.balanced else "[bold red]≠[/]"
+    grid.add_row(
+        "books",
+        f"published {books.published:,} {equals} merged {books.merged:,} + refused {books.refused:,} + pending "
+        f"{view.pending:,}",
+    )
+    if not briefly:
+        _add_tokens(grid, view, equals)
+    limit = view.memory_limit_bytes
+    of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
+    traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
+    grid.add_row("bytes", traffic)
+    if found:
+        grid.add_row("merger", _served(found))
+        if said := steered(found.control):
+            grid.add_row("steered", Text(plain(said), style="yellow"))
+    if wrong:
+        grid.add_row("[bold red]trouble[/]", Text(wrong, style="bold red"))
+    return grid
+
+
+def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
+    books = view.books
+    grid.add_row(
+        "",
+        f"in tokens {books.published_tokens:,} {equals} {books.merged_tokens:,} + {books.refused_tokens:,} + "
+        f"{view.pending_tokens:,} ({view.fragments} fragments each)",
+    )
+    grid.add_row(
+        "tokens",
+        f"{view.tokens_merged:,} merged of {view.tokens_trained:,} trained, {view.tokens_lost:,} lost with islands; "
+        f"{view.passes:.2f} passes over the text",
+    )
+
+
+def _served(found: Situation) -> Text:
+    standing = found.standing
+    last = f", the last round closed {ago(standing.still_seconds)} ago" if standing.still_seconds else ""
+    if standing.holder:
+        return Text(f"{plain(standing.holder)} serves in epoch {standing.epoch}{last}")
+    past = f" (epoch {standing.epoch} was the last)" if standing.epoch else ""
+    return Text(f"nobody serves{past}{last}", style="yellow")
+
+
+def ago(seconds: float) -> str:
+    """A time span in one unit: 5 s, 12 min, 3 h."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def seconds_text(seconds: float) -> str:
+    """3 significant digits, in the unit that suits."""
+    if seconds < 1.0:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+
+
+def troubles(view: RunView, found: Situation | None = None, now: float | None = None) -> list[Text]:
+    """What islands say of their links, and what was refused: lines of the reading's end."""
+    said = [f"{i.name}: {i.link}" for i in view.islands if i.live and i.link != "ok"]
+    now = time.time() if now is None else now
+    newest = {refusal.island: (at, refusal) for at, refusal in (found.refusals if found else ())}
+    said += [f"{name}: refused {ago(now - at)} ago, round {refusal.round:,}: {refusal.reason}"
+             for name, (at, refusal) in newest.items()]  # fmt: skip
+    said += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
+             if i.last_refusal and i.name not in newest]  # fmt: skip
+    return [Text(plain(line), style="yellow") for line in said]
+
+
+@dataclass(frozen=True)
+class Islands:
+    """The table of islands, in as many columns as there is room for; at most `rows` of them, the living first."""
+
+    view: RunView
+    rows: int | None = None
+    bars: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        spared = next(names for least, names in _SPARED if width >= least)
+        columns = [column for column in _COLUMNS if column not in spared]
+        table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
+        for index, column in enumerate(columns):  # where there is too little room the names give way, not the numbers
+            table.add_column(column, justify="left" if index < 2 else "right", no_wrap=index > 0, overflow="ellipsis")
+        shown, rest = self._chosen()
+        for island in shown:
+            cells = _row(island, with_bar=self.bars and width >= BARS_FROM)
+            table.add_row(*(cells[column] for column in columns))
+        yield table
+        if rest:
+            live = sum(island.live for island in rest)
+            yield Text(f"… and {len(rest):,} more, of which {live:,} live", style="dim")
+
+    def _chosen(self) -> tuple[Sequence[IslandView], Sequence[IslandView]]:
+        """Those that are shown, and the rest."""
+        islands = self.view.islands
+        if self.rows is None or len(islands) <= self.rows:
+            return islands, ()
+        ordered = sorted(islands, key=lambda island: (not island.live, island.last_seen_seconds > 60.0))
+        kept = max(1, self.rows - 1)  # the last row says how many there are
+        return ordered[:kept], ordered[kept:]
+
+
+def bar(share: float, cells: int = BAR_CELLS) -> str:
+    """A share of 1 as a bar of so many cells, in eighths of a cell."""
+    eighths = round(8 * cells * min(1.0, max(0.0, share)))
+    whole, part = divmod(eighths, 8)
+    return ("█" * whole + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(cells)
+
+
+def _row(island: IslandView, *, with_bar: bool = False) -> dict[str, Text | str]:
+    style = "green" if island.live and island.state == "training" else "yellow" if island.live else "dim"
+    state = island.state if island.live or island.state in ("left", "done") else "silent"
+    share = f"{island.participation:.0%}"
+    part = Text.assemble((bar(island.participation), style), f"{share:>5}") if with_bar else share
+    return {
+        "island": island.name,
+        "state": Text(state, style=style),
+        "steps": f"{island.steps:,}",
+        "tokens/s": f"{island.tokens_per_second:,.0f}" if island.live else "–",
+        "loss": number(island.loss),
+        "lag": f"{island.staleness:.2f}",
+        "part": part,
+        "queue": str(island.backlog),
+        "up": size(island.bytes_up),
+        "down": size(island.bytes_down),
+        "seen": ago(island.last_seen_seconds),
+    }

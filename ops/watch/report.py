@@ -1,0 +1,180 @@
+"""`archipelago report`: a run's figures as one HTML file that needs nothing from elsewhere, and opens from a disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import tyro
+
+from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
+from archipelago.broker.messages import Pending
+from archipelago.broker.process import connect_to, print_json
+from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Image, Memory
+from archipelago.ops.dashboard.app import PAGE, chart_library
+from archipelago.ops.dashboard.history import History
+from archipelago.ops.dashboard.page_data import Reading, charts_of, page_of
+from archipelago.ops.dashboard.watcher import Watch, written
+from archipelago.ops.settings import say
+from archipelago.ops.watch import run_summary
+from archipelago.ops.watch.run_view import IslandView, RunView, merged_by_island, summarise
+
+SCRIPTS = ("charts.js", "page.js")
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Write a run's figures into one HTML file, from its Redis, or from its folder when that is gone."""
+
+    target: Annotated[str | None, tyro.conf.Positional] = None
+    """URL of a Redis, or name or folder of a run that `up` made here; default $ARCHIPELAGO_URL"""
+    run: str | None = None
+    """name of the run at that URL; default $ARCHIPELAGO_RUN, or the only run there"""
+    out: Path | None = None
+    """file to write; default RUN.html"""
+    folder: Path = Path("runs")
+    """where runs keep their logs, data and reports"""
+    json: bool = False
+    """print one JSON object: the file, and the figures in it"""
+
+
+def main(options: ReportOptions) -> int:
+    """Writes the file."""
+    library = chart_library()
+    found = everything(options)
+    path = options.out or Path(f"{checked_name(found['page']['run']['run'], 'the run name')}.html")
+    text = html(found, library.read_text(encoding="utf-8"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror})", "Name another file with --out.") from None
+    if options.json:
+        print_json({"file": str(path), "page": found["page"]})
+    else:
+        say(f"report: {path} ({len(text.encode()) / 1e6:.1f} MB, opens without network)")
+    return 0
+
+
+def everything(options: ReportOptions) -> dict[str, Any]:
+    """Page and charts of the run that the options name. Raises ArchipelagoError."""
+    if options.target is None or "://" in options.target:
+        transport = connect_to(options.target, options.run)
+        try:
+            return of_watch(Watch(transport, transport.manifest()))
+        finally:
+            transport.close()
+    folder = Path(options.target) if "/" in options.target else options.folder / checked_name(options.target, "the run")
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.")
+    if options.run not in (None, folder.resolve().name):
+        raise ConfigError(f"the run in {folder} is not {options.run!r:.80}", "Leave --run out, or give a URL.")
+    return of_folder(folder)
+
+
+def of_watch(watch: Watch) -> dict[str, Any]:
+    """From Redis, as it is now."""
+    reading = watch.read()
+    return {"page": watch.page(reading), "charts": watch.charts(reading), "fault": None}
+
+
+def of_folder(folder: Path) -> dict[str, Any]:
+    """From the run's own Redis, where it runs, or else its data; else the newest checkpoint and the report."""
+    from archipelago.merger.storage import MergerFolder
+
+    if (folder / "redis").is_dir():
+        return _of_own_server(folder)
+    image = MergerFolder(folder / "merger").store.load()
+    if image is None:
+        raise ConfigError(f"{folder} holds no checkpoint and no Redis data", "Give the URL of the run's Redis.")
+    return of_image(image, run_summary.read(folder) or {}, time.time())
+
+
+def _of_own_server(folder: Path) -> dict[str, Any]:
+    from archipelago.ops.launch.embedded_redis import running, start_server
+
+    with ExitStack() as stack:
+        url = running(folder / "redis")
+        if url is None:
+            try:
+                url = stack.enter_context(start_server(folder / "redis")).url
+            except BrokerError as error:
+                raise BrokerError(error.what, "If it runs, give the URL of its Redis, which `up` prints.") from None
+        transport = connect(url, folder.resolve().name)
+        stack.callback(transport.close)
+        return of_watch(Watch(transport, transport.manifest()))
+
+
+def of_image(image: Image, told: Mapping[str, Any], unix_seconds: float) -> dict[str, Any]:
+    """From a checkpoint; `told` is what report.json says, of islands above all. Pure."""
+    history = History(len(image.manifest.fragments))
+    history.begin(image.books.merged_tokens, image.tape)
+    view = _view_of(image, told)
+    newest = history.newest
+    reading = Reading(
+        view=view, unix_seconds=unix_seconds, round_seconds=0.0, epoch=newest.epoch if newest else 0,
+        evaluations=image.evaluations,
+    )  # fmt: skip
+    return {"page": page_of(reading, history, image.manifest.config), "charts": charts_of(reading, history, []),
+            "fault": None}  # fmt: skip
+
+
+def _view_of(image: Image, told: Mapping[str, Any]) -> RunView:
+    waiting = Pending(len(image.pending), sum(contribution.tokens for contribution, _ in image.pending))
+    view = summarise(
+        image.manifest, image.tape, [], image.balanced_books, waiting, image.evaluations,
+        merged_by_island(image.state), image.cursors, Memory(0, 0),
+    )  # fmt: skip
+    islands = tuple(_island_of(fields) for fields in told.get("each_island", ()))
+    return dataclasses.replace(view, islands=islands, known=len(islands), tokens_lost=int(told.get("tokens_lost") or 0))
+
+
+def _island_of(fields: Mapping[str, Any]) -> IslandView:
+    """As report.json has it; the run is over, so nobody is live."""
+    known = {f.name: fields[f.name] for f in dataclasses.fields(IslandView) if f.name in fields}
+    numbers = {name: float("nan") if value is None else value for name, value in known.items()}
+    try:
+        return cast(Any, IslandView)(**{**numbers, "live": False})  # type: ignore[no-any-return]
+    except TypeError:
+        raise ArchipelagoError("the report.json of this run is of another version", "Move it away.") from None
+
+
+def html(found: Mapping[str, Any], library: str) -> str:
+    """One file: the page with its style, its scripts, the chart library and the data in it."""
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    style = (PAGE / "page.css").read_text(encoding="utf-8")
+    policy = (
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
+        "style-src 'unsafe-inline'; img-src data: blob:\">"
+    )
+    page = _replaced(page, '<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
+    page = _replaced(page, 'id="data"></script>', f'id="data">{_harmless(written(found))}</script>')
+    page = _replaced(page, '<script src="plotly.min.js"></script>', f"<script>{_closed(library)}</script>")
+    for name in SCRIPTS:
+        script = (PAGE / name).read_text(encoding="utf-8")
+        page = _replaced(page, f'<script src="{name}"></script>', f"<script>\n{_closed(script)}</script>")
+    return page
+
+
+def _replaced(text: str, old: str, new: str) -> str:
+    before, found, after = text.partition(old)
+    if not found:
+        raise LookupError(f"the page has no {old!r}")
+    return before + new + after
+
+
+def _harmless(data: str) -> str:
+    """JSON that cannot end the element that it lies in, whatever an island calls itself."""
+    return data.replace("<", "\\u003c")
+
+
+def _closed(script: str) -> str:
+    """A script without the words that would end its element; within strings they mean the same."""
+    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -1,0 +1,134 @@
+"""What is left of a run: `report.json` and the loss curve beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from archipelago.broker.messages import Evaluation
+from archipelago.broker.process import finite
+from archipelago.ops.watch.run_view import RunView
+
+TEXT, PICTURE = "report.json", "loss.png"
+Curve = Sequence[tuple[int, float]]
+"""(tokens, bits per byte), in order"""
+
+
+def summary(
+    view: RunView,
+    evaluations: Sequence[Evaluation],
+    one_process: Curve,
+    *,
+    tokens_per_second: float,
+    seconds: float,
+    server: str,
+) -> dict[str, Any]:
+    """The report as plain data. `seconds` of training in this session; `one_process` is empty where it did not run."""
+    alone = one_process[-1][1] if one_process else math.nan
+    return {
+        "run": view.run,
+        "finished": view.step >= view.steps,
+        "bits_per_byte_first": view.bits_per_byte_first,
+        "bits_per_byte_last": view.bits_per_byte_last,
+        "bits_per_byte_one_process": alone,
+        "rounds": view.rounds,
+        "steps": view.step,
+        "islands": view.known,
+        "contributions": view.books.published,
+        "merged": view.books.merged,
+        "refused": view.books.refused,
+        "pending": view.pending,
+        "tokens_trained": view.tokens_trained,
+        "tokens_merged": view.tokens_merged,
+        "tokens_lost": view.tokens_lost,
+        "passes": view.passes,
+        "books_balance": view.balanced,
+        "tokens_per_second": tokens_per_second,
+        "seconds": seconds,
+        "bytes_up": view.bytes_up,
+        "bytes_down": view.bytes_down,
+        "parameters": view.parameters,
+        "fragments": view.fragments,
+        "server": server,
+        "curve": [[e.tokens, e.bits_per_byte] for e in evaluations],
+        "curve_one_process": [list(point) for point in one_process],
+        "each_island": [asdict(island) for island in view.islands],
+    }
+
+
+def write(folder: Path, report: Mapping[str, Any]) -> None:
+    """Writes report.json and loss.png into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TEXT).write_text(json.dumps(finite(report), indent=2) + "\n", encoding="utf-8")
+    curves = {f"{report['islands']} islands": report["curve"], "one process, same tokens": report["curve_one_process"]}
+    draw(folder / PICTURE, f"{report['run']}: {report['parameters']:,} parameters", curves)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The report that was written there, if any; what was null is NaN again."""
+    try:
+        found = json.loads((folder / TEXT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    return {key: math.nan if value is None else value for key, value in found.items()}
+
+
+def draw(
+    path: Path,
+    title: str,
+    curves: Mapping[str, Sequence[Sequence[float]]],
+    xlabel: str = "million tokens (bytes)",
+    unit: float = 1e6,
+) -> None:
+    """Held-out bits per byte over tokens, or over another measure of how far each has come, in that unit.
+
+    One line a curve; the untrained model, far above all, is left out.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    for label, points in curves.items():
+        if trained := [point for point in points if point[0] > 0]:
+            come, bits = zip(*trained, strict=True)
+            axes.plot([x / unit for x in come], bits, marker="o", markersize=3, label=f"{label}: {bits[-1]:.3f}")
+    axes.set(title=title, xlabel=xlabel, ylabel="held-out bits per byte")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.lines:
+        axes.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw_ratios(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A bar for each row's ratio to what it is held against, and a mark where it was to come."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(rows)), dpi=120, layout="constrained")
+    names = [f"{row.get('server', '')} {row['what']} / {row['against']}".strip() for row in rows]
+    places = range(len(rows))
+    axes.barh(places, [row["ratio"] for row in rows], color="tab:blue", height=0.6)
+    aimed = [(place, row["goal"]) for place, row in zip(places, rows, strict=True) if row.get("goal")]
+    if aimed:
+        axes.scatter(
+            [goal for _, goal in aimed], [place for place, _ in aimed], marker="|", s=260, color="black", label="goal"
+        )
+        axes.legend(frameon=False, loc="lower right")
+    axes.set(title=title, xlabel="ours to theirs; more is better", yticks=list(places), yticklabels=names)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3, axis="x")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    plt.close(figure)

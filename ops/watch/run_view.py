@@ -1,0 +1,231 @@
+"""What a run looks like from outside: one reading of Redis, as plain data for a table, a page or a program."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Books, Evaluation, Pending, Presence, TapeEntry
+from archipelago.broker.transport import Memory, Transport
+
+RECENT_ROUNDS = 48
+BALANCE_TRIES = 5
+"""Readings until one is not torn by a round that closed meanwhile; books that never balance are shown as they are."""
+
+
+@dataclass(frozen=True)
+class IslandView:
+    """One island. `participation` is the share of the recent rounds that it was merged into."""
+
+    name: str
+    state: str
+    live: bool
+    last_seen_seconds: float
+    host: str
+    device: str
+    steps: int
+    tokens: int
+    tokens_per_second: float
+    step_seconds: float
+    loss: float
+    staleness: float
+    """versions that it lags behind, mean over the fragments"""
+    participation: float
+    merged_staleness: float
+    """mean staleness of its recent contributions when they were merged; NaN where there were none"""
+    tokens_merged: int
+    """of what it trained, mean over the fragments"""
+    data: str
+    """the shards that it reads, and how far"""
+    moments: str
+    """where its inner optimiser state came from"""
+    backlog: int
+    sent: int
+    refused: int
+    last_refusal: str
+    bytes_up: int
+    bytes_down: int
+    uplink_bytes_per_second: float
+    """what its link has just shown to carry; NaN: not known"""
+    downlink_bytes_per_second: float
+    link: str
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run. `known`, `live` and `participating` are three numbers, since each can be right while another is not."""
+
+    run: str
+    parameters: int
+    fragments: int
+    rounds: int
+    step: int
+    steps: int
+    known: int
+    live: int
+    participating: int
+    contributions_per_round: float
+    grace_seconds: float
+    open_seconds: float
+    loss: float
+    bits_per_byte_first: float
+    bits_per_byte_last: float
+    tokens_merged: int
+    tokens_trained: int
+    tokens_lost: int
+    """trained by islands that are gone, and merged by nobody"""
+    passes: float
+    """mean number of times that a shard of the run's own corpus was read, as far as it is merged"""
+    books: Books
+    pending: int
+    pending_tokens: int
+    balanced: bool
+    """published = merged + refused + pending, in contributions and in tokens"""
+    memory_bytes: int
+    memory_limit_bytes: int
+    """0 where Redis has none"""
+    bytes_up: int
+    bytes_down: int
+    islands: tuple[IslandView, ...]
+
+
+def observe(transport: Transport, manifest: Manifest) -> RunView:
+    """The run as Redis has it now. Raises BrokerError."""
+    for _ in range(BALANCE_TRIES - 1):
+        view = _observe(transport, manifest)
+        if view.balanced:
+            return view
+    return _observe(transport, manifest)
+
+
+def _observe(transport: Transport, manifest: Manifest) -> RunView:
+    return summarise(
+        manifest, transport.tape(RECENT_ROUNDS), transport.presences(), transport.books(), transport.pending(),
+        transport.evaluations(), merged_by_island(transport.merger_state()), transport.cursors(), transport.memory(),
+    )  # fmt: skip
+
+
+def glance(
+    transport: Transport, manifest: Manifest, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation]
+) -> RunView:
+    """The same for once a second: `tape` (recent rounds) and `evaluations` were read already, and what waits is counted
+    without reading through the stream. So tokens that wait are what the books leave over, and `balanced` is about
+    contributions alone. Raises BrokerError.
+    """
+    books, waiting = transport.books(), transport.backlog()
+    for _ in range(BALANCE_TRIES - 1):
+        if books.published == books.merged + books.refused + waiting:
+            break
+        books, waiting = transport.books(), transport.backlog()
+    left_over = max(0, books.published_tokens - books.merged_tokens - books.refused_tokens)
+    return summarise(
+        manifest, tape[-RECENT_ROUNDS:], transport.presences(), books, Pending(waiting, left_over), evaluations,
+        merged_by_island(transport.merger_state()), transport.cursors(), transport.memory(),
+    )  # fmt: skip
+
+
+def merged_by_island(state: str) -> dict[str, int]:
+    """Merged tokens of each island, summed over the fragments, from the merger's state."""
+    try:
+        found = json.loads(state or "{}").get("island_tokens", {})
+        return {str(island): int(tokens) for island, tokens in found.items()}
+    except (ValueError, AttributeError, TypeError):
+        return {}
+
+
+def summarise(
+    manifest: Manifest,
+    tape: Sequence[TapeEntry],
+    presences: Sequence[Presence],
+    books: Books,
+    pending: Pending,
+    evaluations: Sequence[Evaluation],
+    merged: Mapping[str, int],
+    cursors: Mapping[str, tuple[int, int]],
+    memory: Memory,
+) -> RunView:
+    """Pure: what was read, put together. `tape` holds the recent rounds, oldest first."""
+    fragments = len(manifest.fragments)
+    islands = tuple(_island(presence, tape, merged, fragments) for presence in presences)
+    live = [island for island in islands if island.live]
+    shards = manifest.config.data.shards
+    return RunView(
+        run=manifest.run,
+        parameters=manifest.parameters,
+        fragments=fragments,
+        rounds=tape[-1].round if tape else 0,
+        step=tape[-1].step if tape else 0,
+        steps=manifest.config.inner.steps,
+        known=len(islands),
+        live=len(live),
+        participating=sum(island.participation > 0 for island in live),
+        contributions_per_round=statistics.fmean([len(e.members) for e in tape]) if tape else 0.0,
+        grace_seconds=statistics.fmean([e.grace_seconds for e in tape]) if tape else 0.0,
+        open_seconds=statistics.fmean([e.open_seconds for e in tape]) if tape else 0.0,
+        loss=_mean([e.loss for e in tape[-fragments:]]),
+        bits_per_byte_first=evaluations[0].bits_per_byte if evaluations else math.nan,
+        bits_per_byte_last=evaluations[-1].bits_per_byte if evaluations else math.nan,
+        tokens_merged=books.merged_tokens // fragments,
+        # A heartbeat is a second old at most, and what is merged was trained.
+        tokens_trained=sum(max(island.tokens, island.tokens_merged) for island in islands),
+        tokens_lost=sum(max(0, island.tokens - island.tokens_merged) for island in islands if not island.live),
+        passes=sum(number for shard, (number, _) in cursors.items() if "/" not in shard) / shards,
+        books=books,
+        pending=pending.contributions,
+        pending_tokens=pending.tokens,
+        balanced=_balanced(books, pending),
+        memory_bytes=memory.used,
+        memory_limit_bytes=memory.limit,
+        bytes_up=books.bytes_up,
+        bytes_down=books.bytes_down,
+        islands=islands,
+    )
+
+
+def _balanced(books: Books, pending: Pending) -> bool:
+    contributions = books.merged + books.refused + pending.contributions
+    tokens = books.merged_tokens + books.refused_tokens + pending.tokens
+    return (books.published, books.published_tokens) == (contributions, tokens)
+
+
+def _island(presence: Presence, tape: Sequence[TapeEntry], merged: Mapping[str, int], fragments: int) -> IslandView:
+    beat = presence.heartbeat
+    mine = [member for entry in tape for member in entry.members if member.island == beat.island]
+    rounds = sum(any(member.island == beat.island for member in entry.members) for entry in tape)
+    return IslandView(
+        name=beat.island,
+        state=beat.state,
+        live=presence.is_live,
+        last_seen_seconds=presence.age_seconds,
+        host=beat.host,
+        device=beat.device,
+        steps=beat.steps,
+        tokens=beat.tokens,
+        tokens_per_second=beat.tokens_per_second,
+        step_seconds=beat.step_seconds,
+        loss=beat.loss,
+        staleness=beat.staleness,
+        participation=rounds / len(tape) if tape else 0.0,
+        merged_staleness=_mean([float(member.staleness) for member in mine]),
+        tokens_merged=merged.get(beat.island, 0) // fragments,
+        data=beat.data,
+        moments=beat.moments,
+        backlog=beat.backlog,
+        sent=beat.sent,
+        refused=beat.refused,
+        last_refusal=beat.last_refusal,
+        bytes_up=beat.bytes_up,
+        bytes_down=beat.bytes_down,
+        uplink_bytes_per_second=beat.uplink_bytes_per_second,
+        downlink_bytes_per_second=beat.downlink_bytes_per_second,
+        link=beat.link,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan

@@ -1,0 +1,206 @@
+"""`archipelago generate`: text by a run's newest parameters, or by an export, as it is made."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from pydantic import TypeAdapter, ValidationError
+
+from archipelago.broker.config import BYTES, ModelConfig
+from archipelago.broker.errors import ConfigError, DataError
+from archipelago.broker.process import keep_compiled, print_json
+from archipelago.ops.settings import say
+from archipelago.ops.watch.formatting import CONTROLS
+from archipelago.ops.weights.export import OWN_KIND, find, tokenizer_of
+from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config
+
+if TYPE_CHECKING:
+    from archipelago.islands.data.tokenizer import TextTokenizer
+    from archipelago.islands.models.registry import Model, Params
+
+CONTEXT_MAX = 8192
+"""tokens that the model sees at once, at most: what is kept of them takes memory"""
+_SILENT = {**CONTROLS, ord("\n"): "\n", ord("\t"): "\t"}
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen; checked as `islands.writing.Sampling`."""
+
+    temperature: float = 0.8
+    """logits are divided by it; 0 takes the most probable token"""
+    top_k: int = 0
+    """only the k most probable tokens; 0 for all"""
+    top_p: float = 1.0
+    """only the most probable tokens that have this much probability together"""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Write text with a run's newest parameters, or with an export, which needs no Redis."""
+
+    source: Annotated[str | None, tyro.conf.Positional] = None
+    """redis://HOST:PORT and the like (default $ARCHIPELAGO_URL), name or folder of a run with checkpoints here, or
+    a folder that `archipelago export` wrote"""
+    run: str | None = None
+    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
+    prompt: str = "\n"
+    """the text to go on from"""
+    tokens: int = 256
+    """how many to write"""
+    sampling: Annotated[SamplingOptions, tyro.conf.arg(name="")] = field(default_factory=SamplingOptions)
+    seed: int | None = None
+    """the same seed gives the same text; default another one each time"""
+    json: bool = False
+    """print one JSON object at the end, instead of the text as it comes"""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model that writes text, and all that it needs for that."""
+
+    model: Model
+    params: Params
+    tokenizer: TextTokenizer
+    context: int
+    """tokens that it was trained to see at once"""
+    origin: str
+
+
+def main(options: GenerateOptions) -> int:
+    """Writes the text."""
+    seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+    if not 0 <= seed < 1 << 31:
+        raise ConfigError(f"--seed cannot be {seed}", "Choose 0 to 2147483647.")
+    if options.tokens < 1:
+        raise ConfigError(f"--tokens cannot be {options.tokens}", "Give a positive number.")
+    keep_compiled()
+    writer = open_writer(options.source, options.run)
+    prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
+    times: list[float] = []
+    pieces = []
+    for piece in written(writer, prompt, options.tokens, options.sampling, seed, times):
+        pieces.append(piece)
+        if not options.json:
+            show(piece)
+    if not options.json:
+        show("\n")
+    speed = tokens_per_second(times)
+    if options.json:
+        print_json({"prompt": prompt, "text": "".join(pieces), "tokens": len(times), "seed": seed,
+                    "tokens_per_second": speed, "origin": writer.origin})  # fmt: skip
+    else:
+        say(f"{len(times):,} tokens, {speed:,.0f} a second, seed {seed}, by {writer.origin}")
+    return 0
+
+
+def written(
+    writer: Writer, prompt: str, tokens: int, sampling: SamplingOptions, seed: int, times: list[float]
+) -> Iterator[str]:
+    """The text that follows, in pieces; `times` gets the second of each token."""
+    from archipelago.islands.models.sampling import Sampling, continuation
+
+    values = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    try:
+        how = TypeAdapter(Sampling).validate_python(values)
+    except ValidationError as error:
+        faults = [f"--{str(e['loc'][0]).replace('_', '-')}: {e['msg'].lower()}" for e in error.errors()]
+        raise ConfigError(
+            f"text cannot be sampled so ({'; '.join(faults)})", "See `archipelago generate --help`."
+        ) from None
+    assert writer.model.decoder is not None  # noqa: S101 - `open_writer` has seen to it
+    start = writer.tokenizer.encode(prompt) or writer.tokenizer.encode("\n")
+    endless = continuation(writer.model.decoder, writer.params, start, writer.context, how, seed)
+
+    def timed() -> Iterator[int]:
+        for token in islice(endless, tokens):
+            times.append(time.perf_counter())
+            yield token if token < writer.tokenizer.vocabulary else 0  # a model may have room for more than there are
+
+    yield from writer.tokenizer.decoded(timed())
+
+
+def tokens_per_second(times: Sequence[float]) -> float:
+    """Of tokens that came at these seconds, less the first two, for which programs are compiled; 0 for no more."""
+    since = times[1:]
+    return (len(since) - 1) / (since[-1] - since[0]) if len(since) > 1 and since[-1] > since[0] else 0.0
+
+
+def show(piece: str) -> None:
+    """Puts text on standard output, at once."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(piece.translate(_SILENT).encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def open_writer(source: str | None, run: str | None) -> Writer:
+    """The model of an export, of a checkpoint or of a run. Raises ConfigError for one that does not write text."""
+    if source is not None and "://" not in source and read_config(Path(source)):
+        return _of_export(Path(source))
+    found = find(source, run)
+
+    from archipelago.islands.models.registry import build
+
+    model = _of_text(build(found.manifest.config.model), found.manifest.config.model.size)
+    origin = f"run {found.manifest.run!r} at round {found.round:,}"
+    context = _context(found.manifest.config.data.sequence_length)
+    return Writer(model, found.params, tokenizer_of(found.manifest), context, origin)
+
+
+def _of_export(folder: Path) -> Writer:
+    from archipelago.islands.data.tokenizer import FILE, from_file
+
+    files = WeightFiles(folder)
+    model, name, context = _described(folder, files)
+    params = files.load(_of_text(model, name).tensors)
+    return Writer(model, params, from_file(folder / FILE), _context(context), str(folder))
+
+
+def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
+    """The model that `config.json` names, its name, and how many tokens it sees. Raises ConfigError."""
+    from archipelago.islands.models.llama import size_of
+    from archipelago.islands.models.registry import build, default_compute_dtype
+    from archipelago.islands.models.transformer import transformer
+
+    config = files.config
+    own = config.get(OWN_KIND)
+    try:
+        if config.get("model_type") == "llama":
+            size, vocabulary = size_of(config), int(config["vocab_size"])
+            if size.layers > len(files.held):  # before so many are laid out
+                raise ValueError(f"{size.layers} layers, and {len(files.held)} tensors")
+            if not 0 < vocabulary < 1 << 24:
+                raise ValueError(f"vocab_size {vocabulary}")
+            model = transformer(size, default_compute_dtype(), vocabulary)
+            return model, "llama", int(config.get("max_position_embeddings", CONTEXT_MAX))
+        if config.get("model_type") == OWN_KIND and isinstance(own, dict):
+            model = build(ModelConfig(str(own["size"]), int(own.get("vocabulary", BYTES))))
+            return model, str(own["size"]), int(own["sequence_length"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{folder / CONFIG_FILE} is damaged ({error!r:.100})", "Export the run again.") from None
+    raise ConfigError(
+        f"{folder / CONFIG_FILE} describes a {config.get('model_type')!r:.40}, which is none of ours",
+        "Name a folder that `archipelago export` wrote.",
+    )
+
+
+def _of_text(model: Model, name: str) -> Model:
+    if model.decoder is None:
+        raise ConfigError(
+            f"the model {name!r} reads images and writes no text",
+            "`archipelago evaluate` says how many it gets right; for text train a model of text, such as tiny.",
+        )
+    return model
+
+
+def _context(trained_on: int) -> int:
+    return max(2, min(trained_on, CONTEXT_MAX))

@@ -1,0 +1,188 @@
+"""Weights from safetensors files: our own exports, and Llamas that are shaped like ours. Checked before use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from archipelago.broker.errors import DataError
+from archipelago.broker.manifest import Tensor
+
+if TYPE_CHECKING:
+    from archipelago.islands.models.registry import Params
+
+CONFIG_FILE = "config.json"
+ORBAX_FOLDER = "orbax"
+_CONFIG_BYTES_MAX = 16 << 20
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_NOT_WEIGHTS = "rotary_emb.inv_freq"
+"""a table that older programs kept with the weights"""
+_NAMED = 3
+"""tensors that a sentence names; the others are counted"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in a file, by the name that it has there."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    transposed: bool
+
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        """In our layout."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+
+class WeightFiles:
+    """The tensors of a file, or of all `*.safetensors` of a folder, by our names; only their headers are read.
+
+    Raises DataError when there are none or a header is damaged, ConfigError when a `config.json` beside them describes
+    a Llama that is not our transformer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not self.files and (path / ORBAX_FOLDER).is_dir():
+            raise DataError(f"{path} holds an Orbax checkpoint", "Export the run with --format safetensors.")
+        if not self.files or not self.files[0].is_file():
+            raise DataError(
+                f"there are no weights in {path}" if path.is_dir() else f"there is no file {path}",
+                "Name a .safetensors file, or a folder with one, such as `archipelago export` writes.",
+            )
+        self.config = read_config(path if path.is_dir() else path.parent)
+        if self.config.get("model_type") == "llama":
+            from archipelago.islands.models.llama import require_ours
+
+            require_ours(self.config)
+        self.held: dict[str, Held] = {}
+        for file in self.files:
+            self._read_header(file)
+
+    def _read_header(self, file: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        from archipelago.islands.models.llama import from_llama
+
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    place, part = from_llama(name), opened.get_slice(name)
+                    held = Held(file, name, tuple(part.get_shape()), part.get_dtype(), place.transposed)
+                    if place.name in self.held:
+                        raise DataError(f"{self.path} holds the tensor {place.name!r:.80} twice", "Name one file.")
+                    self.held[place.name] = held
+        except (SafetensorError, OSError, ValueError) as error:
+            raise _damaged(file, error) from None
+
+    def require(self, tensors: Sequence[Tensor]) -> None:
+        """Raises DataError, naming what is missing, extra or mis-shaped, unless these are the tensors."""
+        wanted = {tensor.name: tensor.shape for tensor in tensors}
+        extra = [held.name for name, held in self.held.items() if name not in wanted and not self._is_spare(name)]
+        shaped = [
+            f"{self.held[name].name} is {_shape(self.held[name].our_shape)} and not {_shape(shape)}"
+            for name, shape in wanted.items()
+            if name in self.held and self.held[name].our_shape != shape
+        ]
+        typed = [f"{self.held[name].name} is {self.held[name].dtype}" for name in wanted if self._is_no_float(name)]
+        faults = {
+            "missing": [name for name in wanted if name not in self.held],
+            "not in the model": extra,
+            "of another shape": shaped,
+            "no floating-point numbers": typed,
+        }
+        found = [f"{len(names):,} {fault} ({_some(names)})" for fault, names in faults.items() if names]
+        if found:
+            raise DataError(
+                f"the weights in {self.path} do not fit the model: {'; '.join(found)}",
+                "Choose the --model.size (and --data.corpus, whose tokens are the vocabulary) that they were made for.",
+            )
+
+    def _is_spare(self, name: str) -> bool:
+        from archipelago.islands.models.llama import OUTPUT
+
+        return name.endswith(_NOT_WEIGHTS) or (name == OUTPUT and "embedding" in self.held)
+
+    def _is_no_float(self, name: str) -> bool:
+        return name in self.held and self.held[name].dtype not in _FLOATS
+
+    def load(self, tensors: Sequence[Tensor]) -> Params:
+        """These tensors as float32, in our layout. Raises DataError when one does not fit, or holds NaN or infinity."""
+        import jax.numpy as jnp
+        from safetensors import SafetensorError, safe_open
+
+        from archipelago.islands.models.llama import OUTPUT
+
+        self.require(tensors)
+        wanted = [tensor.name for tensor in tensors]
+        params: Params = {}
+        output = None
+        for file in self.files:
+            try:
+                with safe_open(file, framework="flax") as opened:
+                    for name in [*wanted, OUTPUT]:
+                        if name in self.held and self.held[name].file == file:
+                            value = opened.get_tensor(self.held[name].name).astype(jnp.float32)
+                            params[name] = value.T if self.held[name].transposed else value
+                    output = params.pop(OUTPUT, output)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise _damaged(file, error) from None
+        if output is not None and not jnp.array_equal(output, params["embedding"]):
+            raise DataError(
+                f"the weights in {self.path} do not fit the model: {OUTPUT} is another matrix than the embedding",
+                "Our models use the embedding as the output again.",
+            )
+        broken = [self.held[name].name for name, value in params.items() if not bool(jnp.all(jnp.isfinite(value)))]
+        if broken:
+            raise DataError(
+                f"the weights in {self.path} hold NaN or infinity, in {len(broken):,} tensors ({_some(broken)})",
+                "They are of a model that has diverged: name another file.",
+            )
+        return dict(sorted(params.items()))
+
+    def describe(self) -> str:
+        """Name and BLAKE2b-128 of the files, for the manifest."""
+        whole = hashlib.blake2b(digest_size=16)
+        for path in self.files:
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    whole.update(chunk)
+        return f"{self.path.name} {whole.hexdigest()}"
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """What `config.json` in that folder says; nothing where there is none. Raises DataError when it is damaged."""
+    path = folder / CONFIG_FILE
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_CONFIG_BYTES_MAX))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})", "Check the path.") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error!s:.100})", "Put back a copy, or delete it.") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no object", "Put back a copy, or delete it.")
+    return found
+
+
+def _damaged(file: Path, error: Exception) -> DataError:
+    return DataError(f"{file} cannot be read as safetensors ({error!s:.200})", "Is it whole? Put back a copy.")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " × ".join(f"{size:,}" for size in shape) or "one number"
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(name[:120] for name in names[:_NAMED])
+    return f"{listed} and {len(names) - _NAMED:,} more" if len(names) > _NAMED else listed

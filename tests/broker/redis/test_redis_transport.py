@@ -1,0 +1,1205 @@
+"""What only a real Redis shows: addresses, passwords, old servers, hands in the data, keys that stay, torn reads."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import socketserver
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from archipelago.broker.address import redacted
+from archipelago.broker.corpus_shards import Place
+from archipelago.broker.errors import (
+    ArchipelagoError,
+    BadUrlError,
+    BrokerError,
+    FencedError,
+    RunExistsError,
+    ServerTooOldError,
+    UnreachableError,
+    WireError,
+)
+from archipelago.broker.messages import Call, Contribution, Note, Pending, Refusal, to_fields
+from archipelago.broker.redis import chunks, islands
+from archipelago.broker.redis import connection as redis_connection
+from archipelago.broker.redis.chunks import CHUNK_BYTES
+from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import START, Memory
+from archipelago.broker.wire import digest
+from archipelago.ops.launch.embedded_redis import Server, find_program, start_server
+from tests import samples
+from tests.conftest import Until
+
+WIDTH = 100_000
+LARGE = bytes(range(256)) * 10_000
+"""three chunks"""
+SECRET = "Pa55" + "w0rd"
+REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "no")
+
+Connect = Callable[[], RedisTransport]
+
+
+@pytest.fixture
+def raw(server: Server) -> Iterator[Any]:
+    """A client of the server's own commands."""
+    with redis.Redis.from_url(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def connections(server: Server) -> Iterator[Connect]:
+    """Opens connections to one run, which does not exist yet."""
+    run = f"run-{uuid.uuid4().hex[:8]}"
+    opened: list[RedisTransport] = []
+
+    def open_one() -> RedisTransport:
+        opened.append(connect(server.url, run))
+        return opened[-1]
+
+    yield open_one
+    for transport in opened:
+        transport.close()
+
+
+@pytest.fixture
+def transport(connections: Connect) -> RedisTransport:
+    """A connection to a run that was just created."""
+    made = connections()
+    manifest = samples.manifest(made.run, width=WIDTH)
+    made.create(manifest, samples.first_snapshots(manifest))
+    return made
+
+
+@pytest.fixture
+def epoch(transport: RedisTransport) -> int:
+    """The lease is taken."""
+    found = transport.acquire("merger", 60.0)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 1 KiB, so that a payload of some KiB travels as a large one does."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(chunks, "INLINE_BYTES", 512)
+
+
+def keys(raw: Any, run: str) -> set[str]:
+    """Every key of a run, told by the run's name alone."""
+    return {key.decode() for key in raw.scan_iter(match=f"*{run}*", count=1000)}
+
+
+def chunk_keys(raw: Any, run: str) -> set[str]:
+    return {key for key in keys(raw, run) if ":c:" in key}
+
+
+# -- addresses ----------------------------------------------------------------------------------------------------
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            words = []
+            for _ in range(int(line[1:])):
+                size = int(self.rfile.readline()[1:])
+                words.append(self.rfile.read(size + 2)[:-2].decode())
+            answer = self.server.answer(words)  # type: ignore[attr-defined]
+            if answer is None:
+                return
+            self.wfile.write(answer)
+
+
+@contextmanager
+def answering(answer: Callable[[list[str]], bytes | None], path: Path | None = None) -> Iterator[str]:
+    """The address of something that answers commands so; None hangs up."""
+    kind: Any = socketserver.ThreadingTCPServer if path is None else socketserver.ThreadingUnixStreamServer
+    with kind(("127.0.0.1", 0) if path is None else str(path), _Handler) as served:
+        served.daemon_threads = True
+        served.answer = answer
+        thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"unix://{path}" if path else f"redis://127.0.0.1:{served.server_address[1]}"
+        finally:
+            served.shutdown()
+            thread.join()
+
+
+def server_of(version: str, first: str = "redis_version") -> Callable[[list[str]], bytes]:
+    """Answers INFO with a version, and knows nothing that came after Redis 5."""
+
+    def answer(words: list[str]) -> bytes:
+        if words[0] == "INFO":
+            text = f"# Server\r\n{first}:{version}\r\n"
+            return f"${len(text)}\r\n{text}\r\n".encode()
+        return f"-ERR unknown command `{words[0]}`, with args beginning with: {words[1:]}\r\n".encode()
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def closed_port() -> int:
+    """Where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:6379",
+        "http://localhost:6379",
+        "Redis//localhost",
+        "redis:/localhost",
+        "redis://",
+        "redis://:6379",
+        "redis://localhost:port",
+        "redis://localhost:99999",
+        "redis://localhost:-1",
+        "redis://localhost/my-run",
+        "redis://localhost/0#1",
+        "redis://[::1",
+        "redis://..:6379",
+        f"redis://{'a' * 300}:6379",
+        "redis://localhost?colour=red",
+        "redis://localhost?socket_timeout=soon",
+        "unix://",
+        "unix://relative/path",
+    ],
+)
+def test_what_is_no_address_is_an_error(url: str) -> None:
+    with pytest.raises(BadUrlError, match=re.escape(repr(url))) as caught:
+        connect(url, "run")
+    assert "redis://HOST:PORT" in caught.value.remedy
+
+
+def test_nobody_listens(closed_port: int, tmp_path: Path) -> None:
+    for url in (f"redis://127.0.0.1:{closed_port}", f"rediss://127.0.0.1:{closed_port}", f"unix://{tmp_path}/none"):
+        with pytest.raises(UnreachableError, match=f"^{url} does not answer"):
+            connect(url, "run")
+
+
+def test_somebody_listens_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_connection, "SOCKET_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnreachableError, match="Timeout"):
+        connect(f"redis://127.0.0.1:{silent.getsockname()[1]}", "run")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems call these options otherwise, or lack them")
+def test_the_system_gives_up_a_silent_host_sooner_than_a_slow_link(server: Server) -> None:
+    client = redis_connection.client_at(server.url)
+    client.ping()
+    connection: Any = client.connection_pool.get_connection()
+    asked, unacknowledged = (
+        connection._sock.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT)
+    )
+    assert asked < redis_connection.SILENT_SECONDS == unacknowledged / 1000 < redis_connection.SOCKET_SECONDS
+    client.close()
+
+
+def test_somebody_hangs_up() -> None:
+    with answering(lambda _: None) as url, pytest.raises(UnreachableError):
+        connect(url, "run")
+
+
+def test_a_server_that_is_loading_is_unreachable() -> None:
+    answer = b"-LOADING Redis is loading the dataset in memory\r\n"
+    with answering(lambda _: answer) as url, pytest.raises(UnreachableError, match="loading the dataset"):
+        connect(url, "run")
+
+
+def test_a_web_server_is_no_redis() -> None:
+    answer = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+    with answering(lambda _: answer) as url, pytest.raises(BrokerError, match="does not answer as a Redis does"):
+        connect(url, "run")
+
+
+@pytest.mark.parametrize("version", ["5.0.7", "6.0.16", "4", "unstable"])
+def test_a_server_that_is_too_old(version: str) -> None:
+    with answering(server_of(version)) as url, pytest.raises(ServerTooOldError, match=f"{version}, and 6.2 is the old"):
+        connect(url, "run")
+
+
+@pytest.mark.parametrize("version", ["6.2.0", "7.2.4", "10.0.1"])
+def test_a_server_that_is_new_enough(version: str, tmp_path: Path) -> None:
+    with answering(server_of(version)) as url:
+        connect(url, "run").close()
+    with answering(server_of(version), tmp_path / "socket") as url:
+        connect(url, "run").close()
+
+
+def test_a_database_that_is_not_there(server: Server) -> None:
+    with pytest.raises(BrokerError, match="DB index is out of range"):
+        connect(server.url.removesuffix("/0") + "/9999", "run")
+
+
+# -- passwords ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("user", ["", f":{SECRET}@", f"somebody:{SECRET}@", f"{SECRET}@"])
+def test_a_wrong_password_is_said_plainly(server: Server, user: str) -> None:
+    url = f"redis://{user}127.0.0.1:{server.port}"
+    with pytest.raises(BrokerError, match=r"refuses us .*Check user and password") as caught:
+        connect(url, "run")
+    assert not isinstance(caught.value, UnreachableError)  # trying again mends nothing
+    assert SECRET not in str(caught.value)
+
+
+def test_a_user_without_the_right_is_told(transport: RedisTransport, server: Server, raw: Any) -> None:
+    raw.acl_setuser("reader", enabled=True, reset=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+info"])
+    reader = connect(f"redis://reader:{SECRET}@127.0.0.1:{server.port}", transport.run)
+    try:
+        with pytest.raises(BrokerError, match=r"redis://reader:\*\*\*@.* refuses us .*no permissions"):
+            reader.manifest()
+    finally:
+        reader.close()
+        raw.acl_deluser("reader")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://:{SECRET}@127.0.0.1:1",
+        f"redis://user:{SECRET}@127.0.0.1:1/0",
+        f"redis://{SECRET}@127.0.0.1:1",
+        f"redis://127.0.0.1:1?password={SECRET}",
+        f"redis://127.0.0.1:1/0?db=1&Password={SECRET}",
+        f"unix://:{SECRET}@/tmp/none",
+        f"http://:{SECRET}@127.0.0.1",
+        f"user:{SECRET}@127.0.0.1:1",
+        f"{SECRET}@127.0.0.1",
+        f"redis://:{SECRET}@127.0.0.1:port",
+        f"redis://:x@{SECRET}@127.0.0.1:1",
+        f"redis://:x/{SECRET}@127.0.0.1:1",
+        f"redis://:{SECRET}/x@127.0.0.1:1",
+        f"redis://:{SECRET}?x@127.0.0.1:1",
+        f"redis://:x?{SECRET}@127.0.0.1:1",
+        f"redis://:{SECRET}#x@127.0.0.1:1",
+        f"redis://:x#{SECRET}@127.0.0.1:1",
+        f"redis://user:{SECRET}?x@127.0.0.1:1",
+        f"redis://:x://{SECRET}@127.0.0.1:1",
+        f"redis://:[{SECRET}@127.0.0.1:1",
+        f"redis://:{SECRET}@[::1:1",
+        f"redis://:{SECRET}@{'a' * 300}:1",
+        f"redis://:{SECRET}@127.0.0.1:1?colour=red",
+    ],
+)
+def test_no_error_shows_a_password(url: str) -> None:
+    assert SECRET not in redacted(url)
+    with pytest.raises(ArchipelagoError) as caught:
+        connect(url, "run")
+    assert SECRET not in str(caught.value)
+    assert "***" in str(caught.value)
+
+
+def test_a_password_of_digits_is_not_taken_for_a_port() -> None:
+    with pytest.raises(BadUrlError, match="%2F") as caught:
+        connect("redis://:12/34@127.0.0.1:1", "run")
+    assert "12" not in str(caught.value).replace("127.0.0.1", "")
+
+
+def test_what_a_server_quotes_is_redacted() -> None:
+    with answering(server_of("5.0.7")) as url, pytest.raises(BrokerError) as caught:
+        connect(url.replace("://", f"://:{SECRET}@"), "run")
+    assert "unknown command `AUTH`" in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:1/2", "redis://host:1/2"),
+        ("redis://:p@host:1/2", "redis://:***@host:1/2"),
+        ("rediss://user:p@ss@host", "rediss://user:***@host"),
+        ("unix:///tmp/a@b.sock?db=1", "unix:///tmp/a@b.sock?db=1"),
+        ("unix:///tmp/r.sock?password=p&db=1", "unix:///tmp/r.sock?password=***&db=1"),
+    ],
+)
+def test_what_is_left_of_an_address(url: str, shown: str) -> None:
+    assert redacted(url) == shown
+
+
+# -- contributions that are not what they say ---------------------------------------------------------------------
+
+
+def test_a_contribution_reads_as_text(transport: RedisTransport, raw: Any) -> None:
+    for payload in (b"\xff" * 100, LARGE):
+        transport.publish(samples.contribution(payload, island="a.b-c_9"), payload)
+    inline, pointer = (fields for _, fields in raw.xrange(Keys(transport.run).updates))
+    assert inline.pop(b"payload") == b"\xff" * 100
+    assert pointer[b"chunks"] == b"3"
+    assert list(pointer)[: len(inline)] == list(inline)  # what is read comes first
+    for fields in (inline, pointer):
+        text = {name.decode("ascii"): value.decode("ascii") for name, value in fields.items()}
+        assert text["island"] == "a.b-c_9"
+        assert len(str(text)) < 600
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda raw, key: raw.delete(key), "missing"),
+        (lambda raw, key: raw.set(key, b""), "missing"),
+        (lambda raw, key: raw.set(key, LARGE[:100]), f"not {len(LARGE)} bytes"),
+        (lambda raw, key: raw.append(key, b"more"), ""),
+        (lambda raw, key: (raw.delete(key), raw.rpush(key, "x")), "missing"),
+    ],
+    ids=["deleted", "empty", "cut", "longer", "of another type"],
+)
+def test_a_chunk_that_was_damaged(
+    transport: RedisTransport, raw: Any, damage: Callable[[Any, str], object], fault: str
+) -> None:
+    sent = samples.contribution(LARGE)
+    transport.publish(sent, LARGE)
+    middle = next(key for key in chunk_keys(raw, transport.run) if key.endswith(":1"))
+    damage(raw, middle)
+    (delivery,) = transport.updates(0.0)
+    assert delivery.contribution == sent
+    if fault:
+        assert fault in delivery.fault
+        assert delivery.payload == b""
+    else:  # what is beyond a chunk's end is never read
+        assert (delivery.payload, delivery.fault) == (LARGE, "")
+
+
+MANY = bytes(range(256)) * 80
+"""twenty chunks of 1 KiB"""
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw, key: raw.delete(key),
+        lambda raw, key: raw.set(key, b""),
+        lambda raw, key: raw.set(key, MANY[:100]),
+        lambda raw, key: raw.append(key, b"more"),
+        lambda raw, key: (raw.delete(key), raw.rpush(key, "x")),
+    ],
+    ids=["deleted", "empty", "cut", "longer", "of another type"],
+)
+@pytest.mark.parametrize("index", [0, 7, 19])
+def test_one_chunk_of_many_that_was_damaged(
+    transport: RedisTransport, raw: Any, damage: Callable[[Any, str], object], index: int
+) -> None:
+    sent = samples.contribution(MANY)
+    transport.publish(sent, MANY)
+    damage(raw, next(key for key in chunk_keys(raw, transport.run) if key.endswith(f":{index}")))
+    (delivery,) = transport.updates(0.0)
+    assert (delivery.contribution, delivery.payload) == (sent, b"")
+    assert f"not {len(MANY)} bytes" in delivery.fault
+    transport.publish(samples.contribution(MANY, sequence=1), MANY)
+    (after,) = transport.updates(0.0)
+    assert (after.payload, after.fault) == (MANY, "")
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_no_chunk_of_many_is_read_beyond_its_size(transport: RedisTransport, raw: Any) -> None:
+    transport.publish(samples.contribution(MANY), MANY)
+    for key in chunk_keys(raw, transport.run):
+        raw.setrange(key, 1 << 20, b"x")
+    before = raw.info("stats")["total_net_output_bytes"]
+    (delivery,) = transport.updates(0.0)
+    assert f"not {len(MANY)} bytes" in delivery.fault
+    assert raw.info("stats")["total_net_output_bytes"] - before < 64 << 10
+
+
+def test_no_more_than_a_chunk_is_ever_read(transport: RedisTransport, raw: Any) -> None:
+    transport.publish(samples.contribution(LARGE), LARGE)
+    for key in chunk_keys(raw, transport.run):
+        raw.setrange(key, 8 << 20, b"x")
+    before = raw.info("stats")["total_net_output_bytes"]
+    (delivery,) = transport.updates(0.0)
+    assert f"not {len(LARGE)} bytes" in delivery.fault
+    assert raw.info("stats")["total_net_output_bytes"] - before < 4 * CHUNK_BYTES
+
+
+def test_an_entry_that_was_deleted_while_it_was_pending(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    transport.publish(samples.contribution(), b"payload")
+    (delivery,) = transport.updates(0.0)
+    raw.xdel(Keys(transport.run).updates, delivery.entry)
+    (again,) = transport.unacknowledged()
+    assert (again.entry, again.contribution, again.payload) == (delivery.entry, None, b"")
+    assert "deleted" in again.fault
+    transport.refuse(epoch, [(again.entry, REFUSAL)])
+    assert transport.unacknowledged() == []
+
+
+FIELDS = {**to_fields(samples.contribution(LARGE)), "chunks": "3", "chunks_name": "somebody"}
+FORGERIES: dict[str, tuple[dict[Any, Any], str]] = {
+    "nothing of ours": ({"hello": "world"}, "contribution: island: "),
+    "no text": ({b"\xff": b"\xfe", **FIELDS, "island": b"\xff\xfe"}, "contribution: island: "),
+    "an infinite loss": ({**FIELDS, "loss": "inf"}, "contribution: loss: "),
+    "no payload": ({k: v for k, v in FIELDS.items() if not k.startswith("chunks")}, "neither a payload"),
+    "no name": ({k: v for k, v in FIELDS.items() if k != "chunks_name"}, "neither a payload"),
+    "no number of chunks": ({**FIELDS, "chunks": "many"}, "neither a payload"),
+    "chunks of nobody": (FIELDS, "missing"),
+    "no chunks": ({**FIELDS, "chunks": "0"}, "0 chunks"),
+    "fewer than none": ({**FIELDS, "chunks": "-3"}, "-3 chunks"),
+    "a billion chunks": ({**FIELDS, "chunks": str(10**9)}, f"{10**9} chunks"),
+    "a million chunks": ({**FIELDS, "chunks": str(1 << 20)}, f"{1 << 20} chunks for"),
+    "a petabyte": ({**FIELDS, "chunks": "1000000", "bytes": str(10**6 * CHUNK_BYTES)}, "chunks for"),
+    "a name that is no text": ({**FIELDS, "chunks_name": b"\xff"}, "neither a payload"),
+}
+
+
+@pytest.mark.parametrize(("fields", "fault"), FORGERIES.values(), ids=FORGERIES.keys())
+def test_a_forgery_is_delivered_with_its_fault_and_can_be_refused(
+    transport: RedisTransport, raw: Any, epoch: int, fields: dict[Any, Any], fault: str
+) -> None:
+    raw.xadd(Keys(transport.run).updates, fields)
+    transport.publish(samples.contribution(sequence=1), b"payload")
+    forged, honest = transport.updates(0.0)
+    assert fault in forged.fault
+    assert forged.payload == b""
+    assert (honest.fault, honest.payload) == ("", b"payload")
+    transport.refuse(epoch, [(forged.entry, REFUSAL)])
+    transport.commit(epoch, samples.commit([honest.entry]))
+    assert (transport.backlog(), transport.unacknowledged()) == (0, [])
+
+
+def test_a_forged_number_of_chunks_costs_nothing_to_refuse(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    raw.xadd(Keys(transport.run).updates, {**FIELDS, "chunks": str(1 << 20)})
+    (forged,) = transport.updates(0.0)
+    before = raw.info("stats")["total_net_input_bytes"]
+    transport.refuse(epoch, [(forged.entry, REFUSAL)])
+    assert raw.info("stats")["total_net_input_bytes"] - before < 10_000  # not a million names to delete
+
+
+def test_saying_it_again_shares_nothing_with_the_first(
+    transport: RedisTransport, connections: Connect, epoch: int
+) -> None:
+    """The repeat is refused at once, and its chunks deleted; the first must still be there after a restart."""
+    for _ in range(2):
+        transport.publish(samples.contribution(LARGE), LARGE)
+    first, second = transport.updates(0.0)
+    transport.refuse(epoch, [(second.entry, REFUSAL)])
+    assert connections().unacknowledged() == [first]
+    assert first.payload == LARGE
+
+
+# -- hands in the data --------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_was_destroyed_is_made_again_and_nothing_is_lost(
+    transport: RedisTransport, raw: Any, until: Until
+) -> None:
+    sent = [samples.contribution(sequence=n) for n in range(4)]
+    for contribution in sent[:2]:
+        transport.publish(contribution, b"payload")
+    transport.updates(0.0, count=1)
+    raw.xgroup_destroy(Keys(transport.run).updates, "merger")
+    for contribution in sent[2:]:
+        transport.publish(contribution, b"payload")
+    found: list[Contribution | None] = []
+
+    def all_there() -> bool:
+        found.extend(delivery.contribution for delivery in transport.updates(0.0))
+        return len(found) >= 4
+
+    until(all_there, "all four to be there")
+    assert found == sent
+    assert len(transport.unacknowledged()) == 4
+
+
+@pytest.mark.parametrize(
+    "pull_away",
+    [lambda raw, key: raw.xgroup_destroy(key, "merger"), lambda raw, key: raw.delete(key)],
+    ids=["group", "stream"],
+)
+def test_the_group_is_destroyed_under_a_waiting_reader(
+    transport: RedisTransport, connections: Connect, raw: Any, until: Until, pull_away: Callable[[Any, str], object]
+) -> None:
+    found: list[Any] = []
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            found.extend(transport.updates(8.0))
+        except BaseException as error:  # noqa: BLE001 - shown by the assertion below
+            failed.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    until(lambda: raw.info("clients")["blocked_clients"] == 1, "the reader to wait")
+    pull_away(raw, Keys(transport.run).updates)
+    connections().publish(samples.contribution(), b"payload")
+    reader.join()
+    assert failed == []
+    assert [delivery.contribution for delivery in found] == [samples.contribution()]
+
+
+def test_a_stream_that_was_deleted_begins_anew(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    entry = transport.publish(samples.contribution(), b"payload")
+    transport.updates(0.0)
+    transport.commit(epoch, samples.commit([entry]))
+    raw.delete(Keys(transport.run).updates)
+    assert (transport.backlog(), transport.pending()) == (0, Pending(0, 0))
+    assert transport.updates(0.0) == []
+    assert transport.unacknowledged() == []
+    transport.publish(samples.contribution(sequence=1), b"payload")
+    assert transport.backlog() == 1  # what was kept is gone, and no longer counted
+    assert len(transport.updates(0.0)) == 1
+
+
+def test_a_new_group_is_given_what_was_kept_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    merged, waiting = (transport.publish(samples.contribution(sequence=n), b"payload") for n in range(2))
+    transport.updates(0.0)
+    transport.commit(epoch, samples.commit([merged]))
+    raw.xgroup_destroy(Keys(transport.run).updates, "merger")
+    assert transport.pending() == Pending(2, 200)  # as the next reader will find it
+    assert transport.updates(0.0) == []
+    assert [delivery.entry for delivery in transport.updates(0.0)] == [merged, waiting]
+    assert (transport.backlog(), transport.books().kept) == (2, 0)
+    transport.refuse(epoch, [(merged, REFUSAL)])
+    transport.commit(epoch, samples.commit([waiting]))
+    assert (transport.backlog(), transport.pending(), transport.books().kept) == (0, Pending(0, 0), 1)
+
+
+def test_refusing_when_there_is_no_group(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    entry = transport.publish(samples.contribution(), b"payload")
+    transport.updates(0.0)
+    raw.xgroup_destroy(Keys(transport.run).updates, "merger")
+    transport.refuse(epoch, [(entry, REFUSAL)])
+    assert (transport.backlog(), transport.books().refused) == (0, 1)
+
+
+def test_an_unreadable_entry_is_pending_without_tokens(transport: RedisTransport, raw: Any) -> None:
+    raw.xadd(Keys(transport.run).updates, {**FIELDS, "loss": "inf"})
+    transport.publish(samples.contribution(), b"payload")
+    assert transport.pending() == Pending(2, 100)
+
+
+def test_tracks_that_cannot_be_read_are_passed_over(
+    transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport.tracked(samples.track(0))
+    ((first, _),) = transport.tracks(START)
+    nonsense = [raw.xadd(Keys(transport.run).tracks, {"island": "../..", "index": "1"}) for _ in range(3)]
+    transport.tracked(samples.track(1))
+    with caplog.at_level(logging.WARNING):
+        found = transport.tracks(first, count=2)  # more of them than are read at a time
+    assert [track for _, track in found] == [samples.track(1)]
+    assert f"track {nonsense[-1].decode()} cannot be read" in caplog.text
+
+
+# -- leases on data -----------------------------------------------------------------------------------------------
+
+
+def test_data_reads_as_text(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    transport.lease_shard(["17"], "a/x")
+    transport.commit(epoch, samples.commit([], cursors={"17": (0, 96), "site/3": (2, 0)}))
+    transport.register_corpus("site", "1" * 32)
+    assert raw.hgetall(Keys(transport.run).data) == {
+        b"17": b"0:96",
+        b"17.by": b"a/x",
+        b"site/3": b"2:0",
+        b"corpus.site": b"1" * 32,
+    }
+
+
+def test_a_cursor_that_cannot_be_read_begins_anew(
+    transport: RedisTransport, raw: Any, epoch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw.hset(Keys(transport.run).data, mapping={"0": b"\xff", "1": "0:8", "0.by": b"\xff\xfe"})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert transport.cursors() == {"1": (0, 8)}
+    assert len(caplog.records) == 1
+    assert "the cursor of shard 0 cannot be read" in caplog.text
+    assert transport.lease_shard(["0", "1"], "a/x") == Place("0", 0, 0)
+    transport.commit(epoch, samples.commit([], cursors={"0": (0, 4)}))
+    assert transport.cursors() == {"0": (0, 4), "1": (0, 8)}
+
+
+def disturbed(transport: RedisTransport, disturb: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's write between reading the data's fields and leasing a shard; `disturb` gets 1, 2, 3 …"""
+    read, times = transport._cursors, iter(range(1, 1000))
+
+    def read_and_disturb(fields: Any) -> Any:
+        found = read(fields)
+        disturb(next(times))
+        return found
+
+    monkeypatch.setattr(transport, "_cursors", read_and_disturb)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["while it is watched", "before it is sent"])
+def test_a_connection_that_breaks_within_the_fence_overtakes_nobody(
+    transport: RedisTransport, raw: Any, epoch: int, queued: bool
+) -> None:
+    """The library says the same of it as of a key that somebody changed; a merger would leave its run for that."""
+    with pytest.raises(UnreachableError), transport._fenced(epoch) as pipe:
+        if queued:
+            pipe.hset("anything", "field", "1")
+        raw.client_kill_filter(_type="normal", skipme=True)
+        if not queued:
+            pipe.immediate_execute_command("GET", "anything")
+    transport.announce(epoch, Call(1, 0))
+    assert not raw.exists("anything")
+
+
+def test_an_epoch_that_the_server_forgot_is_not_given_to_the_same_merger_again(
+    transport: RedisTransport, raw: Any, epoch: int
+) -> None:
+    """What it sent in that epoch may still be on its way."""
+    raw.delete(Keys(transport.run).epoch, Keys(transport.run).lease)
+    assert transport.acquire("merger", 5.0) == epoch + 1
+    with pytest.raises(FencedError):
+        transport.announce(epoch, Call(1, 0))
+
+
+def test_a_lease_sees_a_commit_that_came_in_between(
+    transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its holder would read again what was just merged."""
+    island = connections()
+
+    def commit_once(n: int) -> None:
+        if n == 1:
+            transport.commit(epoch, samples.commit([], cursors={"0": (0, 64)}))
+
+    disturbed(island, commit_once, monkeypatch)
+    assert island.lease_shard(["0"], "a/x") == Place("0", 0, 64)
+
+
+def test_a_lease_that_is_disturbed_for_ever_is_given_up(
+    transport: RedisTransport, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def disturb(n: int) -> None:
+        seen.append(n)
+        raw.hset(Keys(transport.run).data, "9", f"0:{n}")
+
+    disturbed(transport, disturb, monkeypatch)
+    assert transport.lease_shard(["0"], "a/x") is None
+    assert len(seen) == redis_connection.ATTEMPTS
+    assert transport.leased(["0"], "a/x") == frozenset()
+
+
+def test_nobody_is_looked_for_while_shards_are_free(
+    transport: RedisTransport, connections: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def look(name: str) -> frozenset[str]:
+        looked.append(name)
+        return frozenset()
+
+    for name in ("_live", "_busy"):
+        monkeypatch.setattr(transport, name, partial(look, name))
+    shards = ["0", "1", "2"]
+    for n in range(3):
+        assert transport.lease_shard(shards[n:], f"a/{n}") == Place(str(n), 0, 0)
+    assert looked == []
+    assert transport.lease_shard(shards, "b/y") == Place("0", 0, 0)
+    assert looked == ["_live", "_busy"]  # once for all three holders
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_the_servers(transport: RedisTransport, raw: Any) -> None:
+    before = transport.memory()
+    assert before.limit == 0
+    transport.publish(samples.contribution(LARGE), LARGE)
+    assert transport.memory().used - before.used > len(LARGE) // 2
+    raw.config_set("maxmemory", 8 << 30)
+    try:
+        assert transport.memory().limit == 8 << 30
+    finally:
+        raw.config_set("maxmemory", 0)
+
+
+@pytest.fixture
+def full(raw: Any) -> Iterator[Callable[[], object]]:
+    """Makes the server full: from then on it refuses what may take memory."""
+    yield lambda: raw.config_set("maxmemory", "1mb")
+    raw.config_set("maxmemory", 0)
+
+
+def test_a_full_server_can_be_trimmed(
+    transport: RedisTransport, raw: Any, epoch: int, full: Callable[[], object]
+) -> None:
+    """Else nothing could be merged any more, and so nothing ever be let go of."""
+    before = chunk_keys(raw, transport.run)
+    entries = [transport.publish(samples.contribution(LARGE, sequence=n), LARGE, samples.track(n)) for n in range(3)]
+    found = transport.updates(0.0)
+    transport.commit(epoch, samples.commit(entries[:2]))
+    tracks = transport.tracks(START)
+    full()
+    with pytest.raises(BrokerError, match=r"is at its memory's limit, and takes no writes .*'maxmemory'"):
+        transport.publish(samples.contribution(), b"payload")
+    assert transport.pending() == Pending(1, 100)
+    assert transport.read(entries) == found
+    transport.trim(epoch, entries, tracks[1][0])
+    assert [transport.holds(entry) for entry in entries] == [False, False, True]
+    assert (transport.backlog(), transport.books().kept) == (1, 0)
+    assert transport.tracks(START) == tracks[2:]
+    assert len([key for key in chunk_keys(raw, transport.run) - before if ":c:a.x." in key]) == 3
+    transport.trim(epoch, [], tracks[2][0])
+    assert transport.tracks(START) == []
+
+
+def test_a_full_server_is_not_trimmed_by_an_older_merger(
+    transport: RedisTransport, connections: Connect, epoch: int
+) -> None:
+    entry = transport.publish(samples.contribution(), b"payload")
+    transport.updates(0.0)
+    transport.commit(epoch, samples.commit([entry]))
+    transport.release(epoch)
+    connections().acquire("another", 60.0)
+    with pytest.raises(FencedError):
+        transport._trim_when_full(epoch, transport._look([entry]), "")
+    assert transport.holds(entry)
+    assert transport.books().kept == 1
+
+
+def test_what_a_server_refuses_is_said_in_words() -> None:
+    said = redis_connection._refusal
+    queued = "Command # 1 (SET a 2) of pipeline caused error: MISCONF Errors writing to the AOF file: No space left"
+    assert said(queued)[0] == said("MISCONF Errors writing")[0] == "cannot write to its disk, and takes no writes"
+    assert said("You can't write against a read only replica.")[0].startswith("is a replica")
+    for unknown in ("unknown command 'XADD'", ""):
+        assert said(unknown)[0] == "refused a command"
+
+
+def test_memory_where_nobody_knows_it(tmp_path: Path) -> None:
+    with start_server(tmp_path / "redis", find_program("fakeredis")) as fake:
+        transport = connect(fake.url, "none")
+        assert transport.memory() == transport.memory() == Memory(0, 0)
+        assert transport.runs() == []
+        transport.close()
+
+
+# -- between islands ----------------------------------------------------------------------------------------------
+
+
+def test_a_handover_expires(transport: RedisTransport, raw: Any) -> None:
+    before = keys(raw, transport.run)
+    transport.ask("a/x")
+    transport.hand_over("a/x", samples.handover(LARGE), LARGE)
+    made = {key for key in keys(raw, transport.run) - before if key != Keys(transport.run).asks}
+    assert len(made) == 1 + 3
+    assert all(0 < raw.ttl(key) <= islands.HANDOVER_SECONDS for key in made)
+    assert raw.ttl(Keys(transport.run).asks) > 3600
+    transport.withdraw("a/x")
+    assert keys(raw, transport.run) == before
+
+
+def test_two_islands_with_dots_in_their_names_have_two_answers() -> None:
+    assert Keys("run").handover("a.b/c") != Keys("run").handover("a/b.c")
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda raw, key, chunk: raw.delete(chunk), "missing"),
+        (lambda raw, key, chunk: raw.hset(key, "bytes", 1 << 50), "chunks for"),
+        (lambda raw, key, chunk: raw.hset(key, mapping={"bytes": 10**6 * CHUNK_BYTES, "chunks": 10**6}), "chunks for"),
+        (lambda raw, key, chunk: raw.hset(key, "payload", b"short"), "5 bytes"),
+        (lambda raw, key, chunk: raw.hset(key, "giver", "../.."), "giver"),
+        (lambda raw, key, chunk: raw.hdel(key, "chunks"), "neither a payload"),
+    ],
+    ids=["a chunk is gone", "a petabyte", "a million chunks", "another size", "a forged name", "half a pointer"],
+)
+def test_a_damaged_answer_is_an_error_and_can_be_withdrawn(
+    transport: RedisTransport, raw: Any, damage: Callable[[Any, str, str], object], fault: str
+) -> None:
+    transport.ask("a/x")
+    before = chunk_keys(raw, transport.run)
+    transport.hand_over("a/x", samples.handover(LARGE), LARGE)
+    damage(raw, Keys(transport.run).handover("a/x"), min(chunk_keys(raw, transport.run) - before))
+    with pytest.raises(WireError, match=fault):
+        transport.handed_over("a/x")
+    transport.withdraw("a/x")
+    assert transport.handed_over("a/x") is None
+
+
+def test_an_answer_may_hold_two_moments_a_parameter(transport: RedisTransport) -> None:
+    """And so be larger than any contribution or snapshot."""
+    payload = bytes(12 * transport.manifest().parameters)
+    assert len(payload) > transport._payload_max()
+    transport.ask("a/x")
+    transport.hand_over("a/x", samples.handover(payload), payload)
+    assert transport.handed_over("a/x") == (samples.handover(payload), payload)
+    assert transport._handover_max() == len(payload) + (1 << 20)
+
+
+def test_events_that_cannot_be_read_are_passed_over(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    stream = Keys(transport.run).snapshots
+    transport.announce(epoch, Call(1, 0))
+    with raw.pipeline(transaction=False) as pipe:
+        for n in range(300):  # more than one reading
+            pipe.xadd(stream, {"kind": "tidings" if n % 2 else "snapshot", "round": "x"})
+        pipe.execute()
+    ((first, event),) = transport.events(START, 0.0)
+    assert event == Call(1, 0)
+    assert transport.events(first, 0.0) == []
+    assert transport.events(first, 0.02) == []
+    transport.announce(epoch, Call(2, 1))
+    assert [event for _, event in transport.events(first, 5.0)] == [Call(2, 1)]
+
+
+def test_names_that_are_none_are_passed_over(transport: RedisTransport, raw: Any) -> None:
+    """Whoever writes to the server may put anything into these sets; a reader must not end over it."""
+    keys = Keys(transport.run)
+    transport.heartbeat(samples.heartbeat("oslo"))
+    raw.sadd(keys.islands, b"\xff\xfe", "a b", "x" * 65)
+    raw.sadd(REGISTRY, b"\xff\xfe")
+    try:
+        assert [presence.heartbeat.island for presence in transport.presences()] == ["oslo"]
+        assert transport.run in transport.runs()
+    finally:
+        raw.srem(REGISTRY, b"\xff\xfe")
+
+
+def test_one_islands_nonsense_does_not_hide_the_others(
+    transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for island in ("a", "b", "c"):
+        transport.heartbeat(samples.heartbeat(island))
+    raw.hset(Keys(transport.run).island("b"), "loss", "inf")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [p.heartbeat.island for p in transport.presences()] == ["a", "c"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the heartbeat of b cannot be read: heartbeat: loss: value error, infinite"
+    ]
+    raw.hset(Keys(transport.run).island("b"), "loss", "1.5")
+    assert len(transport.presences()) == 3
+
+
+def test_a_long_wait_is_cut_below_the_sockets_patience(
+    transport: RedisTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_connection, "SOCKET_SECONDS", 0.1)  # the socket itself has its 20 s
+    assert transport.events(START, 3600.0) == []
+    assert redis_connection.block_ms(3600.0) == 50
+    assert redis_connection.block_ms(0.0) is None
+
+
+# -- keys ---------------------------------------------------------------------------------------------------------
+
+
+def lasting_chunks(raw: Any, run: str) -> set[str]:
+    """Chunks that never expire."""
+    return {key for key in chunk_keys(raw, run) if raw.ttl(key) == -1}
+
+
+def wanted_chunks(raw: Any, run: str, fragments: int) -> set[str]:
+    """Chunks that the newest snapshots and the merger's own states point to."""
+    found = set()
+    for p in range(fragments):
+        for key in (Keys(run).fragment(p), Keys(run).outer(p)):
+            where = raw.hmget(key, "chunks_name", "chunks")
+            if where[0]:
+                found |= {Keys(run).chunk(where[0].decode(), index) for index in range(int(where[1]))}
+    return found
+
+
+def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    run = transport.run
+    assert lasting_chunks(raw, run) == chunk_keys(raw, run) == wanted_chunks(raw, run, 2)
+    transport.heartbeat(samples.heartbeat())
+    entries: list[str] = []
+    for number in range(1, 7):
+        for sequence in (2 * number, 2 * number + 1):
+            transport.publish(samples.contribution(LARGE, sequence=sequence, round=number), LARGE)
+        merged, refused = transport.updates(0.0)
+        transport.announce(epoch, Call(number, transport.manifest().fragment_of(number)))
+        commit = samples.commit([merged.entry], LARGE[::-1], number, outer=LARGE * 2)
+        p = (number - 1) % 2
+        commit = replace(commit, snapshot=replace(commit.snapshot, fragment=p), tape=replace(commit.tape, fragment=p))
+        transport.commit(epoch, replace(commit, cursors={"0": (0, number)}))
+        transport.refuse(epoch, [(refused.entry, REFUSAL)])
+        transport.tracked(samples.track(number))
+        entries.append(merged.entry)
+    transport.claim_return("a")
+    transport.trim(epoch, entries, transport.tracks(START)[-2][0])
+    wanted = wanted_chunks(raw, run, 2)
+    assert len(wanted) == 2 * (3 + 5)
+    assert lasting_chunks(raw, run) == wanted
+    names = {key.replace(run, "RUN") for key in keys(raw, run) if ":c:" not in key}
+    assert names == {
+        "RUN:manifest", "RUN:islands", "RUN:island:a", "{RUN:s0}:updates", "{RUN:s0}:snapshots", "{RUN:s0}:tape",
+        "{RUN:s0}:lease", "{RUN:s0}:epoch", "{RUN:s0}:state", "{RUN:s0}:books", "{RUN:s0}:fragment:0",
+        "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "RUN:data", "RUN:tracks",
+    }  # fmt: skip
+    assert {key.replace(run, "RUN") for key in keys(raw, run) if raw.ttl(key) > 0 and ":c:" not in key} == {
+        "RUN:island:a",
+        "{RUN:s0}:lease",
+    }
+    replaced = chunk_keys(raw, run) - wanted
+    assert replaced  # for whoever reads them just now
+    assert all(0 < raw.ttl(key) <= chunks.PREVIOUS_SECONDS for key in replaced)
+    assert raw.sismember(REGISTRY, run)
+
+
+def test_chunks_of_a_contribution_go_with_it(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    before = chunk_keys(raw, transport.run)
+    for sequence in range(4):
+        transport.publish(samples.contribution(LARGE, sequence=sequence), LARGE)
+    mine = chunk_keys(raw, transport.run) - before
+    assert len(mine) == 12
+    assert mine <= lasting_chunks(raw, transport.run)  # however long the merger is absent
+    refused, first, second, third = (delivery.entry for delivery in transport.updates(0.0))
+    transport.refuse(epoch, [(refused, REFUSAL)])
+    assert len(mine & chunk_keys(raw, transport.run)) == 9
+    transport.commit(epoch, samples.commit([first, second]))
+    assert len(mine & chunk_keys(raw, transport.run)) == 9
+    transport.commit(epoch, samples.commit([third], round_number=3, trim=[first, third]))
+    assert len(mine & chunk_keys(raw, transport.run)) == 3
+    transport.trim(epoch, [second])
+    assert not mine & chunk_keys(raw, transport.run)
+
+
+class NoTransactions:
+    """A client whose connection breaks just before each transaction."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def pipeline(self, transaction: bool) -> Any:
+        if transaction:
+            raise redis.ConnectionError("the cable was pulled")
+        return self._client.pipeline(transaction=False)
+
+
+def test_an_upload_without_its_pointer_expires(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    before, first = chunk_keys(raw, transport.run), transport.fragment(0)
+    transport._redis = NoTransactions(transport._redis)
+    with pytest.raises(UnreachableError, match="the cable was pulled"):
+        transport.publish(samples.contribution(LARGE), LARGE)
+    with pytest.raises(UnreachableError, match="the cable was pulled"):
+        transport.commit(epoch, samples.commit([], LARGE, outer=LARGE))
+    torn = chunk_keys(raw, transport.run) - before
+    assert len(torn) == 9
+    assert all(0 < raw.ttl(key) <= chunks.ORPHAN_SECONDS for key in torn)
+    assert lasting_chunks(raw, transport.run) == before
+    assert transport.backlog() == 0
+    assert transport.fragment(0) == first
+
+
+def test_a_commit_that_is_said_again_keeps_its_chunks(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    for _ in range(2):
+        transport.commit(epoch, samples.commit([], LARGE, outer=LARGE))
+    wanted = wanted_chunks(raw, transport.run, 2)
+    assert lasting_chunks(raw, transport.run) == wanted
+    assert transport.fragment(0)[1] == transport.outer(0) == LARGE
+
+
+# -- creating -----------------------------------------------------------------------------------------------------
+
+
+def test_two_create_the_same_run_at_the_same_time(
+    connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one has uploaded its chunks by the time that it loses; the winner's must be whole, and must last."""
+    winner, loser = connections(), connections()
+    manifest = samples.manifest(winner.run, width=WIDTH)
+    place = loser._chunks.place
+    raced: list[bool] = []
+
+    def place_late(name: str, payload: bytes) -> dict[str, str | bytes]:
+        if not raced:
+            raced.append(True)
+            winner.create(manifest, samples.first_snapshots(manifest, value=1.0))
+        return place(name, payload)
+
+    monkeypatch.setattr(loser._chunks, "place", place_late)
+    with pytest.raises(RunExistsError):
+        loser.create(manifest, samples.first_snapshots(manifest, value=2.0))
+    assert [winner.fragment(p) for p in (0, 1)] == samples.first_snapshots(manifest, value=1.0)
+    assert lasting_chunks(raw, winner.run) == wanted_chunks(raw, winner.run, 2)
+
+
+def test_a_run_whose_manifest_was_deleted_begins_anew(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    transport.publish(samples.contribution(), b"payload", samples.track())
+    transport.commit(epoch, samples.commit([], cursors={"0": (1, 2)}))
+    transport.register_corpus("site", "1" * 32)
+    transport.ask("a/x")
+    raw.hset(Keys(transport.run).restored, mapping={"number": 3})
+    raw.delete(Keys(transport.run).manifest)
+    manifest = samples.manifest(transport.run)
+    transport.create(manifest, samples.first_snapshots(manifest))
+    assert (transport.tape(9), transport.events(START, 0.0), transport.backlog()) == ([], [], 0)
+    assert (transport.merger_state(), transport.outer(0), transport.books().published) == ("", b"", 0)
+    assert (transport.tracks(START), transport.cursors(), transport.claim_return("a")) == ([], {}, None)
+    assert transport.register_corpus("site", "2" * 32) == "2" * 32
+    assert transport.promise("a/x", "b/y") is False
+    assert transport.fragment(0) == samples.first_snapshots(manifest)[0]
+    transport.release(epoch)
+    assert transport.acquire("another", 1.0) == epoch + 1  # an older merger may still be alive: it stays fenced
+
+
+def test_restoring_leaves_no_chunk_behind(connections: Connect, raw: Any) -> None:
+    made = connections()
+    manifest = samples.manifest(made.run, width=WIDTH)
+    pending = [(samples.contribution(LARGE), LARGE)]
+    client, made._redis = made._redis, NoTransactions(made._redis)
+    with pytest.raises(UnreachableError, match="the cable was pulled"):
+        made.restore(samples.image(manifest, pending, outer=LARGE))
+    assert keys(raw, made.run) == set()  # it looks before it uploads
+    made._redis = client
+    made.restore(samples.image(manifest, pending, outer=LARGE))
+    published = {key for key in chunk_keys(raw, made.run) if ":c:a.x." in key}
+    assert len(published) == 3
+    assert lasting_chunks(raw, made.run) == chunk_keys(raw, made.run) == wanted_chunks(raw, made.run, 2) | published
+    epoch = made.acquire("merger", 60.0)
+    assert epoch is not None
+    (delivery,) = made.updates(0.0)
+    made.commit(epoch, samples.commit([delivery.entry], round_number=3, trim=[delivery.entry]))
+    assert lasting_chunks(raw, made.run) == wanted_chunks(raw, made.run, 2)
+    assert not [key for key in chunk_keys(raw, made.run) if ":c:a.x." in key]
+
+
+def test_a_run_is_created_while_it_is_restored(connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    winner, loser = connections(), connections()
+    manifest = samples.manifest(winner.run, width=WIDTH)
+    prepared = loser._prepared
+
+    def prepared_late(image: Any) -> Callable[[Any], None]:
+        winner.create(manifest, samples.first_snapshots(manifest))
+        return prepared(image)
+
+    monkeypatch.setattr(loser, "_prepared", prepared_late)
+    with pytest.raises(RunExistsError):
+        loser.restore(samples.image(manifest, [(samples.contribution(LARGE), LARGE)], outer=LARGE))
+    assert (winner.backlog(), winner.merger_state(), winner.claim_return("a")) == (0, "", None)
+    assert lasting_chunks(raw, winner.run) == wanted_chunks(raw, winner.run, 2)
+
+
+# -- torn reads ---------------------------------------------------------------------------------------------------
+
+
+def version(number: int) -> bytes:
+    """A payload of some chunks that is unlike its neighbours in each of them, in content and in size."""
+    return bytes([number % 251]) * (3000 + 700 * (number % 5))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_snapshot_is_never_seen_torn(transport: RedisTransport, connections: Connect, epoch: int) -> None:
+    reader, versions = connections(), 200
+    failed: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            for number in range(1, versions + 1):
+                commit = samples.commit([], version(number), 2 * number - 1, outer=version(number))
+                transport.commit(epoch, commit)
+        except BaseException as error:  # noqa: BLE001 - shown by the assertion below
+            failed.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = [0]
+    while seen[-1] < versions and not failed:
+        snapshot, payload = reader.fragment(0)
+        assert (len(payload), digest(payload)) == (snapshot.bytes, snapshot.digest)
+        assert snapshot.version >= seen[-1]
+        seen.append(snapshot.version)
+    thread.join()
+    assert failed == []
+    assert len(set(seen)) > 5
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_reader_that_is_too_slow_reads_the_newer_one(
+    transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the pointer and the chunks the snapshot is replaced, and the old chunks expire."""
+    monkeypatch.setattr(chunks, "PREVIOUS_SECONDS", 0)
+    reader = connections()
+    transport.commit(epoch, samples.commit([], version(1), 1))
+    fetch = reader._chunks.fetch
+    replaced: list[bool] = []
+
+    def fetch_late(raw: Any, size: int) -> bytes:
+        if not replaced:
+            replaced.append(True)
+            transport.commit(epoch, samples.commit([], version(2), 3))
+        return fetch(raw, size)
+
+    monkeypatch.setattr(reader._chunks, "fetch", fetch_late)
+    snapshot, payload = reader.fragment(0)
+    assert (snapshot.version, payload) == (2, version(2))
+    assert replaced
+
+
+def test_the_server_of_last_resort_is_accepted(tmp_path: Path) -> None:
+    with start_server(tmp_path / "redis", find_program("fakeredis")) as fake:
+        transport = connect(fake.url, "none")
+        assert transport.runs() == []
+        transport.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_of_a_snapshot_two_versions_lie_there_and_no_more(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """However fast versions follow each other, memory stays bounded."""
+    counts = []
+    for number in range(1, 8):
+        transport.commit(epoch, samples.commit([], bytes([number]) * 3000, number))
+        counts.append(len([key for key in chunk_keys(raw, transport.run) if ":c:f0." in key]))
+    assert counts == [3, *[6] * 6]
+    assert len([key for key in chunk_keys(raw, transport.run) if ":c:o0." in key]) <= 3
+
+
+# -- steering -------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_lies_where_wishes_should_stands_in_nobodys_way(transport: RedisTransport, raw: Any) -> None:
+    raw.set(Keys(transport.run).control, "no hash")
+    assert transport.control() == {}
+    assert transport.heartbeat(samples.heartbeat()) == ""
+    assert transport.presences()[0].heartbeat == samples.heartbeat()
+    assert transport.lease_shard(["0"], "a/x") is not None
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        transport.steer({"merging": "paused"})
+
+
+def test_whatever_lies_where_notes_should_is_none(transport: RedisTransport, raw: Any) -> None:
+    raw.set(Keys(transport.run).notes, "no stream")
+    assert transport.notes(9) == []
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        transport.note(Note(1.7e9, "a", "joined", "at round 3"))
+
+
+def test_a_heartbeat_that_was_not_taken_is_an_error(transport: RedisTransport, raw: Any) -> None:
+    raw.set(Keys(transport.run).island("a"), "no hash")
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        transport.heartbeat(samples.heartbeat())
+
+
+def test_wishes_and_notes_that_cannot_be_read_hide_no_others(transport: RedisTransport, raw: Any) -> None:
+    keys = Keys(transport.run)
+    raw.hset(keys.control, mapping={b"\xff": b"\xfe", "merging": "paused", "island.a": b"\xff"})
+    assert transport.control() == {"\ufffd": "\ufffd", "merging": "paused", "island.a": "\ufffd"}
+    assert transport.heartbeat(samples.heartbeat()) == "\ufffd"
+    note = Note(1.7e9, "a", "joined", "at round 3")
+    transport.note(note)
+    raw.xadd(keys.notes, {"who": "a", "kind": "left"})
+    transport.note(note)
+    assert transport.notes(9) == [note, note]

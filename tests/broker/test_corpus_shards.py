@@ -1,0 +1,306 @@
+"""Leases and cursors: what is written is read back, cursors only go forwards, each sequence is merged once a pass."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.broker.corpus_shards import (
+    PASSES_MAX,
+    PLACES_MAX,
+    Place,
+    advanced,
+    choose,
+    cursor_text,
+    parse_cursor,
+    parse_places,
+    shard_name,
+)
+from archipelago.broker.errors import WireError
+from archipelago.broker.messages import Contribution, from_fields, to_fields
+from tests import samples
+
+NAMES = st.builds(
+    shard_name, st.just("") | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True), st.integers(0, 9999999)
+)
+PASSES, POSITIONS = st.integers(0, PASSES_MAX - 1), st.integers(0, 10**15 - 1)
+PLACES = st.builds(Place, NAMES, PASSES, POSITIONS) | st.builds(Place, NAMES, PASSES, st.just(0), st.just(True))
+CURSORS = st.tuples(PASSES, POSITIONS)
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(PLACES, max_size=PLACES_MAX))
+def test_places_are_read_back(places: list[Place]) -> None:
+    assert parse_places(" ".join(map(str, places))) == tuple(places)
+
+
+def test_all_places_of_a_contribution_fit_into_it() -> None:
+    longest = Place(shard_name("c" * 64, 9999999), PASSES_MAX - 1, 10**15 - 1)
+    text = " ".join([str(longest)] * PLACES_MAX)
+    assert parse_places(text) == (longest,) * PLACES_MAX
+    contribution = replace(samples.contribution(), data=text)
+    assert from_fields(Contribution, to_fields(contribution)).data == text
+
+
+def test_places_read_as_the_documentation_says() -> None:
+    assert [str(Place("17", 0, 96)), str(Place("17", 0, 96, ended=True)), str(Place("site/17", 2, 5))] == [
+        "17:0:96",
+        "17:0:end",
+        "site/17:2:5",
+    ]
+    assert Place("17", 3, 96).cursor == (3, 96)
+    assert Place("17", 3, 96, ended=True).cursor == (4, 0)
+    assert parse_places("") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "17",
+        "17:0",
+        "17:0:",
+        "17:0:1:2",
+        "17:0:-1",
+        "17:0:END",
+        "17:0:1e3",
+        "017:0:1",  # a second name of shard 17
+        "١٧:0:1",
+        "17:٠:1",
+        "17:0:١",
+        "12345678:0:1",
+        "17:1234567890123:1",
+        "17:0:1234567890123456",
+        "/17:0:1",
+        "site/:0:1",
+        "a/b/17:0:1",
+        ".site/17:0:1",
+        "s" * 65 + "/17:0:1",
+        "17:0:1,18:0:1",
+        "17:0:1\x00",
+        "9" * 100_000,
+        " ".join(["17:0:1"] * (PLACES_MAX + 1)),
+    ],
+)
+def test_what_is_no_place_is_refused_in_few_words(text: str) -> None:
+    with pytest.raises(WireError) as refused:
+        parse_places(text)
+    assert len(str(refused.value)) < 300
+
+
+@given(st.text(max_size=60) | st.from_regex(r"[0-9a/]{1,9}:\d{1,14}:(\d{1,17}|end)", fullmatch=True))
+def test_text_from_outside_is_places_within_bounds_or_refused(text: str) -> None:
+    try:
+        places = parse_places(text)
+    except WireError:
+        return
+    assert parse_places(" ".join(map(str, places))) == places
+    for place in places:
+        assert 0 <= place.pass_number < PASSES_MAX
+        assert 0 <= place.position < 10**15
+        assert place.shard.isascii()
+
+
+@given(CURSORS)
+def test_cursors_are_read_back(cursor: tuple[int, int]) -> None:
+    assert parse_cursor(cursor_text(cursor)) == cursor
+
+
+@pytest.mark.parametrize("text", ["", "1", "1:", "1:-1", "1:2:3", "1:end", "١:0", "1" * 14 + ":0", "1:2 "])
+def test_what_is_no_cursor_is_refused(text: str) -> None:
+    with pytest.raises(WireError):
+        parse_cursor(text)
+
+
+# -- cursors ----------------------------------------------------------------------------------------------------------
+
+FEW = st.sampled_from(["0", "1", "2", "site/0"])
+SMALL = st.integers(0, 3)
+
+
+@given(
+    st.dictionaries(FEW, st.tuples(SMALL, SMALL)),
+    st.lists(st.builds(Place, FEW, SMALL | st.just(PASSES_MAX - 1), SMALL, st.booleans()), max_size=8),
+)
+def test_cursors_go_forwards_only(cursors: dict[str, tuple[int, int]], places: list[Place]) -> None:
+    moved = advanced(cursors, places)
+    for shard, cursor in moved.items():
+        assert cursor > cursors.get(shard, (0, 0))
+        assert cursor[0] < PASSES_MAX
+        assert cursor in [place.cursor for place in places if place.shard == shard]
+    after = {**cursors, **moved}
+    for place in places:
+        assert place.cursor <= after.get(place.shard, (0, 0)) or place.cursor[0] >= PASSES_MAX
+    assert advanced(after, places) == {}
+
+
+@given(CURSORS, st.booleans())
+def test_wherever_a_cursor_comes_to_stand_a_reader_can_say_so(cursor: tuple[int, int], ended: bool) -> None:
+    for pass_number, position in advanced({}, [Place("0", *cursor, ended)]).values():
+        place = Place("0", pass_number, position)
+        assert parse_places(str(place)) == (place,)
+
+
+# -- which shard ------------------------------------------------------------------------------------------------------
+
+ISLANDS = ["a/1", "a/2", "b/1", "c/1"]
+SHARDS = st.lists(st.sampled_from([*map(str, range(6)), "site/0", "site/1"]), unique=True, max_size=8)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[list[str], dict[str, tuple[int, int]], dict[str, str], set[str]]:
+    """Shards, cursors, holders, and which of the holders are gone."""
+    shards = draw(SHARDS)
+    cursors = draw(st.dictionaries(st.sampled_from(shards), st.tuples(SMALL, SMALL))) if shards else {}
+    holders = draw(st.dictionaries(st.sampled_from(shards), st.sampled_from(["", *ISLANDS]))) if shards else {}
+    return shards, cursors, holders, draw(st.sets(st.sampled_from(ISLANDS)))
+
+
+@given(situations())
+def test_a_shard_is_chosen_by_the_rules(
+    situation: tuple[list[str], dict[str, tuple[int, int]], dict[str, str], set[str]],
+) -> None:
+    shards, cursors, holders, gone = situation
+    chosen = choose(shards, cursors, holders, "a/3", gone.__contains__)
+    passes = {name: cursors.get(name, (0, 0))[0] for name in shards}
+    free = [name for name in shards if not holders.get(name) or holders[name] in gone]
+    within = [name for name in free if passes[name] <= min(passes.values()) + 1]
+    if chosen is None:
+        assert not within
+        return
+    assert chosen in within
+    fewest = [name for name in free if passes[name] == passes[chosen]]
+    assert passes[chosen] == min(passes[name] for name in free)
+    own = [name for name in fewest if holders.get(name, "").startswith("a/")]
+    assert chosen == (own or fewest)[0]
+
+
+def test_nothing_is_chosen_from_nothing() -> None:
+    assert choose([], {}, {}, "a/1", lambda _: True) is None
+    assert choose(["0"], {}, {"0": "a/2"}, "a/1", lambda _: False) is None
+
+
+def test_what_one_holds_and_was_never_told_of_is_found_again() -> None:
+    assert choose(["0"], {}, {"0": "a/1"}, "a/1", lambda _: False) == "0"
+
+
+def test_what_one_holds_and_does_not_ask_for_is_looked_at_all_the_same() -> None:
+    """A shard in hand that is a pass behind holds up all others."""
+    assert choose(["1"], {"1": (2, 0)}, {"0": "a/1"}, "a/1", lambda _: False) is None
+
+
+def test_an_island_goes_on_where_its_earlier_incarnation_was() -> None:
+    holders = {"1": "ab/1", "2": "a/1"}
+    assert choose(["0", "1", "2"], {}, holders, "a/2", lambda _: True) == "2"
+    assert choose(["0", "1", "2"], {"2": (1, 0)}, holders, "a/2", lambda _: True) == "0"
+
+
+# -- many islands that die --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reader:
+    """One incarnation of an island."""
+
+    place: Place | None = None
+    unsent: list[tuple[str, int, int]] = field(default_factory=list)
+    """sequences read since the last contribution: shard, pass, number"""
+    held: dict[str, Place] = field(default_factory=dict)
+
+
+@dataclass
+class Simulation:
+    """Islands that read, contribute and die at random, and a merger that merges late."""
+
+    random: Random
+    lengths: Mapping[str, int]
+    """sequences of each shard"""
+    cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
+    holders: dict[str, str] = field(default_factory=dict)
+    readers: dict[str, Reader] = field(default_factory=dict)
+    waiting: deque[tuple[str, str, list[tuple[str, int, int]]]] = field(default_factory=deque)
+    """contributions: by whom, their places, their sequences"""
+    merged: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    deaths: int = 0
+
+    def lease(self, me: str) -> None:
+        wanted = sorted(self.lengths.keys() - {shard for shard, holder in self.holders.items() if holder == me})
+        order = self.random.sample(wanted, len(wanted))
+        chosen = choose(order, self.cursors, self.holders, me, self._gone)
+        if chosen is not None:
+            assert self._gone(self.holders.get(chosen, ""))
+            self.holders[chosen] = me
+            self.readers[me].place = place = Place(chosen, *self.cursors.get(chosen, (0, 0)))
+            assert place.pass_number <= self.slowest() + 1
+
+    def slowest(self) -> int:
+        """The pass that every shard has come to."""
+        return min(self.cursors.get(shard, (0, 0))[0] for shard in self.lengths)
+
+    def _gone(self, holder: str) -> bool:
+        return holder not in self.readers and all(who != holder for who, _, _ in self.waiting)
+
+    def read(self, me: str) -> None:
+        """On in the shard that it has, which may be one that it takes now."""
+        if self.readers[me].place is None:
+            self.lease(me)
+        reader, place = self.readers[me], self.readers[me].place
+        if place is None:
+            return
+        until = min(place.position + self.random.randint(1, 4), self.lengths[place.shard])
+        reader.unsent += [(place.shard, place.pass_number, number) for number in range(place.position, until)]
+        ended = until == self.lengths[place.shard]
+        reader.held[place.shard] = now = Place(place.shard, place.pass_number, 0 if ended else until, ended)
+        reader.place = None if ended else now
+
+    def contribute(self, me: str) -> None:
+        reader = self.readers[me]
+        self.waiting.append((me, " ".join(map(str, reader.held.values())), reader.unsent))
+        reader.unsent = []
+        reader.held = {shard: place for shard, place in reader.held.items() if not place.ended}
+
+    def merge(self) -> None:
+        if not self.waiting:
+            return
+        _, text, sequences = self.waiting.popleft()
+        self.merged.update(sequences)
+        for shard, cursor in advanced(self.cursors, parse_places(text)).items():
+            if cursor[0] > self.cursors.get(shard, (0, 0))[0]:
+                self.holders.pop(shard)
+            self.cursors[shard] = cursor
+
+    def die(self, me: str) -> None:
+        """Another incarnation comes for it."""
+        del self.readers[me]
+        self.deaths += 1
+        self.readers[f"{me.partition('/')[0]}/{self.deaths}"] = Reader()
+
+    def step(self) -> None:
+        me = self.random.choice(sorted(self.readers))
+        deed = self.random.choices([self.read, self.contribute, self.die], [10, 5, 1])[0]
+        deed(me)
+        if self.random.random() < 0.4:
+            self.merge()
+
+
+@pytest.mark.parametrize("islands", [1, 3, 12])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_completed_pass_merges_each_sequence_once_whoever_dies(islands: int, seed: int) -> None:
+    random = Random(seed)
+    lengths = {str(number): random.randint(1, 40) for number in range(12)}
+    simulation = Simulation(random, lengths, readers={f"i{number}/0": Reader() for number in range(islands)})
+    while simulation.slowest() < 3:
+        simulation.step()
+    assert simulation.deaths > 5
+    for shard, count in lengths.items():
+        pass_number, position = simulation.cursors[shard]
+        expected = {(shard, done, number): 1 for done in range(pass_number) for number in range(count)}
+        expected |= {(shard, pass_number, number): 1 for number in range(position)}
+        assert {key: times for key, times in simulation.merged.items() if key[0] == shard} == expected

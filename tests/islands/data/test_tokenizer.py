@@ -1,0 +1,116 @@
+"""Tokenizers: every text comes back from its tokens, a byte's token is the byte, the same text makes the same file."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.broker.errors import ConfigError, DataError
+from archipelago.islands.data import tokenizer
+from archipelago.islands.data.tokenizer import TextTokenizer, of_bytes, pieces, trained
+
+LINES = [f"{n} islands, {n * n % 97} ships; häfen, 港\n" for n in range(400)]
+LEARNT = trained(LINES, 400)
+BYTES = of_bytes()
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(TEXTS)
+def test_tokens_of_bytes_are_the_bytes(text: str) -> None:
+    assert BYTES.encode(text) == list(text.encode())
+
+
+@given(TEXTS)
+def test_every_text_comes_back(text: str) -> None:
+    for each in (BYTES, LEARNT):
+        tokens = each.encode(text)
+        assert each.bytes_of(tokens) == text.encode()
+        assert "".join(each.decoded(tokens)) == text
+
+
+@given(st.binary())
+def test_bytes_that_are_no_text_are_shown_with_replacement(data: bytes) -> None:
+    assert "".join(BYTES.decoded(data)) == data.decode("utf-8", "replace")
+
+
+def test_a_character_of_several_tokens_comes_with_the_last() -> None:
+    assert list(BYTES.decoded("ä!".encode())) == ["", "ä", "!", ""]
+    assert list(BYTES.decoded("ä".encode()[:1])) == ["", "\ufffd"]
+
+
+def test_learning_finds_what_is_frequent_and_the_same_again() -> None:
+    assert LEARNT.vocabulary == 400
+    assert len(LEARNT.encode(LINES[7])) < len(LINES[7].encode()) / 2
+    again = trained(LINES, 400)
+    assert (again.digest, again.to_json()) == (LEARNT.digest, LEARNT.to_json())
+    assert trained(LINES[:-1] + ["something else entirely\n"] * 9, 400).digest != LEARNT.digest
+
+
+def test_a_text_with_too_few_pairs_is_told_how_many() -> None:
+    with pytest.raises(DataError, match=r"gives 258 tokens, not the 300.*bpe:258"):
+        trained(["aa aa aa"], 300)
+
+
+def test_a_file_is_the_same_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / tokenizer.FILE
+    path.write_text(LEARNT.to_json(), encoding="utf-8")
+    found = tokenizer.from_file(path)
+    assert found.digest == LEARNT.digest
+    assert found.encode(LINES[3]) == LEARNT.encode(LINES[3])
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "{}", "null", '{"model": {"type": "BPE"}}', "\ud800".encode("utf-8", "surrogatepass")]
+)
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path, content: str | bytes) -> None:
+    path = tmp_path / tokenizer.FILE
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        tokenizer.from_file(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        tokenizer.from_file(tmp_path / "absent")
+
+
+def test_a_tokenizer_of_words_is_refused() -> None:
+    from tokenizers import Tokenizer, models
+
+    with pytest.raises(DataError, match="not of the byte-level kind"):
+        TextTokenizer(Tokenizer(models.WordLevel({"two words": 0, "[UNK]": 1}, unk_token="[UNK]")))
+
+
+@pytest.mark.parametrize(("spec", "size"), [("bpe:257", 257), ("bpe:16384", 16384), (f"bpe:{1 << 20}", 1 << 20)])
+def test_a_spec_names_a_size(spec: str, size: int) -> None:
+    assert tokenizer.vocabulary_of(spec) == size
+
+
+@pytest.mark.parametrize("spec", ["", "bpe", "bpe:", "bpe:256", "bpe:-1", "bpe:1e4", "word:1000", "bpe:99999999999"])
+def test_a_wrong_spec_is_told_the_form(spec: str) -> None:
+    with pytest.raises(ConfigError, match="Write bpe:V"):
+        tokenizer.vocabulary_of(spec)
+
+
+@pytest.mark.parametrize(("size", "name"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")])
+def test_the_smallest_integer_that_holds_a_token(size: int, name: str) -> None:
+    assert tokenizer.dtype_of(size) == np.dtype(name)
+
+
+@given(TEXTS, st.integers(4, 12), st.integers(0, 5))
+def test_pieces_are_the_text(text: str, piece_bytes: int, more: int) -> None:
+    data = text.encode()
+    stream = io.BytesIO(data + b"x" * more)
+    found = list(pieces(stream, len(data), piece_bytes))
+    assert "".join(found) == text
+    assert stream.tell() == len(data)
+
+
+def test_pieces_end_after_a_line() -> None:
+    assert list(pieces(io.BytesIO(b"one\ntwo\nthree"), 13, 6)) == ["one\n", "two\n", "three"]
+
+
+def test_a_stream_that_ends_early_ends_the_pieces() -> None:
+    assert "".join(pieces(io.BytesIO(b"abcdef"), 10, 4)) == "abcdef"

@@ -1,0 +1,118 @@
+"""Our transformer under Llama's names computes what Llama does: against a forward pass in numpy, of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from archipelago.broker.config import ModelConfig
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.models import llama
+from archipelago.islands.models.layers import Size
+from archipelago.islands.models.registry import BUILDERS, SIZES, build
+
+Doubles = NDArray[np.float64]
+
+
+def llama_logits(weights: dict[str, Doubles], config: dict[str, Any], tokens_T: NDArray[np.int64]) -> Doubles:
+    """Float64 logits [T, V]: as Hugging Face's `LlamaForCausalLM` has it, from its tensors and its config alone."""
+    heads, size = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
+    time = len(tokens_T)
+    angle = np.arange(time)[:, None] / config["rope_theta"] ** (np.arange(0, size, 2) / size)
+    cosine, sine = (np.concatenate([part, part], axis=1)[:, None, :] for part in (np.cos(angle), np.sin(angle)))
+
+    def norm(x: Doubles, name: str) -> Doubles:
+        scaled: Doubles = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config["rms_norm_eps"])
+        return np.multiply(scaled, weights[name])
+
+    def turned(x: Doubles) -> Doubles:
+        low, high = np.split(x, 2, axis=-1)
+        both: Doubles = x * cosine + np.concatenate([-high, low], axis=-1) * sine
+        return both
+
+    def project(x: Doubles, name: str) -> Doubles:
+        return x @ weights[name].T
+
+    x = weights["model.embed_tokens.weight"][tokens_T]
+    hidden = np.triu(np.full((time, time), -np.inf), 1)
+    for number in range(config["num_hidden_layers"]):
+        at = f"model.layers.{number}."
+        y = norm(x, at + "input_layernorm.weight")
+        q, k, v = (project(y, f"{at}self_attn.{part}_proj.weight").reshape(time, heads, size) for part in "qkv")
+        scores = np.einsum("tnd,snd->nts", turned(q), turned(k)) / np.sqrt(size) + hidden
+        share = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        share /= share.sum(axis=-1, keepdims=True)
+        x = x + project(np.einsum("nts,snd->tnd", share, v).reshape(time, -1), at + "self_attn.o_proj.weight")
+        y = norm(x, at + "post_attention_layernorm.weight")
+        gate = project(y, at + "mlp.gate_proj.weight")
+        x = x + project(gate / (1 + np.exp(-gate)) * project(y, at + "mlp.up_proj.weight"), at + "mlp.down_proj.weight")
+    return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].T
+
+
+@pytest.mark.parametrize("vocabulary", [256, 300])
+def test_the_same_logits_as_llama(vocabulary: int) -> None:
+    model = build(ModelConfig("tiny", vocabulary), jnp.float32)
+    # Fresh scales are all 1, and would hide whose is whose.
+    rng = np.random.default_rng(0)
+    params = {n: p * (1 + 0.3 * jnp.asarray(rng.normal(size=p.shape), jnp.float32)) for n, p in model.init(1).items()}
+    weights = {}
+    for name, value in params.items():
+        place = llama.to_llama(name)
+        weights[place.name] = np.asarray(value.T if place.transposed else value, np.float64)
+    tokens_T = rng.integers(0, vocabulary, 50)
+    config = llama.config_of(SIZES["tiny"], vocabulary, 128, "float32")
+    ours = np.asarray(model.logits(params, jnp.asarray(tokens_T[None], jnp.int32)))[0]
+    np.testing.assert_allclose(ours, llama_logits(weights, config, tokens_T), atol=3e-5)
+    assert np.abs(ours).max() > 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_names_go_there_and_back(size: str) -> None:
+    names = [tensor.name for tensor in build(size).tensors]
+    there = [llama.to_llama(name) for name in names]
+    assert len({place.name for place in there}) == len(names)
+    assert [llama.from_llama(place.name) for place in there] == [
+        llama.Place(name, place.transposed) for name, place in zip(names, there, strict=True)
+    ]
+    assert [llama.from_llama(name) for name in names] == [llama.Place(name, False) for name in names]
+
+
+@pytest.mark.parametrize("size", sorted(BUILDERS.keys() - SIZES.keys()))
+def test_what_is_no_llama_has_no_such_names(size: str) -> None:
+    with pytest.raises(KeyError):
+        [llama.to_llama(tensor.name) for tensor in build(size).tensors]
+
+
+def test_a_config_tells_the_size() -> None:
+    for size in SIZES.values():
+        assert llama.size_of(llama.config_of(size, 256, 128, "float32")) == size
+
+
+OURS = llama.config_of(Size(width=64, layers=2, heads=2, hidden=176), 256, 128, "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 and not 1e-06"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type is 'llama3'"),
+        ({"rope_parameters": "wide"}, "rope_type is 'unknown'"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1 and not 2"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+        ({"hidden_size": None}, "describes no Llama"),
+        ({"hidden_size": float("inf")}, "describes no Llama"),
+        ({"hidden_size": 0}, "sizes cannot be"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "sizes cannot be"),
+        ({"intermediate_size": "wide"}, "describes no Llama"),
+    ],
+)
+def test_another_llama_is_told_apart(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        llama.size_of({**OURS, **change})

@@ -1,0 +1,110 @@
+"""Writing: the memory gives what the model would compute anew, and tokens are chosen as it was asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from archipelago.islands.models import moe
+from archipelago.islands.models.interface import Decoder, Model
+from archipelago.islands.models.layers import Size
+from archipelago.islands.models.moe import Routing
+from archipelago.islands.models.registry import build
+from archipelago.islands.models.sampling import Sampling, choose, continuation
+
+GREEDY = Sampling(temperature=0.0)
+LOGITS_V = jnp.log(jnp.asarray([0.1, 0.4, 0.05, 0.3, 0.15], jnp.float32))
+
+
+def decoder_of(model: Model) -> Decoder:
+    assert model.decoder is not None
+    return model.decoder
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Model:
+    return build("tiny", jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return np.random.default_rng(3).integers(0, 256, 40).tolist()  # type: ignore[no-any-return]
+
+
+ROOMY = moe.transformer((Size(width=32, layers=2, heads=2, hidden=24), Routing(4, 2, capacity_factor=2.0)), jnp.float32)
+"""has a slot for every token, whatever they choose: else who is left out depends on how many are read together"""
+
+
+@pytest.mark.parametrize("model", [build("tiny", jnp.float32), ROOMY], ids=["dense", "experts"])
+def test_reading_on_gives_the_logits_of_reading_anew(model: Model, text: list[int]) -> None:
+    params, decoder = model.init(0), decoder_of(model)
+    expected = np.asarray(model.logits(params, jnp.asarray([text], jnp.int32)))[0]
+    extend = jax.jit(decoder.extend)
+    memory = decoder.empty(len(text))
+    first = jnp.asarray([text[:9] + [7] * 7], jnp.int32)  # what fills up the shape is not read
+    logits_1xV, memory = extend(params, memory, first, jnp.int32(9))
+    np.testing.assert_allclose(logits_1xV[0], expected[8], atol=2e-5)
+    for place in range(9, len(text)):
+        logits_1xV, memory = extend(params, memory, jnp.asarray([[text[place]]], jnp.int32), jnp.int32(1))
+        np.testing.assert_allclose(logits_1xV[0], expected[place], atol=2e-5)
+    assert int(memory.length) == len(text)
+
+
+def naive(model: Model, prompt: list[int], context: int, count: int) -> list[int]:
+    """The most probable tokens, each from all that is seen, read anew."""
+    params, logits, seen, window = model.init(0), jax.jit(model.logits), list(prompt), len(prompt)
+    for _ in range(count):
+        if window > context:
+            window = context // 2
+        tokens_1xT = np.zeros((1, 64), np.int32)  # what comes later changes nothing before it
+        tokens_1xT[0, :window] = seen[-window:]
+        seen.append(int(jnp.argmax(logits(params, tokens_1xT)[0, window - 1])))
+        window += 1
+    return seen[len(prompt) :]
+
+
+@pytest.mark.parametrize(("prompt_length", "context"), [(1, 64), (5, 16), (16, 16), (40, 16), (3, 2)])
+def test_text_goes_on_past_the_context(tiny: Model, text: list[int], prompt_length: int, context: int) -> None:
+    prompt = text[:prompt_length]
+    found = list(islice(continuation(decoder_of(tiny), tiny.init(0), prompt, context, GREEDY, 0), 30))
+    assert found == naive(tiny, prompt, context, 30)
+
+
+def test_a_seed_repeats_the_text(tiny: Model, text: list[int]) -> None:
+    def written(seed: int) -> list[int]:
+        return list(islice(continuation(decoder_of(tiny), tiny.init(0), text, 64, Sampling(), seed), 20))
+
+    assert written(1) == written(1)
+    assert written(1) != written(2)
+
+
+def frequencies(sampling: Sampling, count: int = 4000) -> dict[int, float]:
+    keys = jax.random.split(jax.random.key(0), count)
+    chosen = jax.vmap(lambda key: choose(LOGITS_V, key, sampling))(keys)
+    return {token: times / count for token, times in sorted(Counter(np.asarray(chosen).tolist()).items())}
+
+
+def test_chances_are_those_of_the_logits() -> None:
+    found = frequencies(Sampling(temperature=1.0))  # of keys from seed 0
+    assert found == pytest.approx({0: 0.1, 1: 0.4, 2: 0.05, 3: 0.3, 4: 0.15}, abs=0.03)
+    flat = frequencies(Sampling(temperature=100.0))
+    assert flat == pytest.approx(dict.fromkeys(range(5), 0.2), abs=0.03)
+
+
+def test_only_the_most_probable_are_chosen() -> None:
+    assert frequencies(GREEDY) == {1: 1.0}
+    assert frequencies(Sampling(temperature=1.0, top_k=2)) == pytest.approx({1: 4 / 7, 3: 3 / 7}, abs=0.03)
+    assert frequencies(Sampling(temperature=1.0, top_k=1)) == {1: 1.0}
+    assert set(frequencies(Sampling(temperature=1.0, top_k=99))) == set(range(5))
+
+
+def test_only_the_nucleus_is_chosen() -> None:
+    assert frequencies(Sampling(temperature=1.0, top_p=0.35)) == {1: 1.0}
+    assert frequencies(Sampling(temperature=1.0, top_p=0.6)) == pytest.approx({1: 4 / 7, 3: 3 / 7}, abs=0.03)
+    assert set(frequencies(Sampling(temperature=1.0, top_p=0.8))) == {1, 3, 4}
+    assert set(frequencies(Sampling(temperature=1.0, top_k=2, top_p=0.99))) == {1, 3}

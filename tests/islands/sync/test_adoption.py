@@ -1,0 +1,75 @@
+"""The adopt rules by hand, and carry's promise to change no bit."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import AdoptConfig
+from archipelago.islands.sync.adoption import AdoptRule, blend, build, carry, overwrite
+
+# No subnormals, and none can come out of differences: they count as zero.
+ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-60, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
+VECTOR = arrays(np.float32, 5, elements=ELEMENTS)
+NEW = jnp.array([10.0, 20.0, 30.0], jnp.float32)
+OWN = jnp.array([1.0, 2.0, 3.0], jnp.float32)
+REFERENCE = jnp.array([2.0, 2.0, 2.0], jnp.float32)
+compiled_carry = jax.jit(carry)
+
+
+def both(pair: tuple[jax.Array, jax.Array]) -> tuple[list[float], list[float]]:
+    own_N, reference_N = pair
+    return own_N.tolist(), reference_N.tolist()
+
+
+def test_the_config_and_the_registry_name_the_same_rules() -> None:
+    for name in get_args(get_type_hints(AdoptConfig)["rule"]):
+        assert isinstance(build(AdoptConfig(rule=name)), AdoptRule)
+
+
+def test_overwrite_takes_the_snapshot_and_drops_the_rest() -> None:
+    assert both(overwrite(NEW, OWN, REFERENCE)) == ([10.0, 20.0, 30.0], [10.0, 20.0, 30.0])
+
+
+def test_carry_adds_what_no_contribution_holds() -> None:
+    # 10 + (1 − 2), 20 + (2 − 2), 30 + (3 − 2)
+    assert both(carry(NEW, OWN, REFERENCE)) == ([9.0, 20.0, 31.0], [10.0, 20.0, 30.0])
+
+
+@pytest.mark.parametrize(
+    ("share", "mixed"), [(0.25, [7.75, 15.5, 23.25]), (0.0, [10.0, 20.0, 30.0]), (1.0, [1.0, 2.0, 3.0])]
+)
+def test_blend_keeps_its_share_of_the_own_parameters(share: float, mixed: list[float]) -> None:
+    assert both(blend(share)(NEW, OWN, REFERENCE)) == (mixed, mixed)  # ¾·10 + ¼·1 = 7.75 …
+    assert both(build(AdoptConfig(rule="blend", blend=share)).adopt(NEW, OWN, REFERENCE)) == (mixed, mixed)
+
+
+def test_only_carry_keeps_progress() -> None:
+    keeps = {name: build(AdoptConfig(rule=name)).keeps_progress for name in ("overwrite", "blend", "carry")}
+    assert keeps == {"overwrite": False, "blend": False, "carry": True}
+
+
+@given(VECTOR, VECTOR)
+def test_carrying_onto_what_was_sent_changes_no_bit(own_N: Vector, reference_N: Vector) -> None:
+    carried_N, next_N = compiled_carry(jnp.asarray(reference_N), jnp.asarray(own_N), jnp.asarray(reference_N))
+    assert np.asarray(carried_N).tobytes() == own_N.tobytes()
+    assert np.asarray(next_N).tobytes() == reference_N.tobytes()
+
+
+@given(VECTOR, VECTOR, VECTOR)
+def test_carry_keeps_the_unsent_progress(new_N: Vector, own_N: Vector, reference_N: Vector) -> None:
+    carried_N, next_N = compiled_carry(jnp.asarray(new_N), jnp.asarray(own_N), jnp.asarray(reference_N))
+    before = reference_N.astype(np.float64) - own_N
+    after = np.asarray(next_N, np.float64) - np.asarray(carried_N)
+    # Two float32 roundings, each of half a unit in the last place of what it rounds.
+    scale = np.abs(new_N.astype(np.float64)) + np.abs(own_N) + np.abs(reference_N)
+    assert (np.abs(after - before) <= 2.0**-22 * scale).all()

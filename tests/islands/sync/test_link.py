@@ -1,0 +1,1106 @@
+"""The background link: the training thread never waits for it, and what it carries arrives once and in order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from archipelago.broker.corpus_shards import Place
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import Call, Contribution, Event, Heartbeat, Marker, Refusal, Resume, Snapshot, Track
+from archipelago.broker.transport import Commit, Memory
+from archipelago.broker.wire import digest, pack, unpack
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.sync import link as link_module
+from archipelago.islands.sync.link import Arrival, Draft, Link, Published
+from archipelago.islands.sync.recovery import Gift, decode
+from archipelago.islands.worker import Island, train
+from archipelago.merger.service import Merger
+from tests import samples
+from tests.conftest import Until
+from tests.islands import tiny
+
+SIZE = 32
+"""elements of either fragment of the sample run"""
+
+
+class Sea(MemoryTransport):
+    """A transport on which every call can be made to hang, to fail, or to do something more."""
+
+    def __init__(self, broker: MemoryBroker, run: str) -> None:
+        super().__init__(broker, run)
+        self.calm = threading.Event()
+        self.calm.set()
+        self.outage: Exception | None = None
+        self.hanging = 0
+        self.lock = threading.Lock()
+        self.before_publish_returns: Callable[[], None] = lambda: None
+        self.room: Memory | None = None
+        """what the broker says of its memory"""
+        self.torn = 0
+        """so many fragments are handed out damaged"""
+
+    def _pass(self) -> None:
+        if not self.calm.is_set():
+            with self.lock:
+                self.hanging += 1
+            self.calm.wait()
+        if self.outage is not None:
+            raise self.outage
+
+    def publish(self, contribution: Contribution, payload: bytes, track: Track | None = None) -> str:
+        self._pass()
+        entry = super().publish(contribution, payload, track)
+        self.before_publish_returns()
+        return entry
+
+    def holds(self, entry: str) -> bool:
+        self._pass()
+        return super().holds(entry)
+
+    def heartbeat(self, heartbeat: Heartbeat) -> str:
+        self._pass()
+        return super().heartbeat(heartbeat)
+
+    def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
+        self._pass()
+        return super().lease_shard(shards, me)
+
+    def memory(self) -> Memory:
+        self._pass()
+        return self.room or super().memory()
+
+    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
+        self._pass()
+        return super().events(after, block_seconds, count)
+
+    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+        self._pass()
+        snapshot, payload = super().fragment(fragment, account=account)
+        if self.torn:
+            self.torn -= 1
+            return snapshot, payload[:-1] + b"?"
+        return snapshot, payload
+
+
+class Shore:
+    """The other end: a broker with a run on it, the merger's side played by the test."""
+
+    def __init__(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
+        self.manifest = manifest
+        self.broker = MemoryBroker()
+        self.transport = self.broker.connect(manifest.run)
+        self.transport.create(manifest, snapshots)
+        self.epoch = self.transport.acquire("merger", 1e6) or 0
+        self.seas: list[Sea] = []
+        self.links: list[Link] = []
+
+    def link(self, who: str = "a/x") -> Link:
+        """An island's link, that has joined."""
+        sea = Sea(self.broker, self.manifest.run)
+        link = Link(sea, self.manifest, who)
+        link.join()
+        self.seas.append(sea)
+        self.links.append(link)
+        return link
+
+    @property
+    def sea(self) -> Sea:
+        return self.seas[-1]
+
+    def call(self, number: int) -> Call:
+        call = Call(number, (number - 1) % 2)
+        self.transport.announce(self.epoch, call)
+        return call
+
+    def resume(self, number: int) -> Resume:
+        resume = Resume(number, self.epoch)
+        self.transport.announce(self.epoch, resume)
+        return resume
+
+    def close(self, number: int, value: float, *merged: Contribution) -> Snapshot:
+        """A round closes: its fragment is all `value` now."""
+        payload = pack(np.full(SIZE, value, np.float32), "float32", 1)
+        plain = samples.commit([], payload, number)
+        snapshot = replace(plain.snapshot, fragment=(number - 1) % 2, merged=" ".join(c.identity_text for c in merged))
+        entries = [d.entry for d in self.deliveries() if d.contribution in merged]
+        self.transport.commit(self.epoch, Commit(snapshot, payload, b"", "{}", plain.tape, entries, 0))
+        return snapshot
+
+    def refuse(self, contribution: Contribution, *, repeat: bool = False) -> Refusal:
+        c = contribution
+        refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, "no", repeat)
+        entry = next(d.entry for d in self.deliveries() if d.contribution == contribution)
+        self.transport.refuse(self.epoch, [(entry, refusal)])
+        return refusal
+
+    def deliveries(self) -> list[Any]:
+        """All that is published and not ended."""
+        self.transport.updates(0.0)
+        return self.transport.unacknowledged()
+
+    def published(self) -> list[Contribution]:
+        return [delivery.contribution for delivery in self.deliveries()]
+
+    def forget(self, entry: str) -> None:
+        """What a server that crashed may do to what it had acknowledged."""
+        del self.broker.runs[self.manifest.run].updates[int(entry.split("-")[0])]
+
+
+@pytest.fixture
+def shore(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shore]:
+    """A sample run. Afterwards nothing hangs any more, and no thread is left."""
+    monkeypatch.setattr(link_module, "RETRY_SECONDS", (0.001, 0.002))
+    monkeypatch.setattr(link_module, "BLOCK_SECONDS", 0.01)
+    monkeypatch.setattr(link_module, "HEARTBEAT_SECONDS", 0.01)
+    manifest = samples.manifest()
+    made = Shore(manifest, samples.first_snapshots(manifest))
+    yield made
+    _put_away(made)
+
+
+def _put_away(shore: Shore) -> None:
+    for sea in shore.seas:
+        sea.outage = None
+        sea.calm.set()
+    for link in shore.links:
+        link.stop(30.0)
+        assert not any(thread.is_alive() for thread in link._threads)
+
+
+def draft(number: int, sequence: int | None = None) -> Draft:
+    """A contribution to that round, all of whose elements are its number."""
+    sequence = number if sequence is None else sequence
+    contribution = samples.contribution(round=number, fragment=(number - 1) % 2, sequence=sequence, bytes=0)
+    return Draft(replace(contribution, digest=""), (jnp.full(SIZE, float(number), jnp.float32),), SIZE)
+
+
+def heard(link: Link) -> tuple[list[Event], list[Arrival]]:
+    """Events and snapshots that have come since the last time."""
+    news = link.take()
+    return news.events, news.arrivals
+
+
+def at_once(work: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """Its result; fails, instead of hanging with it, when it hangs. How long it may take only a hang exceeds."""
+    out: list[Any] = []
+
+    def keep() -> None:
+        try:
+            out.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by the test's own thread
+            out.append(error)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert out, f"it still hangs after {seconds:.0f} s"
+    if isinstance(out[0], BaseException):
+        raise out[0]
+    return out[0]
+
+
+# -- without threads -----------------------------------------------------------------------------------------------
+
+
+def test_joining_brings_all_fragments_and_a_place_in_the_stream(shore: Shore) -> None:
+    shore.call(1)
+    closed = shore.close(1, 7.0)
+    link = Link(Sea(shore.broker, "sample"), shore.manifest)
+    first, second = link.join()
+    assert (first.snapshot, first.params_N.tolist()) == (closed, [7.0] * SIZE)
+    assert (second.snapshot.version, second.params_N.tolist()) == (0, [0.0] * SIZE)
+    later = shore.call(2)
+    link.pump()
+    assert heard(link) == ([later], [])
+    assert link.bytes_down == shore.transport.books().bytes_down
+
+
+def test_nothing_that_happens_while_joining_is_missed(shore: Shore) -> None:
+    sea = Sea(shore.broker, "sample")
+    link = Link(sea, shore.manifest)
+    snapshot = sea.fragment
+
+    def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+        if fragment == 1:
+            shore.close(1, 5.0)
+        return snapshot(fragment, account=account)
+
+    sea.fragment = closes_meanwhile  # type: ignore[method-assign]
+    link.join()
+    sea.fragment = snapshot  # type: ignore[method-assign]
+    link.pump()
+    events, (arrival,) = heard(link)
+    assert [event.round for event in events] == [1]
+    assert arrival.params_N.tolist() == [5.0] * SIZE
+
+
+def test_what_is_sent_is_published_in_order_with_its_bytes_and_digest(shore: Shore) -> None:
+    link = shore.link()
+    for number in (1, 2, 3):
+        link.send(draft(number))
+    assert link.backlog == 3
+    link.pump()
+    assert [d.contribution.round for d in shore.deliveries()] == [1, 2, 3]
+    for delivery in shore.deliveries():
+        assert delivery.contribution.bytes == len(delivery.payload)
+        assert delivery.contribution.digest == digest(delivery.payload)
+        assert unpack(delivery.payload, SIZE).tolist() == [float(delivery.contribution.round)] * SIZE
+    assert (link.backlog, link.sent) == (0, 3)
+    assert link.bytes_up == shore.transport.books().bytes_up
+
+
+def test_events_come_in_order_and_of_each_fragment_only_the_newest_snapshot(shore: Shore) -> None:
+    link = shore.link()
+    happened: list[Event] = [shore.call(1), shore.close(1, 1.0), shore.close(2, 2.0), shore.close(3, 3.0)]
+    link.pump()
+    events, arrivals = heard(link)
+    assert events == happened
+    assert {a.snapshot.round: a.params_N[0] for a in arrivals} == {3: 3.0, 2: 2.0}
+    assert heard(link) == ([], [])
+
+
+def test_what_is_announced_while_a_fragment_comes_is_heard_at_once(shore: Shore, monkeypatch: Any) -> None:
+    """On a thin link a snapshot takes longer than rounds do; the newer one of the same fragment is not forgotten."""
+    link = shore.link()
+    fragment = shore.sea.fragment
+    meanwhile = [lambda: shore.close(3, 3.0)]
+
+    def slow(p: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+        found = fragment(p, account=account)
+        while meanwhile:
+            meanwhile.pop()()
+        return found
+
+    monkeypatch.setattr(shore.sea, "fragment", slow)
+    shore.close(1, 1.0)
+    shore.close(2, 2.0)
+    link.pump_receive()
+    events, arrivals = heard(link)
+    assert [event.round for event in events if isinstance(event, Snapshot)] == [1, 2, 3]
+    assert {a.snapshot.fragment: float(a.params_N[0]) for a in arrivals} == {0: 1.0, 1: 2.0}
+    link.pump_receive()
+    assert [(a.snapshot.round, float(a.params_N[0])) for a in heard(link)[1]] == [(3, 3.0)]
+    link.pump_receive()
+    assert heard(link) == ([], [])
+
+
+def test_an_older_arrival_that_nobody_took_gives_way_to_the_newer(shore: Shore) -> None:
+    link = shore.link()
+    shore.close(1, 1.0)
+    link.pump()
+    shore.close(3, 3.0)
+    link.pump()
+    events, arrivals = heard(link)
+    assert [event.round for event in events] == [1, 3]
+    assert [a.snapshot.round for a in arrivals] == [3]
+
+
+def test_the_newest_heartbeat_goes_out(shore: Shore) -> None:
+    link = shore.link()
+    link.pump()
+    assert shore.transport.presences() == []
+    for steps in (1, 2):
+        link.beat(samples.heartbeat(steps=steps))
+    link.pump()
+    (presence,) = shore.transport.presences()
+    assert presence.heartbeat.steps == 2
+
+
+def test_a_snapshot_that_is_damaged_is_fetched_again(shore: Shore) -> None:
+    link = shore.link()
+    shore.close(1, 1.0)
+    shore.sea.torn = 1
+    link.pump_heartbeat()
+    with pytest.raises(Exception, match="not the announced one"):
+        link.pump_receive()
+    events, arrivals = heard(link)
+    assert (len(events), arrivals) == (1, [])
+    link.pump_receive()
+    assert [a.params_N[0] for a in link.take().arrivals] == [1.0]
+    had = link.bytes_down
+    link.pump_receive()
+    assert (heard(link), link.bytes_down) == (([], []), had)  # and not once more
+
+
+def test_an_outage_is_told_and_loses_nothing(shore: Shore) -> None:
+    link = shore.link()
+    link.send(draft(1))
+    link.pump()
+    shore.sea.outage = UnreachableError("nobody answers")
+    for number in (2, 3):
+        link.send(draft(number))
+        link.beat(samples.heartbeat(steps=number))
+        link.pump()
+    happened: list[Event] = [shore.call(2), shore.close(1, 1.0), shore.close(2, 2.0)]
+    link.pump()
+    assert link.trouble == "nobody answers"
+    assert heard(link) == ([], [])
+    assert link.backlog == 2
+    shore.sea.outage = None
+    link.pump()
+    assert link.trouble == ""
+    assert [c.round for c in shore.published()] == [1, 2, 3]
+    events, arrivals = heard(link)
+    assert events == happened
+    assert [a.snapshot.round for a in arrivals] == [1, 2]
+    assert shore.transport.presences()[0].heartbeat.steps == 3
+
+
+# -- until the merger has decided ----------------------------------------------------------------------------------
+
+
+def test_a_contribution_is_unresolved_until_it_is_merged_or_refused(shore: Shore) -> None:
+    link = shore.link()
+    for number in (1, 2, 3):
+        link.send(draft(number))
+        assert link.unresolved_rounds() == set(range(1, number + 1))  # queued ones too
+    link.pump()
+    first, second, third = shore.published()
+    shore.close(1, 1.0, first)
+    shore.refuse(third)
+    link.pump()
+    assert link.unresolved_rounds() == {2}
+    shore.close(2, 1.0)  # without it: it waits for a later one
+    link.pump()
+    assert link.unresolved_rounds() == {2}
+    shore.close(4, 1.0, second)
+    link.pump()
+    assert link.unresolved_rounds() == set()
+
+
+def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(shore: Shore) -> None:
+    link = shore.link()
+    link.send(draft(1))
+    link.pump()
+    (sent,) = shore.published()
+    shore.transport.publish(sent, b"again")
+    shore.refuse(sent, repeat=True)
+    link.pump()
+    assert link.unresolved_rounds() == {1}
+
+
+def test_what_a_broker_lost_is_sent_again_once_when_a_merger_resumes(shore: Shore) -> None:
+    link = shore.link()
+    for number in (1, 2, 3):
+        link.send(draft(number))
+    link.pump()
+    first, lost, _ = shore.deliveries()
+    shore.close(1, 1.0, first.contribution)
+    shore.forget(lost.entry)
+    link.pump()
+    assert [c.round for c in shore.published()] == [3]
+    shore.resume(1)
+    link.pump()
+    assert [c.round for c in shore.published()] == [3, 2]
+    assert shore.deliveries()[1].contribution == lost.contribution
+    assert shore.deliveries()[1].payload == lost.payload
+    shore.resume(1)
+    link.pump()
+    assert len(shore.deliveries()) == 2
+
+
+def test_what_was_lost_is_sent_when_an_outage_that_cut_it_short_is_over(shore: Shore) -> None:
+    link = shore.link()
+    for number in (1, 2):
+        link.send(draft(number))
+    link.pump()
+    for delivery in shore.deliveries():
+        shore.forget(delivery.entry)
+    resume = shore.resume(0)
+    hears, shore.sea.outage = shore.sea.events, UnreachableError("nobody answers")
+
+    def only_events_come_through(*arguments: Any) -> Any:
+        shore.sea.outage = None
+        found = hears(*arguments)
+        shore.sea.outage = UnreachableError("nobody answers")
+        return found
+
+    shore.sea.events = only_events_come_through  # type: ignore[method-assign, assignment]
+    link.pump()
+    assert shore.published() == []
+    shore.sea.events, shore.sea.outage = hears, None  # type: ignore[method-assign]
+    link.pump()
+    assert heard(link) == ([resume], [])
+    assert [c.round for c in shore.published()] == [1, 2]
+
+
+def test_what_was_decided_before_we_hear_of_a_resume_is_not_sent_again(shore: Shore) -> None:
+    """The merger took it up, merged it, and let its entry go, before we came to hear anything."""
+    link = shore.link()
+    link.send(draft(1))
+    link.pump()
+    (delivery,) = shore.deliveries()
+    shore.resume(0)
+    shore.close(1, 1.0, delivery.contribution)
+    shore.forget(delivery.entry)
+    link.pump()
+    assert shore.published() == []
+
+
+def test_a_broker_that_went_back_is_followed(shore: Shore) -> None:
+    link = shore.link()
+    kept = [shore.transport.fragment(p) for p in range(2)]
+    for number in (1, 2, 3):
+        shore.close(number, float(number))
+    link.pump()  # and nobody takes what came
+    run = shore.broker.runs["sample"]
+    run.fragments = dict(enumerate(kept))
+    resume = shore.resume(0)
+    link.pump_receive()
+    events, arrivals = heard(link)
+    assert events[-1] == resume
+    assert [(a.snapshot.version, a.params_N[0]) for a in arrivals] == [(0, 0.0), (0, 0.0)]
+
+
+def test_what_went_back_does_not_come_with_snapshots_from_before(shore: Shore) -> None:
+    """Else their round numbers would be believed again."""
+    link = shore.link()
+    shore.close(1, 1.0)
+    link.pump()
+    resume = shore.resume(0)
+    shore.sea.torn = 1
+    with pytest.raises(Exception, match="not the announced one"):
+        link.pump_receive()
+    events, arrivals = heard(link)
+    assert events[-1] == resume
+    assert arrivals == []
+
+
+def test_a_decision_that_is_heard_before_publishing_returns_is_not_missed(shore: Shore) -> None:
+    link = shore.link()
+
+    def merge_at_once() -> None:
+        shore.close(1, 1.0, *shore.published())
+        link.pump_receive()
+
+    shore.sea.before_publish_returns = merge_at_once
+    link.send(draft(1))
+    link.pump_send()
+    assert link.unresolved_rounds() == set()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_got_through_in_spite_of_an_error_and_is_decided_is_not_sent_again(shore: Shore, refused: bool) -> None:
+    link = shore.link()
+    link.send(draft(1))
+    link.send(draft(2))
+
+    def break_off() -> None:
+        raise UnreachableError("the connection broke")
+
+    shore.sea.before_publish_returns = break_off
+    link.pump()
+    assert link.backlog == 2
+    assert link.unresolved_rounds() == {1, 2}
+    (sent,) = shore.published()
+    if refused:
+        shore.refuse(sent)
+    else:
+        shore.close(1, 1.0, sent)
+    link.pump_receive()
+    shore.sea.before_publish_returns = lambda: None
+    link.pump()
+    assert (link.backlog, link.sent) == (0, 2)
+    assert [c.round for c in shore.published()] == [2]
+    assert link.unresolved_rounds() == {2}
+
+
+def test_what_nobody_is_sure_of_is_sent_again_and_nothing_else_is(shore: Shore) -> None:
+    link = shore.link()
+    link.send(draft(1))
+    answers = iter([UnreachableError("the connection broke"), None])
+
+    def break_off_once() -> None:
+        if error := next(answers):
+            raise error
+
+    shore.sea.before_publish_returns = break_off_once
+    link.pump()
+    shore.resume(0)
+    link.pump_receive()  # it is still queued: nobody resends it meanwhile
+    assert len(shore.published()) == 1
+    link.pump()
+    first, second = shore.published()
+    assert first == second  # the merger takes one of the two
+    assert link.backlog == 0
+
+
+# -- shards --------------------------------------------------------------------------------------------------------
+
+
+def hold_on_to(link: Link, state: str = "training") -> None:
+    """Lets it say that it lives, under its own name, and do whatever goes with that."""
+    island, _, incarnation = link.who.partition("/")
+    link.beat(samples.heartbeat(island, state, incarnation=incarnation))
+    link.pump_heartbeat()
+
+
+def test_a_shard_is_at_hand_ahead_and_nobody_elses(shore: Shore) -> None:
+    one, other = shore.link("a/x"), shore.link("b/y")
+    assert one.lease() is None
+    found: list[Place] = []
+    for _ in range(3):
+        for link in (one, other):
+            hold_on_to(link)
+            place = link.lease()
+            assert place is not None
+            assert link.lease() is None  # the next one is on its way, and nobody waits for it
+            found.append(place)
+    assert [place.cursor for place in found] == [(0, 0)] * 6
+    assert [place.shard for place in found[:2]] == one.shards[:2]
+    assert len({place.shard for place in found}) == 6
+
+
+@pytest.mark.parametrize(("state", "leases"), [("joining", True), ("training", True), ("leaving", False)])
+def test_only_who_will_train_leases(shore: Shore, state: str, leases: bool) -> None:
+    link = shore.link()
+    hold_on_to(link, state)
+    assert (link.lease() is not None) is leases
+
+
+def test_what_is_read_is_not_leased_again(shore: Shore) -> None:
+    link = Link(shore.broker.connect("sample"), shore.manifest, "a/x", ["3", "1"])
+    for expected in ("3", "1", None, None):
+        hold_on_to(link)
+        place = link.lease()
+        assert (place.shard if place else None) == expected
+    link.hold(["3"])  # the other one is held by our name, and we do not know it: we were not told, or it was lost
+    hold_on_to(link)
+    place = link.lease()
+    assert place is not None
+    assert place.shard == "1"
+
+
+def test_a_lost_lease_is_told_once(shore: Shore) -> None:
+    link = shore.link()
+    hold_on_to(link)
+    place = link.lease()
+    assert place is not None
+    hold_on_to(link)
+    shore.broker.runs["sample"].holders[place.shard] = "b/y"
+    hold_on_to(link)
+    assert link.take().lost_shards == {place.shard}
+    hold_on_to(link)  # between taking and holding it is seen again
+    link.hold([])
+    hold_on_to(link)
+    assert link.take().lost_shards == frozenset()
+
+
+def test_a_lease_that_is_lost_before_it_is_used_is_replaced_in_silence(shore: Shore) -> None:
+    link = shore.link()
+    hold_on_to(link)
+    first, second = link.shards[:2]
+    shore.broker.runs["sample"].holders[first] = "b/y"
+    shore.transport.heartbeat(samples.heartbeat("b", incarnation="y"))
+    hold_on_to(link)
+    place = link.lease()
+    assert place is not None
+    assert place.shard == second
+    assert link.take().lost_shards == frozenset()
+
+
+def test_a_pass_that_is_merged_to_its_end_is_lost_and_leased_again_later(shore: Shore) -> None:
+    link = Link(shore.broker.connect("sample"), shore.manifest, "a/x", ["3"])
+    hold_on_to(link)
+    assert link.lease() == Place("3", 0, 0)
+    payload = b"new"
+    shore.transport.commit(shore.epoch, samples.commit([], payload, cursors={"3": (1, 0)}))
+    hold_on_to(link)
+    assert link.take().lost_shards == {"3"}
+    assert link.lease() is None
+    link.hold([])
+    hold_on_to(link)
+    assert link.lease() == Place("3", 1, 0)
+
+
+def test_what_an_island_takes_up_again_is_not_its_next_shard_too(shore: Shore) -> None:
+    """It leases what it read before it was put back; the link may have been first."""
+    link = shore.link()
+    hold_on_to(link)
+    link.hold([link.shards[0]])
+    assert link.lease() is None
+    hold_on_to(link)
+    place = link.lease()
+    assert place is not None
+    assert place.shard == link.shards[1]
+
+
+def test_what_is_taken_up_while_it_is_leased_is_not_at_hand(shore: Shore) -> None:
+    link = shore.link()
+    leases = shore.sea.lease_shard
+
+    def meanwhile(shards: Sequence[str], me: str) -> Place | None:
+        place = leases(shards, me)
+        link.hold([place.shard] if place else [])
+        return place
+
+    shore.sea.lease_shard = meanwhile  # type: ignore[method-assign]
+    hold_on_to(link)
+    assert link.lease() is None
+
+
+# -- newcomers ------------------------------------------------------------------------------------------------------
+
+MOMENTS = {"mu": jnp.asarray([1.5, -2.25], jnp.float32), "count": jnp.asarray(3, jnp.int32)}
+
+
+def ask(shore: Shore, who: str = "new/z") -> None:
+    island, _, incarnation = who.partition("/")
+    shore.transport.heartbeat(samples.heartbeat(island, "joining", incarnation=incarnation))
+    shore.transport.ask(who)
+
+
+def test_a_question_is_promised_by_one_peer_and_told_once(shore: Shore) -> None:
+    links = [shore.link("a/x"), shore.link("b/y")]
+    ask(shore)
+    for link in (*links, *links):
+        hold_on_to(link)
+    assert [link.take().asked_by for link in links] == [["new/z"], []]
+    assert links[0].take().asked_by == []
+
+
+def test_a_question_is_heard_between_two_heartbeats(shore: Shore) -> None:
+    link = shore.link("a/x")
+    hold_on_to(link)
+    ask(shore)
+    link.pump_receive()
+    assert link.take().asked_by == ["new/z"]
+
+
+def test_an_island_does_not_answer_itself_and_not_before_it_trains(shore: Shore) -> None:
+    link = shore.link("a/x")
+    ask(shore, "a/x")
+    hold_on_to(link)
+    ask(shore)
+    hold_on_to(link, "joining")
+    assert link.take().asked_by == []
+    assert shore.transport.asks() == ["a/x", "new/z"]
+
+
+def test_what_is_given_is_handed_over_with_what_was_done_until_then(shore: Shore) -> None:
+    link = shore.link("a/x")
+    ask(shore)
+    track = samples.track()
+    link.give(Gift("new/z", MOMENTS, 7, 40, track))
+    link.pump()
+    found = shore.transport.handed_over("new/z")
+    assert found is not None
+    handover, payload = found
+    assert (handover.giver, handover.incarnation, handover.index, handover.global_step) == ("a", "x", 7, 40)
+    assert tiny.leaf_bytes(decode(handover, payload, MOMENTS)) == tiny.leaf_bytes(MOMENTS)
+    assert [told for _, told in shore.transport.tracks("0-0")] == [track]
+    link.pump()
+    assert len(shore.transport.tracks("0-0")) == 1
+
+
+def test_a_gift_outlasts_an_outage(shore: Shore) -> None:
+    link = shore.link("a/x")
+    ask(shore)
+    link.give(Gift("new/z", MOMENTS, 7, 40))
+    hands, calls = shore.sea.hand_over, iter([UnreachableError("nobody answers"), None])
+
+    def fails_once(*arguments: Any) -> None:
+        if error := next(calls):
+            raise error
+        hands(*arguments)
+
+    shore.sea.hand_over = fails_once  # type: ignore[method-assign, assignment]
+    link.pump()
+    assert (link.trouble, shore.transport.handed_over("new/z")) == ("nobody answers", None)
+    link.pump()
+    assert link.trouble == ""
+    assert shore.transport.handed_over("new/z") is not None
+
+
+def test_gifts_go_out_beside_the_training(shore: Shore, until: Until) -> None:
+    link = shore.link("a/x")
+    link.start()
+    ask(shore)
+    link.give(Gift("new/z", MOMENTS, 7, 40))
+    until(lambda: shore.transport.handed_over("new/z"), "the gift to arrive")
+
+
+# -- snapshots in the order of events -------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_not_known_before_what_was_said_before_it(shore: Shore) -> None:
+    """Fetching gives the newest, which may be newer than all events that are heard."""
+    link = shore.link()
+    fetch = shore.sea.fragment
+    fetched: list[int] = []
+
+    def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+        if not fetched:
+            shore.close(2, 2.0)
+            shore.close(3, 3.0)
+        fetched.append(fragment)
+        return fetch(fragment, account=account)
+
+    shore.close(1, 1.0)
+    shore.sea.fragment = closes_meanwhile  # type: ignore[method-assign]
+    link.pump_receive()
+    events, arrivals = heard(link)
+    assert ([event.round for event in events], arrivals) == ([1], [])
+    link.pump_receive()
+    events, arrivals = heard(link)
+    assert [event.round for event in events] == [2, 3]
+    assert {a.snapshot.round: a.params_N[0] for a in arrivals} == {2: 2.0, 3: 3.0}
+    assert fetched == [0, 1]  # the early one was kept
+
+
+def test_an_early_snapshot_gives_way_to_a_newer_one(shore: Shore) -> None:
+    link = shore.link()
+    fetch, rounds = shore.sea.fragment, iter([3, None, None])
+
+    def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+        if number := next(rounds):
+            shore.close(number, float(number))
+        return fetch(fragment, account=account)
+
+    shore.close(1, 1.0)
+    shore.sea.fragment = closes_meanwhile  # type: ignore[method-assign]
+    link.pump_receive()
+    assert heard(link)[1] == []
+    shore.close(5, 5.0)
+    link.pump_receive()
+    assert [(a.snapshot.round, a.params_N[0]) for a in heard(link)[1]] == [(5, 5.0)]
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def mark(shore: Shore, number: int, closed: int) -> Marker:
+    marker = Marker(number, closed)
+    shore.transport.announce(shore.epoch, marker)
+    return marker
+
+
+def rounds_of(link: Link, marker: int = 0) -> tuple[list[int], list[int]]:
+    sent, queued = link.in_flight(marker)
+    return [p.contribution.round for p in sent], [d.contribution.round for d in queued]
+
+
+def test_in_flight_is_what_was_undecided_when_the_marker_was_heard(shore: Shore) -> None:
+    link = shore.link()
+    for number in (1, 2):
+        link.send(draft(number))
+    link.pump()
+    first, second = shore.published()
+    shore.close(1, 1.0, first)
+    mark(shore, 7, 1)
+    shore.close(2, 2.0, second)  # after the marker: a run that goes back to it needs this one again
+    link.pump()
+    link.send(draft(3))
+    assert link.unresolved_rounds() == {3}
+    assert rounds_of(link, 7) == ([2], [3])
+    assert rounds_of(link, 7) == ([], [3])  # asked again it is forgotten
+    link.pump()
+    assert rounds_of(link) == ([3], [])
+
+
+def test_in_flight_has_the_payload_that_was_sent(shore: Shore) -> None:
+    link = shore.link()
+    link.send(draft(1))
+    link.pump()
+    ((sent,), _) = link.in_flight()
+    assert unpack(sent.payload, SIZE).tolist() == [1.0] * SIZE
+    assert digest(sent.payload) == sent.contribution.digest
+
+
+def left_behind(shore: Shore, *numbers: int) -> list[Published]:
+    """What an earlier incarnation had sent to those rounds, and the broker lost."""
+    before = shore.link("a/w")
+    for number in numbers:
+        before.send(draft(number))
+    before.pump()
+    in_flight, _ = before.in_flight()
+    for delivery in shore.deliveries():
+        shore.forget(delivery.entry)
+    return in_flight
+
+
+def test_what_an_earlier_incarnation_had_sent_is_published_once_more(shore: Shore) -> None:
+    in_flight = left_behind(shore, 1, 2)
+    link = shore.link("a/x")
+    link.resume([replace(p, entry="") for p in in_flight])
+    assert link.unresolved_rounds() == {1, 2}
+    link.pump()
+    link.pump()
+    assert [d.contribution for d in shore.deliveries()] == [p.contribution for p in in_flight]
+    assert [d.payload for d in shore.deliveries()] == [p.payload for p in in_flight]
+    shore.close(1, 1.0, in_flight[0].contribution)
+    shore.resume(1)  # both: the broker has the one that is left
+    link.pump()
+    assert [c.round for c in shore.published()] == [2]
+    assert link.unresolved_rounds() == {2}
+
+
+def test_resuming_survives_an_outage(shore: Shore) -> None:
+    in_flight = left_behind(shore, 1)
+    link = shore.link("a/x")
+    link.resume(in_flight)
+    shore.sea.outage = UnreachableError("nobody answers")
+    link.pump()
+    shore.sea.outage = None
+    link.pump()
+    link.pump()
+    assert [c.round for c in shore.published()] == [1]
+
+
+def test_resuming_waits_for_no_other_contribution(shore: Shore, until: Until) -> None:
+    """An island whose window is full of what is in flight sends nothing else."""
+    in_flight = left_behind(shore, 1)
+    link = shore.link("a/x")
+    link.start()
+    link.beat(samples.heartbeat())
+    assert link.drain(30.0)  # so its threads run, and the sending one has nothing to do
+    link.resume(in_flight)
+    until(lambda: [c.round for c in shore.published()] == [1], "what was in flight to be sent again")
+
+
+# -- the broker's memory --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_sent_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
+    link = shore.link()
+    for number in (1, 2):
+        link.send(draft(number))
+    link.beat(samples.heartbeat())
+    share = link_module.MEMORY_SHARE_MAX
+    shore.sea.room = Memory(int(share * 1000) + 1, 1000)
+    link.pump()
+    assert (shore.published(), link.backlog) == ([], 2)
+    assert "nearly full" in link.trouble
+    assert shore.transport.presences()  # everything else goes on
+    shore.sea.room = Memory(int(share * 1000), 1000)
+    link.pump()
+    assert [c.round for c in shore.published()] == [1, 2]
+    assert (link.backlog, link.trouble) == (0, "")
+
+
+def test_a_broker_without_a_limit_is_never_full(shore: Shore) -> None:
+    link = shore.link()
+    link.send(draft(1))
+    shore.sea.room = Memory(1 << 60, 0)
+    link.pump()
+    assert link.backlog == 0
+
+
+# -- with threads --------------------------------------------------------------------------------------------------
+
+
+def hang(shore: Shore, link: Link, until: Until) -> None:
+    """Starts the pumps, and waits until each of them hangs."""
+    shore.sea.calm.clear()
+    link.send(draft(1))
+    link.beat(samples.heartbeat())
+    link.start()
+    until(lambda: shore.sea.hanging >= 3, "all pumps to hang")
+
+
+def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: Until) -> None:
+    link = shore.link()
+    hang(shore, link, until)
+
+    def use() -> list[Any]:
+        out: list[Any] = [link.lease(), link.lease()]
+        for number in range(2, 50):
+            link.send(draft(number))
+            link.beat(samples.heartbeat(steps=number))
+            out.append(heard(link))
+        return [*out, link.unresolved_rounds(), link.backlog]
+
+    found = at_once(use)
+    assert found[:2] == [None, None]
+    assert found[2:-2] == [([], [])] * 48
+    assert found[-2:] == [set(range(1, 50)), 49]
+    shore.sea.calm.set()
+    until(lambda: link.backlog == 0, "the queue to be sent")
+    assert [c.round for c in shore.published()] == list(range(1, 50))
+    until(lambda: shore.transport.presences()[0].heartbeat.steps == 49, "the newest heartbeat")
+
+
+def test_after_an_outage_everything_arrives_once_and_in_order(shore: Shore, until: Until) -> None:
+    link = shore.link()
+    link.start()
+    shore.sea.outage = UnreachableError("nobody answers")
+    until(lambda: link.trouble == "nobody answers", "the trouble to be noted")
+    for number in range(1, 6):
+        link.send(draft(number))
+    happened: list[Event] = [shore.call(1), *(shore.close(number, float(number)) for number in range(1, 6))]
+    assert shore.published() == []
+    shore.sea.outage = None
+    until(lambda: link.trouble == "" and link.backlog == 0, "the trouble to be over")
+    assert [c.round for c in shore.published()] == list(range(1, 6))
+    events: list[Event] = []
+    newest: dict[int, float] = {}
+
+    def all_heard() -> bool:
+        more, arrivals = heard(link)
+        events.extend(more)
+        newest.update({a.snapshot.fragment: float(a.params_N[0]) for a in arrivals})
+        return len(events) == len(happened) and newest == {0: 5.0, 1: 4.0}
+
+    until(all_heard, "everything that was announced")
+    assert events == happened
+
+
+def test_an_error_that_no_retry_mends_surfaces(shore: Shore, until: Until) -> None:
+    link = shore.link()
+    shore.sea.outage = ZeroDivisionError("a bug")
+    link.send(draft(1))
+    link.start()
+    until(lambda: link.failure is not None, "the failure to surface")
+    assert isinstance(link.failure, ZeroDivisionError)
+    assert at_once(lambda: link.drain(3600.0)) is False
+
+
+def test_a_drain_in_progress_ends_when_the_link_fails(shore: Shore, until: Until) -> None:
+    link = shore.link()
+    hang(shore, link, until)
+    drained: list[bool] = []
+    thread = threading.Thread(target=lambda: drained.append(link.drain(3600.0)), daemon=True)
+    thread.start()
+    shore.sea.outage = ZeroDivisionError("a bug")
+    shore.sea.calm.set()
+    until(lambda: drained, "the drain to give up")
+    assert drained == [False]
+
+
+def test_stopping_ends_in_time_although_every_pump_hangs(shore: Shore, until: Until) -> None:
+    link = shore.link()
+    hang(shore, link, until)
+    began = time.monotonic()
+    at_once(lambda: link.stop(0.1))
+    hanging = [thread for thread in link._threads if thread.is_alive()]
+    assert len(hanging) >= 3  # left behind, as daemons
+    assert time.monotonic() - began >= 0.1 * len(hanging) / len(link._threads)
+    assert all(thread.daemon for thread in link._threads)
+
+
+def test_stopping_ends_all_threads(shore: Shore) -> None:
+    link = shore.link()
+    link.start()
+    link.stop(30.0)
+    assert not any(thread.is_alive() for thread in link._threads)
+
+
+def test_draining_says_whether_everything_got_through(shore: Shore, until: Until) -> None:
+    link = shore.link()
+    hang(shore, link, until)
+    assert link.drain(0.01) is False
+    shore.sea.calm.set()
+    assert link.drain(30.0) is True
+    assert [c.round for c in shore.published()] == [1]
+    assert shore.transport.presences()[0].heartbeat == samples.heartbeat()
+    link.beat(samples.heartbeat(state="left"))
+    assert link.drain(30.0) is True
+    assert shore.transport.presences()[0].heartbeat.state == "left"
+
+
+# -- an island on such a link --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def coast(shore: Shore) -> Iterator[Shore]:
+    """A run of a model so small that its steps take no time."""
+    manifest = tiny.manifest()
+    made = Shore(manifest, samples.first_snapshots(manifest, 1.0))
+    made.transport.release(made.epoch)
+    yield made
+    _put_away(made)
+
+
+def island_on(coast: Shore, name: str = "a") -> Island:
+    link = coast.link()
+    arrivals = link.join()
+    batches = Batches(tiny.TEXT, tiny.CONFIG, link.lease)
+    island = Island(name, coast.manifest, tiny.STEPS, batches, link, arrivals, incarnation="x")
+    island.warm_up()
+    return island
+
+
+def steps_of(island: Island, count: int) -> None:
+    for _ in range(count):
+        island.boundary()
+        island.advance()
+
+
+def test_an_island_never_blocks(coast: Shore, until: Until) -> None:
+    island = island_on(coast)
+    coast.sea.calm.clear()
+    island.link.start()
+    at_once(lambda: steps_of(island, 200))
+    assert island.totals.steps == island.ledger.global_step == 200
+    assert island.link.backlog == tiny.CONFIG.sync.window  # it owes nothing more until it hears of a round
+    assert coast.transport.books().published == 0
+    # Everything is lost but nothing is stopped; and when the sea is calm again it catches up.
+    coast.sea.calm.set()
+    merger = Merger(coast.broker.connect("tiny"), live_poll_seconds=0.0)
+    assert merger.acquire()
+    merger.load()
+
+    def adopted() -> bool:
+        merger.turn(0.0)
+        steps_of(island, 1)
+        return all(count.version >= 3 for count in island.ledger.counts)
+
+    until(adopted, "three versions of every fragment")
+    assert at_once(lambda: island.leave())
+    merger.turn(0.0)
+    books = coast.transport.books()
+    assert books.published == books.merged == island.link.sent >= 6
+    assert (books.refused, coast.transport.backlog()) == (0, 0)
+    members = [member for entry in coast.transport.tape(1000) for member in entry.members]
+    tokens = sum(m.tokens for m in members if m.sequence < 2)
+    assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # what it owed before it was cut off: strides of 2 steps
+
+
+def test_an_island_never_blocks_in_an_outage_either(coast: Shore, until: Until) -> None:
+    island = island_on(coast)
+    coast.sea.outage = UnreachableError("nobody answers")
+    island.link.start()
+    at_once(lambda: steps_of(island, 100))
+    assert island.totals.steps == 100
+    until(lambda: island.link.trouble, "the trouble to be noted")
+    assert at_once(lambda: island.leave(flush_seconds=0.01)) is False
+
+
+def test_the_interval_stretches_while_what_was_sent_waits(coast: Shore) -> None:
+    """Others call rounds; an island whose link does not keep up adds nothing to its queue, and loses nothing by it."""
+    island = island_on(coast)
+    link = island.link
+    for number in range(1, 11):
+        coast.call(number)
+        link.pump_receive()
+        steps_of(island, 1)
+        assert link.backlog <= tiny.CONFIG.sync.window
+    sent = [draft.contribution for draft in link._outbox]
+    assert len(sent) == 2
+    link.pump_send()
+    assert link.backlog == 0
+    steps_of(island, 1)
+    sent += [draft.contribution for draft in link._outbox]
+    assert [contribution.round for contribution in sent] == [1, 2, 3, 4]
+    assert sent[2].steps > 5, "it holds the progress of the rounds that it passed over"
+    assert sent[0].steps + sent[2].steps == island.totals.steps - 1
+
+
+def test_an_island_ends_when_its_link_fails(coast: Shore, until: Until) -> None:
+    island = island_on(coast)
+    coast.sea.outage = ZeroDivisionError("a bug")
+    island.link.start()
+    until(lambda: island.link.failure is not None, "the failure to surface")
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        train(island, lambda: False)
+    assert island.totals.steps == 0

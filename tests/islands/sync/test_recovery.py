@@ -1,0 +1,318 @@
+"""Inner optimiser state on its way from a peer: the same bits, and nothing that is not this model's."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from optax.tree_utils import tree_get, tree_get_all_with_path
+
+from archipelago.broker.errors import UnreachableError, WireError
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import Handover
+from archipelago.broker.wire import digest
+from archipelago.islands.inner import begin, counts
+from archipelago.islands.models.registry import Params
+from archipelago.islands.programs import copied
+from archipelago.islands.sync import recovery
+from archipelago.islands.sync.recovery import Gift, decode, encode, peers, receive
+from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests import samples
+from tests.islands import tiny
+
+
+def fresh(scale: int = 5) -> Params:
+    return {"kernel": jnp.ones((2, 3), jnp.float32), "scale": jnp.ones(scale, jnp.float32)}
+
+
+def trained(steps: int = 3) -> Any:
+    """An optimiser's state that has seen some steps."""
+    state = begin(tiny.CONFIG.inner, fresh())
+    batches = jnp.asarray(np.arange(steps * 10, dtype=np.uint8).reshape(steps, 2, 5))
+    return tiny.STEPS(state, batches, jnp.asarray(0, jnp.int32))[0].optimizer
+
+
+STATE, LIKE = trained(), begin(tiny.CONFIG.inner, fresh()).optimizer
+SIZE = sum(leaf.nbytes for leaf in jax.tree.leaves(LIKE))
+HANDOVER, PAYLOAD = encode(Gift("new/z", STATE, 7, 40), "a/x")
+
+
+def announced(payload: bytes) -> Handover:
+    """A handover that fits the payload."""
+    return replace(HANDOVER, bytes=len(payload), digest=digest(payload))
+
+
+def compressed(raw: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(raw)
+
+
+def raw(state: Any) -> bytes:
+    return b"".join(tiny.leaf_bytes(state))
+
+
+# -- there and back -------------------------------------------------------------------------------------------------
+
+
+def test_the_state_comes_back_to_the_bit() -> None:
+    assert raw(STATE) != raw(LIKE)
+    found = decode(HANDOVER, PAYLOAD, LIKE)
+    assert tiny.leaf_bytes(found) == tiny.leaf_bytes(STATE)
+    assert str(jax.tree.structure(found)) == str(jax.tree.structure(LIKE))
+    assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [leaf.dtype for leaf in jax.tree.leaves(LIKE)]
+    assert (HANDOVER.giver, HANDOVER.incarnation, HANDOVER.index, HANDOVER.global_step) == ("a", "x", 7, 40)
+
+
+def test_training_goes_on_the_same_with_what_came() -> None:
+    batch, step = jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(3, jnp.int32)
+    after = []
+    for optimizer in (copied(STATE), decode(HANDOVER, PAYLOAD, LIKE)):
+        state, _ = tiny.STEPS(begin(tiny.CONFIG.inner, fresh())._replace(optimizer=optimizer), batch, step)
+        after.append(tiny.leaf_bytes(state))
+    assert after[0] == after[1]
+
+
+def test_a_copy_outlives_the_steps_that_are_made_with_the_original() -> None:
+    state = begin(tiny.CONFIG.inner, fresh())
+    kept, before = copied(state.optimizer), raw(state.optimizer)
+    tiny.STEPS(state, jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(0, jnp.int32))
+    assert raw(kept) == before
+
+
+# -- what is no such state ------------------------------------------------------------------------------------------
+
+WITH_NAN = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, STATE)
+WITH_INF = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf) if x.dtype == jnp.float32 else x, STATE)
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", "not"),
+        (b"no zstd at all", "not zstd"),
+        (PAYLOAD[:-1], "not zstd"),
+        (PAYLOAD[:7], "not"),
+        (PAYLOAD + b"more", "not zstd"),
+        (compressed(raw(STATE)[:-4]), "not of this model"),
+        (compressed(raw(STATE) + b"\0\0\0\0"), "not of this model"),
+        (compressed(raw(begin(tiny.CONFIG.inner, fresh(scale=6)).optimizer)), "not of this model"),
+        (compressed(raw(WITH_NAN)), "NaN or infinity"),
+        (compressed(raw(WITH_INF)), "NaN or infinity"),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(raw(STATE)), "not of this model"),
+    ],
+    ids=["empty", "text", "cut", "header only", "with more behind it", "short", "long", "another tree", "nan", "inf",
+         "of unknown size"],
+)  # fmt: skip
+def test_what_is_not_this_models_state_is_refused(payload: bytes, reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        decode(announced(payload), payload, LIKE)
+
+
+@pytest.mark.parametrize(
+    "payload", [PAYLOAD[:-1], PAYLOAD[:-1] + b"?", PAYLOAD + b"?"], ids=["cut", "changed", "longer"]
+)
+def test_what_is_not_the_announced_payload_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError, match="not the announced one"):
+        decode(HANDOVER, payload, LIKE)
+
+
+@given(flips=st.dictionaries(st.integers(0, len(PAYLOAD) - 1), st.integers(1, 255), min_size=1, max_size=4))
+def test_damage_is_refused_or_finite_and_of_the_right_shape(flips: dict[int, int]) -> None:
+    """The digest is no protection against a peer that computes it over what it made up."""
+    payload = bytes(byte ^ flips.get(index, 0) for index, byte in enumerate(PAYLOAD))
+    try:
+        found = decode(announced(payload), payload, LIKE)
+    except WireError:
+        return
+    assert str(jax.tree.structure(found)) == str(jax.tree.structure(LIKE))
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(found))
+
+
+def lying(declared: int, content: bytes) -> bytes:
+    """A frame whose header declares another size than its content has."""
+    frame = zstandard.ZstdCompressor().compress(content)
+    size = len(content).to_bytes(4, "little")
+    assert 0 < frame.index(size) < 14  # in the header
+    forged = frame.replace(size, declared.to_bytes(4, "little"), 1)
+    assert zstandard.get_frame_parameters(forged).content_size == declared
+    return forged
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [compressed(bytes(1 << 26)), lying(SIZE, bytes(1 << 26))],
+    ids=["a bomb that says so", "a bomb that lies"],
+)
+def test_a_bomb_takes_no_memory(payload: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError):
+            decode(announced(payload), payload, LIKE)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+# -- asking ---------------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A newcomer `new/z` that waits on virtual time. `meanwhile` is called at each pause, with the pause's number."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        manifest = samples.manifest()
+        self.transport = self.broker.connect("sample")
+        self.transport.create(manifest, samples.first_snapshots(manifest))
+        self.transport.heartbeat(samples.heartbeat("new", "joining", incarnation="z"))
+        self.transport.ask("new/z")
+        self.beats = self.pauses = 0
+        self.meanwhile: Callable[[int], object] = lambda number: None
+
+    def _beat(self) -> None:
+        self.beats += 1
+
+    def _pause(self, seconds: float) -> None:
+        assert seconds > 0
+        self.clock.now += seconds
+        self.pauses += 1
+        assert self.pauses < 10_000, "it waits for ever"
+        self.meanwhile(self.pauses)
+
+    def receive(self, transport: MemoryTransport | None = None, seconds: float = 5.0) -> Any:
+        return receive(transport or self.transport, "new/z", LIKE, self._beat, seconds, self.clock, self._pause)
+
+    def assert_withdrawn(self) -> None:
+        run = self.broker.runs["sample"]
+        assert (run.asks, run.handovers) == ({}, {})
+
+
+def test_the_answer_is_waited_for_and_taken_away() -> None:
+    new = Waiting()
+    new.transport.heartbeat(samples.heartbeat("a"))
+    new.meanwhile = lambda number: new.transport.hand_over("new/z", HANDOVER, PAYLOAD) if number == 3 else None
+    received = new.receive()
+    assert received.handover == HANDOVER
+    assert tiny.leaf_bytes(received.optimizer) == tiny.leaf_bytes(STATE)
+    assert (new.pauses, new.beats) == (3, 4)  # it says all the time that it lives
+    new.assert_withdrawn()
+
+
+def test_an_answer_that_is_there_is_taken_although_its_giver_is_gone() -> None:
+    new = Waiting()
+    new.transport.hand_over("new/z", HANDOVER, PAYLOAD)
+    assert new.receive(seconds=0.0).handover == HANDOVER
+    assert new.pauses == 0
+    new.assert_withdrawn()
+
+
+def test_alone_nobody_is_waited_for() -> None:
+    new = Waiting()
+    new.transport.heartbeat(samples.heartbeat("gone", "left"))
+    new.transport.heartbeat(samples.heartbeat("also-new", "joining"))
+    assert new.receive() is None
+    assert new.pauses == 0
+    new.assert_withdrawn()
+
+
+def test_it_gives_up_when_the_last_peer_leaves() -> None:
+    new = Waiting()
+    new.transport.heartbeat(samples.heartbeat("a"))
+    new.meanwhile = lambda number: new.transport.heartbeat(samples.heartbeat("a", "left"))
+    assert new.receive(seconds=1e9) is None
+    assert new.pauses == 1
+    new.assert_withdrawn()
+
+
+def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_allowed() -> None:
+    new = Waiting()
+    new.meanwhile = lambda number: new.transport.heartbeat(samples.heartbeat("a"))
+    new.meanwhile(0)
+    assert new.receive(seconds=5.0) is None
+    assert 5.0 <= new.clock.now < 5.0 + 2 * recovery.POLL_SECONDS
+    new.assert_withdrawn()
+
+
+def test_a_forged_answer_is_an_error_and_taken_away() -> None:
+    new = Waiting()
+    new.transport.hand_over("new/z", HANDOVER, PAYLOAD[:-1])
+    with pytest.raises(WireError, match="not the announced one"):
+        new.receive()
+    new.assert_withdrawn()
+
+
+def test_an_outage_is_an_error_and_the_question_is_withdrawn() -> None:
+    new = Waiting()
+    transport = new.broker.connect("sample")
+
+    def fails(who: str) -> None:
+        raise UnreachableError("nobody answers")
+
+    transport.handed_over = fails  # type: ignore[method-assign]
+    with pytest.raises(UnreachableError):
+        new.receive(transport)
+    new.assert_withdrawn()
+
+
+def test_peers_are_others_that_train() -> None:
+    new = Waiting()
+    for island, state in (("a", "training"), ("b", "joining"), ("c", "left"), ("new", "training")):
+        new.transport.heartbeat(samples.heartbeat(island, state))
+    assert peers(new.transport.presences(), "new") == ["a"]
+    new.clock.now += 1e3
+    assert peers(new.transport.presences(), "new") == []
+
+
+@pytest.mark.parametrize("name", ["nu", "count"])
+def test_squares_and_counts_below_zero_are_refused(name: str) -> None:
+    """They are finite, and would make NaN of the first step."""
+    forged = optax.tree_utils.tree_set(STATE, **{name: jax.tree.map(lambda x: -x - 1, tree_get(STATE, name))})
+    handover, payload = encode(Gift("b/y", forged, 3, 7), "a/x")
+    with pytest.raises(WireError, match="negative"):
+        decode(handover, payload, STATE)
+
+
+# -- Muon's state ---------------------------------------------------------------------------------------------------
+
+
+def muon_state(steps: int) -> Any:
+    """The state after so many steps: a momentum of the kernel, two moments of the scale, and two counts."""
+    state = begin(tiny.MUON.inner, fresh())
+    batches = jnp.asarray(np.arange(steps * 10, dtype=np.uint8).reshape(steps, 2, 5))
+    return tiny.steps_by(tiny.MUON.inner)(state, batches, jnp.asarray(0, jnp.int32))[0].optimizer
+
+
+def test_muons_state_comes_back_to_the_bit_and_takes_less_room_than_adams() -> None:
+    given, like = muon_state(3), begin(tiny.MUON.inner, fresh()).optimizer
+    handover, payload = encode(Gift("new/z", given, 7, 40), "a/x")
+    found = decode(handover, payload, like)
+    assert tiny.leaf_bytes(found) == tiny.leaf_bytes(given) != tiny.leaf_bytes(like)
+    assert str(jax.tree.structure(found)) == str(jax.tree.structure(given))
+    assert [int(count) for count in counts(found)] == [3, 3]
+    kernel, scale, rest = 6 * 4, 2 * 5 * 4, 2 * 4 + 3 * 4
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(found)) == kernel + scale + rest
+    with pytest.raises(WireError, match="not of this model"):
+        decode(handover, payload, LIKE)
+    with pytest.raises(WireError, match="not of this model"):
+        decode(HANDOVER, PAYLOAD, like)
+
+
+@pytest.mark.parametrize(("name", "match"), [("nu", "negative"), ("count", "negative"), ("ns_coeffs", "coefficients")])
+def test_muons_state_with_what_no_steps_lead_to_is_refused(name: str, match: str) -> None:
+    state = muon_state(1)
+    forged = optax.tree_utils.tree_set(
+        state, **{name: jax.tree.map(lambda x: -x - 1, tree_get_all_with_path(state, name)[0][1])}
+    )
+    handover, payload = encode(Gift("b/y", forged, 3, 7), "a/x")
+    with pytest.raises(WireError, match=match):
+        decode(handover, payload, state)

@@ -1,0 +1,410 @@
+"""How an island begins: whose optimiser state, which clock, which totals; and that no other is the worse for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from archipelago.broker.codecs import Vector, body_of, codec
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.messages import Marker
+from archipelago.broker.wire import digest
+from archipelago.islands.checkpoint import LEAVING, IslandStore, cut
+from archipelago.islands.inner import begin, counts
+from archipelago.islands.sync.actions import actions
+from archipelago.islands.sync.rejoin import Comeback
+from archipelago.islands.worker import Island
+from tests import samples
+from tests.islands import tiny
+from tests.islands.tiny import Bay, leaf_bytes
+
+
+def merged_params(bay: Bay) -> list[Vector]:
+    return [np.asarray(fragment.params_N) for fragment in bay.merger.fragments]
+
+
+def own_params(island: Island) -> list[Vector]:
+    """Of each fragment; each is one tensor."""
+    return [np.asarray(island.inner.params[tensor.name]).reshape(-1) for ((tensor, _),) in island.manifest.layout]
+
+
+def fresh_moments(island: Island) -> list[bytes]:
+    return leaf_bytes(begin(tiny.CONFIG.inner, island.inner.params).optimizer)
+
+
+def returning(
+    bay: Bay, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], object] = lambda: None
+) -> tuple[Island, Comeback]:
+    """An island that begins with `ask` and waits up to 10 s for an answer; at each pause `meanwhile` happens."""
+    island = bay.island(name, "z", silent=True)
+    pauses = itertools.count()
+
+    def pause(seconds: float) -> None:
+        assert next(pauses) < 10_000, "it waits for ever"
+        bay.clock.now += seconds
+        island.link.pump()
+        meanwhile()
+
+    comeback = Comeback(bay.connect(), store, island, island.link.join(), pause=pause)
+    comeback.ask()
+    island.beat("joining")
+    island.link.pump()
+    return island, comeback
+
+
+# -- from a peer ----------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameters() -> None:
+    bay = Bay()
+    giver = bay.island("giver")
+    bay.play(giver, 21)
+    given: list[tuple[list[bytes], int]] = []
+    give = giver.link.give
+
+    def noted(gift: Any) -> None:
+        given.append((leaf_bytes(giver.inner.optimizer), giver.tracker.done))
+        give(gift)
+
+    giver.link.give = noted  # type: ignore[method-assign]
+    island, comeback = returning(bay, meanwhile=lambda: bay.play(giver, 1))
+    before = merged_params(bay)
+    comeback.complete(None)
+    ((moments, done),) = given
+    assert leaf_bytes(island.inner.optimizer) == moments
+    assert leaf_bytes(giver.inner.optimizer) != moments  # it trains on
+    assert moments != fresh_moments(island)
+    assert island.moments == "peer giver"
+    assert island.tracker.take().actions.split()[-1] == f"moments:giver/x@{done}"  # type: ignore[union-attr]
+    for own, merged, gave in zip(own_params(island), before, own_params(giver), strict=True):
+        assert own.tobytes() == merged.tobytes() != gave.tobytes()
+    assert [count.steps for count in island.ledger.counts] == [0, 0]
+    run = bay.broker.runs["tiny"]
+    assert (run.asks, run.handovers) == ({}, {})
+
+
+def test_a_replay_can_know_what_the_giver_had_done_when_it_gave() -> None:
+    """Also what it had not told with a contribution yet."""
+    bay = Bay()
+    giver = bay.island("giver")
+    bay.play(giver, 5)
+    island, comeback = returning(bay, meanwhile=lambda: bay.boundary(giver))
+    comeback.complete(None)
+    (word,) = [w for w in island.tracker.take().actions.split() if w.startswith("moments")]  # type: ignore[union-attr]
+    told = actions([track for _, track in bay.transport.tracks("0-0") if track.island == "giver"])
+    assert len(told) >= int(word.split("@")[1]) > 0
+
+
+def test_muons_moments_come_from_a_peer_or_from_its_own_checkpoint(tmp_path: Path) -> None:
+    bay = Bay(tiny.manifest(config=tiny.MUON))
+    giver = bay.island("giver")
+    bay.play(giver, 21)
+    island, comeback = returning(bay, meanwhile=lambda: bay.play(giver, 1))
+    comeback.complete(None)
+    assert island.moments == "peer giver"
+    seen = {int(count) for count in counts(island.inner.optimizer)}
+    assert seen <= {21, giver.totals.steps}
+    assert len(seen) == 1
+    bay.play(island, 3)
+    store = IslandStore(tmp_path, bay.manifest)
+    store.save(cut(island, LEAVING))
+    kept = leaf_bytes(island.inner.optimizer)
+    after = bay.island("new", "y")
+    assert leaf_bytes(after.inner.optimizer) != kept
+    assert store.restore_moments(after) is not None
+    assert leaf_bytes(after.inner.optimizer) == kept
+    assert str(jax.tree.structure(after.inner)) == str(jax.tree.structure(island.inner))
+    bay.play(after, 2)
+    assert np.isfinite(np.concatenate(own_params(after))).all()
+
+
+def test_the_giver_is_not_disturbed() -> None:
+    """Its parameters and moments are those of a run in which nobody asked."""
+    bay, alone = Bay(), Bay()
+    giver, undisturbed = bay.island("giver"), alone.island("giver")
+    bay.play(giver, 10)
+    alone.play(undisturbed, 10)
+    island, comeback = returning(bay, meanwhile=lambda: bay.play(giver, 1))
+    comeback.complete(None)
+    assert island.moments == "peer giver"
+    for one, other in ((giver, bay), (undisturbed, alone)):
+        other.play(one, 30 - one.totals.steps)
+    assert leaf_bytes(giver.inner) == leaf_bytes(undisturbed.inner)
+    assert [e.digest for e in bay.transport.tape(99)] == [e.digest for e in alone.transport.tape(99)]
+
+
+def test_at_the_runs_beginning_nobody_is_asked() -> None:
+    bay = Bay()
+    peer = bay.island("giver")
+    bay.boundary(peer)  # it trains, and nothing is merged yet
+    island, comeback = returning(bay)
+    assert bay.broker.runs["tiny"].asks == {}
+    comeback.complete(None)
+    assert island.moments == "fresh"
+    assert island.ledger.global_step == 0
+
+
+def test_a_peer_that_does_not_answer_costs_ten_seconds_and_no_more(tmp_path: Path) -> None:
+    bay = Bay()
+    bay.play(bay.island("deaf"), 10)
+    began = bay.clock.now
+    deaf = samples.heartbeat("deaf")
+    island, comeback = returning(bay, meanwhile=lambda: bay.transport.heartbeat(deaf))
+    comeback.complete(None)
+    assert island.moments == "fresh"
+    assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
+    assert 10.0 <= bay.clock.now - began < 11.0
+    assert bay.broker.runs["tiny"].asks == {}
+
+
+# -- from its own checkpoint ----------------------------------------------------------------------------------------
+
+
+def left(bay: Bay, folder: Path, name: str = "new", steps: int = 10) -> tuple[IslandStore, Island]:
+    """An island that trained, kept its state, and left."""
+    store = IslandStore(folder, bay.manifest)
+    island = bay.island(name, "w")
+    bay.play(island, steps)
+    store.save(cut(island, LEAVING))
+    island.leave(flush_seconds=0.0)
+    island.link.pump()
+    bay.merger.turn(0.0)
+    return store, island
+
+
+def test_alone_it_takes_its_own_checkpoint(tmp_path: Path) -> None:
+    bay = Bay()
+    store, before = left(bay, tmp_path / "k")
+    island, comeback = returning(bay, store=store)
+    comeback.complete(None)
+    assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
+    assert island.moments == "own checkpoint"
+    for own, merged in zip(own_params(island), merged_params(bay), strict=True):
+        assert own.tobytes() == merged.tobytes()
+
+
+def test_a_peer_goes_before_its_own_checkpoint(tmp_path: Path) -> None:
+    bay = Bay()
+    store, _ = left(bay, tmp_path / "k")
+    giver = bay.island("giver")
+    bay.play(giver, 5)
+    island, comeback = returning(bay, store=store, meanwhile=lambda: bay.play(giver, 1))
+    comeback.complete(None)
+    assert island.moments == "peer giver"
+
+
+@pytest.mark.parametrize("fault", ["forged", "outage"])
+def test_what_goes_wrong_with_a_peer_leaves_its_own_checkpoint(tmp_path: Path, fault: str) -> None:
+    bay = Bay()
+    store, before = left(bay, tmp_path / "k")
+    giver = bay.island("giver")
+    bay.play(giver, 5)
+    island, comeback = returning(bay, store=store)
+    if fault == "forged":
+        bay.transport.hand_over("new/z", samples.handover(b"moments"), b"moments")
+    else:
+
+        def fails(who: str) -> None:
+            raise UnreachableError("nobody answers")
+
+        comeback.transport.handed_over = fails  # type: ignore[method-assign]
+    comeback.complete(None)
+    assert island.moments == "own checkpoint"
+    assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
+    assert bay.broker.runs["tiny"].asks == {}
+
+
+def test_with_nothing_at_all_it_begins_afresh(tmp_path: Path) -> None:
+    bay = Bay()
+    _, before = left(bay, tmp_path / "k")
+    island, comeback = returning(bay, store=IslandStore(tmp_path / "none", bay.manifest))
+    comeback.complete(None)
+    assert island.moments == "fresh"
+    assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
+    assert island.totals.steps == before.totals.steps  # its heartbeat is known
+
+
+# -- totals and the clock -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["peer", "own checkpoint", "fresh"])
+def test_totals_go_on_and_the_clock_is_the_runs(tmp_path: Path, source: str) -> None:
+    bay = Bay()
+    store, before = left(bay, tmp_path / "k")
+    other = bay.island("giver")
+    bay.play(other, 25)
+    if source != "peer":
+        other.leave(flush_seconds=0.0)
+        other.link.pump()
+        bay.merger.turn(0.0)
+    island, comeback = returning(
+        bay, store=None if source == "fresh" else store, meanwhile=lambda: bay.play(other, int(source == "peer"))
+    )
+    stamped = max(bay.transport.fragment(p)[0].step for p in range(2))
+    comeback.complete(None)
+    assert island.moments == ("peer giver" if source == "peer" else source)
+    assert (island.totals.steps, island.totals.tokens) == (10, 10 * tiny.CONFIG.tokens_per_step)
+    assert island.ledger.global_step == stamped > before.ledger.global_step
+    seen: list[int] = []
+    step = island.steps
+
+    def noted(state: Any, tokens: jax.Array, global_step: jax.Array) -> Any:
+        seen.append(int(global_step))
+        return step(state, tokens, global_step)
+
+    island.steps = noted
+    island.advance()
+    assert seen == [stamped]
+    assert island.totals.steps == 11
+
+
+# -- no fresh island becomes the truth ------------------------------------------------------------------------------
+
+
+def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_base() -> None:
+    bay = Bay()
+    other = bay.island("giver")
+    bay.play(other, 20)
+    other.leave(flush_seconds=0.0)
+    other.link.pump()
+    bay.merger.turn(0.0)
+    before = [p.tobytes() for p in merged_params(bay)]
+    island, comeback = returning(bay)
+    comeback.complete(None)
+    versions = [count.version for count in island.ledger.counts]
+    for _ in range(2):
+        bay.boundary(island)
+    assert [p.tobytes() for p in merged_params(bay)] == before  # it has done no step, and so says nothing
+    bases: list[tuple[int, int, float]] = []
+    send = island.link.send
+
+    def noted(draft: Any) -> None:
+        sent_N = codec(draft.contribution.codec).decode(body_of(draft.parts), draft.elements)
+        moved = float(np.abs(sent_N).max())
+        bases.append((draft.contribution.fragment, draft.contribution.base, moved))
+        send(draft)
+
+    island.link.send = noted  # type: ignore[method-assign]
+    bay.play(island, 3)
+    fragment, base, moved = bases[0]
+    assert base == versions[fragment] > 0
+    assert 0 < moved < 10 * tiny.CONFIG.inner.peak  # what three steps do, not where it stands
+
+
+# -- the whole run goes back ----------------------------------------------------------------------------------------
+
+
+def cut_at_marker(bay: Bay, store: IslandStore, name: str = "a", steps: int = 13) -> Island:
+    """An island that has checkpointed itself when the merger took its checkpoint 3."""
+    island = bay.island(name)
+    bay.play(island, steps)
+    island.on_marker = lambda of, number: store.save(cut(of, number))
+    bay.merger.transport.announce(bay.merger.epoch, Marker(3, bay.merger.rounds.closed))
+    bay.boundary(island)
+    assert store.find(3) is not None
+    return island
+
+
+def gone_back(bay: Bay) -> Bay:
+    """Another broker, as empty of leases as one that a checkpoint was put into, with the same parameters."""
+    again = Bay(bay.manifest)
+    run, now = again.broker.runs["tiny"], bay.broker.runs["tiny"]
+    run.fragments, run.outer, run.state, run.cursors = (
+        dict(now.fragments),
+        dict(now.outer),
+        now.state,
+        dict(now.cursors),
+    )
+    again.merger.load()
+    return again
+
+
+def test_a_whole_return_takes_everything_up_again_and_the_shards_too(tmp_path: Path) -> None:
+    bay = Bay()
+    store = IslandStore(tmp_path / "k", bay.manifest)
+    before = cut_at_marker(bay, store)
+    held, sent = before.batches.held(), before.link.in_flight()[0]
+    again = gone_back(bay)
+    # Its link is quick: it leases before the island is put back, and what it likes best is what the island read.
+    island, comeback = returning(again, "a", store)
+    comeback.complete(store.find(3))
+    assert island.moments == "own checkpoint"
+    assert island.ledger.formerly == "x"
+    assert island.batches.held() == held
+    assert again.transport.leased(held, "a/z") == set(held)
+    for _ in range(3):
+        again.boundary(island)
+    assert island.batches.held() == held  # still its own
+    nxt = island.link.lease()
+    assert nxt is not None
+    assert nxt.shard not in held
+    identities = {p.contribution.identity_text for p in sent}
+    published = {str(c.identity_text) for c, _ in again.broker.runs["tiny"].updates.values()}
+    assert identities <= published
+
+
+def test_a_whole_return_asks_no_peer_in_vain(tmp_path: Path) -> None:
+    bay = Bay()
+    store = IslandStore(tmp_path / "k", bay.manifest)
+    cut_at_marker(bay, store)
+    again = gone_back(bay)
+    peer = again.island("giver")
+    again.boundary(peer)
+    _, comeback = returning(again, "a", store)
+    assert again.broker.runs["tiny"].asks
+    comeback.complete(store.find(3))
+    again.boundary(peer)
+    run = again.broker.runs["tiny"]
+    assert (run.asks, run.handovers) == ({}, {})
+
+
+def test_a_shard_that_another_has_by_now_is_left_to_it(tmp_path: Path) -> None:
+    bay = Bay()
+    store = IslandStore(tmp_path / "k", bay.manifest)
+    (shard,) = cut_at_marker(bay, store).batches.held()
+    again = gone_back(bay)
+    other = again.island("b", "o", shards=[shard])
+    assert again.transport.leased([shard], "b/o")
+    again.boundary(other)
+    island, comeback = returning(again, "a", store)
+    comeback.complete(store.find(3))
+    assert island.batches.held() == []
+    told: list[str] = []
+    island.batches.on_begin = told.append
+    island.advance()
+    assert told[0].split(":")[0] != shard
+
+
+def test_an_outage_while_it_leases_again_is_survived(tmp_path: Path) -> None:
+    bay = Bay()
+    store = IslandStore(tmp_path / "k", bay.manifest)
+    cut_at_marker(bay, store)
+    island, comeback = returning(gone_back(bay), "a", store)
+
+    def fails(*arguments: Any) -> None:
+        raise UnreachableError("nobody answers")
+
+    comeback.transport.lease_shard = fails  # type: ignore[method-assign, assignment]
+    comeback.complete(store.find(3))
+    assert island.moments == "own checkpoint"
+
+
+def test_a_damaged_whole_return_falls_back(tmp_path: Path) -> None:
+    bay = Bay()
+    store = IslandStore(tmp_path / "k", bay.manifest)
+    cut_at_marker(bay, store)
+    found = store.find(3)
+    assert found is not None
+    torn = replace(found, rest={**found.rest, "digest": digest(b"another")})
+    island, comeback = returning(bay, "b", store)
+    comeback.complete(torn)
+    assert island.ledger.formerly == ""
+    for own, merged in zip(own_params(island), merged_params(bay), strict=True):
+        assert own.tobytes() == merged.tobytes()

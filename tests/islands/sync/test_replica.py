@@ -1,0 +1,237 @@
+"""What an island sends of its parameters: no progress twice, and none lost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from archipelago.broker.codecs import CODECS, Vector, body_of, codec
+from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
+from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.islands.models.registry import Params
+from archipelago.islands.sync import replica as replica_module
+from archipelago.islands.sync.replica import Replica, flatten, unflatten
+
+# No subnormals, and none can come out of differences: they count as zero.
+ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-40, 2.0**40, width=32), st.sampled_from([1.0, -1.0]))
+SIZES = (4, 9)
+VECTORS = st.tuples(*(arrays(np.float32, size, elements=ELEMENTS) for size in SIZES))
+UP = st.sampled_from(sorted(CODECS))
+
+
+def manifest(rule: Any = "overwrite", up: Any = "float32", blend: float = 0.5) -> Manifest:
+    """Two fragments; the first is one tensor alone."""
+    config = RunConfig(adopt=AdoptConfig(rule=rule, blend=blend), wire=WireConfig(up=up))
+    tensors = (Tensor("bias", (4,)), Tensor("kernel", (2, 3)), Tensor("scale", (3,)))
+    return Manifest("sample", config, tensors, (("bias",), ("kernel", "scale")), Corpus("text", "0" * 32, 1000), {})
+
+
+def params_of(of: Manifest, vectors: tuple[Vector, ...]) -> Params:
+    """Parameters with these values, fragment by fragment."""
+    params: Params = {}
+    for rows, vector_N in zip(of.layout, vectors, strict=True):
+        params |= unflatten(rows, jnp.asarray(vector_N))
+    return params
+
+
+def begun(of: Manifest, vectors: tuple[Vector, ...]) -> tuple[Replica, Params]:
+    replica = Replica(of)
+    return replica, replica.begin(list(vectors))
+
+
+def sent(replica: Replica, fragment: int, params: Params) -> Vector:
+    """What the receiver reads of what is sent now."""
+    return codec(replica.codec).decode(body_of(replica.measure(fragment, params)), SIZES[fragment])
+
+
+def wide(vector_N: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.asarray(vector_N, np.float64)
+
+
+def counting() -> tuple[Vector, ...]:
+    return tuple(np.arange(1, size + 1, dtype=np.float32) for size in SIZES)
+
+
+# -- fragments as vectors ------------------------------------------------------------------------------------------
+
+
+def test_a_fragment_is_its_tensors_one_after_the_other() -> None:
+    of = manifest()
+    params = params_of(of, counting())
+    assert params["kernel"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert params["scale"].tolist() == [7.0, 8.0, 9.0]
+    assert flatten(of.layout[1], params).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+
+
+@given(VECTORS)
+def test_flatten_and_unflatten_are_inverse(vectors: tuple[Vector, ...]) -> None:
+    of = manifest()
+    params = params_of(of, vectors)
+    assert {name: value.shape for name, value in params.items()} == {t.name: t.shape for t in of.tensors}
+    for rows, vector_N in zip(of.layout, vectors, strict=True):
+        assert np.asarray(flatten(rows, params)).tobytes() == vector_N.tobytes()
+
+
+def test_beginning_gives_all_parameters_by_name() -> None:
+    _, params = begun(manifest(), counting())
+    assert list(params) == ["bias", "kernel", "scale"]
+    assert params["bias"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+# -- outer gradients -----------------------------------------------------------------------------------------------
+
+
+def test_the_outer_gradient_is_old_minus_new() -> None:
+    replica, params = begun(manifest(), counting())
+    params["bias"] = jnp.array([0.0, 2.5, 3.0, 8.0], jnp.float32)
+    assert sent(replica, 0, params).tolist() == [1.0, -0.5, 0.0, -4.0]
+    assert sent(replica, 0, params).tolist() == [0.0, 0.0, 0.0, 0.0]  # all of it was sent
+    params["bias"] = params["bias"] - 1.0
+    assert sent(replica, 0, params).tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert sent(replica, 1, params).tolist() == [0.0] * 9  # the other fragment knows nothing of it
+
+
+def test_what_the_codec_leaves_out_stays_owed() -> None:
+    replica, params = begun(manifest(up="bfloat16"), tuple(np.zeros(size, np.float32) for size in SIZES))
+    # bfloat16 has 8 bits: 257/256 is half-way between 1 and 1 + 2/256, and goes to the even one of them.
+    params["bias"] = jnp.full((4,), -257 / 256, jnp.float32)
+    assert sent(replica, 0, params).tolist() == [1.0] * 4
+    assert sent(replica, 0, params).tolist() == [1 / 256] * 4
+
+
+@given(UP, VECTORS, VECTORS)
+def test_the_receiver_reads_exactly_what_the_reference_moved_by(
+    up: str, base: tuple[Vector, ...], now: tuple[Vector, ...]
+) -> None:
+    of = manifest(up=up)
+    replica, _ = begun(of, base)
+    for p, base_N in enumerate(base):
+        delta_N = sent(replica, p, params_of(of, now))
+        assert np.asarray(replica.references[p]).tobytes() == (base_N - delta_N).tobytes()
+
+
+@given(UP, st.lists(VECTORS, min_size=2, max_size=5))
+def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tuple[Vector, ...]]) -> None:
+    of = manifest(up=up)
+    replica, _ = begun(of, stations[0])
+    for p, size in enumerate(SIZES):
+        received = np.zeros(size)
+        last = before = wide(stations[0][p])
+        for station in stations[1:]:
+            before = wide(replica.references[p])
+            received += wide(sent(replica, p, params_of(of, station)))
+            last = wide(station[p])
+        # One rounding of the codec, of what was sent last; and float32's own, of each sum and difference.
+        size_of_all = sum(np.abs(wide(station[p])) for station in stations)
+        allowed = codec(up).error_bound((before - last).astype(np.float32)) + 2.0**-18 * size_of_all.max()
+        assert (np.abs(wide(stations[0][p]) - received - last) <= allowed).all()
+
+
+# -- adoption ------------------------------------------------------------------------------------------------------
+
+
+@given(UP, VECTORS, VECTORS, VECTORS)
+def test_carrying_a_snapshot_of_what_was_sent_changes_no_bit(
+    up: str, base: tuple[Vector, ...], then: tuple[Vector, ...], now: tuple[Vector, ...]
+) -> None:
+    of = manifest("carry", up)
+    replica, _ = begun(of, base)
+    params = params_of(of, now)
+    for p in range(len(SIZES)):
+        delta_N = sent(replica, p, params_of(of, then))
+        new_N = np.asarray(base[p]) - delta_N  # SGD at rate 1 of this island alone
+        params = replica.adopt(p, params, new_N)
+    for rows, now_N in zip(of.layout, now, strict=True):
+        assert np.asarray(flatten(rows, params)).tobytes() == now_N.tobytes()
+
+
+def test_carry_owes_the_unsent_progress_to_the_next_contribution() -> None:
+    of = manifest("carry")
+    replica, params = begun(of, counting())
+    params["bias"] = params["bias"] - 1.0
+    assert sent(replica, 0, params).tolist() == [1.0] * 4
+    params["bias"] = params["bias"] - 0.5
+    params = replica.adopt(0, params, np.full(4, 100.0, np.float32))
+    assert params["bias"].tolist() == [99.5] * 4
+    assert sent(replica, 0, params).tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("overwrite", 100.0), ("blend", 75.25)])
+def test_the_other_rules_owe_nothing_after_adoption(rule: str, expected: float) -> None:
+    replica, params = begun(manifest(rule, blend=0.25), tuple(np.zeros(size, np.float32) for size in SIZES))
+    params["bias"] = params["bias"] + 1.0
+    params = replica.adopt(0, params, np.full(4, 100.0, np.float32))
+    assert params["bias"].tolist() == [expected] * 4  # ¾·100 + ¼·1
+    assert params["kernel"].tolist() == [[0.0] * 3] * 2  # not of this fragment
+    assert sent(replica, 0, params).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+def test_references_outlive_an_inner_step_that_donates_its_parameters(rule: str) -> None:
+    replica, params = begun(manifest(rule), counting())
+    step = jax.jit(lambda params: {name: value - 1.0 for name, value in params.items()}, donate_argnums=0)
+    params = step(params)
+    assert [sent(replica, p, params).tolist() for p in (0, 1)] == [[1.0] * 4, [1.0] * 9]
+    for p, size in enumerate(SIZES):
+        params = replica.adopt(p, params, np.full(size, 100.0, np.float32))
+    params = step(params)
+    assert [sent(replica, p, params).tolist() for p in (0, 1)] == [[1.0] * 4, [1.0] * 9]
+
+
+def test_warming_up_changes_nothing() -> None:
+    replica, params = begun(manifest("carry", "bfloat16"), counting())
+    params = {name: value + 1.0 for name, value in params.items()}
+    replica.warm_up(params)
+    assert [reference_N.tolist() for reference_N in replica.references] == [v.tolist() for v in counting()]
+
+
+@pytest.mark.parametrize(("small", "codecs"), [(0, ["int8", "top3"]), (1 << 10, ["int8"])])
+def test_warming_up_compiles_the_codec_for_thin_links_where_it_may_be_needed(
+    monkeypatch: pytest.MonkeyPatch, small: int, codecs: list[str]
+) -> None:
+    """Else the first step on a thin link would wait for a compiler; and small payloads are never sent so."""
+    monkeypatch.setattr(replica_module, "SMALL_BYTES", small)
+    warmed: set[tuple[int, str]] = set()
+    vectors = tuple(np.ones(size, np.float32) for size in SIZES)
+    of = manifest()
+    of = replace(of, config=replace(of.config, wire=WireConfig(up="int8", thin="top3")))
+    replica, params = begun(of, vectors)
+    program = replica._measure
+
+    def noted(fragment: int, codec: str) -> Any:
+        warmed.add((fragment, codec))
+        return program(fragment, codec)
+
+    monkeypatch.setattr(replica, "_measure", noted)
+    replica.warm_up(params)
+    assert warmed == {(fragment, name) for fragment in range(len(SIZES)) for name in codecs}
+
+
+@pytest.mark.parametrize("thin", ["int8", "int4", "e3m0", "top3"])
+@given(vectors=VECTORS)
+def test_what_fragments_share_gives_the_bits_of_a_program_of_their_own(thin: Any, vectors: tuple[Vector, ...]) -> None:
+    of = manifest()
+    of = replace(of, config=replace(of.config, wire=WireConfig(up="float32", thin=thin)))
+    replica, params = begun(of, tuple(np.ones(size, np.float32) for size in SIZES))
+    params |= params_of(of, vectors)
+    for p, rows in enumerate(of.layout):
+        part = {tensor.name: params[tensor.name] for tensor, _ in rows}
+        parts, reference_N = replica_module._compiled_measure(rows, thin)(replica.references[p], part)
+        assert body_of(replica.measure(p, params, thin)) == body_of(parts)
+        assert np.asarray(replica.references[p]).tobytes() == np.asarray(reference_N).tobytes()
+
+
+def test_fragments_of_like_size_are_filled_up_to_one_size_and_small_ones_are_not() -> None:
+    """In blocks of 4,096: more than a third of zeros would cost more than another program."""
+    sizes = (45 * 4096, 41 * 4096 + 1, 35 * 4096, 33 * 4096, 9)
+    filled = [replica_module._filled(size, max(sizes)) for size in sizes]
+    assert filled == [45 * 4096, 45 * 4096, 45 * 4096, 33 * 4096, 4096]

@@ -1,0 +1,94 @@
+"""Sending fits the link: fewer bits first, more again when it recovers; compression where it pays."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.islands.sync.uplink import SMALL_BYTES, TRY_EVERY, Uplink
+
+SECONDS = st.floats(0.0, 1e3)
+SIZES = st.integers(0, 1 << 30)
+
+
+def measured(rate: float) -> Uplink:
+    """A link of so many bytes a second."""
+    uplink = Uplink()
+    for _ in range(20):
+        uplink.sent(1_000_000, 1e6 / rate)
+    return uplink
+
+
+def test_a_link_that_showed_nothing_is_trusted() -> None:
+    assert Uplink().fits(1 << 30, 1.0)
+    assert Uplink().should_pack()
+    assert Uplink().in_words(1.0) == ""
+
+
+def test_fewer_bits_go_out_when_a_payload_would_not_be_through_in_time() -> None:
+    uplink = measured(1e6)
+    assert uplink.fits(900_000, 1.0)
+    assert not uplink.fits(1_100_000, 1.0)
+    assert not uplink.fits(900_000, 1.0), "it goes back and forth"
+    assert not uplink.fits(600_000, 1.0)
+    assert uplink.fits(400_000, 1.0)
+    assert uplink.fits(900_000, 1.0)
+
+
+def test_small_payloads_are_never_worth_fewer_bits() -> None:
+    assert measured(1.0).fits(SMALL_BYTES - 1, 1e-9)
+    assert not measured(1.0).fits(SMALL_BYTES, 1e-9)
+
+
+def test_a_long_way_is_no_thin_link() -> None:
+    """What every message takes, however small, no codec makes shorter."""
+    uplink = Uplink()
+    for _ in range(20):
+        uplink.answered(0.5)
+        uplink.sent(1_000_000, 0.51)
+    assert uplink.fits(10_000_000, 0.2)
+    assert not uplink.fits(100_000_000, 0.2)
+
+
+def test_it_comes_back_when_the_link_recovers() -> None:
+    uplink = measured(1e6)
+    assert not uplink.fits(10_000_000, 1.0)
+    assert uplink.in_words(3.0) == "thin link at 8.0 Mbit/s up: fewer bits, interval 3.0x"
+    for _ in range(40):
+        uplink.sent(1_000_000, 1e-3)
+    assert uplink.fits(10_000_000, 1.0)
+    assert uplink.in_words(1.0) == ""
+
+
+def test_the_words_say_both_rates() -> None:
+    uplink = measured(125_000.0)
+    uplink.received(1000, 1000 / 500_000)
+    assert uplink.in_words(1.0) == ""
+    assert uplink.in_words(2.0) == "thin link at 1.0 Mbit/s up, 4.0 Mbit/s down: interval 2.0x"
+
+
+def test_compression_counts() -> None:
+    uplink = measured(1e6)
+    for _ in range(20):
+        uplink.packed(1000, 500, 0.001)
+    assert uplink.fits(1_800_000, 1.0)
+    assert not uplink.fits(2_100_000, 1.0)
+
+
+def test_compression_is_left_out_where_the_link_is_faster_and_tried_now_and_then() -> None:
+    slow, fast = measured(1e5), measured(1e10)
+    for uplink in (slow, fast):
+        for _ in range(20):
+            uplink.packed(1000, 900, 1000 / 500e6)
+    assert all(slow.should_pack() for _ in range(100))
+    assert sum(fast.should_pack() for _ in range(10 * TRY_EVERY)) == 10
+
+
+@given(st.lists(st.tuples(SIZES, SECONDS), max_size=30), SIZES, SECONDS)
+def test_any_measurement_gives_an_answer(measurements: list[tuple[int, float]], size: int, at_hand: float) -> None:
+    uplink = Uplink()
+    for sent, seconds in measurements:
+        uplink.sent(sent, seconds)
+        uplink.packed(sent, sent // 2, seconds)
+    assert uplink.fits(size, at_hand) in (True, False)
+    assert isinstance(uplink.in_words(2.0), str)

@@ -1,0 +1,106 @@
+"""The minimum duration of a step in a time of its own, and what an island writes down of its turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.step_throttle import Pacer
+from archipelago.islands.turn_log import VARIABLE, Diary
+
+STEP = 0.05
+SHORT = st.floats(0.0, 0.02)
+
+
+def played(pacer: Pacer, turns: list[tuple[float, float]]) -> list[float]:
+    """Turns of (seconds between two steps, seconds that the arithmetic takes); when each of them ended."""
+    now, done_at = 0.0, 0.0
+    ends: list[float] = []
+    for between, arithmetic in turns:
+        now += between
+        pacer.dispatched(1, now)
+        before_at, done_at = done_at, max(done_at, now) + arithmetic
+        if ends:
+            now = max(now, before_at)
+            now += pacer.nap_seconds(now)
+        ends.append(now)
+    return ends
+
+
+@given(st.lists(st.tuples(SHORT, SHORT), min_size=3, max_size=50))
+def test_what_is_shorter_than_a_step_costs_nothing(turns: list[tuple[float, float]]) -> None:
+    """Neither the arithmetic nor what lies between two steps: a device that works beside its host hides both."""
+    ends = played(Pacer(STEP), turns)
+    began = turns[0][0]
+    for n, end in enumerate(ends[1:], 1):
+        assert end == pytest.approx(began + n * STEP)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 0.2), st.floats(0.0, 0.2)), min_size=2, max_size=30))
+def test_no_step_is_shorter_than_its_minimum(turns: list[tuple[float, float]]) -> None:
+    ends = played(Pacer(STEP), turns)
+    for n, end in enumerate(ends):
+        assert end >= turns[0][0] + n * STEP - 1e-9
+
+
+def test_a_long_gap_leaves_the_device_idle_and_is_not_made_up_for() -> None:
+    pacer = Pacer(STEP)
+    pacer.dispatched(1, 10.0)
+    assert pacer.idle_seconds == 0.0, "there was nothing before it"
+    pacer.dispatched(1, 10.02)
+    assert pacer.idle_seconds == 0.0
+    assert pacer.nap_seconds(10.02) == pytest.approx(0.03)
+    pacer.dispatched(1, 10.4)
+    assert pacer.idle_seconds == pytest.approx(0.3)
+    assert pacer.nap_seconds(10.4) == 0.0
+    pacer.dispatched(1, 10.41)
+    assert pacer.nap_seconds(10.41) == pytest.approx(0.04)
+
+
+def test_arithmetic_that_takes_longer_is_as_long_as_it_is() -> None:
+    ends = played(Pacer(STEP), [(0.0, 0.2)] * 5)
+    assert ends[-1] == pytest.approx(4 * 0.2)
+
+
+def test_without_a_minimum_nobody_naps() -> None:
+    pacer = Pacer()
+    for now in (1.0, 1.5, 1.5, 9.0):
+        pacer.dispatched(4, now)
+        assert pacer.nap_seconds(now) == 0.0
+
+
+# -- the diary -------------------------------------------------------------------------------------------------------
+
+
+def test_each_turn_is_a_line_and_incarnations_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "island.jsonl"
+    for who in ("first", "second"):
+        diary = Diary.named_in({VARIABLE: str(path)}, who)
+        assert diary is not None
+        diary.turned(1.5, 3, 7, 0.001, 0.0)
+        diary.turned(1.6, 4, 8, 0.002, 0.25)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["who"] for line in lines] == ["first", "first", "second", "second"]
+    waited = [line.pop("waited") for line in lines]
+    assert lines[1] == {"at": 1.6, "who": "first", "steps": 4, "versions": 8, "between": 0.002, "idle": 0.25}
+    assert min(waited) >= 0.0
+
+
+def test_nothing_is_written_unless_it_is_asked_for() -> None:
+    assert Diary.named_in({}, "who") is None
+    assert Diary.named_in({VARIABLE: ""}, "who") is None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_no_reason_to_stop() -> None:
+    Diary(Path("/dev/full"), "who").turned(1.0, 1, 1, 0.0, 0.0)
+
+
+def test_a_file_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ARCHIPELAGO_DIARY: .*nowhere.* cannot be written"):
+        Diary.named_in({VARIABLE: str(tmp_path / "nowhere" / "diary.jsonl")}, "x")

@@ -1,0 +1,260 @@
+"""A run of two fragments on a broker in memory whose islands the test plays; connections and disks that break."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import Call, Contribution, Marker, Presence, Refusal, Resume
+from archipelago.broker.transport import START, Commit, Delivery, Image
+from archipelago.broker.wire import pack, unpack
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.checkpointer import Covered, Keeper, Spawn, at_once
+from archipelago.merger.record import Recorder
+from archipelago.merger.round_timing import Pace
+from archipelago.merger.service import Merger
+from archipelago.merger.state import RunState
+from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests import samples
+
+SIZE = 32
+"""elements of either fragment"""
+CONFIG = RunConfig(
+    sync=SyncConfig(interval=8, window=2, quorum=1, grace=0.5, smoothing=0.5, staleness_cap=2),
+    merge=MergeConfig(embedding="average", rest="rda", staleness="polynomial", normalise=True, clip=3.0),
+    outer=OuterConfig(rule="nesterov", learning_rate=0.5, momentum=0.5),
+    wire=WireConfig(up="float32", thin="int4", down="float32"),
+)
+
+
+def constant(value: float, size: int = SIZE) -> Vector:
+    return np.full(size, value, np.float32)
+
+
+def values(seed: int) -> Vector:
+    return np.random.default_rng(seed).standard_normal(SIZE, dtype=np.float32)
+
+
+class Faulty(MemoryTransport):
+    """Calls that `faults` names by method and ordinal break the connection, before or after they did their work."""
+
+    def __init__(self, broker: MemoryBroker, run: str, faults: Iterable[tuple[str, int, str]] = ()) -> None:
+        super().__init__(broker, run)
+        self.faults = {(name, ordinal): when for name, ordinal, when in faults}
+        self.calls = Counter[str]()
+        self.broken = 0
+        self.error: BrokerError = UnreachableError("the connection broke")
+
+    def _through(self, name: str, work: Callable[[], Any]) -> Any:
+        when = self.faults.get((name, self.calls[name]))
+        self.calls[name] += 1
+        done = None if when == "before" else work()
+        if when is not None:
+            self.broken += 1
+            raise self.error
+        return done
+
+    def acquire(self, holder: str, seconds: float) -> int | None:
+        epoch: int | None = self._through("acquire", lambda: super(Faulty, self).acquire(holder, seconds))
+        return epoch
+
+    def renew(self, epoch: int, holder: str, seconds: float) -> None:
+        self._through("renew", lambda: super(Faulty, self).renew(epoch, holder, seconds))
+
+    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
+        found: list[Delivery] = self._through("updates", lambda: super(Faulty, self).updates(0.0, count))
+        return found
+
+    def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
+        found: list[Delivery] = self._through(
+            "unacknowledged", lambda: super(Faulty, self).unacknowledged(after, count)
+        )
+        return found
+
+    def merger_state(self) -> str:
+        return str(self._through("merger_state", super().merger_state))
+
+    def presences(self) -> list[Presence]:
+        found: list[Presence] = self._through("presences", super().presences)
+        return found
+
+    def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
+        self._through("announce", lambda: super(Faulty, self).announce(epoch, event))
+
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+        self._through("refuse", lambda: super(Faulty, self).refuse(epoch, refusals))
+
+    def commit(self, epoch: int, commit: Commit) -> None:
+        self._through("commit", lambda: super(Faulty, self).commit(epoch, commit))
+
+
+class Sea:
+    """A run of two fragments, its islands' side played by the test, and a clock that the test moves."""
+
+    def __init__(self, config: RunConfig = CONFIG, **sync: Any) -> None:
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.transport = self.broker.connect("sample")
+        config = replace(config, sync=replace(config.sync, **sync))
+        self.manifest = samples.manifest(config=config)
+        assert self.manifest.sizes == (SIZE, SIZE)
+        self.transport.create(self.manifest, samples.first_snapshots(self.manifest))
+        self.sequences = Counter[str]()
+        self.sent: list[tuple[Contribution, bytes]] = []
+
+    def merger(self, holder: str = "merger", clock: VirtualClock | None = None, keeper: Keeper | None = None) -> Merger:
+        """One that holds the lease and has loaded."""
+        made = Merger(self.broker.connect("sample"), clock or self.clock, holder, live_poll_seconds=0.0, keeper=keeper)
+        assert made.acquire()
+        made.load()
+        return made
+
+    def keeper(
+        self, store: CheckpointStore, recorder: Recorder | None = None, every: float = 1e9, spawn: Spawn = at_once
+    ) -> Keeper:
+        """Takes checkpoints when it is told to, unless `every` so many seconds."""
+        return Keeper(self.broker.connect("sample"), store, recorder, every, spawn)
+
+    def play(self, merger: Merger, *numbers: int) -> None:
+        """These rounds, each of islands a and b, with values that follow from the round's number."""
+        for number in numbers:
+            self.live("a", "b")
+            for island in "ab":
+                values_N = values(2 * number + ord(island))
+                self.send(island, number, values_N, tokens=100 + number, data=f"{ord(island) - 97}:0:{number}")
+            assert merger.turn(0.0), f"round {number} did not close"
+
+    def live(self, *islands: str, state: str = "training") -> None:
+        for island in islands:
+            self.transport.heartbeat(samples.heartbeat(island, state=state))
+
+    def version(self, p: int) -> int:
+        return self.transport.fragment(p)[0].version
+
+    def digests(self) -> list[str]:
+        return [self.transport.fragment(p)[0].digest for p in range(2)]
+
+    def parameters(self, p: int) -> list[float]:
+        params: list[float] = unpack(self.transport.fragment(p)[1], SIZE).tolist()
+        return params
+
+    def send(
+        self, island: str, number: int, values_N: Vector, *, payload: bytes | None = None, **changes: Any
+    ) -> Contribution:
+        """An island's next contribution, measured from the newest version unless `changes` say otherwise."""
+        payload = pack(values_N, "float32", 1) if payload is None else payload
+        p = (number - 1) % 2
+        ordinary = {"round": number, "fragment": p, "base": self.version(p), "sequence": self.sequences[island]}
+        contribution = samples.contribution(payload, island=island, **(ordinary | changes))
+        self.sequences[island] += 1
+        self.publish(contribution, payload)
+        return contribution
+
+    def publish(self, contribution: Contribution, payload: bytes) -> None:
+        self.sent.append((contribution, payload))
+        self.transport.publish(contribution, payload)
+
+    def events(self, kind: type[Any]) -> list[Any]:
+        return [event for _, event in self.transport.events(START, 0.0, 10_000) if isinstance(event, kind)]
+
+    def merged(self) -> list[tuple[str, str, int]]:
+        """Identities of all that is in the tape."""
+        return [(m.island, m.incarnation, m.sequence) for entry in self.transport.tape(10_000) for m in entry.members]
+
+    def balance(self) -> None:
+        """published = merged + refused + pending, in contributions and in tokens; the tape and the stream agree."""
+        books = self.transport.books()
+        pending = self.broker.runs["sample"].waiting().values()
+        assert books.published == len(self.sent) == books.merged + books.refused + len(pending)
+        assert books.published_tokens == sum(c.tokens for c, _ in self.sent)
+        tokens = books.merged_tokens + books.refused_tokens + sum(c.tokens for c, _ in pending)
+        assert books.published_tokens == tokens
+        members = [m for entry in self.transport.tape(10_000) for m in entry.members]
+        assert (books.merged, books.merged_tokens) == (len(members), sum(m.tokens for m in members))
+        assert books.refused == len(self.events(Refusal))
+        assert max(Counter(self.merged()).values(), default=0) <= 1
+        state = RunState.from_json(self.transport.merger_state())
+        assert (state.closed, state.tokens) == (len(self.transport.tape(10_000)), books.merged_tokens)
+
+
+def state_of(sea: Sea) -> RunState:
+    """The committed state; that no sync was timed yet counts as one that took no time, as it does in Eq. 3."""
+    state = RunState.from_json(sea.transport.merger_state())
+    state.pace = Pace(state.pace.quorum_seconds or 0.0, state.pace.sync_seconds or 0.0)
+    return state
+
+
+def bits(sea: Sea) -> list[Any]:
+    """All that must come out the same however often mergers died, but for the record of wall-clock times."""
+    state = state_of(sea)
+    state.covered, state.pace = 0, Pace()
+    tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in sea.transport.tape(10_000)]
+    return [tape, sea.digests(), [sea.transport.outer(p) for p in range(2)], state]
+
+
+class Shelf(CheckpointStore):
+    """Checkpoints in memory; `faults` are raised by the next saves, one each."""
+
+    def __init__(self, faults: Iterable[Exception] = ()) -> None:
+        super().__init__(Path("nowhere"))
+        self.images: dict[int, Image] = {}
+        self.faults = list(faults)
+
+    def numbers(self) -> list[int]:
+        return sorted(self.images)
+
+    def next_number(self) -> int:
+        return max(self.images, default=0) + 1
+
+    def save(self, image: Image) -> None:
+        if self.faults:
+            raise self.faults.pop(0)
+        self.images[image.number] = image
+
+    def load(self, number: int | None = None) -> Image | None:
+        return self.images[number or max(self.images)] if self.images else None
+
+
+class Unlisted(Shelf):
+    """A folder that cannot be read."""
+
+    def next_number(self) -> int:
+        raise ConfigError("the checkpoints cannot be listed", "May this user read the folder?")
+
+
+class Undone(Future[Covered]):
+    """Whoever waits for it would wait for ever."""
+
+    def result(self, timeout: float | None = None) -> Covered:
+        assert self.done(), "it is waited for before the test has it done"
+        return super().result(timeout)
+
+
+class Later:
+    """Jobs that are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Future[Covered], Callable[[], Covered]]] = []
+
+    def __call__(self, job: Callable[[], Covered]) -> Future[Covered]:
+        self.jobs.append((Undone(), job))
+        return self.jobs[-1][0]
+
+    def do_all(self) -> None:
+        while self.jobs:
+            future, job = self.jobs.pop(0)
+            done = at_once(job)
+            if error := done.exception():
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())

@@ -1,0 +1,372 @@
+"""What Redis has lost of a merger's memory comes back from a checkpoint, the tape and the kept entries: to the bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archipelago.broker.config import OuterConfig, RunConfig, WireConfig
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.memory import _Run
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.wire import digest_of, unpack
+from archipelago.merger import outer
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.checkpointer import at_once
+from archipelago.merger.service import Merger
+from archipelago.merger.state import RunState
+from archipelago.merger.storage import MergerFolder
+from tests import samples
+from tests.merger.simulated_broker import CONFIG, SIZE, Sea, Shelf, bits, constant, state_of, values
+
+LOOKING_AHEAD = replace(CONFIG, outer=OuterConfig(rule="mla", momentum=0.5), wire=WireConfig(down="bfloat16"))
+
+
+def run_of(sea: Sea) -> _Run:
+    return sea.broker.runs["sample"]
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def small_outer() -> bytes:
+    """Whole, and of a smaller fragment."""
+    rule = outer.build(CONFIG.outer)
+    return outer.dump(constant(0.0, SIZE - 1), rule.init(constant(0.0, SIZE - 1)))
+
+
+def state_without_closed(run: _Run) -> None:
+    values = json.loads(run.state)
+    del values["closed"]
+    run.state = json.dumps(values)
+
+
+DAMAGE: dict[str, Callable[[_Run], object]] = {
+    "one outer state gone": lambda run: run.outer.pop(1),
+    "all outer states gone": lambda run: run.outer.clear(),
+    "an outer state damaged": lambda run: run.outer.update({0: flip(run.outer[0])}),
+    "an outer state of another size": lambda run: run.outer.update({0: small_outer()}),
+    "an outer state cut short": lambda run: run.outer.update({0: b"ARO1"}),
+    "state gone": lambda run: setattr(run, "state", ""),
+    "state damaged": lambda run: setattr(run, "state", run.state[:-5]),
+    "state incomplete": state_without_closed,
+    "all of it gone": lambda run: run.__dict__.update(outer={}, state=""),
+}
+
+
+def begun(config: RunConfig, store: CheckpointStore) -> tuple[Sea, Merger]:
+    """Seven rounds, and a checkpoint of three of them."""
+    sea = Sea(config, quorum=2)
+    merger = sea.merger(keeper=sea.keeper(store))
+    sea.play(merger, 1, 2, 3)
+    merger.checkpoint()
+    sea.play(merger, 4, 5, 6, 7)
+    assert sea.transport.books().kept == 8
+    return sea, merger
+
+
+def undisturbed(config: RunConfig) -> list[Any]:
+    sea, merger = begun(config, Shelf())
+    sea.play(merger, 8, 9, 10)
+    return bits(sea)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LOOKING_AHEAD], ids=["nesterov", "mla"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_it_comes_back_to_the_same_bits(damage: str, config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    store = Shelf()
+    sea, _ = begun(config, store)
+    DAMAGE[damage](run_of(sea))
+    merger = sea.merger(keeper=sea.keeper(store))
+    assert "rebuilt from checkpoint 3 and the tape after it, to the same bits" in caplog.text
+    sea.play(merger, 8, 9, 10)
+    assert bits(sea) == undisturbed(config)
+    sea.balance()
+
+
+def test_it_comes_back_from_a_folder_on_disk(tmp_path: Path) -> None:
+    sea, _ = begun(CONFIG, MergerFolder(tmp_path).store)
+    DAMAGE["all of it gone"](run_of(sea))
+    folder = MergerFolder(tmp_path)
+    merger = sea.merger(keeper=folder.keeper(sea.broker.connect("sample"), sea.manifest, 1e9, at_once))
+    sea.play(merger, 8, 9, 10)
+    assert bits(sea) == undisturbed(CONFIG)
+
+
+def test_nothing_is_rebuilt_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    class Untouched(Shelf):
+        def load(self, number: int | None = None) -> None:
+            pytest.fail("it reads a checkpoint that it does not need")
+
+    store = Untouched()
+    sea, _ = begun(CONFIG, store)
+    merger = sea.merger(keeper=sea.keeper(store))
+    assert not caplog.records
+    sea.play(merger, 8, 9, 10)
+    assert bits(sea) == undisturbed(CONFIG)
+
+
+SCRIPT = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2), st.integers(0, 2)), min_size=1, max_size=14)
+
+
+@settings(max_examples=40)
+@given(SCRIPT, st.integers(0, 14), st.integers(0, 14), st.sampled_from(["none", "outer", "state", "both"]))
+def test_a_loss_at_any_time_after_a_checkpoint_at_any_time(
+    script: list[tuple[str, int, int]], checkpoint: int, loss: int, what: str
+) -> None:
+    assert played(script, checkpoint, loss, what) == played(script, checkpoint, loss, "")
+
+
+def played(script: list[tuple[str, int, int]], checkpoint: int, loss: int, what: str) -> list[Any]:
+    """`what` is lost, and another merger takes over, once there is a checkpoint; empty: nobody dies."""
+    store = Shelf()
+    sea = Sea(quorum=2)
+    sea.live("a", "b", "c")
+    merger = sea.merger(keeper=sea.keeper(store))
+    for index, (island, ahead, behind) in enumerate(script):
+        if index >= checkpoint and merger.state.closed and not store.images:
+            merger.checkpoint()
+        if index == max(loss, checkpoint) and store.images and what:
+            run_of(sea).outer |= {p: b"" for p in run_of(sea).outer if what in ("outer", "both")}
+            run_of(sea).state = "" if what in ("state", "both") else run_of(sea).state
+            merger = sea.merger(keeper=sea.keeper(store))
+        number = merger.rounds.closed + ahead
+        base = max(0, sea.version((number - 1) % 2) - behind)
+        sea.send(island, number, values(index), tokens=100 + index, base=base)
+        merger.turn(0.0)
+    sea.live("a", "b", "c", state="left")
+    merger.turn(0.0)
+    sea.balance()
+    out = bits(sea)
+    # As the merger has it: what Redis lost of a fragment is there again with the fragment's next round.
+    out[2] = [outer.dump(fragment.params_N, fragment.outer) for fragment in merger.fragments]
+    return out
+
+
+# -- what Redis still knows is not taken from an older checkpoint ----------------------------------------------------
+
+
+def test_what_was_refused_is_remembered_where_the_state_is_there() -> None:
+    store = Shelf()
+    sea, merger = begun(CONFIG, store)
+    sea.send("a", 8, constant(float("nan")))
+    refused = sea.sent[-1][0]
+    sea.play(merger, 8)
+    run_of(sea).outer.clear()
+    again = sea.merger(keeper=sea.keeper(store))
+    assert again.state.has_seen(refused.identity)
+    assert again.state.pace == RunState.from_json(sea.transport.merger_state()).pace
+
+
+def test_kept_entries_stay_kept_after_it_came_back() -> None:
+    """Another loss must find them, and the checkpoint after that lets them go."""
+    store = Shelf()
+    sea, _ = begun(CONFIG, store)
+    DAMAGE["all of it gone"](run_of(sea))
+    merger = sea.merger(keeper=sea.keeper(store))
+    assert sea.transport.books().kept == 8
+    assert [kept.round for kept in merger.kept] == [4, 5, 6, 7]
+    DAMAGE["all of it gone"](run_of(sea))
+    merger = sea.merger(keeper=sea.keeper(store))
+    sea.play(merger, 8, 9, 10)
+    assert bits(sea) == undisturbed(CONFIG)
+    merger.finish()
+    assert sea.transport.books().kept == 0
+
+
+@pytest.mark.parametrize("rule", ["nesterov", "mla"])
+def test_a_restart_knows_what_was_published_to_the_bit(rule: Literal["nesterov", "mla"]) -> None:
+    """Also where the codec of snapshots rounds: the next round may merge nothing, or a checkpoint come before it."""
+    sea = Sea(replace(LOOKING_AHEAD, outer=OuterConfig(rule=rule)), quorum=2)
+    store = Shelf()
+    sea.play(sea.merger(keeper=sea.keeper(store)), 1, 2, 3)
+    merger = sea.merger(keeper=sea.keeper(store))
+    merger.finish()
+    assert list(store.images) == [3]
+    sea.live("a", "b", state="left")
+    sea.send("a", 5, values(1), farewell=True)
+    merger.turn(0.0)
+    second, _, empty, _ = sea.transport.tape(4)
+    assert (second.round, empty.round, empty.members) == (2, 4, ())
+    assert empty.digest == second.digest
+    for entry in sea.transport.tape(2):
+        assert entry.digest == digest_of(unpack(sea.transport.fragment(entry.fragment)[1], SIZE))
+
+
+# -- where it does not come back -------------------------------------------------------------------------------------
+
+
+def loaded(sea: Sea, store: CheckpointStore | None) -> Merger:
+    return sea.merger(keeper=sea.keeper(store) if store else None)
+
+
+@pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
+def test_without_a_checkpoint_it_goes_on_with_fresh_momentum(
+    store: Shelf | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sea, _ = begun(CONFIG, Shelf())
+    whole = run_of(sea).outer[0]
+    published = sea.parameters(1)
+    del run_of(sea).outer[1]
+    merger = loaded(sea, store)
+    assert "the outer state of fragment 1 cannot be read from Redis (it is gone)" in caplog.text
+    assert "fragments [1] go on from their published parameters, with fresh outer momentum" in caplog.text
+    kept, fresh = merger.fragments
+    assert outer.dump(kept.params_N, kept.outer) == whole
+    assert fresh.params_N.tolist() == published
+    assert all(not leaf.any() for leaf in outer._named(fresh.outer).values())
+    assert [f.norms for f in merger.fragments] == [state_of(sea).norms[p] for p in range(2)]
+    sea.play(merger, 8, 9, 10)
+    sea.balance()
+
+
+@pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
+def test_without_a_checkpoint_a_lost_state_ends_it(store: Shelf | None) -> None:
+    sea, _ = begun(CONFIG, Shelf())
+    run_of(sea).state = ""
+    before = sea.digests()
+    with pytest.raises(ConfigError, match="lost the merger's state of run 'sample', and no checkpoint") as caught:
+        loaded(sea, store)
+    assert "--folder" in str(caught.value)
+    assert sea.digests() == before
+
+
+@pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
+def test_a_state_of_another_version_is_named_as_that(store: Shelf | None) -> None:
+    sea, _ = begun(CONFIG, Shelf())
+    older = json.loads(run_of(sea).state)
+    for added in ("cursors", "step_seconds", "island_tokens", "covered"):
+        del older[added]
+    run_of(sea).state = json.dumps(older)
+    with pytest.raises(ConfigError, match=r"the merger's state cannot be read.*another version of archipelago"):
+        loaded(sea, store)
+
+
+def test_entries_that_are_gone_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    store = Shelf()
+    sea, merger = begun(CONFIG, store)
+    (entry,) = [entry for entry in sea.transport.tape(100) if entry.round == 5]
+    merger.transport.trim(merger.epoch, [entry.members[1].entry])
+    run_of(sea).outer.clear()
+    sea.merger(keeper=sea.keeper(store))
+    assert "do not bring it back: round 5: a contribution cannot be read (the entry is gone)" in caplog.text
+    assert "with fresh outer momentum" in caplog.text
+    run_of(sea).state = ""
+    with pytest.raises(ConfigError, match="no checkpoint brings it back"):
+        sea.merger(keeper=sea.keeper(store))
+
+
+def test_a_gap_in_the_tape_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    store = Shelf()
+    sea, _ = begun(CONFIG, store)
+    run_of(sea).outer.clear()
+    del run_of(sea).tape[4]
+    sea.merger(keeper=sea.keeper(store))
+    assert "round 6 is on the tape where round 5 should be" in caplog.text
+
+
+def test_a_tape_that_ends_early_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Its last round merged nothing, so that the parameters alone would not tell."""
+    store = Shelf()
+    sea, merger = begun(CONFIG, store)
+    sea.live("a", "b", state="left")
+    sea.send("a", 9, values(1), farewell=True)
+    merger.turn(0.0)
+    assert [len(entry.members) for entry in sea.transport.tape(2)] == [0, 1]
+    run_of(sea).tape[-2:] = run_of(sea).tape[-1:]  # a gap, first
+    run_of(sea).outer.clear()
+    sea.merger(keeper=sea.keeper(store))
+    assert "round 9 is on the tape where round 8 should be" in caplog.text
+    del run_of(sea).tape[-1:]
+    caplog.clear()
+    sea.merger(keeper=sea.keeper(store))
+    assert "do not bring it back: fragment 0 is not what round 9 published" in caplog.text
+
+
+def test_parameters_that_the_islands_have_not_seen_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    store = Shelf()
+    sea, _ = begun(CONFIG, store)
+    _, *others = store.images[3].snapshots
+    other = samples.first_snapshots(sea.manifest, 0.125)[0]
+    store.images[3] = replace(store.images[3], snapshots=[other, *others], outers=[b"", b""])
+    run_of(sea).outer.clear()
+    sea.merger(keeper=sea.keeper(store))
+    assert "checkpoint 3 and the tape do not bring it back: round 4" in caplog.text
+
+
+def test_a_checkpoint_of_rounds_that_redis_forgot_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """A Redis that died came back without its last second; the checkpoint knows of rounds that never happened."""
+    store = Shelf()
+    sea = Sea(quorum=2)
+    merger = sea.merger(keeper=sea.keeper(store))
+    sea.play(merger, 1, 2)
+    run = run_of(sea)
+    earlier = (dict(run.fragments), dict(run.outer), run.state, list(run.tape))
+    sea.play(merger, 3)
+    merger.checkpoint()
+    run.fragments, run.outer, run.state, run.tape = earlier
+    run.outer.clear()
+    merger = sea.merger(keeper=sea.keeper(store))
+    assert "do not bring it back" in caplog.text
+    assert merger.state.closed == 2
+
+
+@pytest.mark.parametrize("lost", ["outer", "state"])
+def test_a_checkpoint_of_another_run_is_not_taken(lost: str, caplog: pytest.LogCaptureFixture) -> None:
+    store, strange = Shelf(), Shelf()
+    sea, _ = begun(CONFIG, store)
+    other = replace(sea.manifest, config=replace(CONFIG, seed=7))
+    strange.images[3] = replace(store.images[3], manifest=other)
+    setattr(run_of(sea), lost, {} if lost == "outer" else "")
+    if lost == "outer":
+        assert sea.merger(keeper=sea.keeper(strange)).state.closed == 7
+    else:
+        with pytest.raises(ConfigError, match="no checkpoint brings it back"):
+            sea.merger(keeper=sea.keeper(strange))
+    assert "checkpoint 3 is of another run" in caplog.text
+
+
+def test_checkpoints_that_cannot_be_read_do_not_end_a_run_that_can_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Shelf):
+        def load(self, number: int | None = None) -> None:
+            raise ConfigError("no checkpoint in here can be read", "Put back a copy.")
+
+    sea, _ = begun(CONFIG, Shelf())
+    run_of(sea).outer.clear()
+    sea.play(sea.merger(keeper=sea.keeper(Broken())), 8)
+    assert "no checkpoint in here can be read" in caplog.text
+    run_of(sea).state = ""
+    with pytest.raises(ConfigError, match="lost the merger's state"):
+        sea.merger(keeper=sea.keeper(Broken()))
+
+
+def test_it_keeps_its_lease_while_it_loads() -> None:
+    sea, _ = begun(CONFIG, Shelf())
+    asked = 0
+
+    def between() -> None:
+        nonlocal asked
+        asked += 1
+
+    from archipelago.merger.replay import Rules
+    from archipelago.merger.restore import load
+
+    load(sea.transport, Rules.of(sea.manifest), None, between)
+    assert asked == 2  # once a fragment
+
+
+def test_a_run_that_has_not_begun_is_loaded_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    sea = Sea()
+    merger = sea.merger(keeper=sea.keeper(Shelf()))
+    assert (merger.state, sea.events(Snapshot)) == (RunState(), [])
+    assert not caplog.records

@@ -1,0 +1,184 @@
+"""Rounds done again: to the same bits, or with the first difference named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archipelago.broker.config import OuterConfig, RunConfig, WireConfig
+from archipelago.broker.errors import WireError
+from archipelago.broker.messages import Contribution, TapeEntry
+from archipelago.broker.transport import Delivery
+from archipelago.broker.wire import unpack
+from archipelago.merger import outer
+from archipelago.merger.closing import new_state
+from archipelago.merger.replay import DifferenceError, Rules, redo
+from archipelago.merger.state import FragmentState, RunState
+from tests import samples
+from tests.merger.simulated_broker import CONFIG, SIZE, Sea, Shelf, bits, state_of, values
+
+LOOKING_AHEAD = replace(CONFIG, outer=OuterConfig(rule="mla", momentum=0.5), wire=WireConfig(down="bfloat16"))
+Rounds = list[tuple[TapeEntry, list[Delivery]]]
+
+
+def recorded(sea: Sea) -> Rounds:
+    """The tape, and for each round what it merged, which lies in the stream still."""
+    return [(entry, sea.transport.read([m.entry for m in entry.members])) for entry in sea.transport.tape(1000)]
+
+
+def beginning(sea: Sea) -> tuple[Rules, RunState, list[FragmentState]]:
+    rules = Rules.of(sea.manifest)
+    first = [unpack(payload, SIZE) for _, payload in samples.first_snapshots(sea.manifest)]
+    return rules, RunState(), [new_state(params_N, rules.outer) for params_N in first]
+
+
+def redone(sea: Sea, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
+    rules, state, fragments = beginning(sea)
+    for tape, deliveries in rounds:
+        fragments[tape.fragment] = redo(rules, state, fragments[tape.fragment], tape, deliveries)
+    return state, fragments
+
+
+def four_rounds(config: RunConfig = CONFIG) -> Sea:
+    sea = Sea(config, quorum=2)
+    sea.play(sea.merger(keeper=sea.keeper(Shelf())), 1, 2, 3, 4)
+    return sea
+
+
+@pytest.mark.parametrize("config", [CONFIG, LOOKING_AHEAD], ids=["nesterov", "mla"])
+def test_a_run_done_again_has_the_same_bits(config: RunConfig) -> None:
+    sea = four_rounds(config)
+    state, fragments = redone(sea, recorded(sea))
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [sea.transport.outer(p) for p in range(2)]
+    assert [f.norms for f in fragments] == [state_of(sea).norms[p] for p in range(2)]
+    assert replace(state, pace=state_of(sea).pace) == state_of(sea)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2), st.integers(0, 2), st.booleans()), max_size=16),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_was_merged_comes_out_again(script: list[tuple[str, int, int, bool]], random: Random) -> None:
+    """Late ones, two of one island in a round, rounds of none, and deliveries in any order."""
+    sea = Sea(quorum=2)
+    sea.live("a", "b", "c")
+    merger = sea.merger(keeper=sea.keeper(Shelf()))
+    for index, (island, ahead, behind, other_life) in enumerate(script):
+        number = merger.rounds.closed + ahead
+        base = max(0, sea.version((number - 1) % 2) - behind)
+        life = "y" if other_life else "x"
+        sea.send(island, number, values(index), base=base, incarnation=life, step_seconds=1.0 + index)
+        merger.turn(0.0)
+    sea.live("a", "b", "c", state="left")
+    merger.turn(0.0)
+    rounds = recorded(sea)
+    for _, deliveries in rounds:
+        random.shuffle(deliveries)
+    state, fragments = redone(sea, rounds)
+    assert replace(state, pace=state_of(sea).pace).to_json() == state_of(sea).to_json()
+    dumps = [outer.dump(f.params_N, f.outer) if p in state.norms else b"" for p, f in enumerate(fragments)]
+    assert dumps == [sea.transport.outer(p) for p in range(2)]
+
+
+def with_member(entry: TapeEntry, **changes: object) -> TapeEntry:
+    first, *others = entry.members
+    return replace(entry, members=(replace(first, **changes), *others))  # type: ignore[arg-type]
+
+
+BENDS: dict[str, tuple[Callable[[TapeEntry], TapeEntry], str]] = {
+    "member": (lambda e: replace(e, members=e.members[:1]), r"members \['a/x/1'\] on the tape, \['a/x/1', 'b/x/1'\]"),
+    "name": (lambda e: with_member(e, island="z"), r"members \['b/x/1', 'z/x/1'\] on the tape"),
+    "weight": (lambda e: with_member(e, weight=0.25), r"weight of a/x/1 is 0\.25 on the tape, 0\.5 done again"),
+    "clip": (lambda e: with_member(e, clip=0.5), r"clip of a/x/1 is 0\.5 on the tape, 1\.0 done again"),
+    "loss": (lambda e: with_member(e, loss=1.5), r"loss of a/x/1 is 1\.5 on the tape, 2\.5 done again"),
+    "staleness": (lambda e: with_member(e, staleness=3), r"staleness of a/x/1 is 3 on the tape, 0 done again"),
+    "gain": (lambda e: replace(e, gain=0.5), r"the gain is 0\.5 on the tape, 1\.0 done again"),
+    "digest": (lambda e: replace(e, digest="0" * 32), rf"digest {'0' * 32} on the tape, [0-9a-f]{{32}} done again"),
+    "fragment": (lambda e: replace(e, fragment=0), "round 2 does not sync fragment 0"),
+    "far fragment": (lambda e: replace(e, fragment=1 << 40), "round 2 does not sync fragment 1099511627776"),
+}
+
+
+@pytest.mark.parametrize("bend", BENDS)
+def test_the_first_difference_is_named(bend: str) -> None:
+    sea = four_rounds()
+    how, words = BENDS[bend]
+    (first, second, *_) = recorded(sea)
+    rules, state, fragments = beginning(sea)
+    redo(rules, state, fragments[0], *first)
+    before = state.to_json()
+    with pytest.raises(DifferenceError, match=words) as caught:
+        redo(rules, state, fragments[1], how(second[0]), second[1])
+    assert caught.value.what.startswith("round 2")
+    assert state.to_json() == before  # what did not come out is not taken in
+    redo(rules, state, fragments[1], *second)  # and the true one still fits
+
+
+def test_a_loss_that_nobody_knows_is_no_difference() -> None:
+    sea = Sea()
+    sea.live("a")
+    merger = sea.merger(keeper=sea.keeper(Shelf()))
+    sea.send("a", 1, values(1), loss=float("nan"))
+    merger.turn(0.0)
+    assert redone(sea, recorded(sea))[0].closed == 1
+
+
+def test_parameters_that_began_elsewhere_are_a_difference() -> None:
+    sea = four_rounds()
+    rules, state, fragments = beginning(sea)
+    moved = new_state(np.asarray(fragments[0].params_N) + np.float32(1e-3), rules.outer)
+    with pytest.raises(DifferenceError, match=r"round 1 \(fragment 0, version 1\): digest"):
+        redo(rules, state, moved, *recorded(sea)[0])
+
+
+def test_a_missing_round_is_named() -> None:
+    sea = four_rounds()
+    first, _, third, _ = recorded(sea)
+    with pytest.raises(DifferenceError, match="round 3 is on the tape where round 2 should be"):
+        redone(sea, [first, third])
+    with pytest.raises(DifferenceError, match="round 1 is on the tape where round 2 should be"):
+        redone(sea, [first, first])
+
+
+def test_a_missing_contribution_is_named() -> None:
+    sea = Sea(quorum=2)
+    merger = sea.merger(keeper=sea.keeper(Shelf()))
+    sea.play(merger, 1)
+    entry, (one, other) = recorded(sea)[0]
+    merger.transport.trim(merger.epoch, [one.entry])
+    with pytest.raises(DifferenceError, match=r"round 1: a contribution cannot be read \(the entry is gone\)"):
+        redone(sea, recorded(sea))
+    with pytest.raises(DifferenceError, match=r"members \['a/x/0', 'b/x/0'\] on the tape, \['b/x/0'\] done again"):
+        redone(sea, [(entry, [other])])
+
+
+def test_another_payload_is_named() -> None:
+    sea = four_rounds()
+    entry, (one, other) = recorded(sea)[0]
+    with pytest.raises(DifferenceError, match=r"round 1: a contribution cannot be read .*digest"):
+        redone(sea, [(entry, [replace(one, payload=other.payload), other])])
+
+
+@pytest.mark.parametrize("said", [0, 1 << 62])
+def test_a_size_that_is_not_the_payloads_is_refused(said: int) -> None:
+    """The tape adds sizes up: one forged size could make a sum that no message may hold."""
+    contribution, payload = samples.packed(values(0))
+    assert isinstance(contribution, Contribution)
+    rules, state, fragments = beginning(Sea())
+    gathered = rules.gather(contribution.fragment, fragments[contribution.fragment], state, 0)
+    with pytest.raises(WireError, match=f"where {said} were said"):
+        rules.take(gathered, Delivery("1-0", replace(contribution, bytes=said), payload))
+    assert gathered.waiting == []
+    rules.take(gathered, Delivery("1-0", contribution, payload))
+    assert [w.contribution for w in gathered.waiting] == [contribution]
+
+
+def test_the_same_play_gives_the_same_bits() -> None:
+    assert bits(four_rounds()) == bits(four_rounds())

@@ -1,0 +1,181 @@
+"""The way back from a folder into a Redis that lost everything: the run goes on to the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.errors import RunExistsError, UnknownRunError
+from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.messages import Contribution
+from archipelago.merger import record
+from archipelago.merger.checkpointer import at_once
+from archipelago.merger.service import Merger
+from archipelago.merger.state import RunState
+from archipelago.merger.storage import MergerFolder
+from tests.merger.simulated_broker import CONFIG, Sea, bits, values
+
+
+def serving(sea: Sea, path: Path) -> Merger:
+    folder = MergerFolder(path)
+    return sea.merger(keeper=folder.keeper(sea.broker.connect("sample"), sea.manifest, 1e9, at_once))
+
+
+def begun(path: Path, *, record: bool = False) -> Sea:
+    """Three rounds in a checkpoint, and one contribution that waits."""
+    sea = Sea(replace(CONFIG, record=record), quorum=2)
+    merger = serving(sea, path)
+    sea.play(merger, 1, 2, 3)
+    sea.live("a", "b")
+    send_waiting(sea)
+    merger.turn(0.0)
+    merger.checkpoint()
+    return sea
+
+
+def send_waiting(sea: Sea) -> Contribution:
+    return sea.send("b", 4, values(4))
+
+
+def further(path: Path, *, record: bool = False) -> tuple[Sea, Merger]:
+    """The same, and then a round that no checkpoint holds; with the merger that closed it."""
+    sea = begun(path, record=record)
+    merger = serving(sea, path)
+    sea.live("a", "b")
+    sea.send("a", 4, values(99))
+    merger.turn(0.0)
+    assert merger.state.closed == 4
+    return sea, merger
+
+
+def emptied(sea: Sea) -> None:
+    """The Redis dies and comes back with nothing."""
+    sea.broker.runs.clear()
+
+
+def go_on(sea: Sea, merger: Merger) -> None:
+    """The island whose contribution did not wait answers, then two more rounds."""
+    sea.live("a", "b")
+    sea.send("a", 4, values(5), sequence=3)
+    assert merger.turn(0.0)
+    sea.sequences = type(sea.sequences)({"a": 4, "b": 4})
+    sea.play(merger, 5, 6)
+
+
+def test_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    undisturbed = begun(tmp_path / "undisturbed")
+    go_on(undisturbed, serving(undisturbed, tmp_path / "undisturbed"))
+
+    sea = begun(tmp_path / "folder")
+    (pending,) = [c for c, _ in sea.sent if c.round == 4]
+    serving(sea, tmp_path / "folder")
+    emptied(sea)
+    image = MergerFolder(tmp_path / "folder").bring_back(sea.transport)
+    assert image is not None
+    assert [c for c, _ in image.pending] == [pending]
+    go_on(sea, serving(sea, tmp_path / "folder"))
+    found, expected = bits(sea), bits(undisturbed)
+    assert found[1:] == expected[1:]
+    # An entry's place in the stream is new, and nothing else of what was decided.
+    without_entries = [
+        [(*rest, [replace(m, entry="") for m in members], gain) for *rest, members, gain in tape]
+        for tape in (found[0], expected[0])
+    ]
+    assert without_entries[0] == without_entries[1]
+
+
+def test_the_books_balance_after_it(tmp_path: Path) -> None:
+    sea = begun(tmp_path)
+    emptied(sea)
+    MergerFolder(tmp_path).bring_back(sea.transport)
+    books, pending = sea.transport.books(), sea.transport.pending()
+    assert (books.published, books.merged, books.refused, books.kept) == (7, 6, 0, 0)
+    assert (pending.contributions, pending.tokens) == (1, 100)
+    assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
+    go_on(sea, serving(sea, tmp_path))
+    sea.balance()
+
+
+def test_what_no_checkpoint_held_is_done_anew(tmp_path: Path) -> None:
+    """Rounds after the checkpoint are gone with the Redis; the run goes on from the checkpoint's."""
+    sea, _ = further(tmp_path)
+    emptied(sea)
+    MergerFolder(tmp_path).bring_back(sea.transport)
+    assert RunState.from_json(sea.transport.merger_state()).closed == 3
+    assert [sea.version(p) for p in range(2)] == [2, 1]
+
+
+def test_a_run_that_is_there_is_not_touched(tmp_path: Path) -> None:
+    sea, merger = further(tmp_path, record=True)
+    merger.finish()
+    before, rounds = bits(sea), sorted(record.read(tmp_path / "record").rounds)
+    (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")  # the newest is one of an earlier round
+    with pytest.raises(RunExistsError):
+        MergerFolder(tmp_path).bring_back(sea.transport)
+    assert bits(sea) == before
+    assert sorted(record.read(tmp_path / "record").rounds) == rounds == [1, 2, 3, 4]
+
+
+def test_a_folder_of_another_run_is_named(tmp_path: Path) -> None:
+    begun(tmp_path)
+    empty = MemoryBroker().connect("other")
+    with pytest.raises(UnknownRunError, match=r"holds checkpoints of run 'sample', not of 'other'.*--run sample"):
+        MergerFolder(tmp_path).bring_back(empty)
+    assert empty.runs() == []
+
+
+def test_without_a_checkpoint_nothing_is_made(tmp_path: Path) -> None:
+    empty = MemoryBroker().connect("sample")
+    assert MergerFolder(tmp_path).bring_back(empty) is None
+    assert empty.runs() == []
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_was_never_there_is_unknown(tmp_path: Path, resume: bool) -> None:
+    empty = MemoryBroker().connect("sample")
+    with pytest.raises(UnknownRunError, match="archipelago init"):
+        MergerFolder(tmp_path).find_or_bring_back(empty, resume=resume)
+
+
+def test_it_is_brought_back_only_when_that_is_asked_for(tmp_path: Path) -> None:
+    sea = begun(tmp_path)
+    emptied(sea)
+    folder = MergerFolder(tmp_path)
+    with pytest.raises(UnknownRunError, match=r"holds its checkpoint 3: go on from there with --resume"):
+        folder.find_or_bring_back(sea.transport, resume=False)
+    assert sea.transport.runs() == []
+    assert folder.find_or_bring_back(sea.transport, resume=True) == sea.manifest
+    assert folder.find_or_bring_back(sea.transport, resume=False) == sea.manifest  # it is there now
+
+
+def test_who_comes_second_finds_it_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sea = begun(tmp_path)
+    emptied(sea)
+    folder, other = MergerFolder(tmp_path), MergerFolder(tmp_path)
+    load = folder.store.load
+    monkeypatch.setattr(folder.store, "load", lambda: (other.bring_back(sea.transport), load())[1])
+    assert folder.find_or_bring_back(sea.transport, resume=True) == sea.manifest
+
+
+def test_the_record_goes_back_with_the_run(tmp_path: Path) -> None:
+    sea, merger = further(tmp_path, record=True)
+    merger.finish()
+    assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3, 4]
+    (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")
+    emptied(sea)
+    MergerFolder(tmp_path).bring_back(sea.transport)
+    assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3]
+    merger = serving(sea, tmp_path)
+    go_on(sea, merger)
+    merger.finish()
+    found = record.read(tmp_path / "record").rounds
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    assert [found[n][0] for n in (4, 5, 6)] == sea.transport.tape(3)
+
+
+def test_a_record_is_kept_where_the_config_says_so(tmp_path: Path) -> None:
+    for name, wanted in (("with", True), ("without", False)):
+        begun(tmp_path / name, record=wanted)
+        assert (tmp_path / name / "record").exists() == wanted

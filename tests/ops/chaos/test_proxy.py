@@ -1,0 +1,300 @@
+"""The proxy: the bucket in a time of its own, and real sockets through a link that is thin, cut, healed and changed."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.ops.chaos.proxy import PIECE_BYTES, Bucket, Proxy, bytes_per_second
+from tests.conftest import Until
+
+PATIENCE = 30.0
+"""for a socket that should have something to say"""
+
+
+# -- the bucket ----------------------------------------------------------------------------------------------------
+
+
+COUNTS = st.lists(st.integers(0, PIECE_BYTES), min_size=1, max_size=60)
+
+
+def played(bucket: Bucket, counts: list[int], now: float) -> float:
+    """Sends all these in turn, as early as the bucket lets them; when the last one went."""
+    for count in counts:
+        while wait := bucket.wait_seconds(count, now):
+            now += wait
+    return now
+
+
+@given(COUNTS, st.floats(1e3, 1e9), st.floats(0.0, 1e6))
+def test_nothing_goes_faster_than_the_rate_nor_much_slower(counts: list[int], rate: float, began: float) -> None:
+    bucket = Bucket(rate, filled_at=began)
+    took = played(bucket, counts, began) - began
+    least = (sum(counts) - bucket.burst_bytes) / rate
+    slack = 1e-9 * began + 1e-9
+    assert took >= least - slack
+    assert took <= sum(counts) / rate + 2e-6 * len(counts) + slack
+
+
+def test_what_was_idle_for_long_sends_a_burst_and_no_more() -> None:
+    bucket = Bucket(1e6, filled_at=0.0)
+    idle = played(bucket, [], 1000.0)
+    assert played(bucket, [PIECE_BYTES] * 2, idle) == idle, "a fiftieth of a second's worth goes at once"
+    assert played(bucket, [PIECE_BYTES] * 100, idle) - idle == pytest.approx(0.8192, rel=0.05)
+
+
+def test_a_slow_bucket_holds_a_piece() -> None:
+    assert Bucket(1.0).wait_seconds(PIECE_BYTES, 2.0 * PIECE_BYTES) == 0.0
+
+
+@given(st.floats(1e3, 1e6), st.floats(1e3, 1e6))
+def test_a_changed_rate_holds_from_then_on(before: float, after: float) -> None:
+    bucket = Bucket(before, filled_at=0.0)
+    now = played(bucket, [PIECE_BYTES] * 10, 0.0)
+    bucket.set_rate(after, now)
+    took = played(bucket, [PIECE_BYTES] * 20, now) - now
+    assert (19 * PIECE_BYTES - bucket.burst_bytes) / after <= took <= 20 * PIECE_BYTES / after + 1e-3
+
+
+def test_no_limit_is_no_wait() -> None:
+    bucket = Bucket(math.inf)
+    assert played(bucket, [PIECE_BYTES] * 100, 5.0) == 5.0
+    bucket.set_rate(1e6, 6.0)
+    assert bucket.wait_seconds(PIECE_BYTES, 6.0) > 0.0, "an endless past does not fill it"
+
+
+@pytest.mark.parametrize("megabits", [0.0, -1.0, math.nan])
+def test_a_rate_is_more_than_nothing(megabits: float) -> None:
+    with pytest.raises(ValueError, match="is no rate"):
+        bytes_per_second(megabits)
+    with pytest.raises(ValueError, match="is no rate"):
+        Proxy("127.0.0.1", 1, megabits)
+    assert bytes_per_second(8.0) == 1e6
+
+
+# -- the proxy -----------------------------------------------------------------------------------------------------
+
+
+class Echo:
+    """A server that sends back what it gets, connection by connection, and remembers how each ended."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.ends: list[str] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                while data := connection.recv(1 << 16):
+                    connection.sendall(data)
+                connection.sendall(b"goodbye")
+                self.ends.append("end")
+            except OSError:
+                self.ends.append("reset")
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    made = Echo()
+    yield made
+    made.listener.shutdown(socket.SHUT_RDWR)
+    made.listener.close()
+
+
+def connected(proxy: Proxy) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE)
+
+
+def asked(client: socket.socket, data: bytes) -> bytes:
+    """What comes back for it."""
+    sender = threading.Thread(target=client.sendall, args=(data,))
+    sender.start()
+    found = b""
+    while len(found) < len(data):
+        part = client.recv(1 << 16)
+        assert part, "the connection ended"
+        found += part
+    sender.join()
+    return found
+
+
+def seconds_for(client: socket.socket, size: int) -> float:
+    """How long so many bytes take there and back."""
+    data = bytes(range(256)) * (size // 256)
+    began = time.perf_counter()
+    assert asked(client, data) == data
+    return time.perf_counter() - began
+
+
+@contextmanager
+def linked(
+    echo: Echo, up: float = math.inf, down: float = math.inf, delay_seconds: float = 0.0
+) -> Iterator[tuple[Proxy, socket.socket]]:
+    with Proxy("127.0.0.1", echo.port, up, down, delay_seconds) as proxy, closing(connected(proxy)) as one:
+        yield proxy, one
+
+
+def test_everything_arrives_in_order_both_ways(echo: Echo) -> None:
+    with linked(echo) as (proxy, client):
+        data = bytes(range(256)) * 4096
+        assert asked(client, data) == data
+        assert (proxy.bytes_up, proxy.bytes_down) == (len(data), len(data))
+
+
+def test_a_tenth_of_the_rate_takes_about_ten_times_as_long(echo: Echo) -> None:
+    with linked(echo, 40.0) as (proxy, client):
+        seconds_for(client, 1 << 18)  # what was saved up is spent
+        fast = seconds_for(client, 1 << 18)
+        proxy.set_rates(4.0, math.inf)
+        slow = seconds_for(client, 1 << 18)
+        assert slow >= 0.9 * (1 << 18) / bytes_per_second(4.0), "it is never faster than it may be"
+        assert slow / fast > 2.0, "and the change is felt, however busy the machine"
+
+
+def test_each_direction_has_its_own_rate(echo: Echo) -> None:
+    for rates in ((4.0, math.inf), (math.inf, 4.0)):
+        with linked(echo, *rates) as (_, client):
+            assert seconds_for(client, 1 << 18) >= 0.9 * (1 << 18) / bytes_per_second(4.0)
+
+
+def test_connections_share_the_rate(echo: Echo) -> None:
+    with linked(echo, 8.0) as (proxy, first), closing(connected(proxy)) as second:
+        took: list[float] = []
+        threads = [
+            threading.Thread(target=lambda c=client: took.append(seconds_for(c, 1 << 18))) for client in (first, second)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(took) >= 0.9 * 2 * (1 << 18) / bytes_per_second(8.0), "together they are no faster than one"
+        assert max(took) / min(took) < 1.6, "neither waits for the other to end"
+
+
+def test_a_higher_rate_frees_what_waits_already(echo: Echo) -> None:
+    with linked(echo, 0.001) as (proxy, client):  # a piece takes a minute
+        client.sendall(bytes(4 * PIECE_BYTES))
+        proxy.set_rates(100.0, 100.0)
+        left = 4 * PIECE_BYTES
+        while left:
+            left -= len(client.recv(left))
+
+
+def test_the_delay_is_added_each_way(echo: Echo) -> None:
+    with linked(echo, delay_seconds=0.1) as (proxy, client):
+        assert seconds_for(client, 256) >= 0.2
+        proxy.delay_seconds = 0.0
+        assert asked(client, b"more") == b"more"
+
+
+def test_a_partition_stalls_what_exists_refuses_what_comes_and_heals(echo: Echo) -> None:
+    with linked(echo) as (proxy, client):
+        assert asked(client, b"before") == b"before"
+        proxy.cut()
+        with pytest.raises(ConnectionRefusedError):
+            connected(proxy)
+        client.sendall(b"meanwhile")
+        client.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        assert proxy.connections == 1
+        proxy.heal()
+        client.settimeout(PATIENCE)
+        assert client.recv(9, socket.MSG_WAITALL) == b"meanwhile", "nothing is lost to it"
+        with closing(connected(proxy)) as another:
+            assert asked(another, b"after") == b"after"
+
+
+def test_a_partition_may_reset(echo: Echo, until: Until) -> None:
+    with linked(echo) as (proxy, client):
+        assert asked(client, b"before") == b"before"
+        proxy.cut(reset=True)
+        with pytest.raises(ConnectionResetError):
+            client.recv(1)
+        until(lambda: echo.ends == ["reset"], "the server felt it")
+        until(lambda: proxy.connections == 0, "the proxy let go of it")
+        proxy.heal()
+        with closing(connected(proxy)) as another:
+            assert asked(another, b"after") == b"after"
+
+
+def test_cutting_and_healing_twice_does_no_more_than_once(echo: Echo) -> None:
+    with linked(echo) as (proxy, client):
+        assert asked(client, b"before") == b"before", "else it waits to be accepted, and the cut resets it"
+        proxy.cut()
+        proxy.cut()
+        proxy.heal()
+        proxy.heal()
+        assert asked(client, b"still there") == b"still there"
+
+
+def test_one_direction_may_end_before_the_other(echo: Echo, until: Until) -> None:
+    with linked(echo, 8.0, 8.0) as (proxy, client):
+        client.sendall(b"x" * 1000)
+        client.shutdown(socket.SHUT_WR)
+        found = b""
+        while part := client.recv(1 << 16):
+            found += part
+        assert found == b"x" * 1000 + b"goodbye"
+        until(lambda: proxy.connections == 0 and echo.ends == ["end"], "both ends are seen")
+
+
+def test_who_leaves_during_a_partition_is_missed_after_it(echo: Echo, until: Until) -> None:
+    """The server's half stays open until the link is back: it hears nothing of the client's end before."""
+    with linked(echo) as (proxy, client):
+        assert asked(client, b"before") == b"before"
+        proxy.cut()
+        client.close()
+        with closing(socket.create_connection(("127.0.0.1", echo.port), timeout=PATIENCE)) as direct:
+            assert asked(direct, b"the server is there") == b"the server is there"
+        assert echo.ends == ["end"] * len(echo.ends)
+        assert len(echo.ends) <= 1, "only the direct one"
+        proxy.heal()
+        until(lambda: len(echo.ends) == 2, "it hears that both are gone")
+
+
+def test_a_target_that_is_not_there_resets() -> None:
+    with Proxy("127.0.0.1", _nobody()) as proxy, pytest.raises(ConnectionResetError), closing(connected(proxy)) as one:
+        one.recv(1)
+
+
+def _nobody() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_stopping_ends_everything(echo: Echo, until: Until) -> None:
+    threads = threading.active_count()
+    proxy = Proxy("127.0.0.1", echo.port, 0.001).start()
+    with closing(connected(proxy)) as client:
+        client.sendall(bytes(4 * PIECE_BYTES))
+        until(lambda: proxy.connections == 1, "the connection stands")
+        proxy.stop()
+        proxy.stop()
+        with pytest.raises(ConnectionResetError):
+            while client.recv(1 << 16):
+                pass
+    with pytest.raises(ConnectionRefusedError):
+        connected(proxy)
+    until(lambda: echo.ends, "the server felt it")
+    until(lambda: threading.active_count() <= threads, "its thread has ended")

@@ -1,0 +1,632 @@
+"""The dashboard without a browser: what it tells, what it refuses, and that it stands an outage."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from archipelago.broker.errors import ConfigError, UnreachableError
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal
+from archipelago.broker.observe import metrics
+from archipelago.broker.process import guarded
+from archipelago.broker.redis.checkup import Standing
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Memory
+from archipelago.ops.cli import run
+from archipelago.ops.dashboard import main, page_data
+from archipelago.ops.dashboard.actions import sentence, stamped
+from archipelago.ops.dashboard.app import BODY_BYTES_MAX, FILES, PAGE, application
+from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
+from archipelago.ops.dashboard.page_data import Rate, Reading, events, measured, state_of
+from archipelago.ops.dashboard.page_data import serving as lease
+from archipelago.ops.dashboard.watcher import PATIENCE_SECONDS, SELDOM_SECONDS, Board, Fault, Seldom, Watch, written
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.watch.run_view import RunView, observe, summarise
+from tests import samples
+
+ROOT = Path(__file__).parents[3]
+TOKEN = "open-sesame"  # noqa: S105 - of the tests alone
+RIGHT = {"Authorization": f"Bearer {TOKEN}"}
+MANIFEST = samples.manifest()
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_run(broker: MemoryBroker) -> MemoryTransport:
+    """Two islands, one merged contribution, one refused, one that waits, one evaluation."""
+    transport = broker.connect("sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    for name in ("a", "b"):
+        transport.heartbeat(samples.heartbeat(name))
+    epoch = transport.acquire("merger", 10.0)
+    assert epoch is not None
+    merged = transport.publish(samples.contribution(), b"payload")
+    refused = transport.publish(samples.contribution(island="b"), b"payload")
+    transport.updates(0.0)
+    transport.commit(epoch, samples.commit([merged]))
+    transport.refuse(epoch, [(refused, Refusal("b", "x", 0, 1, 0, 100, "the digest is wrong"))])
+    transport.publish(samples.contribution(sequence=1), b"payload")
+    transport.evaluated(Evaluation(1, 4, 100, 1.7e9, 5.0))
+    transport.note(Note(990.0, "merger", "served", "in epoch 1"))
+    return transport
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def transport(clock: Clock) -> MemoryTransport:
+    return a_run(MemoryBroker(clock=clock))
+
+
+@pytest.fixture
+def watch(transport: MemoryTransport, clock: Clock) -> Watch:
+    return Watch(transport, transport.manifest(), clock, clock)
+
+
+@pytest.fixture
+def client(watch: Watch, clock: Clock) -> Iterator[TestClient]:
+    watch.look()
+    with TestClient(application(watch, TOKEN, clock, clock)) as found:
+        yield found
+
+
+# -- what it tells ----------------------------------------------------------------------------------------------------
+
+
+def test_the_view_is_all_that_was_read(client: TestClient) -> None:
+    found = client.get("/api/view").json()
+    page, charts = found["page"], found["charts"]
+    assert found["fault"] is None
+    assert (page["run"]["run"], page["run"]["known"], page["run"]["live"], page["run"]["participating"]) == (
+        "sample", 2, 2, 1,
+    )  # fmt: skip
+    assert page["state"]["word"] == "training"
+    assert [(i["name"], i["strip"], i["participation"]) for i in page["islands"]] == [("a", [0], 1), ("b", [-1], 0)]
+    assert {name: page["books"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
+        "published": 3, "merged": 1, "refused": 1, "pending": 1, "balanced": True,
+    }  # fmt: skip
+    assert page["books"]["tokens"]["balanced"]
+    assert page["books"]["tokens"]["pending"] == 100
+    assert page["serving"] == {"who": "merger", "since": 990, "text": "in epoch 1", "epoch": 1, "held": None}
+    assert ("b", "refused", "round 1: the digest is wrong") in {
+        (event["who"], event["kind"], event["text"]) for event in page["events"]
+    }
+    assert charts["lines"]["round"] == [1]
+    assert charts["evaluations"] == {"round": [1], "tokens": [100], "bits_per_byte": [5]}
+    assert charts["staleness"] == [1]
+    assert charts["queues"]["pending"] == [1]
+
+
+def test_a_name_of_another_site_that_leads_here_shows_nothing(watch: Watch, clock: Clock) -> None:
+    """A page of that site could read ours otherwise, whatever machine its visitor sits at."""
+    with TestClient(application(watch, TOKEN, clock, clock, hosts=("127.0.0.1", "localhost"))) as client:
+        answers = [client.get("/api/view", headers={"host": f"{host}:8765"}) for host in ("localhost", "evil.example")]
+    assert [answer.status_code for answer in answers] == [200, 400]
+
+
+def test_the_page_before_the_first_reading(watch: Watch, clock: Clock) -> None:
+    with TestClient(application(watch, TOKEN, clock, clock)) as client:
+        assert client.get("/api/view").json() == {"page": None, "charts": None, "fault": None}
+
+
+@pytest.mark.parametrize("path", [*FILES, "/plotly.min.js"])
+def test_the_page_comes_from_here_alone(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 200
+    assert len(answer.content) > 1000
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
+
+
+def test_nothing_of_ours_names_an_outside_address() -> None:
+    names = sorted(path.name for path in PAGE.iterdir())
+    assert names == sorted(FILES.values())
+    for name in names:
+        text = (PAGE / name).read_text(encoding="utf-8")
+        assert not re.search(r"https?:|(?<![:/])//[a-z0-9-]+\.[a-z]", text), name
+
+
+def test_health_says_what_redis_does(client: TestClient, watch: Watch) -> None:
+    assert client.get("/healthz").json() == {"serving": True, "redis": "answers"}
+    watch.board.ends(Fault(1000.0, "Redis does not answer", "gone"))
+    assert client.get("/healthz").json() == {"serving": True, "redis": "Redis does not answer"}
+
+
+def test_metrics_are_those_of_the_view(client: TestClient, watch: Watch, transport: MemoryTransport) -> None:
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"] == metrics.CONTENT_TYPE
+    found = {s.name: s.value for family in text_string_to_metric_families(answer.text) for s in family.samples}
+    view = observe(transport, MANIFEST)
+    assert set(found) <= metrics.exported()
+    assert list(found.values()).count(view.bits_per_byte_last) >= 1
+    watch.board.ends(Fault(1000.0, "Redis does not answer"))
+    assert (client.get("/metrics").status_code, client.get("/metrics").text) == (503, "Redis does not answer\n")
+
+
+def test_there_are_no_metrics_before_the_first_reading(watch: Watch, clock: Clock) -> None:
+    with TestClient(application(watch, TOKEN, clock, clock)) as client:
+        assert client.get("/metrics").status_code == 503
+
+
+# -- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": ""}, {"Authorization": "Bearer "}, {"Authorization": f"Basic {TOKEN}"},
+     {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": TOKEN},
+     {"Authorization": "Bearer ö".encode("latin-1").decode("latin-1")}],
+)  # fmt: skip
+def test_nothing_changes_without_the_token(
+    client: TestClient, transport: MemoryTransport, headers: dict[str, str]
+) -> None:
+    raw = {name: value.encode("latin-1") for name, value in headers.items()}
+    answer = client.post("/api/steer", json={"changes": {"merging": "paused"}}, headers=raw)  # type: ignore[arg-type]
+    assert answer.status_code == 401
+    assert "token" in answer.json()["said"]
+    assert transport.control() == {}
+
+
+@pytest.mark.parametrize("method", ["get", "put", "delete", "patch", "head"])
+def test_only_a_post_changes_anything(client: TestClient, transport: MemoryTransport, method: str) -> None:
+    answer = client.request(method, "/api/steer?merging=paused", headers=RIGHT)
+    assert answer.status_code == 405
+    assert transport.control() == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "control"),
+    [
+        ({"outer.learning_rate": "0.5"}, "The outer rate is 0.5 from", {"outer.learning_rate": "0.5"}),
+        ({"sync.quorum": "2"}, "The quorum K is 2 from", {"sync.quorum": "2"}),
+        ({"sync.grace": "0"}, "The grace γ is 0", {"sync.grace": "0.0"}),
+        ({"merging": "paused"}, "Merging pauses", {"merging": "paused"}),
+        ({"checkpoint": "now"}, "takes a checkpoint", {"checkpoint": "1000.000"}),
+        ({"island.b": "drain"}, "b sends what it has and leaves", {"island.b": "drain"}),
+        ({"island.b": "expel"}, "refused from now on", {"island.b": "expel"}),
+        ({}, "The token fits.", {}),
+    ],
+)
+def test_each_action_reaches_the_run_and_is_answered(
+    client: TestClient, transport: MemoryTransport, changes: dict[str, str], said: str, control: dict[str, str]
+) -> None:
+    answer = client.post("/api/steer", json={"changes": changes}, headers=RIGHT)
+    assert (answer.status_code, said in answer.json()["said"]) == (200, True), answer.text
+    assert transport.control() == control
+
+
+@pytest.mark.parametrize("name", ["outer.learning_rate", "sync.quorum", "sync.grace", "merging", "island.b"])
+def test_what_was_set_is_taken_back(client: TestClient, transport: MemoryTransport, name: str) -> None:
+    value = {"merging": "paused", "island.b": "expel"}.get(name, "1")
+    transport.steer({name: value})
+    answer = client.post("/api/steer", json={"changes": {name: ""}}, headers=RIGHT)
+    assert answer.status_code == 200
+    assert transport.control() == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"changes": {"outer.learning_rate": "fast"}}',
+        '{"changes": {"outer.learning_rate": "-1"}}',
+        '{"changes": {"sync.quorum": "0"}}',
+        '{"changes": {"sync.grace": "nan"}}',
+        '{"changes": {"merging": "perhaps"}}',
+        '{"changes": {"island.b": "sink"}}',
+        '{"changes": {"island.../x": "drain"}}',
+        '{"changes": {"seed": "1"}}',
+        '{"changes": {"sync.quorum": 2}}',
+        '{"changes": ["sync.quorum"]}',
+        '{"changes": null}',
+        "[]",
+        "not JSON",
+        "",
+        "[" * 5000,
+    ],
+    ids=lambda body: body[:40],
+)
+def test_a_wrong_value_is_answered_with_a_sentence(client: TestClient, transport: MemoryTransport, body: str) -> None:
+    answer = client.post("/api/steer", content=body, headers=RIGHT)
+    assert answer.status_code == 400
+    assert re.fullmatch(r".+\. .+", answer.json()["said"], re.DOTALL), "what happened, and what to do"
+    assert transport.control() == {}
+
+
+def test_a_request_that_is_too_large_is_not_read(client: TestClient) -> None:
+    answer = client.post("/api/steer", content=b" " * BODY_BYTES_MAX + b'{"changes": {}}', headers=RIGHT)
+    assert (answer.status_code, "too large" in answer.json()["said"]) == (400, True)
+
+
+def test_a_request_that_breaks_off_is_no_error_of_ours(watch: Watch, clock: Clock, transport: MemoryTransport) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/api/steer", "query_string": b"",
+             "headers": [(b"authorization", RIGHT["Authorization"].encode())]}  # fmt: skip
+    asyncio.run(application(watch, TOKEN, clock, clock)(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert transport.control() == {}
+
+
+def test_steering_while_redis_is_away(
+    client: TestClient, transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steer(changes: dict[str, str]) -> None:
+        raise UnreachableError("the Redis does not answer", "Is it running?")
+
+    monkeypatch.setattr(transport, "steer", steer)
+    answer = client.post("/api/steer", json={"changes": {"merging": "paused"}}, headers=RIGHT)
+    assert (answer.status_code, answer.json()["said"]) == (503, "the Redis does not answer. Is it running?")
+
+
+# -- the watch --------------------------------------------------------------------------------------------------------
+
+
+def board(watch: Watch) -> dict[str, Any]:
+    return {"page": json.loads(watch.board.page), "charts": json.loads(watch.board.charts)}
+
+
+def close_round(transport: MemoryTransport, number: int, **changes: Any) -> None:
+    epoch = transport.acquire("merger", 10.0)
+    assert epoch is not None
+    commit = samples.commit([], round_number=number)
+    transport.commit(epoch, replace(commit, tape=replace(commit.tape, **changes)))
+
+
+def test_an_outage_is_a_fault_since_it_began_and_ends_by_itself(
+    watch: Watch, transport: MemoryTransport, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch.look()
+
+    def silent(count: int) -> Any:
+        raise UnreachableError("redis://somewhere does not answer", "Is it running?")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(transport, "tape", silent)
+        for _ in range(3):
+            clock.now += 1.0
+            watch.look()
+        fault = watch.board.fault(clock())
+        assert fault is not None
+        assert (fault.since_unix_seconds, fault.what) == (1001.0, "Redis does not answer")
+        assert "redis://somewhere" in fault.more
+    numbers = watch.board.page_number
+    watch.look()
+    assert watch.board.fault(clock()) is None
+    assert watch.board.page_number == numbers + 1
+
+
+def test_a_reading_that_hangs_is_silence() -> None:
+    seen = Board()
+    seen.begins(50.0, 7000.0)
+    assert seen.fault(50.0 + PATIENCE_SECONDS) is None
+    fault = seen.fault(50.1 + PATIENCE_SECONDS)
+    assert fault is not None
+    assert (fault.since_unix_seconds, fault.what) == (7000.0, "Redis does not answer")
+    seen.ends(None)
+    assert seen.fault(1e9) is None
+
+
+def test_rounds_are_followed_also_over_a_gap(watch: Watch, transport: MemoryTransport, clock: Clock) -> None:
+    watch.look()
+    for number in range(2, 80):  # more than a reading asks for
+        close_round(transport, number, digest=f"{number:032x}")
+    clock.now += 10.0
+    watch.look()
+    found = board(watch)
+    assert found["charts"]["lines"]["round"] == list(range(1, 80))
+    assert found["page"]["run"]["rounds"] == 79
+    assert found["page"]["round_seconds"] == 0
+
+
+def test_a_run_that_was_made_again_is_another_one(clock: Clock) -> None:
+    broker = MemoryBroker(clock=clock)
+    transport = a_run(broker)
+    close_round(transport, 2)
+    watch = Watch(transport, transport.manifest(), clock, clock)
+    watch.look()
+    assert board(watch)["charts"]["lines"]["round"] == [1, 2]
+    fresh = a_run(MemoryBroker(clock=clock))
+    watch.transport = fresh
+    clock.now += 10.0
+    watch.look()
+    assert board(watch)["charts"]["lines"]["round"] == [1]
+
+
+def test_costly_readings_are_made_seldom(clock: Clock) -> None:
+    made: list[float] = []
+
+    def read() -> float:
+        clock.now += 2.0  # so long it takes
+        made.append(clock.now)
+        return clock.now
+
+    seldom = Seldom(read, clock)
+    assert [seldom.newest(), seldom.newest()] == [1002.0, 1002.0]
+    clock.now += SELDOM_SECONDS + 30.0  # 2 s of 40 s are one part in twenty
+    assert seldom.newest() == 1002.0
+    clock.now += 10.0
+    assert seldom.newest() == clock.now
+    seldom.forget()
+    assert seldom.newest() == clock.now
+    assert len(made) == 3
+
+
+def test_what_is_written_is_json() -> None:
+    text = written({"a": [float("nan"), float("inf"), 1.0, 0.123456789, 1.7e9 + 0.25], "b": (True, None, "x", 7)})
+    assert json.loads(text) == {"a": [None, None, 1, 0.12346, 1_700_000_000], "b": [True, None, "x", 7]}
+
+
+# -- pure parts -------------------------------------------------------------------------------------------------------
+
+
+def view(**changes: Any) -> RunView:
+    base = summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, Memory(0, 0))
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "control", "seconds", "word"),
+    [
+        ({}, {}, 0.0, "waiting"),
+        ({"known": 2}, {}, 0.0, "no islands"),
+        ({"rounds": 3}, {}, 0.0, "no islands"),
+        ({"known": 2, "live": 2}, {}, 0.0, "starting"),
+        ({"known": 2, "live": 2, "rounds": 3}, {}, 1e6, "training"),  # nothing waits
+        ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {}, 1.0, "training"),
+        ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {}, 59.0, "training"),  # as for `status`
+        ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {}, 61.0, "stalled"),
+        ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {"merging": "paused"}, 61.0, "paused"),
+        ({"known": 2, "rounds": 3, "step": 2000}, {}, 0.0, "finished"),
+    ],
+)
+def test_the_run_in_a_word(changes: dict[str, int], control: dict[str, str], seconds: float, word: str) -> None:
+    assert state_of(Reading(view(**changes), 0.0, seconds, 1, control), interval=24)["word"] == word
+
+
+def test_events_are_newest_first_and_refusals_in_a_row_are_counted() -> None:
+    late = [(10.0 + n, Refusal("b", "x", n, n, 0, 100, "too old")) for n in range(3)]
+    other = (13.0, Refusal("a", "x", 0, 9, 0, 100, "too old"))
+    notes = [Note(1.0, "b", "joined", "new"), Note(11.5, "merger", "served", "in epoch 2")]
+    found = [(e["unix_seconds"], e["who"], e["kind"], e["times"]) for e in events(notes, [*late, other])]
+    assert found == [
+        (13.0, "a", "refused", 1), (12.0, "b", "refused", 1), (11.5, "merger", "served", 1), (11.0, "b", "refused", 2),
+        (1.0, "b", "joined", 1),
+    ]  # fmt: skip
+
+
+def test_the_newest_that_serves_has_the_lease() -> None:
+    notes = [Note(5.0, "merger-b", "served", "epoch 2"), Note(1.0, "merger-a", "served", "epoch 1")]
+    assert lease(notes, 2)["who"] == "merger-b"
+    assert lease([], 0) == {"who": "", "since": None, "text": "", "epoch": 0, "held": None}
+    assert lease(notes, 2, Standing("00b81fc22d7c", 2))["held"] is True
+    assert lease(notes, 2, Standing("", 2))["held"] is False  # it has died, and said nothing
+
+
+def islands(**changes: Any) -> Any:
+    beats = [Presence(samples.heartbeat("a", **changes), 0.0)]
+    return summarise(MANIFEST, [], beats, Books(), Pending(0, 0), [], {}, {}, Memory(0, 0)).islands
+
+
+def test_rates_come_to_what_flows_and_survive_a_new_beginning() -> None:
+    rates = measured({}, islands(bytes_up=1000), 0.0)
+    assert (rates["a"].up, rates["a"].down) == (0.0, 0.0)
+    for second in range(1, 120):
+        rates = measured(rates, islands(bytes_up=1000 + 50 * second, bytes_down=7 * second), float(second))
+    assert rates["a"].up == pytest.approx(50.0, rel=1e-3)
+    assert rates["a"].down == pytest.approx(7.0, rel=1e-3)
+    again = measured(rates, islands(bytes_up=0), 120.0)["a"]
+    assert 0.0 < again.up < 50.0
+    assert measured({"a": again}, islands(bytes_up=10), 120.0)["a"] == again  # no time has passed
+    assert isinstance(again, Rate)
+
+
+def test_the_use_of_a_link_is_against_what_it_has_shown_to_carry() -> None:
+    (island,) = islands(uplink_bytes_per_second=200.0, downlink_bytes_per_second=math.nan)
+    lane = page_data._lane(island, [], Rate(0.0, 0, 0, 50.0, 7.0), {})
+    assert lane["up_share"] == 0.25
+    assert math.isnan(lane["down_share"]), "nothing was measured of its way down"
+    for nonsense in (0.0, -1.0, math.nan):
+        (island,) = islands(uplink_bytes_per_second=nonsense)
+        assert math.isnan(page_data._lane(island, [], Rate(0.0, 0, 0, 50.0, 7.0), {})["up_share"])
+
+
+def test_sentences_and_stamps() -> None:
+    assert sentence({"merging": "", "island.b": ""}) == "Merging goes on. b may come again."
+    assert sentence({}) == "Nothing was asked for."
+    assert stamped({"checkpoint": "now", "merging": "paused"}, 12.5) == {"checkpoint": "12.500", "merging": "paused"}
+
+
+# -- as a process -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stream(address: str) -> Iterator[http.client.HTTPResponse]:
+    host, port = address.removeprefix("http://").split(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
+        connection.request("GET", "/api/events")
+        with connection.getresponse() as answer:
+            yield answer
+
+
+def next_event(answer: http.client.HTTPResponse, wanted: str) -> Any:
+    """The data of the next event of that name."""
+    while line := answer.readline().decode():
+        if line == f"event: {wanted}\n":
+            return json.loads(answer.readline().decode().removeprefix("data: "))
+    pytest.fail("the stream ended")
+
+
+def test_events_come_live_and_the_stream_ends_with_the_server(transport: MemoryTransport) -> None:
+    watch = Watch(transport, transport.manifest())
+    with ExitStack() as server, ExitStack() as page:
+        address = server.enter_context(serving(watch, TOKEN, "127.0.0.1", 0))
+        answer = page.enter_context(stream(address))
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert next_event(answer, "page")["run"]["rounds"] == 1
+        assert next_event(answer, "charts")["lines"]["round"] == [1]
+        close_round(transport, 2)
+        while next_event(answer, "page")["run"]["rounds"] != 2:
+            pass
+        while next_event(answer, "charts")["lines"]["round"] != [1, 2]:
+            pass
+        server.close()  # while the page listens
+        assert not answer.read().endswith(b"data: ")
+    assert not [thread for thread in threading.enumerate() if thread.name == "pages"]
+
+
+@pytest.fixture
+def url(server: Server) -> Iterator[str]:
+    """A database of the server with one run, `sample`."""
+    mine = server.url.removesuffix("/0") + "/6"
+    transport = connect(mine, "sample")
+    if "sample" not in transport.runs():
+        transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    transport.close()
+    yield mine
+
+
+def test_a_port_in_use_is_a_sentence(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert guarded(lambda: run(["dash", url, "--run", "sample", "--port", str(port), "--no-open"])) == 2
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in said
+    assert "--port" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--run", "nothing"], "there is no run 'nothing'"),
+        (["--run", "sample", "--port", "70000"], "--port cannot be 70000"),
+        (["--run", "sample", "--token", ""], "that token cannot be used"),
+        (["--run", "sample", "--token", "a b"], "that token cannot be used"),
+        (["--run", "sample", "--token", "schlüssel"], "that token cannot be used"),
+        (["--run", "sample", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["--run", "sample", "--host", "a" * 70], "the page cannot be served on aaa"),
+    ],
+)
+def test_mistakes_are_sentences(url: str, args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: run(["dash", url, *args, "--no-open"])) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.count("\n") == 1
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    assert len(main._token(None)) > 20
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    assert main._token(None) == TOKEN
+
+
+def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert guarded(lambda: run(["dash", f"redis://127.0.0.1:{port}", "--run", "sample", "--no-open"])) == 2
+    assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_cleanly_also_while_a_page_listens(url: str, number: int) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "archipelago.ops",
+        "dash",
+        url,
+        "--run",
+        "sample",
+        "--port",
+        "0",
+        "--no-open",
+        "--json",
+    ]
+    environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        told = json.loads(process.stdout.readline())
+        greeting = process.stderr.readline()
+        found = re.search(r"(http://127\.0\.0\.1:\d+)/#token=open-sesame", greeting)
+        assert found, greeting
+        assert told == {"run": "sample", "address": found[1], "token": TOKEN}
+        with stream(found[1]) as answer:
+            assert next_event(answer, "page")["run"]["run"] == "sample"
+            process.send_signal(number)
+            assert process.wait(30) == 0
+        assert process.stderr.read().count("\n") == 1  # the token, and nothing about its end
+
+
+def test_it_loads_no_jax_and_no_plotly() -> None:
+    code = "import sys, ops.dash, ops.dash_app, uvicorn; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert {"starlette", "uvicorn", "redis"} <= loaded
+    assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "islands", "merger", "plotly", "matplotlib"}
+
+
+def test_a_silent_redis_is_said_and_then_it_goes_on(tmp_path: Path) -> None:
+    """A server of its own, that is stopped and started again."""
+    first = start_server(tmp_path / "redis")
+    transport = connect(first.url, "sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    watch = Watch(transport, transport.manifest())
+    with serving(watch, TOKEN, "127.0.0.1", 0) as address, stream(address) as answer:
+        assert next_event(answer, "page")["run"]["run"] == "sample"
+        first.stop()
+        fault = next_event(answer, "fault")
+        while fault is None:
+            fault = next_event(answer, "fault")
+        assert fault["what"] == "Redis does not answer"
+        assert "Connection refused" in fault["more"]
+        assert first.url not in fault["more"]
+        with start_server(tmp_path / "redis"):
+            while next_event(answer, "fault") is not None:
+                pass
+            assert next_event(answer, "page")["run"]["run"] == "sample"
+    transport.close()
+
+
+def test_a_chart_library_that_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="plotly is not installed"):
+        application(None, TOKEN)  # type: ignore[arg-type]

@@ -1,0 +1,203 @@
+"""What the dashboard keeps: each line worked out by hand, and long histories that stay light."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.broker.messages import Evaluation, Member, TapeEntry
+from archipelago.ops.dashboard.history import (
+    DETAIL_ROUNDS,
+    POINTS_DRAWN,
+    ROWS_KEPT,
+    History,
+    QueueRow,
+    RoundRow,
+    Trail,
+    joined_evaluations,
+    joined_queues,
+    joined_rounds,
+    smoothed,
+    thinned,
+)
+from archipelago.ops.watch.run_view import RECENT_ROUNDS
+from tests import samples
+
+ROUND = samples.commit([]).tape
+
+
+def member(island: str, staleness: int = 0, tokens: int = 100) -> Member:
+    return Member(island, "x", 0, 0, staleness, 0.5, 1.0, tokens, 4, 2.0)
+
+
+def entry(number: int, members: Sequence[Member], **changes: Any) -> TapeEntry:
+    return replace(ROUND, round=number, members=tuple(members), digest=f"{number:032x}", **changes)
+
+
+TAPE = [
+    entry(1, [member("a")], loss=4.0, live=1),
+    entry(2, [member("a", 1), member("b", tokens=300)], loss=2.0, live=3),
+    entry(3, [member("b", 1)], loss=math.nan, live=2),
+]
+
+
+def history(tape: Sequence[TapeEntry] = TAPE, merged_tokens: int = 600) -> History:
+    out = History(fragments=2)
+    out.begin(merged_tokens, tape)
+    return out
+
+
+def test_the_lines_by_hand() -> None:
+    lines = history().lines()
+    assert lines["round"] == [1, 2, 3]
+    assert lines["tokens"] == [50, 250, 300]  # each counts once when it is in both fragments
+    assert lines["loss"][:2] == [4.0, 2.0]
+    assert math.isnan(lines["loss"][2])
+    assert lines["live"] == [1, 3, 2]
+    assert lines["size"] == [1, 3, 2]  # three lived in round 2, of which the tape names two
+    assert lines["participating"] == [1, 2, 2]
+
+
+def test_who_was_merged_is_known_also_when_it_is_gone() -> None:
+    lines = history([entry(1, [member("a"), member("b")], live=2), entry(2, [member("a")], live=1)]).lines()
+    assert (lines["size"], lines["live"]) == ([2, 2], [2, 1])
+
+
+def test_no_more_take_part_than_live() -> None:
+    tape = [entry(1, [member("a"), member("b")], live=2), entry(2, [member("a")], live=1)]
+    assert history(tape).lines()["participating"] == [2, 1]
+
+
+def test_a_tape_that_begins_in_the_middle_keeps_the_count_of_tokens() -> None:
+    assert history(TAPE[1:], merged_tokens=2000).lines()["tokens"] == [950, 1000]
+
+
+def test_a_book_that_is_behind_the_tape_makes_no_negative_tokens() -> None:
+    assert history(merged_tokens=0).lines()["tokens"][0] == 50
+
+
+def test_taking_part_is_forgotten_after_a_while() -> None:
+    seen = history([entry(1, [member("b")], live=9)])
+    seen.extend([entry(n, [member("a")], live=9) for n in range(2, RECENT_ROUNDS + 2)])
+    counts = seen.lines()["participating"]
+    assert (counts[RECENT_ROUNDS - 1], counts[RECENT_ROUNDS]) == (2, 1)
+
+
+def test_the_parts_in_the_newest_rounds() -> None:
+    seen = history()
+    assert (seen.parts("a"), seen.parts("b"), seen.parts("nobody")) == ([0, 1, -1], [-1, 0, 1], [-1, -1, -1])
+
+
+def test_the_times_of_a_round() -> None:
+    times = {"quorum_seconds": 0.25, "open_seconds": 1.0, "grace_seconds": 2.0, "merge_seconds": 0.125}
+    details = history([entry(7, [member("a"), member("b")], live=4, **times)]).details()
+    assert {name: values[0] for name, values in details.items()} == {
+        "round": 7, "quorum_seconds": 0.25, "waited_seconds": 0.75, "merge_seconds": 0.125, "grace_seconds": 2.0,
+        "contributions": 2, "live": 4,
+    }  # fmt: skip
+
+
+def test_changes_and_takeovers_are_marked() -> None:
+    tape = [
+        entry(1, [member("a")], epoch=1),
+        entry(2, [member("a")], epoch=1, steered="sync.quorum=2"),
+        entry(3, [member("a")], epoch=4),
+    ]
+    assert history(tape, merged_tokens=300).marks() == {
+        "round": [2, 3], "tokens": [100, 150], "text": ["steered: sync.quorum=2", "epoch 4 begins"],
+    }  # fmt: skip
+
+
+def test_staleness_is_counted() -> None:
+    assert history([entry(1, [member("a"), member("b", 3)]), entry(2, [member("a")])]).staleness() == [2, 0, 0, 1]
+    assert History(2).staleness() == []
+
+
+def test_rounds_that_were_seen_are_not_taken_in_again() -> None:
+    seen = history()
+    assert seen.extend(TAPE) == 0
+    assert seen.extend([*TAPE[1:], entry(4, [])]) == 1
+    assert seen.lines()["round"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("tape", "follows"),
+    [
+        (TAPE, True),
+        ([TAPE[2], entry(4, [])], True),
+        ([entry(5, []), entry(6, [])], False),  # some are missing in between
+        (TAPE[:2], False),  # the run went back to a checkpoint
+        ([*TAPE[:2], replace(TAPE[2], digest="f" * 32)], False),  # and came another way
+        ([], False),  # its Redis lost everything
+    ],
+)
+def test_what_goes_on_from_what_was_seen(tape: list[TapeEntry], follows: bool) -> None:
+    assert history().follows(tape) is follows
+
+
+def test_what_follows_nothing() -> None:
+    assert History(2).follows([])
+    assert not History(2).follows(TAPE)
+
+
+def test_neighbours_become_one() -> None:
+    rows = [RoundRow(1, 10, 4.0, 3, 3, 2), RoundRow(2, 20, math.nan, 4, 1, 1), RoundRow(3, 30, 2.0, 4, 4, 3)]
+    assert joined_rounds(rows) == RoundRow(3, 30, 3.0, 4, 1, 1)
+    assert joined_queues([QueueRow(1, 5, 100), QueueRow(2, 1, 300)]) == QueueRow(2, 5, 300)
+    first, second = Evaluation(1, 1, 1, 1.0, 8.0), Evaluation(2, 2, 2, 2.0, 4.0)
+    assert joined_evaluations([first, second]) == second
+
+
+def last_of(rows: Sequence[int]) -> int:
+    return rows[-1]
+
+
+@given(st.lists(st.integers(), max_size=400), st.integers(1, 50))
+def test_thinning_keeps_order_and_the_newest(rows: list[int], most: int) -> None:
+    spans: list[int] = []
+
+    def joined(group: Sequence[int]) -> int:
+        spans.append(len(group))
+        return group[-1]
+
+    found = thinned(rows, most, joined)
+    assert len(found) <= most
+    assert sum(spans) == len(rows)  # each row is in one group
+    assert found[-1:] == rows[-1:]
+    assert max(spans[:-1], default=0) == min(spans[:-1], default=0)  # evenly
+
+
+@given(st.integers(0, 3000), st.integers(2, 64).map(lambda half: 2 * half))
+def test_a_trail_is_bounded_even_and_complete(count: int, most: int) -> None:
+    trail: Trail[tuple[int, int]] = Trail(lambda rows: (rows[0][0], rows[-1][1]), most)
+    for n in range(count):
+        trail.add((n, n))
+    rows = trail.rows
+    assert len(rows) <= most
+    assert [n for first, last in rows for n in range(first, last + 1)] == list(range(count))
+    assert {last - first + 1 for first, last in rows[:-1]} <= {trail.span}
+    assert count < most or len(rows) >= most // 2  # no coarser than it needs to be
+
+
+def test_smoothing_begins_without_a_bias_and_passes_over_holes() -> None:
+    assert smoothed([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
+    assert math.isnan(smoothed([math.nan])[0])
+    assert smoothed([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
+
+
+def test_a_long_run_stays_light() -> None:
+    seen = history([], 0)
+    for start in range(0, 20_000, 1000):
+        seen.extend([entry(n, [member("a"), member("b", n % 3)], live=2) for n in range(start + 1, start + 1001)])
+    lines = seen.lines()
+    assert all(POINTS_DRAWN // 2 <= len(values) <= POINTS_DRAWN for values in lines.values())
+    assert lines["round"][-1] == 20_000
+    assert lines["tokens"][-1] == 20_000 * 200 / 2
+    assert len(seen.details()["round"]) == DETAIL_ROUNDS
+    assert ROWS_KEPT < 20_000

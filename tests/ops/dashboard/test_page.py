@@ -1,0 +1,418 @@
+"""The dashboard in a browser: it draws, goes on live, stands restarts, fits a phone, and is readable in both themes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import Evaluation, Member, Note, Refusal
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.dashboard.main import serving
+from archipelago.ops.dashboard.screenshot import PICTURES, browser, take
+from archipelago.ops.dashboard.watcher import Watch
+from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.watch.report import html, of_watch
+from tests import samples
+from tests.conftest import Until
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.webdriver import WebDriver
+
+TOKEN = "open-sesame"  # noqa: S105 - of the tests alone
+MANIFEST = samples.manifest()
+NAMES = [*(f"island-{n}" for n in range(15)), "A" * 64]
+TROUBLE = "thin link at 3.2 Mbit/s up, 12.0 Mbit/s down: fewer bits, interval 2.0x"
+
+RATIOS = """
+const canvas = document.createElement('canvas'), pen = canvas.getContext('2d', {willReadFrequently: true});
+const rgba = (text) => { pen.clearRect(0, 0, 1, 1); pen.fillStyle = text; pen.fillRect(0, 0, 1, 1);
+  const [r, g, b, a] = pen.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255]; };
+const over = (top, under) => [0, 1, 2].map(n => top[n] * top[3] + under[n] * (1 - top[3])).concat(1);
+const ground = (place) => { const own = rgba(getComputedStyle(place).backgroundColor);
+  return own[3] === 1 || !place.parentElement ? own : over(own, ground(place.parentElement)); };
+const light = (colour) => { const [r, g, b] = colour.slice(0, 3).map(v => v / 255)
+  .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+const out = [];
+for (const place of document.querySelectorAll('header *, main *')) {
+  const text = [...place.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join('');
+  if (!text || !place.checkVisibility() || place.closest('svg')) continue;
+  const under = ground(place), on = over(rgba(getComputedStyle(place).color), under);
+  const [high, low] = [light(on), light(under)].sort((a, b) => b - a);
+  out.push([(high + 0.05) / (low + 0.05), text.slice(0, 40)]);
+}
+return out;
+"""
+"""WCAG 2.2: the contrast of every text with what lies under it"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[WebDriver]:
+    """One browser for all; without one, skipped here and failed where `CI` is set, unless that says there is none."""
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(browser())
+        except ConfigError as error:
+            required = os.environ.get("CI") and not os.environ.get("ARCHIPELAGO_NO_BROWSER")
+            (pytest.fail if required else pytest.skip)(str(error))
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_desk(driver: WebDriver) -> None:
+    width(driver, 1400)
+
+
+def width(driver: WebDriver, pixels: int) -> None:
+    metrics = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": pixels < 600}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def member(island: str, staleness: int = 0) -> Member:
+    return Member(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
+
+
+def close_round(transport: MemoryTransport, number: int) -> None:
+    epoch = transport.acquire("merger", 10.0)
+    assert epoch is not None
+    commit = samples.commit([], round_number=number)
+    members = tuple(member(name, staleness=n % 2) for n, name in enumerate(NAMES))
+    tape = replace(commit.tape, members=members, digest=f"{number:032x}", live=16, merge_seconds=0.02)
+    transport.commit(epoch, replace(commit, tape=tape, tokens=0))  # nothing was published for it
+
+
+@pytest.fixture
+def transport() -> MemoryTransport:
+    """Sixteen islands, one with a long name, one in trouble; forty rounds; something of each kind of event."""
+    transport = MemoryBroker(clock=lambda: 1000.0).connect("sample")  # nobody grows silent, however slow the browser
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    for name in NAMES:
+        transport.heartbeat(samples.heartbeat(name, host=f"{name}.cluster.internal"))
+    transport.heartbeat(samples.heartbeat(NAMES[3], link=TROUBLE, refused=2, last_refusal="23 versions behind"))
+    transport.heartbeat(samples.heartbeat(NAMES[4], "left"))
+    epoch = transport.acquire("merger", 10.0)
+    assert epoch is not None
+    entry = transport.publish(samples.contribution(), b"payload")
+    transport.updates(0.0)
+    transport.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "the digest is wrong"))])
+    for kind in ("joined", "left", "diverged", "served", "steered", "paused", "resumed", "expelled", "checkpoint"):
+        transport.note(Note(1.7e9, NAMES[-1], kind, "what happened, in words that go on for a while " * 3))
+    for number in range(1, 41):
+        close_round(transport, number)
+        transport.evaluated(Evaluation(number, 4, 1000 * number, 1.7e9, 2.0 + 5.0 / number))
+    return transport
+
+
+@pytest.fixture
+def address(transport: MemoryTransport) -> Iterator[str]:
+    """Where the page of that run is."""
+    with serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", 0) as found:
+        yield found
+
+
+Opened = Callable[..., None]
+
+
+@pytest.fixture
+def opened(driver: WebDriver, until: Until) -> Opened:
+    """Opens an address and waits for its charts; fails for whatever the page's scripts complain about."""
+
+    def go(where: str) -> None:
+        driver.get("about:blank")
+        driver.get(where)
+        until(lambda: drawn(driver), "the charts are drawn")
+
+    return go
+
+
+def drawn(driver: WebDriver) -> bool:
+    return bool(driver.execute_script("return document.querySelectorAll('.chart[data-drawn] .main-svg').length >= 5"))
+
+
+def text(driver: WebDriver, place: str) -> str:
+    return str(driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", place))
+
+
+def is_shown(driver: WebDriver, place: str) -> bool:
+    return bool(driver.execute_script("return document.querySelector(arguments[0]).checkVisibility()", place))
+
+
+def line(driver: WebDriver, chart: str, trace: int = 0) -> Any:
+    script = (
+        "const d = document.getElementById(arguments[0]).data[arguments[1]]; return [Array.from(d.x), Array.from(d.y)]"
+    )
+    return driver.execute_script(script, chart, trace)
+
+
+def complaints(driver: WebDriver) -> list[str]:
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
+
+
+def type_into(driver: WebDriver, place: str, words: str) -> None:
+    field = driver.find_element("css selector", place)
+    field.clear()
+    field.send_keys(words)
+
+
+def click(driver: WebDriver, place: str) -> None:
+    driver.execute_script("document.querySelector(arguments[0]).click()", place)
+
+
+def test_it_draws_what_redis_has(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
+    complaints(driver)  # of earlier tests
+    opened(address)
+    assert [text(driver, f"#{name}") for name in ("run", "size", "live", "part")] == ["sample", "16", "15", "15"]
+    assert text(driver, "#bits") == "2.1250"
+    assert line(driver, "chart-bits")[1][-1] == 2.125
+    assert line(driver, "chart-bits")[0][-1] == 40_000
+    assert [line(driver, "chart-islands", n)[1][-1] for n in range(3)] == [16, 16, 16]
+    assert line(driver, "chart-staleness")[1] == [50, 50]
+    assert driver.execute_script("return document.querySelectorAll('.lane').length") == 16
+    lane = f"[title='{NAMES[3]}']"
+    assert driver.execute_script("return document.querySelector(arguments[0]).closest('.lane').innerText", lane).count(
+        TROUBLE
+    )
+    events = text(driver, "#events")
+    assert all(
+        kind in events for kind in ("joined", "diverged", "served", "steered", "expelled", "the digest is wrong")
+    )
+    assert text(driver, "#balance") == "balanced"
+    until(lambda: text(driver, "#link span") == "live", "the page hears of the run")
+    assert complaints(driver) == []
+
+
+def test_all_that_it_loads_comes_from_the_one_server(driver: WebDriver, address: str, opened: Opened) -> None:
+    opened(address)
+    loaded = driver.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert len(loaded) >= 4
+    assert {re.match(r"https?://[^/]+", name)[0] for name in loaded} == {address}  # type: ignore[index]
+
+
+def test_a_round_that_closes_is_there_by_itself(
+    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
+) -> None:
+    opened(address)
+    driver.execute_script("window.same = true")
+    close_round(transport, 41)
+    transport.heartbeat(samples.heartbeat("newcomer"))
+    until(lambda: text(driver, "#step-sub").startswith("round 41"), "the round is written")
+    until(lambda: line(driver, "chart-islands")[0][-1] == 41, "the round is drawn")
+    until(lambda: "newcomer" in text(driver, "#lanes"), "the island has its lane")
+    assert driver.execute_script("return window.same")  # nothing was loaded again
+
+
+def test_over_tokens_and_over_rounds(driver: WebDriver, address: str, opened: Opened) -> None:
+    opened(address)
+    tokens = line(driver, "chart-loss")[0]
+    assert tokens == [n * 16 * 100 / 2 for n in range(1, 41)]
+    click(driver, "[data-axis=round]")
+    assert line(driver, "chart-loss")[0] == line(driver, "chart-bits")[0] == list(range(1, 41))
+    click(driver, "[data-axis=tokens]")
+    assert line(driver, "chart-loss")[0] == tokens
+
+
+def test_it_stands_a_restart_of_its_own_server(
+    driver: WebDriver, transport: MemoryTransport, opened: Opened, until: Until
+) -> None:
+    with serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", 0) as first:
+        opened(first)
+        port = int(first.rpartition(":")[2])
+    until(lambda: "does not answer" in text(driver, "#banner"), "the page says that it hears nothing")
+    close_round(transport, 41)
+    with serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", port):
+        until(lambda: text(driver, "#step-sub").startswith("round 41"), "the page goes on")
+        until(lambda: not is_shown(driver, "#banner"), "all is well again")
+
+
+def test_it_stands_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: Until) -> None:
+    server = start_server(tmp_path / "redis")
+    transport = connect(server.url, "sample")
+    with suppress(ConfigError), ExitStack() as stack:
+        stack.callback(transport.close)
+        transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+        address = stack.enter_context(serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", 0))
+        driver.get(address)
+        until(lambda: text(driver, "#run") == "sample", "the page is there")
+        server.stop()
+        until(lambda: text(driver, "#banner").startswith("Redis does not answer since "), "the page says so")
+        assert text(driver, "#run") == "sample"  # what was known stays to be seen
+        stack.enter_context(start_server(tmp_path / "redis"))
+        transport.heartbeat(samples.heartbeat("survivor"))
+        until(lambda: "survivor" in text(driver, "#lanes"), "the page goes on")
+        until(lambda: "Redis" not in text(driver, "#banner"), "the page is content")
+
+
+def test_before_anything_has_happened(driver: WebDriver, until: Until) -> None:
+    transport = MemoryBroker().connect("sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    with serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", 0) as address:
+        driver.get(address)
+        until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page says so")
+        until(lambda: "No round has closed yet." in text(driver, "#chart-loss"), "empty charts say why")
+        assert is_shown(driver, "#no-events")
+        assert is_shown(driver, "#no-lanes")
+
+
+@pytest.mark.parametrize("pixels", [390, 768, 1400])
+def test_nothing_is_wider_than_the_screen(driver: WebDriver, address: str, opened: Opened, pixels: int) -> None:
+    width(driver, pixels)
+    opened(f"{address}/#token={TOKEN}")
+    assert driver.execute_script("return [innerWidth, document.documentElement.scrollWidth]") == [pixels, pixels]
+    script = """return [...document.querySelectorAll('main *, header *')].filter(place => place.checkVisibility()
+        && !place.closest('svg, .js-plotly-plot') && place.getBoundingClientRect().right > innerWidth + 0.5)
+        .map(place => place.className + ' ' + place.textContent.slice(0, 40))"""
+    assert driver.execute_script(script) == []
+
+
+@pytest.mark.parametrize("pixels", [390, 1400])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_text_is_readable(driver: WebDriver, address: str, opened: Opened, theme: str, pixels: int) -> None:
+    width(driver, pixels)
+    opened(f"{address}/?theme={theme}#token={TOKEN}")
+    ratios = driver.execute_script(RATIOS)
+    assert len(ratios) > 150
+    assert [found for found in ratios if found[0] < 4.5] == []
+
+
+def test_dark_and_light_are_a_choice_that_is_kept(
+    driver: WebDriver, address: str, opened: Opened, until: Until
+) -> None:
+    def ground() -> Any:
+        return driver.execute_script(
+            "return [getComputedStyle(document.body).backgroundColor,"
+            " document.querySelector('#chart-loss .xtick text')?.style.fill]"
+        )
+
+    def preferred(wanted: str) -> Any:
+        features = [{"name": "prefers-color-scheme", "value": wanted}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        opened(address)
+        return ground()
+
+    light, dark = preferred("light"), preferred("dark")
+    assert light[0] != dark[0]
+    assert light[1] != dark[1], "the charts follow"
+    click(driver, "#theme")
+    until(lambda: ground() == light, "the switch wins over the system")
+    opened(address)
+    until(lambda: ground() == light, "and is remembered")
+    driver.execute_script("localStorage.clear()")
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_an_action_needs_the_token(
+    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
+) -> None:
+    opened(address)
+    assert not is_shown(driver, "#merging")
+    assert not is_shown(driver, ".deeds")
+    type_into(driver, "#token", "wrong")
+    click(driver, "#unlock button")
+    until(lambda: "The token is missing or wrong" in text(driver, "#said"), "the page says so")
+    assert not is_shown(driver, "#merging")
+    driver.execute_script("steer({merging: 'paused'})")  # whoever calls it by hand
+    until(lambda: "The token is missing or wrong" in text(driver, "#said"), "the server refuses it")
+    assert transport.control() == {}
+    type_into(driver, "#token", TOKEN)
+    click(driver, "#unlock button")
+    until(lambda: is_shown(driver, "#merging"), "the knobs are there")
+    click(driver, "#merging")
+    until(lambda: transport.control() == {"merging": "paused"}, "merging is paused")
+    until(lambda: text(driver, "#said") == "Merging pauses; islands train on.", "the answer is a sentence")
+    until(lambda: text(driver, "#state") == "paused", "the page shows it")
+    until(lambda: text(driver, "#merging") == "Go on merging", "the button turns")
+    click(driver, "#merging")
+    until(lambda: transport.control() == {}, "merging goes on")
+    opened(address)
+    until(lambda: is_shown(driver, "#merging"), "this window remembers the token")
+    click(driver, "#forget")
+    assert not is_shown(driver, "#merging")
+
+
+def test_settings_and_islands_are_steered(
+    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
+) -> None:
+    opened(f"{address}/#token={TOKEN}")
+    assert TOKEN not in driver.current_url
+    until(lambda: is_shown(driver, "#merging"), "the address holds the token")
+    until(lambda: driver.execute_script("return document.querySelector('#k-rate').value") == "0.7", "the run's own")
+    type_into(driver, "#k-rate", "fast")
+    click(driver, "[data-name='outer.learning_rate'] button")
+    until(lambda: "fast" in text(driver, "#said"), "a wrong value is a sentence")
+    assert transport.control() == {}
+    type_into(driver, "#k-rate", "0.5")
+    click(driver, "[data-name='outer.learning_rate'] button")
+    until(lambda: transport.control() == {"outer.learning_rate": "0.5"}, "the rate is set")
+    own = "[data-name='outer.learning_rate'] [data-own]"
+    until(lambda: not driver.execute_script("return document.querySelector(arguments[0]).disabled", own), "it is shown")
+    click(driver, own)
+    until(lambda: transport.control() == {}, "and taken back")
+    deeds = f"document.querySelector(\"[title='{NAMES[0]}']\").closest('.lane').querySelectorAll('.deeds button')"
+    driver.execute_script(f"{deeds}[1].click()")
+    assert transport.control() == {}  # it asks whether that is sure
+    driver.execute_script(f"{deeds}[1].click()")
+    until(lambda: transport.control() == {f"island.{NAMES[0]}": "expel"}, "the island is expelled")
+    until(lambda: driver.execute_script(f"return {deeds}[2].checkVisibility()"), "it can be let in again")
+    driver.execute_script(f"{deeds}[2].click(); {deeds}[2].click()")
+    until(lambda: transport.control() == {}, "it is let in again")
+
+
+def test_words_from_islands_are_words(
+    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
+) -> None:
+    opened(address)
+    evil = "<img src=x onerror='window.evil = 1'></script><script>window.evil = 1</script>"
+    transport.note(Note(1.8e9, evil, "joined", evil))
+    transport.heartbeat(samples.heartbeat("mallory", link=evil, last_refusal=evil, device=evil, host=evil))
+    until(lambda: evil in text(driver, "#events") and evil in text(driver, "#lanes"), "they are shown as they are")
+    assert driver.execute_script("return window.evil === undefined && !document.querySelector('main img')")
+
+
+def test_a_report_is_one_file_that_needs_no_network(
+    driver: WebDriver, opened: Opened, until: Until, transport: MemoryTransport, tmp_path: Path
+) -> None:
+    from archipelago.ops.dashboard.app import chart_library
+
+    transport.note(Note(1.8e9, "</script><script>window.evil = 1</script>", "joined", "<!-- and so on"))
+    found = of_watch(Watch(transport, transport.manifest()))
+    path = tmp_path / "report.html"
+    path.write_text(html(found, chart_library().read_text(encoding="utf-8")), encoding="utf-8")
+    complaints(driver)
+    opened(path.as_uri())
+    assert text(driver, "#bits") == "2.1250"
+    assert line(driver, "chart-islands")[0] == list(range(1, 41))
+    assert "</script>" in text(driver, "#events")
+    assert not is_shown(driver, "#steer")
+    assert driver.execute_script("return window.evil === undefined")
+    assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+    ticks = "return document.querySelector('#chart-loss .xtick text').style.fill"
+    before = driver.execute_script(ticks)
+    click(driver, "#theme")
+    until(lambda: driver.execute_script(ticks) != before, "the charts follow the theme")
+    assert complaints(driver) == []
+
+
+def test_the_pictures(address: str, tmp_path: Path, driver: WebDriver) -> None:
+    import matplotlib.image
+
+    assert driver  # so that it is skipped where there is no browser
+    paths = take(address, TOKEN, tmp_path / "new" / "pictures", lambda: False)
+    assert [path.name for path in paths] == [f"{name}.png" for name in PICTURES]
+    light, dark, phone = (matplotlib.image.imread(path) for path in paths)
+    assert (light.shape[1], dark.shape[1], phone.shape[1]) == (2880, 2880, 780)
+    assert light[-1, 5, :3].mean() > 0.8 > 0.2 > dark[-1, 5, :3].mean()
+
+
+def test_without_a_browser_the_pictures_are_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="no Chromium"):
+        take("", TOKEN, tmp_path, lambda: False)

@@ -1,0 +1,53 @@
+"""The reading for once a second: as `observe` has it, without reading through the stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from archipelago.broker.memory import MemoryTransport
+from archipelago.broker.messages import Books, Evaluation, Pending
+from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, glance, observe
+from tests import samples
+
+MANIFEST = samples.manifest()
+
+
+@pytest.fixture
+def transport() -> MemoryTransport:
+    return samples.merged_one_of_three(Evaluation(1, 4, 100, 1.7e9, 5.0))
+
+
+def read_through(self: MemoryTransport) -> Pending:
+    pytest.fail("it read through the stream")
+
+
+def test_it_is_what_observe_sees(transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = observe(transport, MANIFEST)
+    assert expected.pending == 2
+    monkeypatch.setattr(MemoryTransport, "pending", read_through)
+    assert glance(transport, MANIFEST, transport.tape(RECENT_ROUNDS), transport.evaluations()) == expected
+
+
+def test_only_the_recent_rounds_count(transport: MemoryTransport) -> None:
+    (entry,) = transport.tape(1)
+    old = [replace(entry, round=0, members=()) for _ in range(RECENT_ROUNDS)]
+    (island,) = glance(transport, MANIFEST, [*old, entry], []).islands
+    assert island.participation == pytest.approx(1 / RECENT_ROUNDS)
+
+
+@pytest.mark.parametrize(("torn", "balanced"), [(BALANCE_TRIES - 1, True), (BALANCE_TRIES, False)])
+def test_a_torn_reading_is_made_again(
+    transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch, torn: int, balanced: bool
+) -> None:
+    right, readings = transport.books(), 0
+
+    def books(self: MemoryTransport) -> Books:
+        nonlocal readings
+        readings += 1
+        return replace(right, merged=right.merged + (readings <= torn))
+
+    monkeypatch.setattr(MemoryTransport, "books", books)
+    assert glance(transport, MANIFEST, transport.tape(9), []).balanced is balanced
+    assert readings == BALANCE_TRIES

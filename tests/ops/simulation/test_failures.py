@@ -1,0 +1,234 @@
+"""The failure model against closed forms, against what was measured, and against the published tables."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archipelago.broker.errors import ConfigError
+from archipelago.ops.simulation.failures import Delays, FailureModel, Outcome, Stretch, simulate
+from archipelago.ops.simulation.links import data_parallel_gbits, fragments_gbits, load, ring_factor
+from archipelago.ops.simulation.published import (
+    BANDWIDTH,
+    CHIPS,
+    GOODPUT,
+    ROWS,
+    UPTIME,
+    UTILISATION,
+    bandwidth,
+    bandwidth_rms,
+    covered,
+    goodput_and_uptime,
+    rms,
+)
+
+SEED = 7
+DAY = 86400.0
+
+
+def rng(seed: int = SEED) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def one_slice(**changes: object) -> FailureModel:
+    """Islands of one slice of one chip that fails every 1,000 s, with steps so short that they do not matter."""
+    settings = {"chips": 1, "islands": 1, "slices": 1, "years_between": 1000.0 / (365.25 * DAY), "step_seconds": 0.01,
+                "pause_seconds": 50.0, "return_seconds": 150.0}  # fmt: skip
+    return FailureModel(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+# -- closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_one_island_is_up_for_mtbf_of_mtbf_and_return(elastic: bool) -> None:
+    """MTBF / (MTBF + R), with R = 150 s away and 50 s to start again."""
+    outcome = simulate(one_slice(elastic=elastic), 1.2e7, rng())
+    assert len(outcome.islands[0]) > 9000
+    assert outcome.goodput == pytest.approx(1000.0 / 1200.0, abs=0.01), f"seed {SEED}"
+    assert outcome.uptime == pytest.approx(outcome.goodput)
+
+
+@pytest.mark.parametrize("islands", [2, 3, 5])
+def test_islands_are_all_down_as_often_as_chance_has_it(islands: int) -> None:
+    """Uptime of M islands is 1 − (1 − u)^M."""
+    model = one_slice(islands=islands, slices=islands, chips=islands, return_seconds=950.0)
+    outcome = simulate(model, 1.5e7, rng())
+    assert outcome.goodput == pytest.approx(0.5, abs=0.01), f"seed {SEED}"
+    assert outcome.uptime == pytest.approx(1.0 - 0.5**islands, abs=0.01), f"seed {SEED}"
+
+
+def test_missing_slices_cost_their_share() -> None:
+    """Without pauses an elastic island's goodput is MTBF / (MTBF + R) of each slice, whatever their number."""
+    model = one_slice(slices=50, chips=50, pause_seconds=0.0, return_seconds=250.0)
+    assert simulate(model, 4e5, rng()).goodput == pytest.approx(0.8, abs=0.01), f"seed {SEED}"
+
+
+def test_steps_that_vary_cost_nothing() -> None:
+    calm = one_slice(chips=1e-9, step_seconds=7.0, step_deviation=0.2)
+    assert simulate(calm, DAY, rng()).goodput == 1.0
+
+
+@pytest.mark.parametrize(
+    ("shape", "power", "unit_mean"),
+    [
+        (1.0, 1.0, 1.0),
+        (2.0, 1.0, math.gamma(1.5)),
+        (0.6, 1.0, math.gamma(1.0 + 1.0 / 0.6)),
+        (1.0, 2.0, 1.5),
+        (1.0, 4.0, 25.0 / 12.0),
+    ],
+)
+def test_delays_are_exponentiated_weibull(shape: float, power: float, unit_mean: float) -> None:
+    """The mean is what was asked for; with that the scale is known, and with it every quantile."""
+    delays, random = Delays(60.0, shape, power), rng()
+    drawn = np.sort([delays(random) for _ in range(20_000)])
+    assert drawn.mean() == pytest.approx(60.0, rel=0.05), f"seed {SEED}"
+    scale = 60.0 / unit_mean
+    for share in (0.1, 0.5, 0.9):
+        quantile = drawn[int(share * len(drawn))]
+        assert (1.0 - math.exp(-((quantile / scale) ** shape))) ** power == pytest.approx(share, abs=0.015)
+
+
+# -- what happens when, by hand ---------------------------------------------------------------------------------------
+
+
+def by_hand(outages: list[list[tuple[float, float]]], seconds: float = 30.0, elastic: bool = True) -> Outcome:
+    """One island with steps of exactly one second and pauses of two."""
+    model = FailureModel(1, 1, len(outages), 1.0, 1.0, 0.0, 2.0, elastic=elastic)
+    return simulate(model, seconds, rng(), outages)
+
+
+def test_an_elastic_island_pauses_to_shrink_and_to_grow() -> None:
+    outcome = by_hand([[(10.5, 14.2)], []])
+    assert outcome.islands == ([Stretch(0, 11, 2), Stretch(13, 15, 1), Stretch(17, 30, 2)],)
+    assert outcome.goodput == pytest.approx((11 + 1 + 13) / 30)
+    assert outcome.uptime == pytest.approx((11 + 2 + 13) / 30)
+
+
+def test_an_island_that_is_not_elastic_stands_until_all_is_back() -> None:
+    outcome = by_hand([[(10.5, 14.0)], [(10.8, 16.5)]], elastic=False)
+    assert outcome.islands == ([Stretch(0, 11, 2), Stretch(18.5, 30, 2)],)
+
+
+def test_several_failures_in_a_step_cost_one_pause() -> None:
+    outcome = by_hand([[(10.2, 99.0)], [(10.9, 99.0)], []])
+    assert outcome.islands == ([Stretch(0, 11, 3), Stretch(13, 30, 1)],)
+
+
+def test_an_island_without_slices_stands() -> None:
+    assert by_hand([[(10.5, 14.2)]]).islands == ([Stretch(0, 11, 1), Stretch(16.2, 30, 1)],)
+    assert by_hand([[(0.5, 99.0)]]).uptime == pytest.approx(1 / 30)
+
+
+def test_uptime_counts_overlaps_once() -> None:
+    outcome = Outcome(10.0, ([Stretch(0, 2, 1), Stretch(5, 6, 1)], [Stretch(1, 4, 1)], []), (1, 1, 1))
+    assert outcome.uptime == pytest.approx(0.5)
+    assert outcome.goodput == pytest.approx(0.2)
+
+
+@given(
+    chips=st.floats(1.0, 1e8),
+    islands=st.integers(1, 6),
+    more=st.integers(0, 20),
+    pause=st.floats(0.0, 100.0),
+    back=st.floats(0.0, 1000.0),
+    elastic=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60)
+def test_time_only_goes_on(
+    chips: float, islands: int, more: int, pause: float, back: float, elastic: bool, seed: int
+) -> None:
+    model = FailureModel(chips, islands, islands + more, pause_seconds=pause, return_seconds=back, elastic=elastic)
+    outcome = simulate(model, 5000.0, rng(seed))
+    for island, slices in zip(outcome.islands, outcome.slices, strict=True):
+        assert all(s.begin < s.end <= 5000.0 and 0 < s.live <= slices for s in island)
+        assert all(a.end <= b.begin for a, b in pairwise(island))
+    assert sum(outcome.slices) == model.slices
+    assert 0.0 <= outcome.goodput <= outcome.uptime + 1e-9 <= 1.0 + 1e-8
+    assert outcome == simulate(model, 5000.0, rng(seed)), "the same seed, the same course"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"chips": 0}, {"step_seconds": math.nan}, {"pause_seconds": -1}, {"slices": 7}, {"step_deviation": 0.5}],
+)
+def test_what_cannot_be_simulated_is_refused(changes: dict[str, float]) -> None:
+    name = next(iter(changes)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{name} cannot be"):
+        FailureModel(**changes)  # type: ignore[arg-type]
+
+
+# -- what was published -----------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_reproduce_table_1() -> None:
+    """Within two points rms, which is what this model is for."""
+    goodput, uptime = goodput_and_uptime(FailureModel(), 2.0, SEED)
+    assert rms(goodput, GOODPUT) < 2.0, f"seed {SEED}"
+    assert rms(uptime, UPTIME) < 2.0, f"seed {SEED}"
+
+
+def test_the_published_fit_of_goodput() -> None:
+    """MTBF_m / (MTBF_m + 18.25 s) · (1 − 0.0325 · N / 1.2M), from 1.2M chips on, with MTBF_m = a year · M / N."""
+    goodput, _ = goodput_and_uptime(FailureModel(), 2.0, SEED)
+    differences = []
+    for row in ROWS:
+        for column, chips in enumerate(CHIPS):
+            between = 365.25 * DAY * row.islands / chips
+            fit = 100 * between / (between + 18.25) * (1 - 0.0325 * chips / 1.2e6)
+            if row.elastic and chips >= 1.2e6:
+                differences.append(goodput[row][column] - fit)
+    assert len(differences) == 10
+    assert math.sqrt(np.mean(np.square(differences))) < 2.5, f"seed {SEED}"
+
+
+def test_the_formulas_reproduce_table_13() -> None:
+    found = bandwidth()
+    assert bandwidth_rms(found) < 0.03
+    assert bandwidth_rms(found, ["data-parallel"]) < 0.03
+    cells = sum(covered(kind, u) for kinds in BANDWIDTH.values() for kind in kinds for u in UTILISATION)
+    assert cells == 56, "all but data-parallel at 99 %"
+
+
+def test_what_is_not_covered_scales_as_no_formula_does() -> None:
+    """A link that carries a step's bytes needs a fifth of it for a step that is five times longer."""
+    long, short = BANDWIDTH[ROW_5S]["data-parallel"], BANDWIDTH[ROW_1S]["data-parallel"]
+    ratios = [a / b for a, b in zip(short, long, strict=True)]
+    assert ratios[:4] == pytest.approx([5.0] * 4, rel=0.06)
+    assert abs(ratios[4] - 5.0) > 2.5
+
+
+ROW_1S, ROW_5S = [site for site in BANDWIDTH if site.sites == 8]
+
+
+@given(
+    utilisation=st.floats(0.1, 0.99), step=st.floats(0.1, 100.0), sites=st.integers(2, 64), bits=st.floats(0.5, 32.0)
+)
+def test_bandwidth_gives_the_utilisation_that_was_asked_for(
+    utilisation: float, step: float, sites: int, bits: float
+) -> None:
+    """The definition, T_math / (T_math + T_comm), with what the found bandwidth leaves unhidden."""
+    gbit = 5.0 * bits * ring_factor(sites)
+    sending = gbit / data_parallel_gbits(5e9, bits, step, sites, utilisation)
+    unhidden = sending - step * 2 / 3
+    assert step / (step + unhidden) == pytest.approx(utilisation)
+    transfers = gbit / fragments_gbits(5e9, bits, step, sites, utilisation, interval=30.0, hidden_steps=12.0)
+    unhidden = transfers - 12.0 * step
+    assert 30.0 * step / (30.0 * step + unhidden) == pytest.approx(utilisation)
+
+
+def test_our_own_load_is_what_the_codecs_send() -> None:
+    """2^20 parameters, three islands, a sync of all of them in 10 s."""
+    need = load(1 << 20, 3, 0.5, 20, 4, "bfloat16", "float32", 1e6)
+    assert need.up == (2 << 20) / 10.0
+    assert need.down == (4 << 20) / 10.0
+    assert need.redis_in == 3 * need.up + need.down
+    assert need.redis_out == 3 * (need.up + need.down)
+    assert need.fragment_up_seconds == (2 << 20) / 4 / 1e6

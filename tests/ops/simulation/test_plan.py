@@ -1,0 +1,124 @@
+"""`archipelago plan`: what it chooses, that its numbers are consistent, and one page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from archipelago.broker.codecs import codec
+from archipelago.broker.errors import ConfigError
+from archipelago.ops.cli import run
+from archipelago.ops.simulation.plan import (
+    LADDER,
+    LINK_SHARE,
+    Fleet,
+    PlanOptions,
+    choose,
+    page,
+    parameters_of,
+    plan,
+    tokens_of,
+)
+
+SPOT = PlanOptions(model="1e8", tokens="2B", sites=2, chips=16, slice_chips=1, hours_between=2.0, batch_tokens=100_000)
+
+
+def test_more_islands_are_taken_while_they_bring_goodput() -> None:
+    assert choose([Fleet(2, 0.60, 1.0), Fleet(4, 0.80, 1.0), Fleet(8, 0.81, 1.0)]).islands == 4
+    assert choose([Fleet(2, 0.97, 0.95), Fleet(4, 0.98, 1.0), Fleet(8, 0.99, 1.0)]).islands == 4, "for its uptime"
+    assert choose([Fleet(2, 0.99, 1.0), Fleet(4, 0.995, 1.0)]).islands == 2
+    assert choose([Fleet(3, 0.1, 0.1)]).islands == 3
+
+
+def test_machines_that_fail_often_want_more_islands() -> None:
+    often = plan(SPOT)
+    seldom = plan(PlanOptions(model="1e8", tokens="2B", sites=2, chips=16, slice_chips=1, batch_tokens=100_000))
+    assert often.fleet.islands > seldom.fleet.islands == 2
+    assert often.fleet.goodput < seldom.fleet.goodput
+    assert often.data_parallel_goodput < often.fleet.goodput
+    goodputs = [fleet.goodput for fleet in often.fleets]
+    assert goodputs == sorted(goodputs)
+
+
+def test_thinner_links_get_fewer_bits_then_longer_intervals() -> None:
+    ways, fits = [], []
+    for mbits in (1e6, 1e5, 3000.0, 300.0, 100.0, 30.0, 10.0, 1.0):
+        found = plan(PlanOptions(model="1e9", tokens="1B", sites=2, chips=16, islands=2, link_mbits=mbits))
+        ways.append(LADDER.index(found.way))
+        link = mbits * 1e6 / 8
+        fits.append(found.fits)
+        assert fits[-1] == (max(found.load.up, found.load.down) <= LINK_SHARE * link)
+    assert ways == sorted(ways)
+    assert ways[0] == 0
+    assert len(set(ways)) >= 5
+    assert not fits[-1], "1 Mbit/s for a billion parameters"
+
+
+def test_sites_with_more_islands_share_their_link() -> None:
+    few = plan(PlanOptions(model="1e9", tokens="1B", sites=2, chips=16, islands=2, link_mbits=800.0))
+    many = plan(PlanOptions(model="1e9", tokens="1B", sites=2, chips=16, islands=16, link_mbits=800.0))
+    assert (few.islands_a_site, many.islands_a_site) == (1, 8)
+    assert LADDER.index(many.way) > LADDER.index(few.way)
+
+
+def test_the_numbers_follow_from_each_other() -> None:
+    found = plan(SPOT)
+    assert found.step_seconds == pytest.approx(100_000 / (16 * 10_000))
+    assert found.seconds * found.fleet.goodput == pytest.approx(2e9 / 160_000)
+    interval_seconds = found.way.interval * found.step_seconds
+    assert found.load.up * interval_seconds == codec(found.way.up).encoded_size(100_000_000)
+    assert found == plan(SPOT), "the same seed"
+
+
+def test_a_plan_is_one_page(capsys: pytest.CaptureFixture[str]) -> None:
+    thin = PlanOptions(model="70B", link_mbits=1.0)
+    pages = [page(options, plan(options)) for options in (SPOT, thin)]
+    for lines in pages:
+        assert len(lines) < 25
+        for word in ("M = ", "H = ", "P = ", "codec", "goodput", "time", "bytes", "archipelago init"):
+            assert any(word in line for line in lines), word
+    assert "TOO THIN" in "\n".join(pages[1])
+    assert run(["plan", "--model", "tiny", "--tokens", "3M", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 117_056
+    assert found["tokens"] == 3_000_000
+
+
+def test_the_settings_that_it_names_are_those_of_a_run() -> None:
+    """Its last line can be given to `init`."""
+    from archipelago.broker.config import RunConfig, checked
+
+    for way in LADDER:
+        checked({"sync": {"interval": way.interval}, "wire": {"up": way.up, "down": way.down}})
+    assert RunConfig().wire.down in ("float32", "bfloat16", "int8", "int4", "e3m0")
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters"), [("5e9", 5e9), ("5B", 5e9), ("120M", 1.2e8), ("1.5b", 1.5e9), ("7", 7), ("tiny", 117_056)]
+)
+def test_a_model_by_size_or_name(text: str, parameters: float) -> None:
+    assert parameters_of(text) == parameters
+
+
+def test_tokens_by_number_or_multiple() -> None:
+    assert tokens_of("26B", 5) == 26_000_000_000
+    assert tokens_of("20x", 1000) == 20_000
+    for text in ("", "x", "-3", "many", "1e99", "nan"):
+        with pytest.raises(ConfigError, match="--tokens cannot be"):
+            tokens_of(text, 1000)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PlanOptions(chips=1),
+        PlanOptions(link_mbits=0.0),
+        PlanOptions(islands=-1),
+        PlanOptions(hours_between=float("inf")),
+        PlanOptions(chips=4, islands=8),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options: PlanOptions) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be|too few"):
+        plan(options)

@@ -1,0 +1,427 @@
+"""`archipelago doctor`: what it thinks of facts, what it measures on a real server, of which nothing is left."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from archipelago.broker.codecs import codec
+from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.manifest import Corpus
+from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup, ServerFacts, needed_commands
+from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.sync import link as island_link
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.watch.doctor import checks, estimate, main
+from archipelago.ops.watch.doctor import site as doctor_site
+from archipelago.ops.watch.doctor.checks import Finding
+from tests import samples
+
+ROOT = Path(__file__).parents[3]
+GOOD = ServerFacts(
+    info={
+        "redis_version": "7.2.4", "role": "master", "cluster_enabled": 0, "aof_enabled": 1, "used_memory": 1000,
+        "maxmemory": 0, "total_system_memory": 10**9, "maxmemory_policy": "noeviction", "evicted_keys": 0,
+        "connected_clients": 10, "maxclients": 1000, "rdb_last_bgsave_status": "ok", "aof_last_write_status": "ok",
+    },
+    settings={
+        "appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction",
+        "client-output-buffer-limit": "normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60",
+    },
+    clock_ahead_seconds=0.0, needs_password=True, denied=(),
+)  # fmt: skip
+
+
+def info(**changes: Any) -> ServerFacts:
+    return replace(GOOD, info={**GOOD.info, **changes})
+
+
+def setting(name: str, value: str) -> ServerFacts:
+    return replace(GOOD, settings={**GOOD.settings, name: value})
+
+
+def judged(facts: ServerFacts, host: str = "localhost", *, has_tls: bool = False) -> list[Finding]:
+    """What is not all right."""
+    found = checks.server_checks(facts, host, has_tls=has_tls)
+    return [finding for finding in found if finding.level != "ok"]
+
+
+def test_a_good_server_is_all_right() -> None:
+    assert judged(GOOD) == []
+    assert judged(GOOD, "far.example", has_tls=True) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "subject", "said"),
+    [
+        (info(redis_version="6.0.9"), "problem", "version", "Redis 6.0.9 is too old"),
+        (info(redis_version="6.2.0", maxclients=0), None, "", ""),
+        (info(role="slave"), "problem", "role", "replica"),
+        (info(cluster_enabled=1), "problem", "role", "cluster"),
+        (setting("appendonly", "no"), "warning", "persistence", "nothing on disk"),
+        (replace(setting("appendonly", "no"), settings={"appendonly": "no", "save": "60 1", "maxmemory-policy":
+                 "noeviction"}), "warning", "persistence", "only snapshots"),
+        (setting("appendfsync", "no"), "warning", "persistence", "half a minute"),
+        (info(aof_last_write_status="err"), "problem", "disk", "append to its file"),
+        (info(rdb_last_bgsave_status="err"), "problem", "disk", "snapshot"),
+        (info(used_memory=500, maxmemory=1000), None, "", ""),
+        (info(used_memory=600, maxmemory=1000), "warning", "memory", "600 B used, of 1.0 kB"),
+        (info(used_memory=800, maxmemory=1000), "problem", "memory", "hold back from 80%"),
+        (info(used_memory=700_000_000), "warning", "memory", "without a limit, on a machine of 1.0 GB"),
+        (setting("maxmemory-policy", "allkeys-lru"), "warning", "eviction", "allkeys-lru"),
+        (replace(setting("maxmemory-policy", "volatile-ttl"), info={**GOOD.info, "maxmemory": 10**6}), "problem",
+         "eviction", "drops keys"),
+        (info(evicted_keys=3), "warning", "eviction", "dropped 3 keys"),
+        (info(connected_clients=900), "warning", "clients", "900 of 1,000"),
+        (setting("client-output-buffer-limit", "normal 1048576 0 0"), "problem", "buffers", "1.0 MB"),
+        (replace(GOOD, denied=("XADD", "EVAL")), "problem", "rights", "XADD, EVAL"),
+        (replace(GOOD, needs_password=False), "warning", "password", "everybody on this machine"),
+        (replace(GOOD, needs_password=None), "warning", "password", "could not be found out"),
+        (replace(GOOD, clock_ahead_seconds=-7.25), "warning", "clock", "7.2 s behind"),
+    ],
+)  # fmt: skip
+def test_each_fault_is_named_with_what_to_do(facts: ServerFacts, level: str | None, subject: str, said: str) -> None:
+    found = judged(facts)
+    if level is None:
+        assert found == []
+        return
+    (finding,) = found
+    assert (finding.level, finding.subject) == (level, subject)
+    assert said in finding.what
+    assert finding.remedy
+
+
+def test_a_server_that_tells_nothing_is_warned_of_and_no_more() -> None:
+    """Managed ones forbid INFO and CONFIG."""
+    found = judged(ServerFacts({}, {}, 0.0, True, ()))
+    assert {finding.level for finding in found} == {"warning"}
+    assert {finding.subject for finding in found} == {"version", "persistence", "memory", "eviction", "clients"}
+
+
+@pytest.mark.parametrize("host", ["far.example", "10.0.0.7", "localhost.evil.example"])
+def test_beyond_this_machine_plain_text_and_no_password_are_worse(host: str) -> None:
+    found = {f.subject: f.level for f in judged(replace(GOOD, needs_password=False), host)}
+    assert found == {"encryption": "warning", "password": "problem"}
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.8.8", "::1", "[::1]", ""])
+def test_hosts_that_are_here(host: str) -> None:
+    assert checks.is_local(host)
+
+
+def test_islands_hold_back_where_the_doctor_says() -> None:
+    assert checks.HOLD_BACK_SHARE == island_link.MEMORY_SHARE_MAX
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 50.0), (0.99, 99.0), (1.0, 100.0), (0.001, 1.0)])
+def test_quantiles(share: float, value: float) -> None:
+    assert checks.quantile([float(n) for n in range(100, 0, -1)], share) == value
+    assert checks.quantile([7.0], share) == 7.0
+
+
+def test_what_a_link_carries_in_words() -> None:
+    assert checks.bandwidth(Bandwidth(1.25e5, 1.25e9)).what == "1 Mbit/s up, 10,000 Mbit/s down (one connection)"
+    assert checks.bandwidth(Bandwidth(why_not="full")).level == "warning"
+
+
+def test_a_slow_way_is_warned_of() -> None:
+    assert checks.latency([0.2] * 9 + [3.0]).level == "ok"
+    assert "round trip 200 ms, p99 3 s (10 pings)" in checks.latency([0.2] * 9 + [3.0]).what
+    assert checks.latency([0.6]).level == "warning"
+
+
+# -- the estimate -----------------------------------------------------------------------------------------------------
+
+CONFIG = RunConfig(sync=SyncConfig(interval=24, fragments=2), wire=WireConfig(up="int4", thin="top3", down="int4"))
+SIZES = (1 << 20, 1 << 19)
+
+
+def test_the_estimate_by_hand() -> None:
+    """Two fragments, H = 24 and 0.1 s a step: one sync every 1.2 s; int4 takes 33 bits for eight elements."""
+    size = codec("int4").encoded_size(SIZES[0])
+    assert size == SIZES[0] * 33 // 64
+    found = estimate.estimate(CONFIG, SIZES, 0.1, Bandwidth(up=size / 2.4, down=10.0 * size), 0.05)
+    int4, top3 = found.codecs
+    assert found.stride_seconds == pytest.approx(1.2)
+    assert (int4.name, int4.sync_bytes) == ("int4", 2 * size)
+    assert int4.up_seconds == pytest.approx(2.45)
+    assert int4.down_seconds == pytest.approx(0.15)
+    assert int4.hidden == pytest.approx(0.5)  # 2.4 s of sending behind 1.2 s of steps
+    assert not int4.fits
+    assert (top3.name, top3.hidden, top3.fits) == ("top3", 1.0, True)
+    text = dict(estimate.lines(found, "as told"))
+    assert "every 1.2 s with int4" in text["sync"]
+    assert "50% of it" in text["hidden"]
+    assert "intervals stretch 2.0 times" in text["hidden"]
+    assert text["thin"].endswith("the island would send with it")
+
+
+def test_a_link_that_was_not_measured_is_not_judged() -> None:
+    found = estimate.estimate(CONFIG, SIZES, 0.1, Bandwidth(why_not="full"), 0.05)
+    assert [label for label, _ in estimate.lines(found, "as told")] == ["step", "sync"]
+
+
+def test_without_a_codec_for_thin_links_there_is_one_line_less() -> None:
+    config = replace(CONFIG, wire=replace(CONFIG.wire, thin=""))
+    found = estimate.estimate(config, SIZES, 0.1, Bandwidth(1e9, 1e9), 0.0)
+    assert [label for label, _ in estimate.lines(found, "")] == ["step", "sync", "hidden"]
+
+
+# -- this machine -----------------------------------------------------------------------------------------------------
+
+
+def test_room_for_checkpoints() -> None:
+    site = doctor_site.Site(2, 16 << 30, 8 << 30, 10_000_000_000)
+    levels = [doctor_site.disk(site, Path("runs"), parameters).level for parameters in (0, 100_000_000, 120_000_000)]
+    assert levels == ["ok", "ok", "warning"]
+    assert doctor_site.disk(site, Path("runs"), 200_000_000).level == "problem"
+    assert doctor_site.machine(site, 1_000_000).level == "ok"
+    assert doctor_site.machine(site, 1_000_000_000).level == "warning"
+
+
+def test_measuring_this_machine(tmp_path: Path) -> None:
+    site = doctor_site.measure(tmp_path / "not" / "there" / "yet")
+    assert site.cores >= 1
+    assert 0 <= site.available_bytes <= site.memory_bytes
+    assert site.disk_free_bytes > 0
+
+
+def test_text_that_is_here_not_here_or_another(corpus: OpenCorpus) -> None:
+    assert "the run's own" in doctor_site.corpus("small-text", corpus.identity).what
+    assert doctor_site.corpus("small-text", None).level == "ok"
+    other = doctor_site.corpus("small-text", Corpus("small-text", "0" * 32, 7))
+    assert (other.level, "the run's is 00000000" in other.what) == ("problem", True)
+    missing = doctor_site.corpus("nowhere", None)
+    assert (missing.level, "here: small-text" in missing.what) == ("problem", True)
+    assert doctor_site.corpus("digits", None).level == "ok"  # made by its name alone
+
+
+@pytest.mark.parametrize(
+    ("theirs", "level"),
+    [({"jax": "0.10.9", "optax": "9"}, "ok"), ({"jax": "0.11.0"}, "warning"), ({"flax": "1.12"}, "warning")],
+)
+def test_versions_against_the_runs(theirs: dict[str, str], level: str) -> None:
+    ours = {"archipelago-train": "0.1.0", "jax": "0.10.2", "flax": "0.12.0", "optax": "0.2.8"}
+    assert doctor_site.versions(ours, theirs).level == level
+    assert doctor_site.versions({**ours, "jax": "not installed"}, theirs).level == "problem"
+
+
+def test_jax_sees_something() -> None:
+    assert doctor_site.accelerators().level == "ok"
+
+
+# -- a real server ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that these tests may set up otherwise."""
+    with start_server(tmp_path_factory.mktemp("doctor") / "redis") as running:
+        yield running
+
+
+@pytest.fixture
+def raw(own: Server) -> Iterator[Any]:
+    """The server's own commands, on an empty database; settings are as before afterwards."""
+    with redis.Redis.from_url(own.url, decode_responses=True) as client:
+        client.flushdb()
+        before = client.config_get("maxmemory*")
+        yield client
+        for name, value in before.items():
+            if name in ("maxmemory", "maxmemory-policy"):
+                client.config_set(name, value)
+
+
+@pytest.fixture
+def checkup(own: Server, raw: Any) -> Iterator[RedisCheckup]:
+    """Of the run `sample` there."""
+    transport = connect(own.url, "sample")
+    manifest = samples.manifest("sample")
+    transport.create(manifest, samples.first_snapshots(manifest))
+    transport.heartbeat(samples.heartbeat("oslo", step_seconds=0.25))
+    yield RedisCheckup.beside(transport)
+    transport.close()
+
+
+def dumped(raw: Any) -> dict[str, bytes]:
+    return {key: raw.object("encoding", key) + str(raw.memory_usage(key)) for key in raw.scan_iter()}
+
+
+def test_measuring_leaves_nothing_behind(checkup: RedisCheckup, raw: Any) -> None:
+    before = dumped(raw)
+    samples_of_pings = checkup.round_trips(0.05, 20)
+    found = checkup.bandwidth(0.3, min(samples_of_pings))
+    assert 1 <= len(samples_of_pings) <= 20
+    assert min(samples_of_pings) > 0
+    assert found.up > 1e5
+    assert found.down > 1e5
+    assert checkup.facts().denied == ()
+    assert dumped(raw) == before
+
+
+def test_a_full_server_is_not_written_to(checkup: RedisCheckup, raw: Any) -> None:
+    raw.config_set("maxmemory", 12 << 20)
+    raw.config_resetstat()
+    assert "too full" in checkup.bandwidth(1.0, 0.0).why_not
+    assert "cmdstat_set" not in raw.info("commandstats")
+
+
+def test_the_facts_of_a_real_server(checkup: RedisCheckup, raw: Any) -> None:
+    facts = checkup.facts()
+    assert facts.needs_password is True
+    assert abs(facts.clock_ahead_seconds) < 5.0
+    assert judged(facts) == []
+    raw.config_set("maxmemory", 1 << 30)
+    raw.config_set("maxmemory-policy", "allkeys-lru")
+    assert [finding.subject for finding in judged(checkup.facts())] == ["eviction"]
+
+
+def test_a_server_without_a_password_is_found_out(own: Server, raw: Any) -> None:
+    secret = raw.config_get("requirepass")["requirepass"]
+    raw.config_set("requirepass", "")
+    try:
+        transport = connect(re.sub(":[^:@]*@", "", own.url), "sample")
+        assert RedisCheckup.beside(transport).facts().needs_password is False
+        transport.close()
+    finally:
+        raw.config_set("requirepass", secret)
+
+
+def restricted(own: Server, raw: Any, *rules: str) -> RedisCheckup:
+    raw.execute_command("ACL", "SETUSER", "guest", "reset", "on", ">secret", *rules)
+    transport = connect(re.sub(":[^:@]*@", "guest:secret@", own.url), "sample")
+    return RedisCheckup.beside(transport)
+
+
+def test_what_a_user_may_not_do_is_found_by_trying_and_nothing_is_done(own: Server, raw: Any) -> None:
+    kept = {"{sample:s0}:lease": "holder", "{sample:s0}:books": "7"}
+    raw.mset(kept)
+    found = restricted(own, raw, "~*", "+@all", "-xadd", "-eval", "-watch").facts()
+    assert set(found.denied) == {"XADD", "EVAL", "WATCH"}
+    found = restricted(own, raw, "~*", "+@all", "-multi", "-config", "-acl").facts()
+    assert found.denied == ("MULTI",)  # without it nothing more is tried, as it would be done
+    assert found.settings == {}
+    found = restricted(own, raw, "~other:*", "+@all").facts()
+    assert {"GET", "SET", "XADD", "XREADGROUP"} <= set(found.denied)
+    found = restricted(own, raw, "~sample:*", "~{sample:*", "~archipelago:*", "+@all").facts()
+    assert found.denied == ()  # the keys that the remedy names are enough
+    assert {key: raw.get(key) for key in raw.scan_iter()} == kept
+    raw.execute_command("ACL", "DELUSER", "guest")
+
+
+def test_every_command_that_the_transport_uses_is_tried() -> None:
+    """Read from the sources: a command that is new there must be among those that the doctor tries."""
+    names = {"delete": "del", "xgroup_create": "xgroup", "xinfo_groups": "xinfo", "xpending_range": "xpending"}
+    not_commands = {"execute", "pipeline", "close", "multi", "watch", "connection_pool", "reset"}
+    used: set[str] = set()
+    for path in (ROOT / "broker").glob("redis_*.py"):
+        source = path.read_text(encoding="utf-8")
+        if path.name != "redis_checkup.py":
+            used |= set(re.findall(r"\b(?:pipe|pipeline|_redis)\.([a-z_]+)\(", source))
+            used |= set(re.findall(r"\(\"(x[a-z_]+)\", ", source))
+    source = (ROOT / "broker" / "chunks.py").read_text(encoding="utf-8")
+    used |= set(re.findall(r"\b(?:pipe|_redis)\.([a-z_]+)\(", source)) | {"get", "getrange"}
+    needed = {str(command[0]).lower() for command in needed_commands(Keys("sample"))}
+    assert {names.get(name, name) for name in used - not_commands} <= needed
+
+
+def test_who_serves_and_how_long_nothing_was_merged(checkup: RedisCheckup, own: Server, raw: Any) -> None:
+    assert checkup.standing().holder == ""
+    assert checkup.standing().still_seconds == 0.0
+    transport = connect(own.url, "sample")
+    entry = transport.publish(samples.contribution(), b"payload")
+    waiting = checkup.standing()
+    epoch = transport.acquire("00b81fc22d7c", 30.0)
+    assert epoch == 1
+    transport.updates(0.0)
+    raw.xadd("{sample:s0}:tape", {"round": 1}, id="1000-0")
+    standing = checkup.standing()
+    assert (standing.holder, standing.epoch) == ("00b81fc22d7c", 1)
+    assert 0 < standing.lease_seconds <= 30.0
+    assert 0 <= waiting.still_seconds < 60.0
+    assert standing.still_seconds > 1e9  # since the second after 1970 began
+    assert transport.holds(entry)
+    transport.close()
+
+
+# -- the verb ---------------------------------------------------------------------------------------------------------
+
+Call = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Exit status and JSON object."""
+
+    def made(**options: Any) -> tuple[int, dict[str, Any]]:
+        status = main.main(main.DoctorOptions(json=True, **options))
+        return status, json.loads(capsys.readouterr().out)
+
+    return made
+
+
+def test_a_healthy_site(call: Call, own: Server, checkup: RedisCheckup, corpus: OpenCorpus) -> None:
+    assert isinstance(checkup, RedisConnection)
+    config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
+    status, found = call(url=own.url, run="sample", seconds=0.4, settings=config)
+    wrong = {finding["subject"] for finding in found["findings"] if finding["level"] != "ok"}
+    assert wrong == {"corpus", "packages"}  # the sample run's text is nowhere, and its JAX is version 1
+    assert (status, found["run"], found["problems"], found["warnings"]) == (1, "sample", 1, 1)
+    assert found["estimate"]["link"]["up"] > 0
+    assert found["estimate"]["step_seconds"] == 0.25  # as the run's island says
+    assert own.url.split(":")[2].split("@")[0] not in json.dumps(found)
+
+
+def test_without_a_server_only_this_machine(call: Call, corpus: OpenCorpus) -> None:
+    config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
+    status, found = call(settings=config)
+    assert (status, found["redis"], found["estimate"]) == (0, None, None)
+    assert {finding["subject"] for finding in found["findings"]} == {"machine", "disk", "corpus", "packages", "devices"}
+
+
+def test_nobody_there_is_a_problem_and_the_rest_is_checked(call: Call, corpus: OpenCorpus) -> None:
+    config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
+    status, found = call(url="redis://127.0.0.1:1", settings=config)
+    first, *rest = found["findings"]
+    assert (status, first["level"], first["subject"]) == (1, "problem", "reach")
+    assert "does not answer" in first["what"]
+    assert len(rest) == 5
+
+
+def test_a_run_that_is_not_there(call: Call, own: Server, raw: Any, corpus: OpenCorpus) -> None:
+    config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
+    status, found = call(url=own.url, run="nowhere", seconds=0.0, settings=config)
+    problems = [finding for finding in found["findings"] if finding["level"] == "problem"]
+    assert (status, [problem["subject"] for problem in problems], found["estimate"]) == (1, ["run"], None)
+    status, found = call(url=own.url, seconds=0.0, settings=config)
+    assert (status, found["run"]) == (0, None)
+    assert found["estimate"]["step_seconds"] > 0  # tried here, since nobody trains there
+    assert raw.keys() == []
+
+
+def test_the_report_for_people(
+    own: Server, checkup: RedisCheckup, corpus: OpenCorpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(main.DoctorOptions(url=own.url, run="sample", seconds=0.2)) == 1
+    text = capsys.readouterr().out
+    assert "PROBLEM" in text
+    assert "→ Copy its folder" in text
+    assert "every" in text
+    assert text.rstrip().splitlines()[-1].startswith("1 problem to mend first")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), 1e9])
+def test_seconds_that_cannot_be(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="--seconds cannot be"):
+        main.main(main.DoctorOptions(seconds=seconds))

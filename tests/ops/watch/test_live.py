@@ -1,0 +1,380 @@
+"""`archipelago top`: what it draws fits any terminal, it outlives a Redis, and in a pipe it writes lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from archipelago.broker.control import Control
+from archipelago.broker.errors import ConfigError, UnreachableError
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal, TapeEntry
+from archipelago.broker.redis.checkup import Standing
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Memory
+from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.watch import formatting, status
+from archipelago.ops.watch import live as top
+from archipelago.ops.watch.health import Happening, Situation, happened, situation, steered, trouble
+from archipelago.ops.watch.live_screen import Screen, TopReading, rates_a_minute, rooms, sparkline
+from archipelago.ops.watch.run_view import RunView, summarise
+from tests import samples
+
+ROOT = Path(__file__).parents[3]
+NOW = 1.8e9
+MANIFEST = samples.manifest()
+ROUND = samples.commit([]).tape
+FINE = Situation(Standing("00b81fc22d7c", 3, 4.0, 0.5))
+
+
+def view(islands: int = 3, live: int | None = None, **changes: object) -> RunView:
+    """A run half-way, of so many islands."""
+    live = islands if live is None else live
+    presences = [
+        Presence(samples.heartbeat(f"island-{n}", step_seconds=0.1), 0.5 if n < live else 90.0) for n in range(islands)
+    ]
+    member = replace(ROUND.members[0], island="island-0")
+    tape = [replace(ROUND, round=70, step=1000, members=(member,))]
+    found = summarise(
+        MANIFEST, tape, presences, Books(), Pending(0, 0), [], {}, {}, Memory(600, 1000)
+    )  # fmt: skip
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def reading(islands: int = 3, events: int = 0, wrong: str = "") -> TopReading:
+    happenings = [Happening(NOW - 60 + n, f"island-{n}", "refused", "too old " * 20) for n in range(events)]
+    closes = [NOW - 300 + 0.5 * n for n in range(600)]
+    return TopReading(view(islands), FINE, wrong, closes, [8.0, 5.0, 3.0, 2.5], happenings, NOW)
+
+
+def drawn(screen: Screen, width: int, height: int) -> list[str]:
+    console = Console(record=True, width=width, height=height, file=StringIO(), highlight=False, force_terminal=True)
+    console.print(screen, height=height)
+    return console.export_text().rstrip("\n").split("\n")
+
+
+# -- the screen -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(60, 20), (60, 40), (80, 24), (100, 30), (120, 40), (200, 60)])
+@pytest.mark.parametrize("islands", [0, 1, 3, 200])
+@pytest.mark.parametrize("events", [0, 30])
+def test_it_fits_any_terminal(size: tuple[int, int], islands: int, events: int) -> None:
+    width, height = size
+    lines = drawn(Screen(reading(islands, events), 0.0, "", NOW), width, height)
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= height
+    text = "\n".join(lines)
+    assert "50.0% of 2,000 steps" in text
+    assert "island-0" in text or not islands
+    assert "more, of which" in text or islands < 200
+
+
+def test_a_wide_terminal_shows_shares_as_bars_and_a_narrow_one_fewer_columns() -> None:
+    wide, narrow = ("\n".join(drawn(Screen(reading(), 0.0, "", NOW), width, 40)) for width in (120, 60))
+    assert "█ 100%" in wide
+    assert "queue" in wide
+    assert "█ 100%" not in narrow
+    assert "queue" not in narrow
+    assert "100%" in narrow
+
+
+def test_the_living_are_shown_before_those_that_are_gone() -> None:
+    mixed = replace(reading(), view=view(50, live=2))
+    mixed = replace(mixed, view=replace(mixed.view, islands=tuple(reversed(mixed.view.islands))))
+    text = "\n".join(drawn(Screen(mixed, 0.0, "", NOW), 80, 24))
+    assert "island-0 " in text
+    assert "island-1 " in text
+    assert "of which 0 live" in text
+
+
+def test_silence_is_said_over_the_last_reading() -> None:
+    for last in (None, reading()):
+        text = "\n".join(drawn(Screen(last, NOW - 30, "the Redis does not answer (refused)", NOW), 80, 30))
+        assert re.search(r"no answer since \d\d:\d\d:\d\d: the Redis does not answer", text)
+        assert ("island-0" in text) is (last is not None)
+    assert "reading …" in drawn(Screen(None, 0.0, "", NOW), 80, 30)[1]
+
+
+def test_trouble_and_events_are_shown() -> None:
+    text = "\n".join(drawn(Screen(reading(events=2, wrong="no island is live"), 0.0, "", NOW), 80, 40))
+    assert "trouble  no island is live" in text
+    assert re.search(r"59 s ago refused +island-1 too old .*…$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("lines", "islands", "events", "expected"),
+    [(20, 3, 4, (3, 4)), (20, 3, 30, (3, 8)), (8, 3, 30, (3, 4)), (20, 100, 4, (15, 4)), (4, 100, 4, (3, 0)),
+     (1, 3, 3, (0, 0)), (-5, 3, 3, (0, 0)), (20, 0, 4, (0, 4)), (2, 5, 5, (1, 0))],
+)  # fmt: skip
+def test_who_gets_the_room(lines: int, islands: int, events: int, expected: tuple[int, int]) -> None:
+    found = rooms(lines, islands, events)
+    assert found == expected
+    assert sum(found) + 1 <= max(1, lines)
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "ticks"),
+    [([], None, ""), ([1.0], None, "▁"), ([0.0, 7.0], None, "▁█"), ([5.0, 5.0], None, "▁▁"), ([5.0, 5.0], 0.0, "██"),
+     ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], None, "▁▂▃▄▅▆▇█")],
+)  # fmt: skip
+def test_ticks(values: list[float], low: float | None, ticks: str) -> None:
+    assert sparkline(values, low) == ticks
+
+
+def test_rounds_a_minute_in_whole_spans() -> None:
+    closes = [95.0, 101.0, 105.0, 109.9, 110.0, 131.0]
+    assert rates_a_minute(closes, 130.0, 9) == [18.0, 6.0, 0.0]  # three, one and none in ten seconds; 131 is too new
+    assert rates_a_minute(closes, 139.0, 2) == [6.0, 0.0]
+    assert rates_a_minute([], 139.0, 2) == []
+    assert rates_a_minute([138.0], 139.0, 2) == []
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.0, "    "), (1.0, "████"), (9.0, "████"), (0.5, "██  "), (0.3, "█▎  ")])
+def test_bars(share: float, text: str) -> None:
+    assert formatting.bar(share, 4) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (7200, "2 h"), (259200, "3 d"), (-3, "0 s")]
+)
+def test_spans_of_time(seconds: float, text: str) -> None:
+    assert formatting.ago(seconds) == text
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def still(seconds: float, **control: str) -> Situation:
+    return Situation(Standing(still_seconds=seconds), Control.of(control))
+
+
+@pytest.mark.parametrize(
+    ("found", "now", "said"),
+    [
+        (view(), still(59.0), ""),
+        (view(), still(61.0), "nothing was merged for 61 s"),
+        (view(), still(61.0, merging="paused"), ""),
+        (view(step=2000), still(1e6), ""),
+        (view(live=0), still(0.0), "no island is live"),
+        (view(0), still(0.0), "no island is live"),
+        (view(live=0, step=2000), still(0.0), ""),
+    ],
+)
+def test_when_somebody_should_look(found: RunView, now: Situation, said: str) -> None:
+    assert trouble(found, now, interval=24) == said
+
+
+def test_slow_islands_are_given_three_strides() -> None:
+    """Of 0.1 s a step in two fragments: at H = 2,400 a stride is 120 s."""
+    assert trouble(view(), still(350.0), interval=2400) == ""
+    assert trouble(view(), still(361.0), interval=2400) == "nothing was merged for 361 s"
+
+
+def test_what_is_steered_in_words() -> None:
+    wishes = {"outer.learning_rate": "0.5", "merging": "paused", "island.oslo": "drain", "island.x": "expel", "y": "1"}
+    text = steered(Control.of(wishes))
+    assert text.startswith(
+        "merging is paused, outer.learning_rate = 0.5, oslo is to leave, x is expelled, y is ignored"
+    )
+    assert steered(Control()) == ""
+
+
+def test_notes_and_refusals_in_one_order() -> None:
+    refusal = Refusal("b", "x", 0, 7, 0, 100, "too old")
+    notes = [Note(1.0, "a", "joined", "on cpu"), Note(9.0, "a", "left", "after 3 steps")]
+    found = happened(notes, [(5.0, refusal), (6.0, replace(refusal, repeat=True))])
+    assert [(event.who, event.kind) for event in found] == [("a", "joined"), ("b", "refused"), ("a", "left")]
+    assert found[1].text == "round 7: too old"
+
+
+def test_words_of_others_give_a_terminal_no_orders() -> None:
+    evil = "\x1b]0;mine\x07\x9b2J[/nope]"
+    found = view(run=evil)
+    found = replace(found, islands=(replace(found.islands[0], link=evil, last_refusal=evil),))
+    refusal = Refusal("b", "x", 0, 7, 0, 100, evil)
+    seen = replace(FINE, refusals=((NOW, refusal),), control=Control(faults={evil: evil}))
+    seen = replace(seen, standing=Standing(evil, 3, 4.0, 0.5))
+    shown = TopReading(found, seen, "", [], [], [Happening(NOW, evil, "refused", evil)], NOW)
+    console = Console(file=StringIO(), width=200, height=60, highlight=False)
+    console.print(formatting.render(found, seen))
+    console.print(Screen(shown, 0.0, "", NOW))
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert text.count("mine") >= 10
+    assert not set(text) & set(map(chr, formatting.CONTROLS)) - {"\n"}
+
+
+def test_the_situation_of_a_run(server: Server) -> None:
+    run = "situation"
+    transport = connect(server.url, run)
+    manifest = samples.manifest(run)
+    transport.create(manifest, samples.first_snapshots(manifest))
+    entry = transport.publish(samples.contribution(), b"payload")
+    epoch = transport.acquire("merger-1", 60.0)
+    assert epoch is not None
+    transport.updates(0.0)
+    transport.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
+    transport.steer({"merging": "paused"})
+    found = situation(transport)
+    assert (found.standing.holder, found.standing.epoch, found.control.is_paused) == ("merger-1", epoch, True)
+    assert [refusal.reason for _, refusal in found.refusals] == ["too old"]
+    transport.close()
+    console = Console(record=True, width=80, file=StringIO(), highlight=False)
+    limited = view(memory_bytes=600, memory_limit_bytes=1000)
+    console.print(formatting.render(limited, found, "no island is live"))
+    text = " ".join(console.export_text().split())
+    assert "Redis holds 600 B of 1.0 kB (60%)" in text
+    assert f"merger merger-1 serves in epoch {epoch}" in text
+    assert "steered merging is paused" in text
+    assert "trouble no island is live" in text
+    assert re.search(r"a: refused \d+ s ago, round 1: too old", text)
+
+
+def test_scripts_learn_from_the_exit_status(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    transport = connect(server.url, "for-scripts")
+    manifest = samples.manifest("for-scripts")
+    transport.create(manifest, samples.first_snapshots(manifest))
+    options = status.StatusOptions(server.url, "for-scripts", json=True)
+    assert status.main(options) == 1
+    assert json.loads(capsys.readouterr().out)["trouble"] == "no island is live"
+    transport.heartbeat(samples.heartbeat("oslo"))
+    assert status.main(options) == 0
+    assert json.loads(capsys.readouterr().out)["trouble"] == ""
+    transport.close()
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Flaky(MemoryTransport):
+    """A broker that can go away."""
+
+    silent = False
+
+    def tape(self, count: int) -> list[TapeEntry]:
+        if self.silent:
+            raise UnreachableError("the Redis does not answer (Connection refused)")
+        return super().tape(count)
+
+
+@pytest.fixture
+def flaky() -> Flaky:
+    made = Flaky(MemoryBroker(clock=lambda: 100.0), "sample")
+    made.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    made.heartbeat(samples.heartbeat("a"))
+    return made
+
+
+def closed(transport: MemoryTransport, *rounds: int) -> None:
+    epoch = transport.acquire("merger", 10.0)
+    assert epoch is not None
+    for number in rounds:
+        commit = samples.commit([], round_number=number)
+        transport.commit(epoch, replace(commit, tape=replace(commit.tape, unix_seconds=NOW - 100 + number)))
+    transport.release(epoch)
+
+
+def test_a_watch_outlives_a_silence(flaky: Flaky) -> None:
+    times = iter([NOW + n for n in range(100)])
+    watch = top.Watch(flaky, wall=lambda: next(times))
+    closed(flaky, 1, 2)
+    assert watch.read()
+    first = watch.latest
+    assert first is not None
+    assert first.closes == (NOW - 99, NOW - 98)
+    flaky.silent = True
+    assert not watch.read()
+    assert not watch.read()
+    assert (watch.latest, watch.silent_since) == (first, NOW + 1)  # the first time that it failed
+    assert "does not answer" in watch.said
+    flaky.silent = False
+    closed(flaky, 3)
+    flaky.evaluated(Evaluation(3, 1, 1, NOW, 2.5))
+    assert watch.read()
+    assert (watch.silent_since, watch.said) == (0.0, "")
+    assert watch.latest is not None
+    assert watch.latest.closes == (NOW - 99, NOW - 98, NOW - 97)
+    assert watch.latest.bits_per_byte == (2.5,)  # after a silence all is read anew
+
+
+def test_a_line_a_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = top.Watch(flaky)
+    seen: list[str] = []
+
+    def stopped() -> bool:
+        seen.extend(capsys.readouterr().out.splitlines())
+        flaky.silent = len(seen) == 1
+        return len(seen) >= 3
+
+    top._print_lines(watch, 0.001, stopped, top.as_text)
+    assert seen[0].startswith("round 0  step 0/2000")
+    assert "does not answer" in seen[1]
+    assert seen[2].startswith("round 0")
+
+
+def test_an_object_a_reading_for_programs(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = top.Watch(flaky)
+    assert watch.read()
+    top.as_object(watch.latest, "")
+    top.as_object(None, "nobody answers")
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["run"], first["live"], first["merger"]["epoch"], first["trouble"]) == ("sample", 1, 0, "")
+    assert second == {"error": "nobody answers"}
+
+
+@pytest.mark.parametrize("every", [0.0, -1.0, float("nan"), 1e9])
+def test_intervals_that_cannot_be(every: float) -> None:
+    with pytest.raises(ConfigError, match="--every cannot be"):
+        top.main(top.TopOptions("redis://localhost", every=every))
+
+
+# -- a real terminal --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Server) -> None:
+    run = "terminal"
+    transport = connect(server.url, run)
+    manifest = samples.manifest(run)
+    transport.create(manifest, samples.first_snapshots(manifest))
+    transport.heartbeat(samples.heartbeat("oslo"))
+    transport.close()
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "archipelago.ops", "top", server.url, "--run", run, "--every", "0.2"],
+        cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    said = b""
+    try:
+        while b"oslo" not in said:
+            assert process.poll() is None
+            if select.select([ours], [], [], 30.0)[0]:
+                said += os.read(ours, 1 << 16)
+        os.write(ours, b"q")
+        while process.poll() is None:
+            if select.select([ours], [], [], 0.05)[0]:
+                said += os.read(ours, 1 << 16)
+        assert process.returncode == 0
+        assert process.communicate()[1] == b""
+        assert termios.tcgetattr(theirs) == before
+        assert b"\x1b[?1049h" in said  # the alternate screen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)

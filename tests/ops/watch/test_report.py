@@ -1,0 +1,229 @@
+"""The report: one file, from Redis, from a server that is started for it, and from a checkpoint alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.messages import Evaluation
+from archipelago.broker.process import guarded
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.ops.cli import run
+from archipelago.ops.dashboard.app import PAGE
+from archipelago.ops.dashboard.watcher import Watch
+from archipelago.ops.launch.embedded_redis import Server, find_program, start_server
+from archipelago.ops.watch import report as run_report
+from archipelago.ops.watch import run_summary
+from archipelago.ops.watch.report import SCRIPTS, ReportOptions, everything, html, of_image, of_watch
+from archipelago.ops.watch.run_view import observe
+from tests import samples
+
+MANIFEST = samples.manifest()
+
+
+def fill(transport: Any) -> None:
+    """A run of one island, two rounds and two evaluations."""
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    transport.heartbeat(samples.heartbeat("oslo"))
+    epoch = transport.acquire("merger", 10.0)
+    for number in (1, 2):
+        entry = transport.publish(samples.contribution(sequence=number), b"payload")
+        transport.updates(0.0)
+        transport.commit(epoch, samples.commit([entry], round_number=number))
+        transport.evaluated(Evaluation(number, 4 * number, 100 * number, 1.7e9, 8.0 / number))
+
+
+def inlined(text: str) -> Any:
+    """The data in a report."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+@pytest.fixture
+def transport(server: Server) -> Iterator[RedisTransport]:
+    """A run in a database of the server that has no other."""
+    url = server.url.removesuffix("/0") + "/5"
+    transport = connect(url, "sample")
+    transport._redis.flushdb()
+    fill(transport)
+    yield transport
+    transport._redis.flushdb()
+    transport.close()
+
+
+def test_from_redis_by_the_command_line(
+    server: Server, transport: RedisTransport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = server.url.removesuffix("/0") + "/5"
+    path = tmp_path / "new" / "it.html"
+    assert guarded(lambda: run(["report", url, "--out", str(path), "--json"])) == 0
+    told = json.loads(capsys.readouterr().out)
+    found = inlined(path.read_text(encoding="utf-8"))
+    assert told["file"] == str(path)
+    assert told["page"]["run"]["rounds"] == found["page"]["run"]["rounds"] == 2
+    assert found["charts"]["evaluations"]["bits_per_byte"] == [8, 4]
+    assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
+
+
+def test_nothing_is_left_to_load() -> None:
+    broker = MemoryBroker()
+    transport = broker.connect("sample")
+    fill(transport)
+    text = html(of_watch(Watch(transport, MANIFEST)), "var Plotly = '</script><!--';")
+    assert not re.search(r'(src|href)="(?!data:,)', text)
+    assert "default-src 'none'" in text
+    assert text.count("</script>") == text.count("<script") == 2 + len(SCRIPTS)
+    assert (PAGE / "page.css").read_text(encoding="utf-8") in text
+
+
+def test_data_cannot_end_its_element() -> None:
+    found = {"page": {"run": "</script><script>alert(1)</script>"}, "charts": None, "fault": None}
+    assert inlined(html(found, "")) == found
+
+
+def test_a_page_that_changed_its_shape_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("index.html", "page.css", *SCRIPTS):
+        (tmp_path / name).write_text("<html></html>", encoding="utf-8")
+    monkeypatch.setattr("archipelago.ops.watch.report.PAGE", tmp_path)
+    with pytest.raises(LookupError, match=re.escape("page.css")):
+        html({}, "")
+
+
+def left_behind(folder: Path) -> None:
+    """report.json and a checkpoint, as `up` leaves them, without a Redis."""
+    transport = MemoryBroker().connect("sample")
+    fill(transport)
+    view = observe(transport, MANIFEST)
+    told = run_summary.summary(
+        replace(view, tokens_lost=7), transport.evaluations(), [], tokens_per_second=1.0, seconds=1.0, server="none"
+    )
+    run_summary.write(folder, told)
+    image = samples.image(MANIFEST, [samples.packed(samples_values())], tape=transport.tape(99),
+                          evaluations=transport.evaluations())  # fmt: skip
+    CheckpointStore(folder / "merger" / "checkpoints").save(image)
+
+
+def samples_values() -> Any:
+    import numpy as np
+
+    return np.zeros(MANIFEST.sizes[0], np.float32)
+
+
+def test_from_a_folder_when_redis_is_gone(tmp_path: Path) -> None:
+    left_behind(tmp_path / "runs" / "sample")
+    found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
+    again = everything(ReportOptions(str(tmp_path / "runs" / "sample")))
+    assert found["charts"] == again["charts"]
+    assert found["charts"]["lines"]["round"] == [1, 2]
+    assert found["charts"]["evaluations"]["bits_per_byte"] == [8.0, 4.0]
+    page = found["page"]
+    assert (page["run"]["known"], page["run"]["live"], page["run"]["tokens_lost"]) == (1, 0, 7)
+    assert [(island["name"], island["strip"]) for island in page["islands"]] == [("oslo", [-1, -1])]
+    assert {name: page["books"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
+        "published": 4, "merged": 2, "refused": 1, "pending": 1, "balanced": True,
+    }  # fmt: skip
+
+
+def test_from_a_checkpoint_alone() -> None:
+    found = of_image(samples.image(MANIFEST, []), {}, 1.7e9)
+    assert found["page"]["islands"] == []
+    assert found["charts"]["lines"]["round"] == [1]
+
+
+def test_an_island_of_another_version_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def make() -> int:
+        of_image(samples.image(MANIFEST, []), {"each_island": [{"name": "oslo"}]}, 1.7e9)
+        return 0
+
+    assert guarded(make) == 2
+    assert "report.json" in capsys.readouterr().err
+
+
+def test_the_servers_own_data_are_read_where_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "sample"
+    with start_server(folder / "redis") as own:
+        transport = connect(own.url, "sample")
+        fill(transport)
+        transport.close()
+    found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
+    assert found["page"]["run"]["rounds"] == 2
+    assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
+
+
+def test_a_run_that_runs_is_found_by_its_folder(tmp_path: Path) -> None:
+    with start_server(tmp_path / "runs" / "sample" / "redis") as own:
+        transport = connect(own.url, "sample")
+        fill(transport)
+        found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
+        assert found["page"]["run"]["rounds"] == 2
+        assert transport.control() == {}  # the server is still there
+        transport.close()
+
+
+def test_a_server_that_cannot_be_found_again_asks_for_its_url(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start_server(tmp_path / "runs" / "sample" / "redis", find_program("fakeredis")):
+        assert guarded(lambda: run(["report", "sample", "--folder", str(tmp_path / "runs")])) == 2
+    said = capsys.readouterr().err
+    assert "give the URL of its Redis" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["nothing"], "there is no folder runs/nothing"),
+        (["a b"], "the run 'a b' cannot be used"),
+        (["./empty"], "holds no checkpoint and no Redis data"),
+        (["./empty", "--run", "other"], "the run in empty is not 'other'"),
+        ([], "no Redis was named"),
+        (["redis://127.0.0.1:1"], "does not answer"),
+    ],
+)
+def test_mistakes_are_sentences(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    assert guarded(lambda: run(["report", *args])) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence(
+    server: Server, transport: RedisTransport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = server.url.removesuffix("/0") + "/5"
+    assert guarded(lambda: run(["report", url, "--out", "/proc/report.html"])) == 2
+    assert "/proc/report.html cannot be written" in capsys.readouterr().err
+
+
+def test_a_run_that_names_itself_as_a_path_writes_nowhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = of_image(samples.image(replace(MANIFEST, run="../x"), []), {}, 1.7e9)
+    assert found["page"]["run"]["run"] == "../x"
+    monkeypatch.setattr(run_report, "everything", lambda options: found)
+    assert guarded(lambda: run(["report", "sample"])) == 2
+    assert "the run name '../x' cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", "{"])
+def test_a_report_that_is_none_is_passed_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / run_summary.TEXT).write_text(text)
+    assert run_summary.read(tmp_path) is None
+
+
+def test_the_view_in_a_report_is_that_of_status(transport: RedisTransport) -> None:
+    found = of_watch(Watch(transport, MANIFEST))["page"]["run"]
+    expected = asdict(observe(transport, MANIFEST))
+    for name in ("rounds", "step", "known", "live", "participating", "tokens_merged", "tokens_trained", "pending"):
+        assert found[name] == expected[name]

@@ -1,0 +1,264 @@
+"""A run seen from outside: each number worked out by hand, and what a terminal shows of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import LIVE_SECONDS, Books, Evaluation, Member, Pending, Presence, TapeEntry
+from archipelago.broker.transport import Memory
+from archipelago.ops.watch.formatting import line, number, render, size
+from archipelago.ops.watch.run_view import BALANCE_TRIES, RunView, merged_by_island, observe, summarise
+from tests import samples
+
+MANIFEST = samples.manifest()  # 8·4 + 4·4 + 4·3 + 4 = 64 parameters in two fragments
+ROUND = samples.commit([]).tape
+
+
+def member(island: str, staleness: int = 0) -> Member:
+    return Member(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
+
+
+def entry(number: int, members: Sequence[Member], **changes: Any) -> TapeEntry:
+    return replace(ROUND, round=number, step=10 * number, members=tuple(members), **changes)
+
+
+TAPE = [
+    entry(1, [member("a")], loss=9.0, grace_seconds=0.1, open_seconds=0.4),
+    entry(2, [member("a", 1), member("b", 4)], loss=3.0, grace_seconds=0.3, open_seconds=0.8),
+    entry(3, [], loss=math.nan, grace_seconds=0.2, open_seconds=0.6),
+    entry(4, [member("a"), member("a", 2), member("gone")], loss=5.0, grace_seconds=0.2, open_seconds=0.2),
+]
+PRESENCES = [
+    Presence(samples.heartbeat("a", tokens=1000), 0.5),
+    Presence(samples.heartbeat("b", tokens=500, link="the Redis does not answer [red]x[/]"), LIVE_SECONDS),
+    Presence(samples.heartbeat("c", "joining", tokens=0, loss=math.nan, last_refusal="too old"), 3.0),
+    Presence(samples.heartbeat("d", "left", tokens=70), 1.0),
+    Presence(samples.heartbeat("e", "leaving", tokens=7), 9.9),
+]
+BOOKS = Books(published=10, published_tokens=1000, merged=6, merged_tokens=601, refused=1, refused_tokens=100,
+              bytes_up=5_000, bytes_down=6_000_000)  # fmt: skip
+EVALUATIONS = [Evaluation(n, 0, 0, 0.0, bits) for n, bits in enumerate([8.0, 5.0, 4.25])]
+MERGED = {"a": 1801, "b": 400, "d": 140, "e": 4, "unheard-of": 1000}
+CURSORS = {"0": (2, 0), "1": (1, 96), "2": (0, 7), "site/0": (9, 0)}
+MEMORY = Memory(7_000, 0)
+VIEW = summarise(MANIFEST, TAPE, PRESENCES, BOOKS, Pending(3, 299), EVALUATIONS, MERGED, CURSORS, MEMORY)
+
+
+def test_the_run_by_hand() -> None:
+    assert (VIEW.run, VIEW.parameters, VIEW.fragments) == ("sample", 64, 2)
+    assert (VIEW.rounds, VIEW.step, VIEW.steps) == (4, 40, MANIFEST.config.inner.steps)
+    assert (VIEW.known, VIEW.live, VIEW.participating) == (5, 3, 1)  # a, c, e live; of these only a was merged
+    assert VIEW.contributions_per_round == (1 + 2 + 0 + 3) / 4
+    assert VIEW.grace_seconds == pytest.approx(0.2)
+    assert VIEW.open_seconds == pytest.approx(0.5)
+    assert VIEW.loss == 5.0  # of the last round trip over both fragments, in which one round measured nothing
+    assert (VIEW.bits_per_byte_first, VIEW.bits_per_byte_last) == (8.0, 4.25)
+    assert VIEW.tokens_merged == 300  # a token is merged once it is in both fragments: ⌊601 / 2⌋
+    assert VIEW.tokens_trained == 1000 + 500 + 0 + 70 + 7
+    assert (VIEW.pending, VIEW.pending_tokens, VIEW.memory_bytes) == (3, 299, 7_000)
+    assert (VIEW.bytes_up, VIEW.bytes_down) == (5_000, 6_000_000)
+    assert VIEW.tokens_lost == (500 - 400 // 2) + (70 - 140 // 2)  # of b and d, who are gone; the living may yet send
+    assert VIEW.passes == (2 + 1 + 0) / MANIFEST.config.data.shards  # a site's own text is another text
+    assert VIEW.balanced
+    assert VIEW.books == BOOKS
+
+
+def test_the_islands_by_hand() -> None:
+    found = {island.name: island for island in VIEW.islands}
+    assert list(found) == ["a", "b", "c", "d", "e"]
+    assert [island.live for island in VIEW.islands] == [True, False, True, False, True]
+    assert [island.participation for island in VIEW.islands] == [3 / 4, 1 / 4, 0, 0, 0]  # twice in a round counts once
+    assert found["a"].merged_staleness == (0 + 1 + 0 + 2) / 4
+    assert found["b"].merged_staleness == 4.0
+    assert math.isnan(found["c"].merged_staleness)
+    assert found["b"].last_seen_seconds == LIVE_SECONDS
+    told = samples.heartbeat("c", "joining", tokens=0, loss=math.nan, last_refusal="too old")
+    shown = asdict(found["c"])
+    for key, value in asdict(told).items():
+        if key in shown and key != "loss":
+            assert shown[key] == value
+
+
+def test_nothing_yet() -> None:
+    view = summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY)
+    assert (view.rounds, view.step, view.known, view.live, view.participating) == (0, 0, 0, 0, 0)
+    assert (view.contributions_per_round, view.grace_seconds, view.open_seconds) == (0.0, 0.0, 0.0)
+    assert math.isnan(view.loss)
+    assert math.isnan(view.bits_per_byte_first)
+    assert math.isnan(view.bits_per_byte_last)
+    assert view.islands == ()
+
+
+def test_an_island_before_the_first_round() -> None:
+    (island,) = summarise(MANIFEST, [], PRESENCES[:1], Books(), Pending(0, 0), [], {}, {}, MEMORY).islands
+    assert (island.live, island.participation) == (True, 0.0)
+    assert math.isnan(island.merged_staleness)
+
+
+def test_a_loss_that_nobody_measured() -> None:
+    tape = [entry(1, [member("a")], loss=math.nan), entry(2, [member("a")], loss=math.nan)]
+    assert math.isnan(summarise(MANIFEST, tape, [], Books(), Pending(0, 0), [], {}, {}, MEMORY).loss)
+
+
+def test_one_evaluation_is_first_and_last() -> None:
+    view = summarise(MANIFEST, [], [], Books(), Pending(0, 0), EVALUATIONS[1:2], {}, {}, MEMORY)
+    assert (view.bits_per_byte_first, view.bits_per_byte_last) == (5.0, 5.0)
+
+
+def test_observing_reads_what_is_there() -> None:
+    transport = samples.merged_one_of_three(EVALUATIONS[0])
+    view = observe(transport, transport.manifest())
+    assert (view.rounds, view.known, view.live, view.participating, view.pending) == (1, 1, 1, 1, 2)
+    assert (view.books.published, view.books.merged, view.bits_per_byte_last) == (3, 1, 8.0)
+
+
+def test_what_an_island_reads_and_began_with() -> None:
+    beat = samples.heartbeat("a", data="3:0:end 5:1:96", moments="peer b")
+    (island,) = summarise(
+        MANIFEST, [], [Presence(beat, 0.5)], Books(), Pending(0, 0), [], MERGED, {}, MEMORY
+    ).islands  # fmt: skip
+    assert (island.data, island.moments, island.tokens_merged) == ("3:0:end 5:1:96", "peer b", 900)
+
+
+def test_who_was_merged_with_more_than_it_said_last_lost_nothing() -> None:
+    """It may have died between a heartbeat and the next."""
+    gone = Presence(samples.heartbeat("d", tokens=70), 2 * LIVE_SECONDS)
+    view = summarise(MANIFEST, [], [gone], Books(), Pending(0, 0), [], {"d": 200}, {}, MEMORY)
+    assert view.tokens_lost == 0
+
+
+@pytest.mark.parametrize(
+    ("books", "pending", "balanced"),
+    [
+        (BOOKS, Pending(3, 299), True),
+        (BOOKS, Pending(2, 299), False),
+        (BOOKS, Pending(3, 298), False),
+        (replace(BOOKS, refused=2), Pending(3, 299), False),
+        (replace(BOOKS, merged_tokens=600), Pending(3, 299), False),
+        (replace(BOOKS, kept=6), Pending(3, 299), True),  # what is merged and lies there still is no other count
+        (Books(), Pending(0, 0), True),
+    ],
+)
+def test_the_books_balance_in_contributions_and_in_tokens(books: Books, pending: Pending, balanced: bool) -> None:
+    view = summarise(MANIFEST, TAPE, PRESENCES, books, pending, [], MERGED, CURSORS, MEMORY)
+    assert view.balanced is balanced
+    text = words(shown(view, 120))
+    assert ("≠" in text) is not balanced
+
+
+@pytest.mark.parametrize("torn", [1, BALANCE_TRIES - 1, BALANCE_TRIES])
+def test_a_reading_that_a_round_tore_is_made_again(torn: int) -> None:
+    """And one that is torn each time is shown as it is."""
+
+    class Torn(MemoryTransport):
+        readings = 0
+
+        def books(self) -> Books:
+            self.readings += 1
+            found = super().books()
+            return replace(found, merged=found.merged + 1) if self.readings <= torn else found
+
+    broker = MemoryBroker()
+    transport = Torn(broker, "sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    assert observe(transport, MANIFEST).balanced is (torn < BALANCE_TRIES)
+    assert transport.readings == min(torn + 1, BALANCE_TRIES)
+
+
+@pytest.mark.parametrize(
+    ("state", "merged"),
+    [
+        ('{"island_tokens": {"a": 7, "b": 0}}', {"a": 7, "b": 0}),
+        ("", {}),
+        ("{}", {}),
+        ("[]", {}),
+        ("no JSON", {}),
+        ('{"island_tokens": 3}', {}),
+        ('{"island_tokens": {"a": "many"}}', {}),
+    ],
+)
+def test_merged_tokens_by_island_from_whatever_the_merger_wrote(state: str, merged: dict[str, int]) -> None:
+    assert merged_by_island(state) == merged
+
+
+def shown(view: RunView, width: int) -> str:
+    console = Console(record=True, width=width, file=StringIO(), highlight=False)
+    console.print(render(view))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    return text
+
+
+def words(text: str) -> str:
+    """With each run of white space, and so each line break, as one space."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_shows_the_facts(width: int) -> None:
+    text = words(shown(VIEW, width))
+    for fact in (
+        "sample 64 parameters in 2 fragments, round 4, step 40 of 2,000",
+        "held-out bits per byte 4.250 (first 8.000), training loss 5.000 nats",
+        "5 known, 3 live, 1 take part; 1.50 contributions a round, open 500 ms (grace 200 ms)",
+        "published 10 = merged 6 + refused 1 + pending 3",
+        "in tokens 1,000 = 601 + 100 + 299 (2 fragments each)",
+        "300 merged of 1,577 trained, 300 lost with islands; 0.05 passes over the text",
+        "up 5.0 kB, down 6.0 MB, Redis holds 7.0 kB",
+        "island state steps tokens/s loss lag part queue up down seen",
+        "a training 10 100 2.000 0.00 75% 0 10 B 10 B 0 s",
+        "b silent 10 – 2.000 0.00 25% 0 10 B 10 B 10 s",
+        "c joining 10 100 – 0.00 0% 0 10 B 10 B 3 s",
+        "d left 10 – 2.000 0.00 0% 0 10 B 10 B 1 s",
+        "e leaving 10 100 2.000 0.00 0% 0 10 B 10 B 10 s",
+        "c: last refused: too old",
+    ):
+        assert fact in text
+    assert "does not answer" not in text  # what a silent island said last is no news
+
+
+def test_the_numbers_stay_whole_in_80_columns() -> None:
+    busy = samples.heartbeat(
+        "an-island-with-a-long-name-7", steps=123_456, tokens_per_second=1_234_567.0, loss=2.345, staleness=12.34,
+        backlog=12, bytes_up=123_456_789_000, bytes_down=9_876_543, link="[red]no[/] link",
+    )  # fmt: skip
+    view = summarise(MANIFEST, TAPE, [Presence(busy, 8.6)], BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
+    text = words(shown(view, 80))
+    assert "training 123,456 1,234,567 2.345 12.34 0% 12 123 GB 9.9 MB 9 s" in text
+    assert "an-island-" in text
+    assert "an-island-with-a-long-name-7: [red]no[/] link" in text  # as it was said, and not as markup
+    assert "bits per byte – (first –)" in text
+
+
+def test_an_empty_run_is_shown() -> None:
+    text = words(shown(summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY), 80))
+    assert "0 known, 0 live, 0 take part" in text
+    assert "loss – nats" in text
+
+
+def test_the_run_in_one_line() -> None:
+    assert line(VIEW) == (
+        "round 4  step 40/2000  bits/byte 4.250  loss 5.000  live 3/5, 1 take part  up 5.0 kB  down 6.0 MB  pending 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (5e9, "5.0 GB"), (7e15, "7000.0 TB")],
+)
+def test_sizes_for_people(count: float, text: str) -> None:
+    assert size(count) == text
+
+
+def test_numbers_for_people() -> None:
+    assert number(1234.5678) == "1,234.568"
+    assert number(0.5, 1) == "0.5"
+    assert number(math.nan) == "–"

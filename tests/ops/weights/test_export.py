@@ -1,0 +1,515 @@
+"""Weights out, in and put to use: exports that others read, runs that begin from weights, text by either."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import resource
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.flax import save_file as save_jax
+from safetensors.numpy import save_file
+
+from archipelago.broker.config import ModelConfig, RunConfig
+from archipelago.broker.errors import ArchipelagoError, ConfigError, DataError
+from archipelago.broker.manifest import Corpus
+from archipelago.broker.process import guarded
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.creation import describe, first_snapshots, fitted
+from archipelago.islands.data.corpus import open_corpus, prepare_text
+from archipelago.islands.models.llama import to_llama
+from archipelago.islands.models.registry import Params, build
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.ops.cli import run
+from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.weights.export import Found, find, write
+from archipelago.ops.weights.generate import open_writer, show, tokens_per_second
+from archipelago.ops.weights.safetensors_files import WeightFiles
+from tests import samples
+
+SMALL = replace(RunConfig(), data=replace(RunConfig().data, corpus="small", sequence_length=32, shards=8))
+TINY = build("tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `small`, in bytes, and `tokens` are prepared."""
+    made, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
+    source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(4000)), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARCHIPELAGO_DATA", str(made))
+        prepare_text(source, "small")
+        prepare_text(source, "tokens", 400)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_process_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(folder))
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = list(logging.getLogger().handlers)
+    yield
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.fixture
+def url(server: Server) -> Iterator[str]:
+    """A database of the server that has no runs."""
+    mine = server.url.removesuffix("/0") + "/9"
+    with redis.Redis.from_url(mine) as client:
+        client.flushdb()
+        yield mine
+        client.flushdb()
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Exit status, standard output and standard error of a command."""
+
+    def made(*args: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return (guarded(lambda: run(args)), *capsys.readouterr())
+
+    return made
+
+
+def perturbed(params: Params) -> Params:
+    """Fresh scales are all 1, and would hide whose is whose."""
+    rng = np.random.default_rng(0)
+    return {n: p + 0.1 * jnp.asarray(rng.normal(size=p.shape), jnp.float32) for n, p in params.items()}
+
+
+def found_of(config: RunConfig = SMALL, corpus: Corpus | None = None) -> Found:
+    """A run's parameters, as if they had been found somewhere."""
+    manifest = describe("mine", config, corpus or open_corpus(config.data.corpus).identity)
+    return Found(manifest, perturbed(build(config.model).init(3)), 7, 40, "a test")
+
+
+def of_tokens() -> Found:
+    corpus = open_corpus("tokens")
+    return found_of(fitted(replace(SMALL, data=replace(SMALL.data, corpus="tokens")), corpus), corpus.identity)
+
+
+def tensors_in(folder: Path) -> dict[str, Any]:
+    with safe_open(folder / "model.safetensors", framework="flax") as file:
+        return {name: np.asarray(file.get_tensor(name).astype(jnp.float32)) for name in file.keys()}  # noqa: SIM118
+
+
+def same(one: Params, other: Params) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def checkpointed(found: Found, folder: Path) -> None:
+    """The run, in the folder of a merger."""
+    image = replace(
+        samples.image(found.manifest, []), snapshots=first_snapshots(found.manifest, found.params), tape=(),
+        outers=[b""] * len(found.manifest.sizes), state="",
+    )  # fmt: skip
+    CheckpointStore(folder / "checkpoints").save(image)
+
+
+# -- out ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [found_of, of_tokens])
+def test_a_dense_model_is_written_as_a_llama(made: Callable[[], Found], tmp_path: Path) -> None:
+    found, out = made(), tmp_path / "out"
+    assert write(found, out, "safetensors", "float32") == "llama"
+    held = tensors_in(out)
+    assert held.keys() == {to_llama(name).name for name in found.params}
+    assert np.array_equal(held["model.layers.1.mlp.down_proj.weight"], found.params["layers.1.mlp.down.kernel"].T)
+    assert np.array_equal(held["model.embed_tokens.weight"], found.params["embedding"])
+    config = json.loads((out / "config.json").read_text())
+    assert (config["architectures"], config["tie_word_embeddings"]) == (["LlamaForCausalLM"], True)
+    assert config["vocab_size"] == found.manifest.config.model.vocabulary
+    assert config["archipelago"]["run"] == "mine"
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    writer = open_writer(str(out), None)
+    assert same(writer.params, found.params)
+    text = "17 islands, äöü"
+    expected = open_corpus(found.manifest.corpus.name).open_tokenizer().encode(text)
+    assert writer.tokenizer.encode(text) == expected
+
+
+def test_fewer_bits_where_they_are_asked_for(tmp_path: Path) -> None:
+    found = found_of()
+    write(found, tmp_path / "out", "safetensors", "bfloat16")
+    loaded = WeightFiles(tmp_path / "out").load(TINY.tensors)
+    assert same(loaded, {n: p.astype(jnp.bfloat16).astype(jnp.float32) for n, p in found.params.items()})
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2.1 * found.manifest.parameters
+
+
+def test_experts_keep_their_own_names(tmp_path: Path) -> None:
+    found = found_of(replace(SMALL, model=ModelConfig("tiny-moe")))
+    assert write(found, tmp_path / "out", "safetensors", "float32") == "archipelago"
+    assert tensors_in(tmp_path / "out").keys() == found.params.keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "archipelago"
+    assert same(open_writer(str(tmp_path / "out"), None).params, found.params)
+
+
+def test_orbax_restores_it_without_us(tmp_path: Path) -> None:
+    found = found_of()
+    write(found, tmp_path / "out", "orbax", "bfloat16")
+    like = {"embedding": np.zeros((256, 64), jnp.bfloat16)}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.restore(
+            tmp_path / "out" / "orbax",
+            args=ocp.args.PyTreeRestore(like, restore_args={"embedding": ocp.RestoreArgs(restore_type=np.ndarray)},
+                                        partial_restore=True),
+        )  # fmt: skip
+        names = checkpointer.metadata(tmp_path / "out" / "orbax").item_metadata.tree
+    assert np.array_equal(tree["embedding"], np.asarray(found.params["embedding"].astype(jnp.bfloat16)))
+    assert names["layers"]["1"]["mlp"]["down"]["kernel"].shape == (176, 64)
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+    status, _, said = call("export", "runs/none", "--out", "out")
+    assert (status, "is there already, and not empty" in said) == (2, True)
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in call("export", "x", "--out", "file/below")[2] + _write_error(tmp_path / "file" / "x")
+
+
+def test_a_disk_without_room_is_a_sentence(tmp_path: Path) -> None:
+    found = found_of()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # Python has the signal ignored
+    try:
+        with pytest.raises(ConfigError, match="out cannot be written"):
+            write(found, tmp_path / "out", "safetensors", "float32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _write_error(out: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        write(found_of(), out, "safetensors", "float32")
+    return str(error.value)
+
+
+# -- where parameters are found -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["mine", "runs/mine", "runs/mine/merger", "runs/mine/merger/checkpoints"])
+def test_a_checkpoint_is_found_in_its_folders(tmp_path: Path, place: str) -> None:
+    made = found_of()
+    checkpointed(made, tmp_path / "runs" / "mine" / "merger")
+    found = find(place, None)
+    assert same(found.params, made.params)
+    assert "checkpoint 3" in found.origin
+
+
+def test_without_a_redis_the_runs_own_checkpoint_is_read(tmp_path: Path, call: Call) -> None:
+    checkpointed(found_of(), tmp_path / "runs" / "mine" / "merger")
+    assert "checkpoint 3" in find(None, "mine").origin
+    status, _, said = call("export", "redis://127.0.0.1:1", "--run", "mine", "--out", "out")
+    assert status == 0
+    assert "does not answer" in said
+    assert "the newest checkpoint in runs/mine is read instead" in said
+    assert same(open_writer("out", None).params, found_of().params)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "no Redis was named"),
+        (["--run", "mine"], "no checkpoint in runs/mine"),
+        (["nowhere"], "no checkpoint in nowhere"),
+        (["redis://127.0.0.1:1", "--run", "mine"], "does not answer"),
+        (["http://x", "--run", "mine"], "cannot be read as the address"),
+    ],
+)
+def test_nothing_to_be_found_is_said_and_nothing_written(
+    tmp_path: Path, call: Call, args: list[str], said: str
+) -> None:
+    for verb in (["export", "--out", "out"], ["generate"]):
+        status, out, err = call(*verb, *args)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert said in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_runs_checkpoint_is_not_taken(tmp_path: Path) -> None:
+    checkpointed(found_of(), tmp_path / "runs" / "mine" / "merger")
+    with pytest.raises(ArchipelagoError, match="holds checkpoints of run 'mine', not of 'other'"):
+        find("runs/mine", "other")
+
+
+# -- in -------------------------------------------------------------------------------------------------------------
+
+SETTINGS = ["--data.corpus", "small", "--data.shards", "8", "--data.sequence-length", "32"]
+
+
+def test_a_run_begins_where_an_export_ended(tmp_path: Path, url: str, call: Call) -> None:
+    made = found_of()
+    write(made, tmp_path / "first", "safetensors", "float32")
+    status, out, _ = call("init", url, "--run", "again", "--from", "first", *SETTINGS, "--json")
+    assert (status, json.loads(out)["created"]) == (0, True)
+    status, out, _ = call("export", url, "--run", "again", "--out", "second", "--json")
+    assert (status, json.loads(out)["origin"]) == (0, "its Redis")
+    assert (tmp_path / "first/model.safetensors").read_bytes() == (tmp_path / "second/model.safetensors").read_bytes()
+    manifest = connect(url, "again").manifest()
+    assert re.fullmatch("first [0-9a-f]{32}", manifest.versions["weights"])
+    assert call("init", url, "--run", "again", *SETTINGS)[0] == 0  # it is there already, with these settings
+
+
+def test_weights_for_another_model_make_no_run(tmp_path: Path, url: str, call: Call) -> None:
+    write(found_of(), tmp_path / "first", "safetensors", "float32")
+    flags = ["--run", "x", "--from", "first", *SETTINGS]
+    status, out, said = call("init", url, *flags, "--model.size", "small")
+    assert (status, out, said.count("\n")) == (2, "", 1)
+    assert "27 missing" in said
+    assert "of another shape" in said
+    assert "model.embed_tokens.weight is 256 × 64 and not 256 × 128" in said
+    assert "there is no file absent" in call("init", url, *flags, "--from", "absent")[2]
+    assert "do not fit the model" in call("up", *flags, "--model.size", "small")[2]
+    assert connect(url, "x").runs() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def llama_tensors() -> dict[str, Any]:
+    found = found_of().params
+    return {to_llama(n).name: np.array(p.T if to_llama(n).transposed else p, order="C") for n, p in found.items()}
+
+
+def test_several_files_under_either_naming(tmp_path: Path) -> None:
+    held, expected = llama_tensors(), found_of().params
+    names = sorted(held)
+    save_file({name: held[name] for name in names[:8]}, tmp_path / "a.safetensors")
+    save_file({name: held[name].astype(np.float64) for name in names[8:]}, tmp_path / "b.safetensors")
+    assert same(WeightFiles(tmp_path).load(TINY.tensors), expected)
+    save_jax({name: jnp.asarray(value) for name, value in expected.items()}, str(tmp_path / "own"))
+    assert same(WeightFiles(tmp_path / "own").load(TINY.tensors), expected)
+
+
+def test_spare_tensors_do_no_harm_when_they_say_nothing_else(tmp_path: Path) -> None:
+    held = llama_tensors()
+    spare = {"lm_head.weight": held["model.embed_tokens.weight"].copy(),
+             "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(16, np.float32)}  # fmt: skip
+    save_file(held | spare, tmp_path / "m.safetensors")
+    assert same(WeightFiles(tmp_path / "m.safetensors").load(TINY.tensors), found_of().params)
+    save_file(held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1}, tmp_path / "m.safetensors")
+    with pytest.raises(DataError, match=r"lm_head\.weight is another matrix than the embedding"):
+        WeightFiles(tmp_path / "m.safetensors").load(TINY.tensors)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
+    held = llama_tensors()
+    held["model.norm.weight"][5] = value
+    save_file(held, tmp_path / "m.safetensors")
+    with pytest.raises(DataError, match=r"hold NaN or infinity, in 1 tensors \(model\.norm\.weight\)"):
+        WeightFiles(tmp_path / "m.safetensors").load(TINY.tensors)
+
+
+def test_all_that_does_not_fit_is_in_one_sentence(tmp_path: Path) -> None:
+    held = llama_tensors()
+    del held["model.norm.weight"]
+    held["model.layers.0.self_attn.q_proj.weight"] = np.zeros((64, 32), np.float32)
+    held["model.layers.0.mlp.up_proj.weight"] = held["model.layers.0.mlp.up_proj.weight"].astype(np.int32)
+    held |= {f"model.layers.{n}.mlp.extra": np.zeros(1, np.float32) for n in range(5)}
+    save_file(held, tmp_path / "m.safetensors")
+    with pytest.raises(DataError) as error:
+        WeightFiles(tmp_path / "m.safetensors").load(TINY.tensors)
+    said = str(error.value)
+    assert "1 missing (norm.scale)" in said
+    assert "5 not in the model (model.layers.0.mlp.extra, " in said
+    assert "and 2 more" in said
+    assert "model.layers.0.self_attn.q_proj.weight is 32 × 64 and not 64 × 64" in said
+    assert "model.layers.0.mlp.up_proj.weight is I32" in said
+
+
+def test_a_tensor_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file(llama_tensors(), tmp_path / f"{name}.safetensors")
+    with pytest.raises(DataError, match="twice"):
+        WeightFiles(tmp_path)
+
+
+def test_a_llama_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    write(found_of(), tmp_path / "out", "safetensors", "float32")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    with pytest.raises(ConfigError, match="rms_norm_eps"):
+        WeightFiles(tmp_path / "out")
+    for damaged in ("{", "[]"):
+        (tmp_path / "out" / "config.json").write_text(damaged)
+        with pytest.raises(DataError, match=r"config\.json"):
+            WeightFiles(tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A small file of weights."""
+    path = tmp_path_factory.mktemp("whole") / "m.safetensors"
+    save_file({"norm.scale": np.ones(64, np.float32), "embedding": np.ones((4, 2), np.float16)}, path)
+    return path.read_bytes()
+
+
+@given(data=st.data())
+def test_damaged_files_are_refused_with_a_sentence(
+    whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    place = data.draw(st.integers(0, header - 1), label="place")
+    kind = data.draw(st.sampled_from(["byte", "cut", "length", "header"]), label="kind")
+    if kind == "byte":
+        changed = whole[:place] + bytes([data.draw(st.integers(0, 255))]) + whole[place + 1 :]
+    elif kind == "cut":
+        changed = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    elif kind == "length":
+        changed = struct.pack("<Q", data.draw(st.integers(0, (1 << 64) - 1))) + whole[8:]
+    else:
+        text = data.draw(st.binary(max_size=200))
+        changed = struct.pack("<Q", len(text)) + text + whole[header:]
+    path = tmp_path_factory.mktemp("damaged") / "m.safetensors"
+    path.write_bytes(changed)
+    tensors = (
+        replace(TINY.tensors[0], name="embedding", shape=(4, 2)),
+        replace(TINY.tensors[0], name="norm.scale", shape=(64,)),
+    )
+    try:
+        loaded = WeightFiles(path).load(tensors)
+    except DataError as error:
+        assert error.remedy
+        return
+    assert {name: value.shape for name, value in loaded.items()} == {"embedding": (4, 2), "norm.scale": (64,)}
+    assert all(bool(jnp.all(jnp.isfinite(value))) for value in loaded.values())
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_text_comes_as_it_is_made_and_again_from_its_seed(
+    tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(found_of(), tmp_path / "out", "safetensors", "float32")
+    flags = ["generate", "out", "--prompt", "17 isl", "--tokens", "40", "--seed", "5"]
+    status, text, said = call(*flags)
+    assert status == 0
+    assert "40 tokens" in said
+    found = json.loads(call(*flags, "--json")[1])
+    assert (found["tokens"], found["seed"], found["prompt"]) == (40, 5, "17 isl")
+    assert len(found["text"]) <= 40
+    show(found["text"] + "\n")
+    assert capsys.readouterr().out == text
+    assert call(*flags)[1] == text
+    assert call(*flags[:-1], "6")[1] != text
+
+
+def test_a_terminal_is_given_no_orders(capsys: pytest.CaptureFixture[str]) -> None:
+    show("a\x1b[2J\tb\r\nc\x9b\x7fä")
+    assert capsys.readouterr().out == "a\ufffd[2J\tb\ufffd\nc\ufffd\ufffdä"
+
+
+def test_text_of_tokens_by_a_checkpoint(tmp_path: Path, call: Call) -> None:
+    checkpointed(of_tokens(), tmp_path / "runs" / "mine" / "merger")
+    status, out, _ = call("generate", "--run", "mine", "--tokens", "12", "--temperature", "0", "--prompt", "", "--json")
+    assert status == 0
+    assert json.loads(out)["tokens"] == 12
+    assert json.loads(out)["text"]
+
+
+def test_a_model_of_images_says_so(tmp_path: Path, call: Call) -> None:
+    config = replace(SMALL, model=ModelConfig("digits"))
+    found = found_of(config, Corpus("digits", "0" * 32, 65))
+    checkpointed(found, tmp_path / "runs" / "mine" / "merger")
+    assert call("export", "--run", "mine", "--out", "out")[0] == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    for source in (["--run", "mine"], ["out"]):
+        status, out, said = call("generate", *source)
+        assert (status, out) == (2, "")
+        assert "the model 'digits' reads images and writes no text" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--temperature", "-1"], "--temperature: input should be greater than or equal to 0"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--top-p", "0"], "--top-p: input should be greater than 0"),
+        (["--top-k", "-3"], "--top-k"),
+        (["--tokens", "0"], "--tokens cannot be 0"),
+        (["--seed", "-1"], "--seed cannot be -1"),
+    ],
+)
+def test_a_wrong_wish_is_one_line(tmp_path: Path, call: Call, flags: list[str], said: str) -> None:
+    write(found_of(), tmp_path / "out", "safetensors", "float32")
+    status, out, err = call("generate", "out", *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "bert"},
+        {"vocab_size": "many"},
+        {"vocab_size": -1},
+        {"vocab_size": math.inf},
+        {"hidden_size": math.inf},
+        {"max_position_embeddings": math.inf},
+        {"num_hidden_layers": 10**9},
+        {"model_type": "archipelago", "archipelago": {}},
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_ours_is_one_line(tmp_path: Path, call: Call, change: dict[str, Any]) -> None:
+    write(found_of(), tmp_path / "out", "safetensors", "float32")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**config, **change}))
+    status, out, err = call("generate", "out")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "config.json" in err
+
+
+def test_speed_is_of_what_needs_no_compiling() -> None:
+    assert tokens_per_second([0.0, 5.0, 5.5, 6.0]) == 2.0
+    assert tokens_per_second([0.0, 5.0]) == tokens_per_second([]) == 0.0
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_prepare_learns_a_tokenizer(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "fleet.txt").write_text("".join(f"{n} ships and {n % 7} boats\n" for n in range(4000)))
+    status, out, _ = call("prepare", "fleet.txt", "--tokenizer", "bpe:300", "--json")
+    found = json.loads(out)
+    assert (status, found["corpus"], found["vocabulary"], found["dtype"]) == (0, "fleet-bpe300", 300, "uint16")
+    assert found["train_bytes"] + found["valid_bytes"] + found["test_bytes"] == (tmp_path / "fleet.txt").stat().st_size
+    assert open_corpus("fleet-bpe300").tokenizer == found["tokenizer"]
+    assert "bytes each" in call("prepare", "fleet.txt", "--tokenizer", "bpe:300")[2]
+    assert "Write bpe:V" in call("prepare", "fleet.txt", "--tokenizer", "bpe:16")[2]
+
+
+def test_a_run_takes_its_vocabulary_from_the_corpus(url: str, call: Call) -> None:
+    flags = ["--data.corpus", "tokens", "--data.shards", "8", "--data.sequence-length", "32"]
+    assert call("init", url, "--run", "t", *flags)[0] == 0
+    assert connect(url, "t").manifest().config.model.vocabulary == 400
+    assert call("init", url, "--run", "t", *flags)[0] == 0
+    said = call("init", url, "--run", "u", *flags, "--model.vocabulary", "300")[2]
+    assert "has 400 tokens, and the model knows 300" in said
