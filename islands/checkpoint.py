@@ -26,7 +26,7 @@ from archipelago.broker.messages import Contribution, Track, from_fields, to_fie
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import InnerState
 from archipelago.islands.programs import copied
-from archipelago.islands.sync.actions import Tracker
+from archipelago.islands.sync.actions import ActionLog
 from archipelago.islands.sync.link import Draft, Published
 from archipelago.islands.worker import Island, Totals
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Cut:
+class IslandCut:
     """An island between two steps. `arrays` are copies on the device, `rest` is JSON."""
 
     arrays: dict[str, Any]
@@ -75,10 +75,10 @@ class Found:
         return [from_fields(Track, fields) for fields in self.rest["untold"]]
 
 
-def cut(island: Island, number: int) -> Cut:
+def cut(island: Island, number: int) -> IslandCut:
     """Everything that the island is, now. Costs a copy on the device."""
     in_flight, queued = island.link.in_flight(number)
-    tracks = [track for track in (*(draft.track for draft in queued), island.tracker.peek()) if track is not None]
+    tracks = [track for track in (*(draft.track for draft in queued), island.action_log.peek()) if track is not None]
     rest = {
         "number": number,
         "run": island.manifest.run,
@@ -87,12 +87,12 @@ def cut(island: Island, number: int) -> Cut:
         "incarnation": island.incarnation,
         "ledger": island.ledger.state(),
         "batches": island.batches.state(),
-        "done": island.tracker.done,
+        "done": island.action_log.done,
         "untold": [to_fields(track) for track in tracks],
         "totals": [island.totals.steps, island.totals.tokens],
     }
     arrays = {"inner": copied(island.inner)._asdict(), "references": list(island.replica.references)}
-    return Cut(arrays, rest, in_flight, queued)
+    return IslandCut(arrays, rest, in_flight, queued)
 
 
 class IslandStore:
@@ -107,7 +107,7 @@ class IslandStore:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def save(self, taken: Cut) -> None:
+    def save(self, taken: IslandCut) -> None:
         """Writes it. A disk that cannot take it costs the checkpoint, not the training."""
         import orbax.checkpoint as ocp  # takes most of a second, and not every run needs it
 
@@ -199,7 +199,7 @@ class IslandStore:
                 island.inner = InnerState(island.inner.params, copied(host["inner"]["optimizer"]))
                 island.totals = Totals(*found.rest["totals"])
                 island.moments = "own checkpoint"
-                island.tracker.did(f"moments:{found.point}")
+                island.action_log.did(f"moments:{found.point}")
                 return found
         return None
 
@@ -215,8 +215,8 @@ class IslandStore:
         island.replica.references = jax.device_put(list(host["references"]))
         island.ledger.restore(rest["ledger"])
         island.ledger.formerly = found.incarnation
-        island.tracker = Tracker(island.name, island.incarnation, island.tracker.enabled)
-        island.tracker.did(f"whole:{found.point}")
+        island.action_log = ActionLog(island.name, island.incarnation, island.action_log.enabled)
+        island.action_log.did(f"whole:{found.point}")
         island.totals = Totals(*rest["totals"])
         island.moments = "own checkpoint"
         island.link.resume(payloads)

@@ -24,7 +24,7 @@ from archipelago.islands.data.batches import Batches
 from archipelago.islands.inner import InnerSteps, begin
 from archipelago.islands.programs import Programs, copied
 from archipelago.islands.step_throttle import Pacer
-from archipelago.islands.sync.actions import Tracker
+from archipelago.islands.sync.actions import ActionLog
 from archipelago.islands.sync.ledger import Ledger
 from archipelago.islands.sync.link import Arrival, Draft, Link
 from archipelago.islands.sync.recovery import Gift, Received
@@ -97,12 +97,12 @@ class Island:
         self.speed = Speed()
         self.pacer = Pacer()
         self.totals = Totals()
-        self.tracker = Tracker(name, self.incarnation, config.record)
+        self.action_log = ActionLog(name, self.incarnation, config.record)
         self.inner = begin(config.inner, self.replica.begin([arrival.params_N for arrival in arrivals]))
         for arrival in arrivals:
             self.ledger.adopted(arrival.snapshot, keeps_progress=False)
-        self.tracker.did("join:" + ",".join(str(arrival.snapshot.version) for arrival in arrivals))
-        batches.on_begin = lambda text: self.tracker.did(f"d{text}")
+        self.action_log.did("join:" + ",".join(str(arrival.snapshot.version) for arrival in arrivals))
+        batches.on_begin = lambda text: self.action_log.did(f"d{text}")
         self.moments = "fresh"
         self.stretch = 0.0
         """steps that a contribution goes over, as a share of the run's interval; moving average"""
@@ -165,7 +165,7 @@ class Island:
         self._adopt_all(arrivals)
         if news.lost_shards:
             self.batches.forget(news.lost_shards)
-            self.tracker.did("f" + ",".join(sorted(news.lost_shards)))
+            self.action_log.did("f" + ",".join(sorted(news.lost_shards)))
         for who in news.asked_by:
             self._give(who)
         if self.link.backlog < self.config.sync.window:  # else the interval stretches, whoever calls rounds meanwhile
@@ -179,7 +179,7 @@ class Island:
         n = self.scan_steps
         # Not `jnp.asarray`: that compiles a program for what it takes to the device.
         batch = jax.device_put(self.batches.next(n))
-        self.tracker.did(f"n{n}")
+        self.action_log.did(f"n{n}")
         self.pacer.dispatched(n, self.clock())  # first: on a CPU the call may do the arithmetic itself
         self.inner, losses_n = self.steps(self.inner, batch, jax.device_put(np.int32(self.ledger.global_step)))
         tokens = n * self.config.tokens_per_step
@@ -231,7 +231,7 @@ class Island:
         params = self.replica.adopt(snapshot.fragment, self.inner.params, arrival.params_N)
         self.inner = self.inner._replace(params=params)
         self.ledger.adopted(snapshot, self.replica.rule.keeps_progress)
-        self.tracker.did(f"a{snapshot.fragment}:{snapshot.version}")
+        self.action_log.did(f"a{snapshot.fragment}:{snapshot.version}")
 
     def _adopt_all(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
@@ -242,11 +242,11 @@ class Island:
         handover = received.handover
         self.inner = self.inner._replace(optimizer=received.optimizer)
         self.moments = f"peer {handover.giver}"
-        self.tracker.did(f"moments:{handover.giver}/{handover.incarnation}@{handover.index}")
+        self.action_log.did(f"moments:{handover.giver}/{handover.incarnation}@{handover.index}")
 
     def _give(self, who: str) -> None:
-        moments, done = copied(self.inner.optimizer), self.tracker.done
-        self.link.give(Gift(who, moments, done, self.ledger.global_step, self.tracker.peek()))
+        moments, done = copied(self.inner.optimizer), self.action_log.done
+        self.link.give(Gift(who, moments, done, self.ledger.global_step, self.action_log.peek()))
 
     def _send(self, number: int, farewell: bool) -> None:
         p = self.manifest.fragment_of(number)
@@ -271,9 +271,9 @@ class Island:
             digest="",
             data=" ".join(map(str, self.batches.places())),
         )
-        self.tracker.did(f"s{number}" if name == self.config.wire.up else f"s{number}:{name}")
+        self.action_log.did(f"s{number}" if name == self.config.wire.up else f"s{number}:{name}")
         parts = self.replica.measure(p, self.inner.params, name)
-        self.link.send(Draft(contribution, parts, self.manifest.sizes[p], self.tracker.take()))
+        self.link.send(Draft(contribution, parts, self.manifest.sizes[p], self.action_log.take()))
         self.sequence += 1
         self.ledger.sent(number)
 

@@ -33,7 +33,7 @@ Spawn = Callable[[Callable[[], "Covered"]], "Future[Covered]"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class CheckpointCut:
     """What the merger knew between two rounds."""
 
     number: int
@@ -75,7 +75,7 @@ def at_once(job: Callable[[], Covered]) -> Future[Covered]:
     return future
 
 
-class Keeper:
+class Checkpointer:
     """Takes a run's checkpoints into `store`, every so many seconds; with a recorder, its record too."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Keeper:
         """The run was taken up anew: what is under way may hold rounds that never happened, and covers none."""
         self._job = None
 
-    def begin(self, cut: Cut, manifest: Manifest, now: float) -> None:
+    def begin(self, cut: CheckpointCut, manifest: Manifest, now: float) -> None:
         """Sends a cut to disk."""
         self._due_at = now + self.every_seconds
         self._job = self._spawn(lambda: self._keep(cut, manifest))
@@ -147,7 +147,7 @@ class Keeper:
         self._trouble = trouble
         log.log(logging.DEBUG if again else logging.WARNING, "no checkpoint, training goes on: %s", error)
 
-    def _keep(self, cut: Cut, manifest: Manifest) -> Covered:
+    def _keep(self, cut: CheckpointCut, manifest: Manifest) -> Covered:
         newest = self.transport.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
         tape = [entry for entry in newest if entry.round <= cut.round]
         _require_same(cut, tape)
@@ -177,7 +177,7 @@ class Keeper:
             rounds.append((entry, tuple(members)))
         recorder.append(Segment(rounds, tracks))
 
-    def _image(self, cut: Cut, manifest: Manifest, tape: Sequence[TapeEntry]) -> Image:
+    def _image(self, cut: CheckpointCut, manifest: Manifest, tape: Sequence[TapeEntry]) -> Image:
         wire = manifest.config.wire
         outers, snapshots = [], []
         for fragment, snapshot in zip(cut.fragments, cut.snapshots, strict=True):
@@ -200,7 +200,7 @@ class Keeper:
         )
 
 
-def _require_same(cut: Cut, tape: Sequence[TapeEntry]) -> None:
+def _require_same(cut: CheckpointCut, tape: Sequence[TapeEntry]) -> None:
     """Raises BrokerError for a cut whose rounds the broker has lost since: others bear their numbers now."""
     newest = {entry.fragment: entry for entry in tape}
     for p, fragment in enumerate(cut.fragments):

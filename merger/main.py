@@ -70,9 +70,11 @@ def main(options: MergerOptions) -> int:
     from archipelago.merger.telemetry import Telemetry
 
     every = options.checkpoint_every
-    keeper = folder.keeper(transport, manifest, every) if every > 0 else None
+    checkpointer = folder.checkpointer(transport, manifest, every) if every > 0 else None
     merger = awaited(  # it asks for the manifest
-        lambda: Merger(transport, linger_seconds=LINGER_SECONDS, keeper=keeper, lease_seconds=options.lease_seconds)
+        lambda: Merger(
+            transport, linger_seconds=LINGER_SECONDS, checkpointer=checkpointer, lease_seconds=options.lease_seconds
+        )
     )
     endpoint.families = Telemetry(merger, curves).families
     curves.start()

@@ -22,7 +22,7 @@ from archipelago.broker.transport import START, Commit, Delivery, Transport
 from archipelago.broker.wire import digest, digest_of, encoded, pack, pack_body, payload_bytes_max
 from archipelago.merger import outer
 from archipelago.merger.admission import Rejected, admit
-from archipelago.merger.checkpointer import Cut, Keeper
+from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.closing import Closed, Gathering, Waiting, mean_loss, new_state
 from archipelago.merger.outer import Round
 from archipelago.merger.record import Recorder
@@ -31,7 +31,7 @@ from archipelago.merger.restore import load
 from archipelago.merger.rounds import Close, Rounds
 from archipelago.merger.snapshot_codec import sent_down
 from archipelago.merger.state import FragmentState, RunState
-from archipelago.merger.steering import EXPELLED, Helm
+from archipelago.merger.steering import EXPELLED, OperatorControls
 
 LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5
@@ -65,14 +65,14 @@ class Merger:
         holder: str = "",
         live_poll_seconds: float = LIVE_POLL_SECONDS,
         linger_seconds: float = 0.0,
-        keeper: Keeper | None = None,
+        checkpointer: Checkpointer | None = None,
         lease_seconds: float = LEASE_SECONDS,
         wall: Clock = time.time,
     ) -> None:
         """`linger_seconds`: how long after the last contribution rounds close when nobody is live to be waited for.
 
         `wall` gives the wall clock's seconds, for the tape and for notes; all else goes by `clock`.
-        Without a `keeper` there are no checkpoints on disk, and merged entries leave the stream with their commit.
+        Without a `checkpointer` no checkpoint is written, and merged entries leave the stream with their commit.
         """
         self.transport = transport
         self.clock, self.wall = clock, wall
@@ -80,11 +80,11 @@ class Merger:
         self.live_poll_seconds = live_poll_seconds
         self.linger_seconds = linger_seconds
         self.lease_seconds = lease_seconds
-        self.keeper = keeper
+        self.checkpointer = checkpointer
         self.manifest = transport.manifest()
         self.config = self.manifest.config
         self.rules = Rules.of(self.manifest)
-        self.helm = Helm(transport, self.config, wall)
+        self.controls = OperatorControls(transport, self.config, wall)
         self.epoch = 0
         self.state = RunState()
         self.fragments: list[FragmentState] = []
@@ -117,12 +117,12 @@ class Merger:
     def load(self) -> None:
         """Forgets everything, and takes up the run where its last commit left it."""
         self._instance = self.transport.instance()  # first: if it dies while we read, we read again
-        store = self.keeper.store if self.keeper else None
+        store = self.checkpointer.store if self.checkpointer else None
         found = load(self.transport, self.rules, store, self._keep_lease)
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
-        if self.keeper is not None:
-            self.keeper.forget()
-            self._take_up_record(self.keeper.recorder)
+        if self.checkpointer is not None:
+            self.checkpointer.forget()
+            self._take_up_record(self.checkpointer.recorder)
         self.rounds = Rounds(
             self.config.sync, len(self.fragments), self.state.closed, self.state.pace, self.state.step_seconds
         )
@@ -130,11 +130,11 @@ class Merger:
         self._asked = ""
         self._load_kept()
         self._live_at = float("-inf")
-        self.helm.take_over(self.state)
+        self.controls.take_over(self.state)
         self._follow()  # before the first contribution: it may be one to refuse
         for delivery in self._unacknowledged():
             self._receive(delivery)
-        self.helm.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
+        self.controls.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
         self.transport.announce(self.epoch, Resume(self.state.closed, self.epoch))  # last: what was overtaken ends here
 
     def _take_up_record(self, recorder: Recorder | None) -> None:
@@ -216,24 +216,24 @@ class Merger:
         if self.clock() - self._live_at >= self.live_poll_seconds:
             self._follow()
             training = (p.heartbeat.island for p in self.transport.presences() if p.is_training)
-            self.live = frozenset(island for island in training if not self.helm.refuses(island))
+            self.live = frozenset(island for island in training if not self.controls.refuses(island))
             self._live_at = self.clock()
 
     def _follow(self) -> None:
         """Does what the operator wishes."""
-        if self.helm.look(self.state):
-            self.rounds.config, self.rounds.is_paused = self.helm.sync(self.state), self.helm.control.is_paused
+        if self.controls.look(self.state):
+            self.rounds.config, self.rounds.is_paused = self.controls.sync(self.state), self.controls.control.is_paused
             self._turn_out()
 
     def _turn_out(self) -> None:
         """Refuses what waits of expelled islands, as a merger that takes over does: sums cannot give it back, so what
         waits for the same fragments is read again.
         """
-        self.rounds.forget(self.helm.control.expelled)
+        self.rounds.forget(self.controls.control.expelled)
         mixed = [
             p
             for p, each in self.gathered.items()
-            if any(self.helm.refuses(w.contribution.island) for w in each.waiting)
+            if any(self.controls.refuses(w.contribution.island) for w in each.waiting)
         ]
         for p in mixed:
             del self.gathered[p]
@@ -255,7 +255,7 @@ class Merger:
             return
         p = contribution.fragment
         try:
-            if self.helm.refuses(contribution.island):
+            if self.controls.refuses(contribution.island):
                 raise WireError(EXPELLED)
             verdict = admit(contribution, self.manifest, self.rounds.closed, self._version(p))
             if isinstance(verdict, Rejected):
@@ -306,7 +306,7 @@ class Merger:
         p = self.manifest.fragment_of(close.round)
         gathered = self._gathering(p)
         del self.gathered[p]
-        steered = self.helm.take_up(self.state)
+        steered = self.controls.take_up(self.state)
         closed = self.rules.close(close.round, self.fragments[p], self.state, gathered, len(self.live))
         merge_seconds = self.clock() - began
         before = dict(self.state.cursors)
@@ -341,7 +341,7 @@ class Merger:
         self.rounds.closed_round(close, self.clock() - began)
         if steered:
             log.info("steered from round %s on: %s", close.round, steered)
-            self.helm.note("steered", f"{steered} from round {close.round} on")
+            self.controls.note("steered", f"{steered} from round {close.round} on")
         self.on_round(tape, snapshot)
 
     def _difference(self, closed: Closed) -> bytes:
@@ -389,44 +389,44 @@ class Merger:
     def _no_longer_kept(self, new: Kept) -> list[str]:
         """Merged entries to let go of: all where nobody takes checkpoints, else the oldest once there are too many."""
         self.kept.append(new)
-        most = KEPT_BYTES_MAX if self.keeper is not None else 0
+        most = KEPT_BYTES_MAX if self.checkpointer is not None else 0
         size = sum(kept.bytes for kept in self.kept)
         gone: list[str] = []
-        while self.kept and (size > most or self.keeper is None):
+        while self.kept and (size > most or self.checkpointer is None):
             oldest = self.kept.popleft()
             size -= oldest.bytes
             gone += oldest.entries
-        if gone and self.keeper is not None:
+        if gone and self.checkpointer is not None:
             log.warning("checkpoints are too slow or fail: until the next one, Redis alone can bring this run back")
         return gone
 
     def _tend_checkpoints(self) -> None:
-        asked = self.helm.wanted_checkpoint(self.state)
-        if self.keeper is None:
+        asked = self.controls.wanted_checkpoint(self.state)
+        if self.checkpointer is None:
             if asked:
-                self.helm.took_checkpoint(self.state, asked)
-                self.helm.note("checkpoint", "none is taken: this merger keeps none (--checkpoint-every 0)")
+                self.controls.took_checkpoint(self.state, asked)
+                self.controls.note("checkpoint", "none is taken: this merger keeps none (--checkpoint-every 0)")
             return
         crowded = sum(kept.bytes for kept in self.kept) > KEPT_BYTES_MAX / 2
         urgent = crowded or asked not in ("", self._asked)  # one that failed is made up for without haste
-        if not self.keeper.is_due(self.clock(), urgent=urgent):
+        if not self.checkpointer.is_due(self.clock(), urgent=urgent):
             return
-        if self.keeper.lacks(self.state.closed, self.state.covered):
+        if self.checkpointer.lacks(self.state.closed, self.state.covered):
             self._asked = asked
             self.checkpoint()
         elif asked:
-            self.helm.took_checkpoint(self.state, asked)
-            self.helm.note("checkpoint", f"the last one holds all that there is, round {self.state.closed}")
+            self.controls.took_checkpoint(self.state, asked)
+            self.controls.note("checkpoint", f"the last one holds all that there is, round {self.state.closed}")
 
     def checkpoint(self) -> None:
         """Takes a cut, tells the islands, and sends it to disk."""
-        assert self.keeper is not None  # noqa: S101
-        number = self.keeper.next_number(self.clock())
+        assert self.checkpointer is not None  # noqa: S101
+        number = self.checkpointer.next_number(self.clock())
         if number is None:
             return
         knowing = replace(self.state, control=dict(self.state.control))  # that it is the one that was asked for
-        self.helm.took_checkpoint(knowing, self._asked)
-        cut = Cut(
+        self.controls.took_checkpoint(knowing, self._asked)
+        cut = CheckpointCut(
             # The round's, so that an island's checkpoint fits it whichever merger's folder it lies in.
             number=max(number, self.state.closed),
             round=self.state.closed,
@@ -439,11 +439,11 @@ class Merger:
             waiting=tuple(w.entry for w in self._all_waiting()),
         )
         self.transport.announce(self.epoch, Marker(cut.number, cut.round))
-        self.keeper.begin(cut, self.manifest, self.clock())
+        self.checkpointer.begin(cut, self.manifest, self.clock())
 
     def _let_go(self, wait: bool) -> None:
         """Trims what a checkpoint that has finished covers."""
-        covered = self.keeper.finished(self.clock(), wait=wait) if self.keeper is not None else None
+        covered = self.checkpointer.finished(self.clock(), wait=wait) if self.checkpointer is not None else None
         if covered is None:
             return
         entries: list[str] = []
@@ -452,15 +452,15 @@ class Merger:
         self.transport.trim(self.epoch, entries, covered.tracks_until)
         self.state.covered = max(self.state.covered, covered.round)
         if self._asked:
-            self.helm.took_checkpoint(self.state, self._asked)
+            self.controls.took_checkpoint(self.state, self._asked)
             self._asked = ""
-            self.helm.note("checkpoint", f"checkpoint {covered.number} holds the run up to round {covered.round}")
+            self.controls.note("checkpoint", f"checkpoint {covered.number} holds the run up to round {covered.round}")
 
     def finish(self) -> None:
         """A last checkpoint, so that nothing but the disk is needed to go on; waits for it."""
-        if self.keeper is not None and self.fragments:
+        if self.checkpointer is not None and self.fragments:
             self._let_go(wait=True)
-            if self.keeper.lacks(self.state.closed, self.state.covered):
+            if self.checkpointer.lacks(self.state.closed, self.state.covered):
                 self.checkpoint()
                 self._let_go(wait=True)
 
@@ -485,7 +485,7 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
             merger.turn()
         except FencedError as error:
             log.warning("%s", error)
-            merger.helm.note("left", "another merger serves")
+            merger.controls.note("left", "another merger serves")
             return
         except UnknownRunError:
             raise
@@ -505,6 +505,6 @@ def _leave(merger: Merger, loaded: bool) -> None:
         if loaded:
             merger.finish()
         merger.transport.release(merger.epoch)
-        merger.helm.note("left", f"it was stopped after round {merger.rounds.closed}")
+        merger.controls.note("left", f"it was stopped after round {merger.rounds.closed}")
     except BrokerError as error:
         log.info("the lease runs out by itself: %s", error.what)

@@ -22,7 +22,7 @@ EXPELLED = IN_WORDS[EXPEL]
 log = logging.getLogger(__name__)
 
 
-class Helm:
+class OperatorControls:
     """The operator's wishes. `wall` gives the wall clock's seconds, for notes."""
 
     def __init__(self, transport: Transport, config: RunConfig, wall: Callable[[], float]) -> None:

@@ -13,7 +13,7 @@ from archipelago.merger.checkpoint import CheckpointStore, describe
 from archipelago.merger.record import Recorder
 
 if TYPE_CHECKING:
-    from archipelago.merger.checkpointer import Keeper, Spawn
+    from archipelago.merger.checkpointer import Checkpointer, Spawn
 
 KEEP = 3
 
@@ -28,17 +28,17 @@ class MergerFolder:
         self.store = CheckpointStore(path / "checkpoints", keep)
         self.recorder = Recorder(path / "record")
 
-    def keeper(
+    def checkpointer(
         self, transport: Transport, manifest: Manifest, every_seconds: float, spawn: Spawn | None = None
-    ) -> Keeper:
+    ) -> Checkpointer:
         """Takes the run's checkpoints here, and its record if it has one."""
         from archipelago.merger.checkpointer import (  # needs JAX, and readers of this folder do not
-            Keeper,
+            Checkpointer,
             in_background,
         )
 
         recorder = self.recorder if manifest.config.record else None
-        return Keeper(transport, self.store, recorder, every_seconds, spawn or in_background())
+        return Checkpointer(transport, self.store, recorder, every_seconds, spawn or in_background())
 
     def bring_back(self, transport: Transport) -> Image | None:
         """Makes the run in a Redis that does not have it, from the newest checkpoint; None where there is none.

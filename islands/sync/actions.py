@@ -21,7 +21,7 @@ _REPEATED = re.compile(r"(\S+?)\*([0-9]{1,18})")
 
 
 @dataclass
-class Tracker:
+class ActionLog:
     """Collects the actions of one incarnation. `index` counts all that were taken away."""
 
     island: str

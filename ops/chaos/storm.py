@@ -157,7 +157,7 @@ class Watch:
         self.merged_tokens = transport.books().merged_tokens
 
 
-class Sea(Trial):
+class SimulatedBroker(Trial):
     """The processes of one plan, and what happens to them."""
 
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
@@ -375,7 +375,7 @@ def await_training(
         time.sleep(TICK_SECONDS)
 
 
-def _await_standbys(sea: Sea) -> None:
+def _await_standbys(sea: SimulatedBroker) -> None:
     """Until all of them are ready. Raises ArchipelagoError where one cannot be."""
     sea.standbys.start()
     deadline = time.monotonic() + JOIN_SECONDS
@@ -389,7 +389,7 @@ def _await_standbys(sea: Sea) -> None:
 def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
     """Plays the plan. Raises ArchipelagoError when the run does not come about, or a signal ends it."""
     with ExitStack() as stack:
-        sea = Sea(plan, stack)
+        sea = SimulatedBroker(plan, stack)
         watch = stack.enter_context(Watch(sea.url, plan.run))
         for worker in (sea.merger, *sea.islands):
             sea.start(worker)
@@ -408,7 +408,7 @@ def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
         return _told(plan, sea, watch, begin, end, bits)
 
 
-def _await_end(plan: Plan, sea: Sea, watch: Watch, begin: float, stopped: Callable[[], bool]) -> None:
+def _await_end(plan: Plan, sea: SimulatedBroker, watch: Watch, begin: float, stopped: Callable[[], bool]) -> None:
     look_due = 0.0
     while True:
         if (now := time.monotonic()) >= look_due:
@@ -422,14 +422,14 @@ def _await_end(plan: Plan, sea: Sea, watch: Watch, begin: float, stopped: Callab
         time.sleep(TICK_SECONDS)
 
 
-def _is_over(plan: Plan, sea: Sea, watch: Watch, begin: float) -> bool:
+def _is_over(plan: Plan, sea: SimulatedBroker, watch: Watch, begin: float) -> bool:
     if plan.merged_tokens:
         return watch.merged_tokens >= plan.merged_tokens * len(sea.manifest.fragments)
     left = begin + plan.seconds - time.monotonic()
     return left <= 0 and (left <= -plan.settle_seconds or sea.is_well(max(watch.seen.values(), default=0.0)))
 
 
-def _told(plan: Plan, sea: Sea, watch: Watch, begin: float, end: float, bits: float) -> Storm:
+def _told(plan: Plan, sea: SimulatedBroker, watch: Watch, begin: float, end: float, bits: float) -> Storm:
     transport = sea.transport
     return Storm(
         begin=begin,

@@ -102,8 +102,8 @@ def main(options: UpOptions) -> int:
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         _greet(manifest, created, server, url, folder)
         described = server.describe() if server else redacted(url)
-        keeper = ServerKeeper(server, stack) if server else None
-        session = Session(options, manifest, transport, url, folder, stopped, keeper)
+        checkpointer = ServerKeeper(server, stack) if server else None
+        session = Session(options, manifest, transport, url, folder, stopped, checkpointer)
         finished = session.train()
         found = session.report(described, with_baseline=finished)
     if session.seconds or report.read(folder) is None:
@@ -174,10 +174,10 @@ class Session:
 
     def __init__(
         self, options: UpOptions, manifest: Manifest, transport: RedisTransport, url: str, folder: Path,
-        stopped: Callable[[], bool], keeper: ServerKeeper | None,
+        stopped: Callable[[], bool], checkpointer: ServerKeeper | None,
     ) -> None:  # fmt: skip
         self.options, self.manifest, self.transport = options, manifest, transport
-        self.folder, self.stopped, self.keeper = folder, stopped, keeper
+        self.folder, self.stopped, self.checkpointer = folder, stopped, checkpointer
         environment = {URL_VARIABLE: url, RUN_VARIABLE: manifest.run}
         threads = thread_environment(options.islands)
 
@@ -242,7 +242,7 @@ class Session:
             line_due = look_due = 0.0
             while not self.stopped() and not all(child.done or child.failed for child in self.islands):
                 now = time.monotonic()
-                happened = [self.keeper.tend()] if self.keeper else []
+                happened = [self.checkpointer.tend()] if self.checkpointer else []
                 happened += [*(child.tend(now) for child in children), *self.standbys.tend(now)]
                 for news in filter(None, happened):
                     (console.print if live else say)(f"  {news}")

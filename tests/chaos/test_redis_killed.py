@@ -60,8 +60,8 @@ class MergerThread:
     def _serve_once(self) -> None:
         transport = connect(self.url, self.run)
         try:
-            keeper = MergerFolder(self.folder).keeper(transport, transport.manifest(), every_seconds=0.5)
-            merger = Merger(transport, linger_seconds=0.2, keeper=keeper, lease_seconds=1.0)
+            checkpointer = MergerFolder(self.folder).checkpointer(transport, transport.manifest(), every_seconds=0.5)
+            merger = Merger(transport, linger_seconds=0.2, checkpointer=checkpointer, lease_seconds=1.0)
             self.begun += 1
             serve(merger, self._stopped.is_set, pause=lambda seconds: void(self._stopped.wait(min(seconds, 0.05))))
         finally:

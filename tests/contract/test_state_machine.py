@@ -322,9 +322,14 @@ class Run(RuleBasedStateMachine):
             self.note_image(image)
 
         folder.store.save = saving  # type: ignore[method-assign]
-        keeper = folder.keeper(wire, self.manifest, CHECKPOINT_SECONDS, at_once)
+        checkpointer = folder.checkpointer(wire, self.manifest, CHECKPOINT_SECONDS, at_once)
         return Merger(
-            wire, self.clock, f"merger-{self.births}", live_poll_seconds=0.0, keeper=keeper, lease_seconds=LEASE_SECONDS
+            wire,
+            self.clock,
+            f"merger-{self.births}",
+            live_poll_seconds=0.0,
+            checkpointer=checkpointer,
+            lease_seconds=LEASE_SECONDS,
         )
 
     def note_image(self, image: Image) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from archipelago.broker.errors import DataError
 from archipelago.broker.manifest import Manifest, Tensor
-from archipelago.islands.checkpoint import KEPT, LEAVING, Cut, IslandStore, cut
+from archipelago.islands.checkpoint import KEPT, LEAVING, IslandCut, IslandStore, cut
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.link import Draft
 from archipelago.islands.worker import Island
@@ -66,7 +66,7 @@ def everything(of: Island) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cut, dict[str, Any]]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, IslandCut, dict[str, Any]]:
     """A folder with the checkpoint of an island, and what it was then. Copy the folder before changing it."""
     folder = tmp_path_factory.mktemp("island") / "kept"
     island = trained(9)
@@ -76,7 +76,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cut, dict[str,
 
 
 @pytest.fixture
-def copied(kept: tuple[Path, Cut, dict[str, Any]], tmp_path: Path) -> Path:
+def copied(kept: tuple[Path, IslandCut, dict[str, Any]], tmp_path: Path) -> Path:
     return shutil.copytree(kept[0], tmp_path / "copied")
 
 
@@ -87,7 +87,7 @@ def steps_of(folder: Path) -> list[Path]:
 # -- an island that returns to a run that went on -------------------------------------------------------------------
 
 
-def test_moments_and_totals_come_back_to_the_bit(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_moments_and_totals_come_back_to_the_bit(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     folder, taken, then = kept
     after = Bay().island(incarnation="y")
     assert optimizer_bytes(after) != leaf_bytes(taken.arrays["inner"]["optimizer"])
@@ -101,7 +101,7 @@ def test_moments_and_totals_come_back_to_the_bit(kept: tuple[Path, Cut, dict[str
     assert (found.number, found.incarnation) == (NUMBER, "x")
 
 
-def test_parameters_clock_and_counts_come_from_the_merger(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_parameters_clock_and_counts_come_from_the_merger(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     after = Bay().island(incarnation="y")
     before = everything(after)
     assert store(kept[0]).restore_moments(after)
@@ -111,13 +111,13 @@ def test_parameters_clock_and_counts_come_from_the_merger(kept: tuple[Path, Cut,
         assert now[part] == before[part]
 
 
-def test_the_record_names_whose_moments_they_are_and_when(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_the_record_names_whose_moments_they_are_and_when(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     """The actions that were not told yet count: a replay takes the moments after the last of them."""
     _, taken, _ = kept
     after = Bay().island(incarnation="y")
     found = store(kept[0]).restore_moments(after)
     assert found is not None
-    untold, track = found.untold, after.tracker.take()
+    untold, track = found.untold, after.action_log.take()
     assert track is not None
     assert taken.rest["done"] > untold[0].index > 0
     assert untold[-1].index >= untold[0].index
@@ -133,7 +133,7 @@ def whole(folder: Path, island: Island, number: int | None = NUMBER) -> bool:
     return found is not None and kept.restore_whole(found, island)
 
 
-def test_everything_comes_back_to_the_bit(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_everything_comes_back_to_the_bit(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     folder, _, then = kept
     after = Bay().island(incarnation="y")
     assert everything(after) != then
@@ -145,7 +145,7 @@ def test_everything_comes_back_to_the_bit(kept: tuple[Path, Cut, dict[str, Any]]
         assert now[part] == then[part], part
 
 
-def test_it_goes_on_as_it_would_have_gone_on(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_it_goes_on_as_it_would_have_gone_on(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     """The same bits in parameters, moments and what it sends, from the same text."""
     before, after = trained(9), Bay().island(incarnation="y")
     assert whole(kept[0], after)
@@ -165,7 +165,7 @@ def test_it_goes_on_as_it_would_have_gone_on(kept: tuple[Path, Cut, dict[str, An
         assert replace(other.contribution, **own) == replace(one.contribution, **own)
 
 
-def test_what_was_in_flight_is_sent_again_under_its_old_identity(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_what_was_in_flight_is_sent_again_under_its_old_identity(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     bay = Bay()
     after = bay.island(incarnation="y")
     assert whole(kept[0], after)
@@ -193,7 +193,7 @@ def test_what_was_queued_is_kept_with_what_was_sent(tmp_path: Path) -> None:
         assert resumed[identity].payload == draft.encoded(1)[1]
 
 
-def test_a_cut_is_not_moved_by_the_steps_after_it(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_a_cut_is_not_moved_by_the_steps_after_it(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     island = trained(9)
     taken = cut(island, NUMBER)
     for _ in range(3):
@@ -212,7 +212,7 @@ def test_only_the_checkpoint_of_the_number_that_was_asked_for_will_do(copied: Pa
     assert store(copied).find(NUMBER + 2) is None
 
 
-def test_another_text_is_refused(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_another_text_is_refused(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     after = Bay().island(incarnation="y")
     after.batches = Batches(tiny.TEXT[:64], tiny.CONFIG, lambda: None)
     with pytest.raises(DataError, match="saved place"):
@@ -243,7 +243,7 @@ def test_where_nothing_was_kept_nothing_is_restored(tmp_path: Path) -> None:
     ids=["another name", "another tree", "another order"],
 )
 def test_another_runs_state_is_left_alone(
-    kept: tuple[Path, Cut, dict[str, Any]], other: Manifest, caplog: pytest.LogCaptureFixture
+    kept: tuple[Path, IslandCut, dict[str, Any]], other: Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = store(kept[0], other)
     assert theirs.find(NUMBER) is None
@@ -251,7 +251,7 @@ def test_another_runs_state_is_left_alone(
     assert "another run's state" in caplog.text
 
 
-def test_an_island_of_another_config_still_has_its_moments(kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_an_island_of_another_config_still_has_its_moments(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     warmer = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, learning_rate=0.02))
     after = Bay(tiny.manifest(config=warmer)).island(incarnation="y")
     assert store(kept[0], after.manifest).restore_moments(after)
@@ -284,7 +284,7 @@ def flip(share: float) -> Callable[[Path], None]:
     "damage", [remove, truncate, flip(0.3), flip(0.8)], ids=["removed", "cut short", "early byte", "late byte"]
 )
 def test_damage_to_any_file_gives_an_older_state_or_none_but_never_another(
-    kept: tuple[Path, Cut, dict[str, Any]], copied: Path, tmp_path: Path, damage: Callable[[Path], None]
+    kept: tuple[Path, IslandCut, dict[str, Any]], copied: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     older, newer = kept[2], trained(12)
     store(copied).save(cut(newer, NUMBER))
@@ -329,7 +329,7 @@ def _tear(folder: Path, newest: Path) -> None:
             truncate(path)
 
 
-def test_what_was_half_written_is_never_read(copied: Path, kept: tuple[Path, Cut, dict[str, Any]]) -> None:
+def test_what_was_half_written_is_never_read(copied: Path, kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     _tear(copied, steps_of(copied)[-1])
     after = Bay().island(incarnation="y")
     assert whole(copied, after)
@@ -345,7 +345,7 @@ def test_only_half_written_is_nothing(copied: Path) -> None:
 
 
 def test_a_death_at_any_rename_leaves_the_state_before_or_after(
-    copied: Path, kept: tuple[Path, Cut, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    copied: Path, kept: tuple[Path, IslandCut, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written becomes visible by renames: at whichever one the process dies, what is there is whole."""
 
@@ -432,7 +432,7 @@ def test_while_one_is_written_no_other_is_begun(tmp_path: Path) -> None:
     saved: list[int] = []
     gate = threading.Event()
 
-    def save(taken: Cut) -> None:
+    def save(taken: IslandCut) -> None:
         gate.wait()
         saved.append(taken.rest["number"])
 

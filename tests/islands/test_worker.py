@@ -75,7 +75,7 @@ def test_what_the_checkpoint_knows_is_adopted_before_it_is_taken_and_the_rest_af
     island.boundary()
     assert seen == [(5, [1, 0])]
     assert [count.version for count in island.ledger.counts] == [1, 1]
-    words = [word for word in island.tracker.take().actions.split() if word[0] == "a"]  # type: ignore[union-attr]
+    words = [word for word in island.action_log.take().actions.split() if word[0] == "a"]  # type: ignore[union-attr]
     assert words == ["a0:1", "a1:1"]
 
 
@@ -111,10 +111,10 @@ def test_the_snapshot_that_is_held_changes_nothing_and_is_no_action() -> None:
     bay.play(island, 3)
     held = island.link.transport.fragment(0)[0]
     before = tiny.leaf_bytes(island.inner)
-    done = island.tracker.done
+    done = island.action_log.done
     island.adopt(Arrival(replace(held, version=island.ledger.counts[0].version), np.zeros(6, np.float32)))
     assert tiny.leaf_bytes(island.inner) == before
-    assert island.tracker.done == done
+    assert island.action_log.done == done
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_lost_shard_is_read_no_further_and_that_is_recorded() -> None:
     assert told
     assert told[0].split(":")[0] != shard
     tracks = [track for _, track in bay.transport.tracks("0-0")]
-    rest = island.tracker.take()
+    rest = island.action_log.take()
     assert f"f{shard}" in actions([*tracks, *([rest] if rest else [])])
 
 
@@ -197,7 +197,7 @@ def test_the_tracks_of_a_run_say_everything_once() -> None:
     assert sum(word[0] == "s" for word in done) == island.sequence == island.link.sent
     adopted = [tuple(map(int, word[1:].split(":"))) for word in done if word[0] == "a"]
     assert max(adopted) == (1, island.ledger.counts[1].version)
-    assert len(done) == island.tracker.done
+    assert len(done) == island.action_log.done
 
 
 def test_a_run_that_is_not_recorded_sends_no_tracks() -> None:

@@ -19,7 +19,7 @@ from archipelago.broker.messages import Call, Contribution, Marker, Presence, Re
 from archipelago.broker.transport import START, Commit, Delivery, Image
 from archipelago.broker.wire import pack, unpack
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpointer import Covered, Keeper, Spawn, at_once
+from archipelago.merger.checkpointer import Checkpointer, Covered, Spawn, at_once
 from archipelago.merger.record import Recorder
 from archipelago.merger.round_timing import Pace
 from archipelago.merger.service import Merger
@@ -98,7 +98,7 @@ class Faulty(MemoryTransport):
         self._through("commit", lambda: super(Faulty, self).commit(epoch, commit))
 
 
-class Sea:
+class SimulatedBroker:
     """A run of two fragments, its islands' side played by the test, and a clock that the test moves."""
 
     def __init__(self, config: RunConfig = CONFIG, **sync: Any) -> None:
@@ -112,18 +112,22 @@ class Sea:
         self.sequences = Counter[str]()
         self.sent: list[tuple[Contribution, bytes]] = []
 
-    def merger(self, holder: str = "merger", clock: VirtualClock | None = None, keeper: Keeper | None = None) -> Merger:
+    def merger(
+        self, holder: str = "merger", clock: VirtualClock | None = None, checkpointer: Checkpointer | None = None
+    ) -> Merger:
         """One that holds the lease and has loaded."""
-        made = Merger(self.broker.connect("sample"), clock or self.clock, holder, live_poll_seconds=0.0, keeper=keeper)
+        made = Merger(
+            self.broker.connect("sample"), clock or self.clock, holder, live_poll_seconds=0.0, checkpointer=checkpointer
+        )
         assert made.acquire()
         made.load()
         return made
 
-    def keeper(
+    def checkpointer(
         self, store: CheckpointStore, recorder: Recorder | None = None, every: float = 1e9, spawn: Spawn = at_once
-    ) -> Keeper:
+    ) -> Checkpointer:
         """Takes checkpoints when it is told to, unless `every` so many seconds."""
-        return Keeper(self.broker.connect("sample"), store, recorder, every, spawn)
+        return Checkpointer(self.broker.connect("sample"), store, recorder, every, spawn)
 
     def play(self, merger: Merger, *numbers: int) -> None:
         """These rounds, each of islands a and b, with values that follow from the round's number."""
@@ -187,19 +191,19 @@ class Sea:
         assert (state.closed, state.tokens) == (len(self.transport.tape(10_000)), books.merged_tokens)
 
 
-def state_of(sea: Sea) -> RunState:
+def state_of(simulated: SimulatedBroker) -> RunState:
     """The committed state; that no sync was timed yet counts as one that took no time, as it does in Eq. 3."""
-    state = RunState.from_json(sea.transport.merger_state())
+    state = RunState.from_json(simulated.transport.merger_state())
     state.pace = Pace(state.pace.quorum_seconds or 0.0, state.pace.sync_seconds or 0.0)
     return state
 
 
-def bits(sea: Sea) -> list[Any]:
+def bits(simulated: SimulatedBroker) -> list[Any]:
     """All that must come out the same however often mergers died, but for the record of wall-clock times."""
-    state = state_of(sea)
+    state = state_of(simulated)
     state.covered, state.pace = 0, Pace()
-    tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in sea.transport.tape(10_000)]
-    return [tape, sea.digests(), [sea.transport.outer(p) for p in range(2)], state]
+    tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.tape(10_000)]
+    return [tape, simulated.digests(), [simulated.transport.outer(p) for p in range(2)], state]
 
 
 class Shelf(CheckpointStore):

@@ -19,25 +19,25 @@ from archipelago.broker.messages import Evaluation, Marker, Resume
 from archipelago.broker.transport import START
 from archipelago.broker.wire import digest, unpack
 from archipelago.merger import record
-from archipelago.merger.checkpointer import RETRY_SECONDS, Keeper, at_once, in_background
+from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer, at_once, in_background
 from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests import samples
-from tests.merger.simulated_broker import SIZE, Later, Sea, Shelf, Unlisted, bits, constant, values
+from tests.merger.simulated_broker import SIZE, Later, Shelf, SimulatedBroker, Unlisted, bits, constant, values
 
 
-def kept_rounds(sea: Sea) -> list[int]:
+def kept_rounds(simulated: SimulatedBroker) -> list[int]:
     """Rounds of which some merged entry lies in the stream still."""
     return [
         entry.round
-        for entry in sea.transport.tape(1000)
-        if any(not delivery.fault for delivery in sea.transport.read([m.entry for m in entry.members]))
+        for entry in simulated.transport.tape(1000)
+        if any(not delivery.fault for delivery in simulated.transport.read([m.entry for m in entry.members]))
     ]
 
 
-def serving(sea: Sea, store: Shelf, recorder: Recorder | None = None, **settings: Any) -> Merger:
-    return sea.merger(keeper=sea.keeper(store, recorder, **settings))
+def serving(simulated: SimulatedBroker, store: Shelf, recorder: Recorder | None = None, **settings: Any) -> Merger:
+    return simulated.merger(checkpointer=simulated.checkpointer(store, recorder, **settings))
 
 
 # -- what is in a checkpoint -----------------------------------------------------------------------------------------
@@ -45,36 +45,36 @@ def serving(sea: Sea, store: Shelf, recorder: Recorder | None = None, **settings
 
 def test_a_cut_is_the_run_between_two_rounds() -> None:
     store = Shelf()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store)
     evaluation = Evaluation(1, 4, 100, 1.7e9, 5.0)
-    sea.transport.evaluated(evaluation)
-    sea.play(merger, 1)
+    simulated.transport.evaluated(evaluation)
+    simulated.play(merger, 1)
     merger.checkpoint()
     image = store.images[1]
-    assert (image.number, image.manifest) == (1, sea.manifest)
-    assert image.state == sea.transport.merger_state()
-    assert image.cursors == sea.transport.cursors() == {"0": (0, 1), "1": (0, 1)}
-    assert list(image.tape) == sea.transport.tape(10)
+    assert (image.number, image.manifest) == (1, simulated.manifest)
+    assert image.state == simulated.transport.merger_state()
+    assert image.cursors == simulated.transport.cursors() == {"0": (0, 1), "1": (0, 1)}
+    assert list(image.tape) == simulated.transport.tape(10)
     assert list(image.evaluations) == [evaluation]
-    assert list(image.outers) == [sea.transport.outer(0), b""]
+    assert list(image.outers) == [simulated.transport.outer(0), b""]
     assert (image.books.merged, image.books.published) == (2, 2)
     for p, (snapshot, payload) in enumerate(image.snapshots):
-        assert snapshot == sea.transport.fragment(p)[0]
+        assert snapshot == simulated.transport.fragment(p)[0]
         assert (len(payload), digest(payload)) == (snapshot.bytes, snapshot.digest)
-        assert unpack(payload, SIZE).tolist() == sea.parameters(p)
+        assert unpack(payload, SIZE).tolist() == simulated.parameters(p)
 
 
 def test_what_waits_is_in_the_checkpoint() -> None:
     store, later = Shelf(), Later()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, spawn=later)
-    sea.play(merger, 1)
-    sea.live("a", "b")
-    waiting = sea.send("a", 2, values(1)), sea.send("b", 3, values(2))
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, spawn=later)
+    simulated.play(merger, 1)
+    simulated.live("a", "b")
+    waiting = simulated.send("a", 2, values(1)), simulated.send("b", 3, values(2))
     merger.turn(0.0)
     merger.checkpoint()
-    sea.send("b", 2, values(3))
+    simulated.send("b", 2, values(3))
     assert merger.turn(0.0)  # one of the two is merged before the checkpoint is written
     later.do_all()
     image = store.images[1]
@@ -86,11 +86,11 @@ def test_what_waits_is_in_the_checkpoint() -> None:
 
 def test_a_checkpoint_is_of_the_cut_and_of_nothing_later() -> None:
     store, later = Shelf(), Later()
-    sea, other = Sea(quorum=2), Sea(quorum=2)
-    merger = serving(sea, store, spawn=later)
-    sea.play(merger, 1, 2, 3)
+    simulated, other = SimulatedBroker(quorum=2), SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, spawn=later)
+    simulated.play(merger, 1, 2, 3)
     merger.checkpoint()
-    sea.play(merger, 4, 5, 6)
+    simulated.play(merger, 4, 5, 6)
     later.do_all()
     other.play(serving(other, Shelf()), 1, 2, 3)
     image = store.images[3]
@@ -102,21 +102,21 @@ def test_a_checkpoint_is_of_the_cut_and_of_nothing_later() -> None:
 
 def test_a_checkpoint_is_marked_for_the_islands() -> None:
     store, later = Shelf(), Later()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, spawn=later)
-    sea.play(merger, 1, 2)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, spawn=later)
+    simulated.play(merger, 1, 2)
     merger.checkpoint()
-    assert sea.events(Marker) == [Marker(2, 2)]  # before it is on disk: what islands do next is not in it
+    assert simulated.events(Marker) == [Marker(2, 2)]  # before it is on disk: what islands do next is not in it
     later.do_all()
-    sea.play(merger, 3)
+    simulated.play(merger, 3)
     merger.checkpoint()
-    assert sea.events(Marker) == [Marker(2, 2), Marker(3, 3)]
-    kinds = [type(event).__name__ for _, event in sea.transport.events(START, 0.0)]
+    assert simulated.events(Marker) == [Marker(2, 2), Marker(3, 3)]
+    kinds = [type(event).__name__ for _, event in simulated.transport.events(START, 0.0)]
     assert kinds.index("Marker") > kinds.index("Snapshot")
 
 
 def test_checkpoints_change_no_bit() -> None:
-    often, never = Sea(quorum=2), Sea(quorum=2)
+    often, never = SimulatedBroker(quorum=2), SimulatedBroker(quorum=2)
     often.play(serving(often, Shelf(), every=0.0), 1, 2, 3, 4, 5)
     never.play(never.merger(), 1, 2, 3, 4, 5)
     found, expected = bits(often), bits(never)
@@ -128,34 +128,34 @@ def test_checkpoints_change_no_bit() -> None:
 
 def test_a_checkpoint_is_taken_every_so_many_seconds() -> None:
     store = Shelf()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, every=30.0)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, every=30.0)
     for number, now, expected in ((1, 0.0, 0), (2, 29.9, 0), (3, 30.0, 1), (4, 59.9, 1), (5, 60.0, 2)):
-        sea.clock.now = now
-        sea.play(merger, number)
+        simulated.clock.now = now
+        simulated.play(merger, number)
         assert len(store.images) == expected, now
 
 
 def test_a_run_that_stands_still_takes_none() -> None:
     store = Shelf()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, every=1.0)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, every=1.0)
     for _ in range(3):
         merger.turn(0.0)
-        sea.clock.now += 1.0
+        simulated.clock.now += 1.0
     assert store.images == {}
-    sea.play(merger, 1)
+    simulated.play(merger, 1)
     for _ in range(4):
-        sea.clock.now += 1.0
+        simulated.clock.now += 1.0
         merger.turn(0.0)
     assert list(store.images) == [1]
 
 
 def test_one_at_a_time() -> None:
     store, later = Shelf(), Later()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, every=0.0, spawn=later)
-    sea.play(merger, 1, 2, 3)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, every=0.0, spawn=later)
+    simulated.play(merger, 1, 2, 3)
     assert len(later.jobs) == 1
     later.do_all()
     merger.turn(0.0)
@@ -165,14 +165,14 @@ def test_one_at_a_time() -> None:
 
 def test_leaving_takes_a_last_one_of_all() -> None:
     store = Shelf()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store)
     merger.finish()
     assert store.images == {}  # nothing has closed yet
-    sea.play(merger, 1, 2, 3)
+    simulated.play(merger, 1, 2, 3)
     merger.finish()
     assert RunState.from_json(store.images[3].state).closed == 3
-    assert sea.transport.books().kept == 0
+    assert simulated.transport.books().kept == 0
     merger.finish()
     assert list(store.images) == [3]
 
@@ -182,80 +182,80 @@ def test_leaving_takes_a_last_one_of_all() -> None:
 
 def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     store, later = Shelf(), Later()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, spawn=later)
-    sea.play(merger, 1, 2, 3)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, spawn=later)
+    simulated.play(merger, 1, 2, 3)
     merger.checkpoint()
-    sea.play(merger, 4, 5)
-    assert kept_rounds(sea) == [1, 2, 3, 4, 5]
+    simulated.play(merger, 4, 5)
+    assert kept_rounds(simulated) == [1, 2, 3, 4, 5]
     later.do_all()
-    assert kept_rounds(sea) == [1, 2, 3, 4, 5]  # the merger does not know yet
+    assert kept_rounds(simulated) == [1, 2, 3, 4, 5]  # the merger does not know yet
     merger.turn(0.0)
-    assert kept_rounds(sea) == [4, 5]
-    assert sea.transport.books().kept == 4
-    sea.play(merger, 6)
-    assert RunState.from_json(sea.transport.merger_state()).covered == 3
+    assert kept_rounds(simulated) == [4, 5]
+    assert simulated.transport.books().kept == 4
+    simulated.play(merger, 6)
+    assert RunState.from_json(simulated.transport.merger_state()).covered == 3
     merger.checkpoint()
     later.do_all()
     merger.turn(0.0)
-    assert (kept_rounds(sea), sea.transport.books().kept) == ([], 0)
-    sea.balance()
+    assert (kept_rounds(simulated), simulated.transport.books().kept) == ([], 0)
+    simulated.balance()
 
 
 def test_a_new_merger_knows_what_is_kept() -> None:
     store = Shelf()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store)
-    sea.play(merger, 1, 2)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store)
+    simulated.play(merger, 1, 2)
     merger.checkpoint()
-    sea.play(merger, 3, 4)
-    again = serving(sea, store)
+    simulated.play(merger, 3, 4)
+    again = serving(simulated, store)
     assert [kept.round for kept in again.kept] == [3, 4]
-    assert sum(kept.bytes for kept in again.kept) == sum(len(payload) for _, payload in sea.sent[4:])
+    assert sum(kept.bytes for kept in again.kept) == sum(len(payload) for _, payload in simulated.sent[4:])
     again.checkpoint()
     again.turn(0.0)
-    assert sea.transport.books().kept == 0
+    assert simulated.transport.books().kept == 0
 
 
 def test_without_checkpoints_nothing_is_kept() -> None:
-    sea = Sea(quorum=2)
-    sea.play(serving(sea, Shelf()), 1, 2)
-    assert sea.transport.books().kept == 4
-    sea.play(sea.merger(), 3)  # one that takes none, after one that did
-    assert (kept_rounds(sea), sea.transport.books().kept) == ([], 0)
-    sea.balance()
+    simulated = SimulatedBroker(quorum=2)
+    simulated.play(serving(simulated, Shelf()), 1, 2)
+    assert simulated.transport.books().kept == 4
+    simulated.play(simulated.merger(), 3)  # one that takes none, after one that did
+    assert (kept_rounds(simulated), simulated.transport.books().kept) == ([], 0)
+    simulated.balance()
 
 
 def test_many_kept_bytes_make_the_next_one_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf()
-    sea = Sea(quorum=2)
-    merger_ = serving(sea, store)
-    sea.play(merger_, 1)
-    one_round = sum(len(payload) for _, payload in sea.sent)
+    simulated = SimulatedBroker(quorum=2)
+    merger_ = serving(simulated, store)
+    simulated.play(merger_, 1)
+    one_round = sum(len(payload) for _, payload in simulated.sent)
     monkeypatch.setattr(archipelago.merger.service, "KEPT_BYTES_MAX", 4 * one_round + 100)
-    sea.play(merger_, 2)
+    simulated.play(merger_, 2)
     assert store.images == {}  # half, and no more
-    sea.play(merger_, 3)
+    simulated.play(merger_, 3)
     assert list(store.images) == [3]
     merger_.turn(0.0)
-    assert sea.transport.books().kept == 0
+    assert simulated.transport.books().kept == 0
 
 
 def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     store, later = Shelf(), Later()
-    sea = Sea(quorum=2)
-    merger_ = serving(sea, store, spawn=later)
-    sea.play(merger_, 1)
-    one_round = sum(len(payload) for _, payload in sea.sent)
+    simulated = SimulatedBroker(quorum=2)
+    merger_ = serving(simulated, store, spawn=later)
+    simulated.play(merger_, 1)
+    one_round = sum(len(payload) for _, payload in simulated.sent)
     monkeypatch.setattr(archipelago.merger.service, "KEPT_BYTES_MAX", 3 * one_round + 100)
-    sea.play(merger_, 2, 3)
-    assert kept_rounds(sea) == [1, 2, 3]
+    simulated.play(merger_, 2, 3)
+    assert kept_rounds(simulated) == [1, 2, 3]
     assert not caplog.records
-    sea.play(merger_, 4, 5)
-    assert kept_rounds(sea) == [3, 4, 5]
+    simulated.play(merger_, 4, 5)
+    assert kept_rounds(simulated) == [3, 4, 5]
     assert "checkpoints are too slow or fail" in caplog.text
-    assert sea.transport.books().kept == 6
-    sea.balance()
+    assert simulated.transport.books().kept == 6
+    simulated.balance()
 
 
 # -- failing disks ---------------------------------------------------------------------------------------------------
@@ -266,90 +266,90 @@ def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, cap
 )
 def test_a_failing_disk_is_logged_and_tried_again(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf([fault])
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, every=100.0)
-    sea.play(merger, 1)
-    sea.clock.now = 100.0
-    sea.play(merger, 2)
-    sea.play(merger, 3)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, every=100.0)
+    simulated.play(merger, 1)
+    simulated.clock.now = 100.0
+    simulated.play(merger, 2)
+    simulated.play(merger, 3)
     assert ("no checkpoint, training goes on" in caplog.text, store.images) == (True, {})
-    assert kept_rounds(sea) == [1, 2, 3]
-    sea.clock.now += RETRY_SECONDS - 0.1
-    sea.play(merger, 4)
+    assert kept_rounds(simulated) == [1, 2, 3]
+    simulated.clock.now += RETRY_SECONDS - 0.1
+    simulated.play(merger, 4)
     assert store.images == {}
-    sea.clock.now += 0.1
-    sea.play(merger, 5)
+    simulated.clock.now += 0.1
+    simulated.play(merger, 5)
     merger.turn(0.0)
     assert list(store.images) == [5]
-    assert kept_rounds(sea) == []
-    sea.balance()
+    assert kept_rounds(simulated) == []
+    simulated.balance()
 
 
 def test_the_same_trouble_is_said_once_another_one_too_and_that_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
     """Each try has a number of its own, and is the same trouble."""
     faults = [ConfigError(f"checkpoint {number} cannot be written", "Free some space.") for number in (1, 2, 3)]
     store = Shelf([*faults, OSError(13, "Permission denied"), faults[0]])
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, every=0.0)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, every=0.0)
     caplog.set_level(logging.INFO)
     for number in range(1, 8):
-        sea.play(merger, number)
+        simulated.play(merger, number)
         merger.turn(0.0)
-        sea.clock.now += RETRY_SECONDS
+        simulated.clock.now += RETRY_SECONDS
     said = [record.getMessage() for record in caplog.records if record.name == "archipelago.merger.checkpointer"]
     assert [text.split(":")[0] for text in said] == ["no checkpoint, training goes on"] * 3 + [
         "checkpoints are written again"
     ]
     assert ["cannot be written" in text for text in said] == [True, False, True, False]
-    sea.balance()
+    simulated.balance()
 
 
 def test_urgency_does_not_wear_a_failing_disk_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf([OSError("no")] * 100)
-    sea = Sea(quorum=2)
-    merger_ = serving(sea, store)
+    simulated = SimulatedBroker(quorum=2)
+    merger_ = serving(simulated, store)
     monkeypatch.setattr(archipelago.merger.service, "KEPT_BYTES_MAX", 0)
     for number in range(1, 9):
-        sea.play(merger_, number)
+        simulated.play(merger_, number)
     assert len(store.faults) == 100  # nothing is kept, so nothing is urgent
     monkeypatch.setattr(archipelago.merger.service, "KEPT_BYTES_MAX", 400)
     for number in range(9, 17):
-        sea.play(merger_, number)
+        simulated.play(merger_, number)
         merger_.turn(0.0)
     assert len(store.faults) == 99
-    sea.clock.now += RETRY_SECONDS
-    sea.play(merger_, 17)
+    simulated.clock.now += RETRY_SECONDS
+    simulated.play(merger_, 17)
     assert len(store.faults) == 98
 
 
 def test_a_folder_that_cannot_be_listed_does_not_end_the_merger(caplog: pytest.LogCaptureFixture) -> None:
-    sea = Sea(quorum=2)
-    merger = serving(sea, Unlisted(), every=0.0)
-    sea.play(merger, 1, 2)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, Unlisted(), every=0.0)
+    simulated.play(merger, 1, 2)
     assert caplog.text.count("cannot be listed") == 1
-    assert sea.events(Marker) == []
-    sea.clock.now += RETRY_SECONDS
-    sea.play(merger, 3)
+    assert simulated.events(Marker) == []
+    simulated.clock.now += RETRY_SECONDS
+    simulated.play(merger, 3)
     assert caplog.text.count("cannot be listed") == 1  # said once
     merger.finish()
-    assert kept_rounds(sea) == [1, 2, 3]
+    assert kept_rounds(simulated) == [1, 2, 3]
 
 
 def test_a_record_that_cannot_be_written_keeps_the_entries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path / "record")
-    sea = Sea(quorum=2)
-    merger = serving(sea, Shelf(), recorder, every=0.0)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, Shelf(), recorder, every=0.0)
     (tmp_path / "record").rename(tmp_path / "away")
     (tmp_path / "record").write_text("no folder")
-    sea.play(merger, 1, 2)
+    simulated.play(merger, 1, 2)
     assert "no checkpoint, training goes on" in caplog.text
-    assert kept_rounds(sea) == [1, 2]
+    assert kept_rounds(simulated) == [1, 2]
     (tmp_path / "record").unlink()
     (tmp_path / "away").rename(tmp_path / "record")
-    sea.clock.now += RETRY_SECONDS
-    sea.play(merger, 3)
+    simulated.clock.now += RETRY_SECONDS
+    simulated.play(merger, 3)
     merger.turn(0.0)
-    assert kept_rounds(sea) == []
+    assert kept_rounds(simulated) == []
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3]
 
 
@@ -359,23 +359,23 @@ def test_an_outage_while_a_checkpoint_is_written_is_only_a_failed_checkpoint(cap
             raise UnreachableError("nobody answers")
 
     store = Shelf()
-    sea = Sea(quorum=2)
-    merger = sea.merger(keeper=Keeper(Deaf(sea.broker, "sample"), store, None, 0.0, at_once))
-    sea.play(merger, 1, 2)
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger(checkpointer=Checkpointer(Deaf(simulated.broker, "sample"), store, None, 0.0, at_once))
+    simulated.play(merger, 1, 2)
     assert "training goes on: nobody answers" in caplog.text
-    assert kept_rounds(sea) == [1, 2]
+    assert kept_rounds(simulated) == [1, 2]
 
 
 @pytest.mark.parametrize("written", ["before", "after"])
 def test_a_checkpoint_that_was_under_way_when_the_run_was_taken_up_anew_covers_nothing(written: str) -> None:
     """Redis came back without its last rounds: what the checkpoint holds of them has never happened."""
     store, later = Shelf(), Later()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, spawn=later)
-    sea.play(merger, 1, 2)
-    run = sea.broker.runs["sample"]
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, spawn=later)
+    simulated.play(merger, 1, 2)
+    run = simulated.broker.runs["sample"]
     earlier = dict(run.fragments), dict(run.outer), run.state, list(run.tape), set(run.kept)
-    sea.play(merger, 3)
+    simulated.play(merger, 3)
     merger.checkpoint()
     if written == "before":
         later.do_all()
@@ -385,7 +385,7 @@ def test_a_checkpoint_that_was_under_way_when_the_run_was_taken_up_anew_covers_n
     assert merger.state.closed == 2
     merger.turn(0.0)
     assert merger.state.covered == 0
-    assert kept_rounds(sea)[:2] == [1, 2]
+    assert kept_rounds(simulated)[:2] == [1, 2]
 
 
 # -- the record ------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ class Watching(MemoryTransport):
 
 
 def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> None:
-    sea = Sea(quorum=2)
+    simulated = SimulatedBroker(quorum=2)
     recorder, trimmed = Recorder(tmp_path), list[str]()
 
     def recorded(entries: Sequence[str]) -> None:
@@ -410,76 +410,82 @@ def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> Non
         assert set(entries) <= found
         trimmed.extend(entries)
 
-    transport = Watching(sea.broker, "sample")
+    transport = Watching(simulated.broker, "sample")
     transport.before = recorded
-    merger = Merger(transport, sea.clock, "m", live_poll_seconds=0.0, keeper=sea.keeper(Shelf(), recorder, every=0.0))
+    merger = Merger(
+        transport,
+        simulated.clock,
+        "m",
+        live_poll_seconds=0.0,
+        checkpointer=simulated.checkpointer(Shelf(), recorder, every=0.0),
+    )
     assert merger.acquire()
     merger.load()
     for index, number in enumerate(range(1, 8)):
-        sea.transport.tracked(samples.track(index))
-        sea.play(merger, number)
+        simulated.transport.tracked(samples.track(index))
+        simulated.play(merger, number)
     merger.finish()
     assert len(trimmed) == len(set(trimmed)) == 14
     found = record.read(tmp_path)
-    assert [entry for entry, _ in found.rounds.values()] == sea.transport.tape(100)
-    assert [(d.contribution, d.payload) for _, ds in found.rounds.values() for d in ds] == sea.sent
+    assert [entry for entry, _ in found.rounds.values()] == simulated.transport.tape(100)
+    assert [(d.contribution, d.payload) for _, ds in found.rounds.values() for d in ds] == simulated.sent
     assert [track.index for track in found.tracks] == list(range(7))
-    assert sea.transport.tracks(START) == []
+    assert simulated.transport.tracks(START) == []
 
 
 def test_tracks_go_once_they_are_on_disk_and_not_those_that_came_later(tmp_path: Path) -> None:
     later = Later()
-    sea = Sea(quorum=2)
-    merger = serving(sea, Shelf(), Recorder(tmp_path), spawn=later)
-    sea.transport.tracked(samples.track(0))
-    sea.play(merger, 1)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, Shelf(), Recorder(tmp_path), spawn=later)
+    simulated.transport.tracked(samples.track(0))
+    simulated.play(merger, 1)
     merger.checkpoint()
     later.do_all()
-    sea.transport.tracked(samples.track(1))
+    simulated.transport.tracked(samples.track(1))
     merger.turn(0.0)
-    assert [track.index for _, track in sea.transport.tracks(START)] == [1]
+    assert [track.index for _, track in simulated.transport.tracks(START)] == [1]
     assert [track.index for track in record.read(tmp_path).tracks] == [0]
 
 
 def test_a_restart_after_a_last_checkpoint_misses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """That its rounds are covered was not committed: there was no commit after it."""
-    sea, store = Sea(quorum=2), Shelf()
-    merger = serving(sea, store, Recorder(tmp_path))
-    sea.play(merger, 1, 2, 3)
+    simulated, store = SimulatedBroker(quorum=2), Shelf()
+    merger = serving(simulated, store, Recorder(tmp_path))
+    simulated.play(merger, 1, 2, 3)
     merger.finish()
-    assert RunState.from_json(sea.transport.merger_state()).covered == 0
-    merger = serving(sea, store, Recorder(tmp_path))
-    sea.play(merger, 4, 5)
+    assert RunState.from_json(simulated.transport.merger_state()).covered == 0
+    merger = serving(simulated, store, Recorder(tmp_path))
+    simulated.play(merger, 4, 5)
     merger.finish()
     assert sorted(record.read(tmp_path).rounds) == [1, 2, 3, 4, 5]
     assert not caplog.records
 
 
 def test_a_round_whose_contributions_are_gone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sea = Sea(quorum=2)
-    merger = serving(sea, Shelf(), Recorder(tmp_path))
-    sea.play(merger, 1, 2, 3)
-    merger.transport.trim(merger.epoch, [sea.transport.tape(2)[0].members[0].entry])
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, Shelf(), Recorder(tmp_path))
+    simulated.play(merger, 1, 2, 3)
+    merger.transport.trim(merger.epoch, [simulated.transport.tape(2)[0].members[0].entry])
     merger.finish()
     assert "round 2 goes without its contributions into the record: they are gone" in caplog.text
     assert sorted(record.read(tmp_path).rounds) == [1, 3]
 
 
 def test_a_redis_that_went_back_takes_the_record_back(tmp_path: Path) -> None:
-    sea, store = Sea(quorum=2), Shelf()
-    merger = serving(sea, store, Recorder(tmp_path))
-    sea.play(merger, 1, 2)
+    simulated, store = SimulatedBroker(quorum=2), Shelf()
+    merger = serving(simulated, store, Recorder(tmp_path))
+    simulated.play(merger, 1, 2)
     merger.checkpoint()
     merger.turn(0.0)
-    run = sea.broker.runs["sample"]
+    run = simulated.broker.runs["sample"]
     earlier = dict(run.fragments), dict(run.outer), run.state, list(run.tape)
-    sea.play(merger, 3)
+    simulated.play(merger, 3)
     merger.checkpoint()
     run.fragments, run.outer, run.state, run.tape = earlier
-    merger = serving(sea, store, Recorder(tmp_path))
-    sea.live("a")
-    sea.live("b", state="left")
-    sea.send("a", 3, constant(0.5))
+    merger = serving(simulated, store, Recorder(tmp_path))
+    simulated.live("a")
+    simulated.live("b", state="left")
+    simulated.send("a", 3, constant(0.5))
     merger.turn(0.0)
     merger.finish()
     found = record.read(tmp_path).rounds
@@ -488,13 +494,13 @@ def test_a_redis_that_went_back_takes_the_record_back(tmp_path: Path) -> None:
 
 
 def test_no_record_is_written_where_none_is_wanted(tmp_path: Path) -> None:
-    sea = Sea(quorum=2)
-    merger = serving(sea, Shelf(), None)
-    sea.transport.tracked(samples.track())
-    sea.play(merger, 1)
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, Shelf(), None)
+    simulated.transport.tracked(samples.track())
+    simulated.play(merger, 1)
     merger.finish()
     assert list(tmp_path.iterdir()) == []
-    assert len(sea.transport.tracks(START)) == 1  # nobody read them
+    assert len(simulated.transport.tracks(START)) == 1  # nobody read them
 
 
 # -- beside the merging ----------------------------------------------------------------------------------------------
@@ -510,42 +516,42 @@ def test_rounds_close_while_a_checkpoint_is_written(until: Any) -> None:
             super().save(image)
 
     store = Slow()
-    sea = Sea(quorum=2)
-    merger = serving(sea, store, every=0.0, spawn=in_background())
+    simulated = SimulatedBroker(quorum=2)
+    merger = serving(simulated, store, every=0.0, spawn=in_background())
     try:
-        sea.play(merger, 1)
+        simulated.play(merger, 1)
         until(entered.is_set, "the checkpoint to begin")
-        sea.play(merger, 2, 3)
+        simulated.play(merger, 2, 3)
         assert store.images == {}
     finally:
         go.set()
-    until(lambda: merger.turn(0.0) or sea.transport.books().kept == 4, "the checkpoint to be taken note of")
-    assert kept_rounds(sea) == [2, 3]
+    until(lambda: merger.turn(0.0) or simulated.transport.books().kept == 4, "the checkpoint to be taken note of")
+    assert kept_rounds(simulated) == [2, 3]
     merger.finish()
-    assert kept_rounds(sea) == []
+    assert kept_rounds(simulated) == []
 
 
 def test_a_restart_tells_the_islands_where_the_run_is() -> None:
-    sea, store = Sea(quorum=2), Shelf()
-    sea.play(serving(sea, store), 1, 2)
-    serving(sea, store)
-    assert [resume.round for resume in sea.events(Resume)] == [0, 2]
+    simulated, store = SimulatedBroker(quorum=2), Shelf()
+    simulated.play(serving(simulated, store), 1, 2)
+    serving(simulated, store)
+    assert [resume.round for resume in simulated.events(Resume)] == [0, 2]
 
 
 def test_an_image_brings_the_run_to_an_empty_broker() -> None:
     store = Shelf()
-    sea, other = Sea(quorum=2), Sea(quorum=2)
-    merger = serving(sea, store)
-    sea.play(merger, 1, 2, 3)
-    sea.live("a", "b")
-    sea.send("a", 4, values(9))
+    simulated, other = SimulatedBroker(quorum=2), SimulatedBroker(quorum=2)
+    merger = serving(simulated, store)
+    simulated.play(merger, 1, 2, 3)
+    simulated.live("a", "b")
+    simulated.send("a", 4, values(9))
     merger.turn(0.0)
     merger.checkpoint()
     del other.broker.runs["sample"]
     other.transport.restore(store.images[3])
-    assert [other.transport.outer(p) for p in range(2)] == [sea.transport.outer(p) for p in range(2)]
-    assert other.digests() == sea.digests()
-    books = replace(sea.transport.books(), kept=0, bytes_up=0, bytes_down=0)
+    assert [other.transport.outer(p) for p in range(2)] == [simulated.transport.outer(p) for p in range(2)]
+    assert other.digests() == simulated.digests()
+    books = replace(simulated.transport.books(), kept=0, bytes_up=0, bytes_down=0)
     assert replace(other.transport.books(), bytes_up=0, bytes_down=0) == books
-    assert other.transport.backlog() == sea.transport.backlog() == 1
+    assert other.transport.backlog() == simulated.transport.backlog() == 1
     assert np.isfinite(other.parameters(0)).all()

@@ -20,7 +20,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.telemetry import Telemetry, values
 from tests import samples
 from tests.broker.observe.test_curves import events
-from tests.merger.simulated_broker import Faulty, Sea, constant
+from tests.merger.simulated_broker import Faulty, SimulatedBroker, constant
 
 
 class Drawn(Scalars):
@@ -41,51 +41,51 @@ def scraped(telemetry: Telemetry) -> dict[str, float]:
 
 
 def test_rounds_are_counted_and_drawn() -> None:
-    sea = Sea(quorum=2)
-    merger = sea.merger()
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger()
     drawn = Drawn()
     telemetry = Telemetry(merger, drawn)
-    sea.play(merger, 1, 2, 3)
+    simulated.play(merger, 1, 2, 3)
     shown = scraped(telemetry)
-    books = sea.transport.books()
+    books = simulated.transport.books()
     assert (shown["serving"], shown["epoch"], shown["round"], shown["rounds_total"]) == (1, merger.epoch, 3, 3)
     assert shown["live_islands"] == 2
     assert shown["merged_contributions_total"] == books.merged == 6
     assert shown["merged_tokens_total"] == books.merged_tokens / 2
     assert shown["received_bytes_total"] == books.bytes_up
     assert shown["staleness_versions_count"] == 6
-    tape = sea.transport.tape(10)
+    tape = simulated.transport.tape(10)
     assert [step for step, _ in drawn.points] == [entry.round for entry in tape] == [1, 2, 3]
     for (_, point), entry in zip(drawn.points, tape, strict=True):
         assert point == values(entry)
         assert point["contributions"] == 2
         assert point["loss"] == entry.loss
         assert point["open_seconds"] == entry.open_seconds
-    sea.clock.now += 4.0
+    simulated.clock.now += 4.0
     assert scraped(telemetry)["round_age_seconds"] == 4.0
 
 
 def test_refusals_are_counted() -> None:
-    sea = Sea(quorum=2)
-    merger = sea.merger()
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger()
     telemetry = Telemetry(merger, Drawn())
-    sea.live("a", "b")
-    sea.send("a", 1, constant(float("nan")))
+    simulated.live("a", "b")
+    simulated.send("a", 1, constant(float("nan")))
     merger.turn(0.0)
-    assert scraped(telemetry)["refused_contributions_total"] == sea.transport.books().refused == 1
+    assert scraped(telemetry)["refused_contributions_total"] == simulated.transport.books().refused == 1
     assert scraped(telemetry)["merged_contributions_total"] == 0
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_round_whose_commit_broke_is_not_counted(when: str) -> None:
     """Nobody knows whether it arrived: the merger begins anew from what Redis has."""
-    sea = Sea(quorum=2)
-    merger = Merger(Faulty(sea.broker, "sample", [("commit", 0, when)]), sea.clock, live_poll_seconds=0.0)
+    simulated = SimulatedBroker(quorum=2)
+    merger = Merger(Faulty(simulated.broker, "sample", [("commit", 0, when)]), simulated.clock, live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
     telemetry = Telemetry(merger, Drawn())
     with pytest.raises(UnreachableError, match="the connection broke"):
-        sea.play(merger, 1)
+        simulated.play(merger, 1)
     assert scraped(telemetry)["rounds_total"] == 0
 
 

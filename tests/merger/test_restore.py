@@ -25,13 +25,13 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests import samples
-from tests.merger.simulated_broker import CONFIG, SIZE, Sea, Shelf, bits, constant, state_of, values
+from tests.merger.simulated_broker import CONFIG, SIZE, Shelf, SimulatedBroker, bits, constant, state_of, values
 
 LOOKING_AHEAD = replace(CONFIG, outer=OuterConfig(rule="mla", momentum=0.5), wire=WireConfig(down="bfloat16"))
 
 
-def run_of(sea: Sea) -> _Run:
-    return sea.broker.runs["sample"]
+def run_of(simulated: SimulatedBroker) -> _Run:
+    return simulated.broker.runs["sample"]
 
 
 def flip(data: bytes) -> bytes:
@@ -63,43 +63,45 @@ DAMAGE: dict[str, Callable[[_Run], object]] = {
 }
 
 
-def begun(config: RunConfig, store: CheckpointStore) -> tuple[Sea, Merger]:
+def begun(config: RunConfig, store: CheckpointStore) -> tuple[SimulatedBroker, Merger]:
     """Seven rounds, and a checkpoint of three of them."""
-    sea = Sea(config, quorum=2)
-    merger = sea.merger(keeper=sea.keeper(store))
-    sea.play(merger, 1, 2, 3)
+    simulated = SimulatedBroker(config, quorum=2)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
+    simulated.play(merger, 1, 2, 3)
     merger.checkpoint()
-    sea.play(merger, 4, 5, 6, 7)
-    assert sea.transport.books().kept == 8
-    return sea, merger
+    simulated.play(merger, 4, 5, 6, 7)
+    assert simulated.transport.books().kept == 8
+    return simulated, merger
 
 
 def undisturbed(config: RunConfig) -> list[Any]:
-    sea, merger = begun(config, Shelf())
-    sea.play(merger, 8, 9, 10)
-    return bits(sea)
+    simulated, merger = begun(config, Shelf())
+    simulated.play(merger, 8, 9, 10)
+    return bits(simulated)
 
 
 @pytest.mark.parametrize("config", [CONFIG, LOOKING_AHEAD], ids=["nesterov", "mla"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_it_comes_back_to_the_same_bits(damage: str, config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf()
-    sea, _ = begun(config, store)
-    DAMAGE[damage](run_of(sea))
-    merger = sea.merger(keeper=sea.keeper(store))
+    simulated, _ = begun(config, store)
+    DAMAGE[damage](run_of(simulated))
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
     assert "rebuilt from checkpoint 3 and the tape after it, to the same bits" in caplog.text
-    sea.play(merger, 8, 9, 10)
-    assert bits(sea) == undisturbed(config)
-    sea.balance()
+    simulated.play(merger, 8, 9, 10)
+    assert bits(simulated) == undisturbed(config)
+    simulated.balance()
 
 
 def test_it_comes_back_from_a_folder_on_disk(tmp_path: Path) -> None:
-    sea, _ = begun(CONFIG, MergerFolder(tmp_path).store)
-    DAMAGE["all of it gone"](run_of(sea))
+    simulated, _ = begun(CONFIG, MergerFolder(tmp_path).store)
+    DAMAGE["all of it gone"](run_of(simulated))
     folder = MergerFolder(tmp_path)
-    merger = sea.merger(keeper=folder.keeper(sea.broker.connect("sample"), sea.manifest, 1e9, at_once))
-    sea.play(merger, 8, 9, 10)
-    assert bits(sea) == undisturbed(CONFIG)
+    merger = simulated.merger(
+        checkpointer=folder.checkpointer(simulated.broker.connect("sample"), simulated.manifest, 1e9, at_once)
+    )
+    simulated.play(merger, 8, 9, 10)
+    assert bits(simulated) == undisturbed(CONFIG)
 
 
 def test_nothing_is_rebuilt_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,11 +110,11 @@ def test_nothing_is_rebuilt_where_nothing_is_lost(caplog: pytest.LogCaptureFixtu
             pytest.fail("it reads a checkpoint that it does not need")
 
     store = Untouched()
-    sea, _ = begun(CONFIG, store)
-    merger = sea.merger(keeper=sea.keeper(store))
+    simulated, _ = begun(CONFIG, store)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
     assert not caplog.records
-    sea.play(merger, 8, 9, 10)
-    assert bits(sea) == undisturbed(CONFIG)
+    simulated.play(merger, 8, 9, 10)
+    assert bits(simulated) == undisturbed(CONFIG)
 
 
 SCRIPT = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2), st.integers(0, 2)), min_size=1, max_size=14)
@@ -129,24 +131,24 @@ def test_a_loss_at_any_time_after_a_checkpoint_at_any_time(
 def played(script: list[tuple[str, int, int]], checkpoint: int, loss: int, what: str) -> list[Any]:
     """`what` is lost, and another merger takes over, once there is a checkpoint; empty: nobody dies."""
     store = Shelf()
-    sea = Sea(quorum=2)
-    sea.live("a", "b", "c")
-    merger = sea.merger(keeper=sea.keeper(store))
+    simulated = SimulatedBroker(quorum=2)
+    simulated.live("a", "b", "c")
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
     for index, (island, ahead, behind) in enumerate(script):
         if index >= checkpoint and merger.state.closed and not store.images:
             merger.checkpoint()
         if index == max(loss, checkpoint) and store.images and what:
-            run_of(sea).outer |= {p: b"" for p in run_of(sea).outer if what in ("outer", "both")}
-            run_of(sea).state = "" if what in ("state", "both") else run_of(sea).state
-            merger = sea.merger(keeper=sea.keeper(store))
+            run_of(simulated).outer |= {p: b"" for p in run_of(simulated).outer if what in ("outer", "both")}
+            run_of(simulated).state = "" if what in ("state", "both") else run_of(simulated).state
+            merger = simulated.merger(checkpointer=simulated.checkpointer(store))
         number = merger.rounds.closed + ahead
-        base = max(0, sea.version((number - 1) % 2) - behind)
-        sea.send(island, number, values(index), tokens=100 + index, base=base)
+        base = max(0, simulated.version((number - 1) % 2) - behind)
+        simulated.send(island, number, values(index), tokens=100 + index, base=base)
         merger.turn(0.0)
-    sea.live("a", "b", "c", state="left")
+    simulated.live("a", "b", "c", state="left")
     merger.turn(0.0)
-    sea.balance()
-    out = bits(sea)
+    simulated.balance()
+    out = bits(simulated)
     # As the merger has it: what Redis lost of a fragment is there again with the fragment's next round.
     out[2] = [outer.dump(fragment.params_N, fragment.outer) for fragment in merger.fragments]
     return out
@@ -157,165 +159,165 @@ def played(script: list[tuple[str, int, int]], checkpoint: int, loss: int, what:
 
 def test_what_was_refused_is_remembered_where_the_state_is_there() -> None:
     store = Shelf()
-    sea, merger = begun(CONFIG, store)
-    sea.send("a", 8, constant(float("nan")))
-    refused = sea.sent[-1][0]
-    sea.play(merger, 8)
-    run_of(sea).outer.clear()
-    again = sea.merger(keeper=sea.keeper(store))
+    simulated, merger = begun(CONFIG, store)
+    simulated.send("a", 8, constant(float("nan")))
+    refused = simulated.sent[-1][0]
+    simulated.play(merger, 8)
+    run_of(simulated).outer.clear()
+    again = simulated.merger(checkpointer=simulated.checkpointer(store))
     assert again.state.has_seen(refused.identity)
-    assert again.state.pace == RunState.from_json(sea.transport.merger_state()).pace
+    assert again.state.pace == RunState.from_json(simulated.transport.merger_state()).pace
 
 
 def test_kept_entries_stay_kept_after_it_came_back() -> None:
     """Another loss must find them, and the checkpoint after that lets them go."""
     store = Shelf()
-    sea, _ = begun(CONFIG, store)
-    DAMAGE["all of it gone"](run_of(sea))
-    merger = sea.merger(keeper=sea.keeper(store))
-    assert sea.transport.books().kept == 8
+    simulated, _ = begun(CONFIG, store)
+    DAMAGE["all of it gone"](run_of(simulated))
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
+    assert simulated.transport.books().kept == 8
     assert [kept.round for kept in merger.kept] == [4, 5, 6, 7]
-    DAMAGE["all of it gone"](run_of(sea))
-    merger = sea.merger(keeper=sea.keeper(store))
-    sea.play(merger, 8, 9, 10)
-    assert bits(sea) == undisturbed(CONFIG)
+    DAMAGE["all of it gone"](run_of(simulated))
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
+    simulated.play(merger, 8, 9, 10)
+    assert bits(simulated) == undisturbed(CONFIG)
     merger.finish()
-    assert sea.transport.books().kept == 0
+    assert simulated.transport.books().kept == 0
 
 
 @pytest.mark.parametrize("rule", ["nesterov", "mla"])
 def test_a_restart_knows_what_was_published_to_the_bit(rule: Literal["nesterov", "mla"]) -> None:
     """Also where the codec of snapshots rounds: the next round may merge nothing, or a checkpoint come before it."""
-    sea = Sea(replace(LOOKING_AHEAD, outer=OuterConfig(rule=rule)), quorum=2)
+    simulated = SimulatedBroker(replace(LOOKING_AHEAD, outer=OuterConfig(rule=rule)), quorum=2)
     store = Shelf()
-    sea.play(sea.merger(keeper=sea.keeper(store)), 1, 2, 3)
-    merger = sea.merger(keeper=sea.keeper(store))
+    simulated.play(simulated.merger(checkpointer=simulated.checkpointer(store)), 1, 2, 3)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
     merger.finish()
     assert list(store.images) == [3]
-    sea.live("a", "b", state="left")
-    sea.send("a", 5, values(1), farewell=True)
+    simulated.live("a", "b", state="left")
+    simulated.send("a", 5, values(1), farewell=True)
     merger.turn(0.0)
-    second, _, empty, _ = sea.transport.tape(4)
+    second, _, empty, _ = simulated.transport.tape(4)
     assert (second.round, empty.round, empty.members) == (2, 4, ())
     assert empty.digest == second.digest
-    for entry in sea.transport.tape(2):
-        assert entry.digest == digest_of(unpack(sea.transport.fragment(entry.fragment)[1], SIZE))
+    for entry in simulated.transport.tape(2):
+        assert entry.digest == digest_of(unpack(simulated.transport.fragment(entry.fragment)[1], SIZE))
 
 
 # -- where it does not come back -------------------------------------------------------------------------------------
 
 
-def loaded(sea: Sea, store: CheckpointStore | None) -> Merger:
-    return sea.merger(keeper=sea.keeper(store) if store else None)
+def loaded(simulated: SimulatedBroker, store: CheckpointStore | None) -> Merger:
+    return simulated.merger(checkpointer=simulated.checkpointer(store) if store else None)
 
 
 @pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
 def test_without_a_checkpoint_it_goes_on_with_fresh_momentum(
     store: Shelf | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sea, _ = begun(CONFIG, Shelf())
-    whole = run_of(sea).outer[0]
-    published = sea.parameters(1)
-    del run_of(sea).outer[1]
-    merger = loaded(sea, store)
+    simulated, _ = begun(CONFIG, Shelf())
+    whole = run_of(simulated).outer[0]
+    published = simulated.parameters(1)
+    del run_of(simulated).outer[1]
+    merger = loaded(simulated, store)
     assert "the outer state of fragment 1 cannot be read from Redis (it is gone)" in caplog.text
     assert "fragments [1] go on from their published parameters, with fresh outer momentum" in caplog.text
     kept, fresh = merger.fragments
     assert outer.dump(kept.params_N, kept.outer) == whole
     assert fresh.params_N.tolist() == published
     assert all(not leaf.any() for leaf in outer._named(fresh.outer).values())
-    assert [f.norms for f in merger.fragments] == [state_of(sea).norms[p] for p in range(2)]
-    sea.play(merger, 8, 9, 10)
-    sea.balance()
+    assert [f.norms for f in merger.fragments] == [state_of(simulated).norms[p] for p in range(2)]
+    simulated.play(merger, 8, 9, 10)
+    simulated.balance()
 
 
 @pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
 def test_without_a_checkpoint_a_lost_state_ends_it(store: Shelf | None) -> None:
-    sea, _ = begun(CONFIG, Shelf())
-    run_of(sea).state = ""
-    before = sea.digests()
+    simulated, _ = begun(CONFIG, Shelf())
+    run_of(simulated).state = ""
+    before = simulated.digests()
     with pytest.raises(ConfigError, match="lost the merger's state of run 'sample', and no checkpoint") as caught:
-        loaded(sea, store)
+        loaded(simulated, store)
     assert "--folder" in str(caught.value)
-    assert sea.digests() == before
+    assert simulated.digests() == before
 
 
 @pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
 def test_a_state_of_another_version_is_named_as_that(store: Shelf | None) -> None:
-    sea, _ = begun(CONFIG, Shelf())
-    older = json.loads(run_of(sea).state)
+    simulated, _ = begun(CONFIG, Shelf())
+    older = json.loads(run_of(simulated).state)
     for added in ("cursors", "step_seconds", "island_tokens", "covered"):
         del older[added]
-    run_of(sea).state = json.dumps(older)
+    run_of(simulated).state = json.dumps(older)
     with pytest.raises(ConfigError, match=r"the merger's state cannot be read.*another version of archipelago"):
-        loaded(sea, store)
+        loaded(simulated, store)
 
 
 def test_entries_that_are_gone_are_named(caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf()
-    sea, merger = begun(CONFIG, store)
-    (entry,) = [entry for entry in sea.transport.tape(100) if entry.round == 5]
+    simulated, merger = begun(CONFIG, store)
+    (entry,) = [entry for entry in simulated.transport.tape(100) if entry.round == 5]
     merger.transport.trim(merger.epoch, [entry.members[1].entry])
-    run_of(sea).outer.clear()
-    sea.merger(keeper=sea.keeper(store))
+    run_of(simulated).outer.clear()
+    simulated.merger(checkpointer=simulated.checkpointer(store))
     assert "do not bring it back: round 5: a contribution cannot be read (the entry is gone)" in caplog.text
     assert "with fresh outer momentum" in caplog.text
-    run_of(sea).state = ""
+    run_of(simulated).state = ""
     with pytest.raises(ConfigError, match="no checkpoint brings it back"):
-        sea.merger(keeper=sea.keeper(store))
+        simulated.merger(checkpointer=simulated.checkpointer(store))
 
 
 def test_a_gap_in_the_tape_is_named(caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf()
-    sea, _ = begun(CONFIG, store)
-    run_of(sea).outer.clear()
-    del run_of(sea).tape[4]
-    sea.merger(keeper=sea.keeper(store))
+    simulated, _ = begun(CONFIG, store)
+    run_of(simulated).outer.clear()
+    del run_of(simulated).tape[4]
+    simulated.merger(checkpointer=simulated.checkpointer(store))
     assert "round 6 is on the tape where round 5 should be" in caplog.text
 
 
 def test_a_tape_that_ends_early_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Its last round merged nothing, so that the parameters alone would not tell."""
     store = Shelf()
-    sea, merger = begun(CONFIG, store)
-    sea.live("a", "b", state="left")
-    sea.send("a", 9, values(1), farewell=True)
+    simulated, merger = begun(CONFIG, store)
+    simulated.live("a", "b", state="left")
+    simulated.send("a", 9, values(1), farewell=True)
     merger.turn(0.0)
-    assert [len(entry.members) for entry in sea.transport.tape(2)] == [0, 1]
-    run_of(sea).tape[-2:] = run_of(sea).tape[-1:]  # a gap, first
-    run_of(sea).outer.clear()
-    sea.merger(keeper=sea.keeper(store))
+    assert [len(entry.members) for entry in simulated.transport.tape(2)] == [0, 1]
+    run_of(simulated).tape[-2:] = run_of(simulated).tape[-1:]  # a gap, first
+    run_of(simulated).outer.clear()
+    simulated.merger(checkpointer=simulated.checkpointer(store))
     assert "round 9 is on the tape where round 8 should be" in caplog.text
-    del run_of(sea).tape[-1:]
+    del run_of(simulated).tape[-1:]
     caplog.clear()
-    sea.merger(keeper=sea.keeper(store))
+    simulated.merger(checkpointer=simulated.checkpointer(store))
     assert "do not bring it back: fragment 0 is not what round 9 published" in caplog.text
 
 
 def test_parameters_that_the_islands_have_not_seen_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf()
-    sea, _ = begun(CONFIG, store)
+    simulated, _ = begun(CONFIG, store)
     _, *others = store.images[3].snapshots
-    other = samples.first_snapshots(sea.manifest, 0.125)[0]
+    other = samples.first_snapshots(simulated.manifest, 0.125)[0]
     store.images[3] = replace(store.images[3], snapshots=[other, *others], outers=[b"", b""])
-    run_of(sea).outer.clear()
-    sea.merger(keeper=sea.keeper(store))
+    run_of(simulated).outer.clear()
+    simulated.merger(checkpointer=simulated.checkpointer(store))
     assert "checkpoint 3 and the tape do not bring it back: round 4" in caplog.text
 
 
 def test_a_checkpoint_of_rounds_that_redis_forgot_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
     """A Redis that died came back without its last second; the checkpoint knows of rounds that never happened."""
     store = Shelf()
-    sea = Sea(quorum=2)
-    merger = sea.merger(keeper=sea.keeper(store))
-    sea.play(merger, 1, 2)
-    run = run_of(sea)
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
+    simulated.play(merger, 1, 2)
+    run = run_of(simulated)
     earlier = (dict(run.fragments), dict(run.outer), run.state, list(run.tape))
-    sea.play(merger, 3)
+    simulated.play(merger, 3)
     merger.checkpoint()
     run.fragments, run.outer, run.state, run.tape = earlier
     run.outer.clear()
-    merger = sea.merger(keeper=sea.keeper(store))
+    merger = simulated.merger(checkpointer=simulated.checkpointer(store))
     assert "do not bring it back" in caplog.text
     assert merger.state.closed == 2
 
@@ -323,15 +325,15 @@ def test_a_checkpoint_of_rounds_that_redis_forgot_is_not_taken(caplog: pytest.Lo
 @pytest.mark.parametrize("lost", ["outer", "state"])
 def test_a_checkpoint_of_another_run_is_not_taken(lost: str, caplog: pytest.LogCaptureFixture) -> None:
     store, strange = Shelf(), Shelf()
-    sea, _ = begun(CONFIG, store)
-    other = replace(sea.manifest, config=replace(CONFIG, seed=7))
+    simulated, _ = begun(CONFIG, store)
+    other = replace(simulated.manifest, config=replace(CONFIG, seed=7))
     strange.images[3] = replace(store.images[3], manifest=other)
-    setattr(run_of(sea), lost, {} if lost == "outer" else "")
+    setattr(run_of(simulated), lost, {} if lost == "outer" else "")
     if lost == "outer":
-        assert sea.merger(keeper=sea.keeper(strange)).state.closed == 7
+        assert simulated.merger(checkpointer=simulated.checkpointer(strange)).state.closed == 7
     else:
         with pytest.raises(ConfigError, match="no checkpoint brings it back"):
-            sea.merger(keeper=sea.keeper(strange))
+            simulated.merger(checkpointer=simulated.checkpointer(strange))
     assert "checkpoint 3 is of another run" in caplog.text
 
 
@@ -340,17 +342,17 @@ def test_checkpoints_that_cannot_be_read_do_not_end_a_run_that_can_go_on(caplog:
         def load(self, number: int | None = None) -> None:
             raise ConfigError("no checkpoint in here can be read", "Put back a copy.")
 
-    sea, _ = begun(CONFIG, Shelf())
-    run_of(sea).outer.clear()
-    sea.play(sea.merger(keeper=sea.keeper(Broken())), 8)
+    simulated, _ = begun(CONFIG, Shelf())
+    run_of(simulated).outer.clear()
+    simulated.play(simulated.merger(checkpointer=simulated.checkpointer(Broken())), 8)
     assert "no checkpoint in here can be read" in caplog.text
-    run_of(sea).state = ""
+    run_of(simulated).state = ""
     with pytest.raises(ConfigError, match="lost the merger's state"):
-        sea.merger(keeper=sea.keeper(Broken()))
+        simulated.merger(checkpointer=simulated.checkpointer(Broken()))
 
 
 def test_it_keeps_its_lease_while_it_loads() -> None:
-    sea, _ = begun(CONFIG, Shelf())
+    simulated, _ = begun(CONFIG, Shelf())
     asked = 0
 
     def between() -> None:
@@ -360,13 +362,13 @@ def test_it_keeps_its_lease_while_it_loads() -> None:
     from archipelago.merger.replay import Rules
     from archipelago.merger.restore import load
 
-    load(sea.transport, Rules.of(sea.manifest), None, between)
+    load(simulated.transport, Rules.of(simulated.manifest), None, between)
     assert asked == 2  # once a fragment
 
 
 def test_a_run_that_has_not_begun_is_loaded_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    sea = Sea()
-    merger = sea.merger(keeper=sea.keeper(Shelf()))
-    assert (merger.state, sea.events(Snapshot)) == (RunState(), [])
+    simulated = SimulatedBroker()
+    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
+    assert (merger.state, simulated.events(Snapshot)) == (RunState(), [])
     assert not caplog.records

@@ -21,43 +21,45 @@ from archipelago.merger.closing import new_state
 from archipelago.merger.replay import DifferenceError, Rules, redo
 from archipelago.merger.state import FragmentState, RunState
 from tests import samples
-from tests.merger.simulated_broker import CONFIG, SIZE, Sea, Shelf, bits, state_of, values
+from tests.merger.simulated_broker import CONFIG, SIZE, Shelf, SimulatedBroker, bits, state_of, values
 
 LOOKING_AHEAD = replace(CONFIG, outer=OuterConfig(rule="mla", momentum=0.5), wire=WireConfig(down="bfloat16"))
 Rounds = list[tuple[TapeEntry, list[Delivery]]]
 
 
-def recorded(sea: Sea) -> Rounds:
+def recorded(simulated: SimulatedBroker) -> Rounds:
     """The tape, and for each round what it merged, which lies in the stream still."""
-    return [(entry, sea.transport.read([m.entry for m in entry.members])) for entry in sea.transport.tape(1000)]
+    return [
+        (entry, simulated.transport.read([m.entry for m in entry.members])) for entry in simulated.transport.tape(1000)
+    ]
 
 
-def beginning(sea: Sea) -> tuple[Rules, RunState, list[FragmentState]]:
-    rules = Rules.of(sea.manifest)
-    first = [unpack(payload, SIZE) for _, payload in samples.first_snapshots(sea.manifest)]
+def beginning(simulated: SimulatedBroker) -> tuple[Rules, RunState, list[FragmentState]]:
+    rules = Rules.of(simulated.manifest)
+    first = [unpack(payload, SIZE) for _, payload in samples.first_snapshots(simulated.manifest)]
     return rules, RunState(), [new_state(params_N, rules.outer) for params_N in first]
 
 
-def redone(sea: Sea, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
-    rules, state, fragments = beginning(sea)
+def redone(simulated: SimulatedBroker, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
+    rules, state, fragments = beginning(simulated)
     for tape, deliveries in rounds:
         fragments[tape.fragment] = redo(rules, state, fragments[tape.fragment], tape, deliveries)
     return state, fragments
 
 
-def four_rounds(config: RunConfig = CONFIG) -> Sea:
-    sea = Sea(config, quorum=2)
-    sea.play(sea.merger(keeper=sea.keeper(Shelf())), 1, 2, 3, 4)
-    return sea
+def four_rounds(config: RunConfig = CONFIG) -> SimulatedBroker:
+    simulated = SimulatedBroker(config, quorum=2)
+    simulated.play(simulated.merger(checkpointer=simulated.checkpointer(Shelf())), 1, 2, 3, 4)
+    return simulated
 
 
 @pytest.mark.parametrize("config", [CONFIG, LOOKING_AHEAD], ids=["nesterov", "mla"])
 def test_a_run_done_again_has_the_same_bits(config: RunConfig) -> None:
-    sea = four_rounds(config)
-    state, fragments = redone(sea, recorded(sea))
-    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [sea.transport.outer(p) for p in range(2)]
-    assert [f.norms for f in fragments] == [state_of(sea).norms[p] for p in range(2)]
-    assert replace(state, pace=state_of(sea).pace) == state_of(sea)
+    simulated = four_rounds(config)
+    state, fragments = redone(simulated, recorded(simulated))
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [simulated.transport.outer(p) for p in range(2)]
+    assert [f.norms for f in fragments] == [state_of(simulated).norms[p] for p in range(2)]
+    assert replace(state, pace=state_of(simulated).pace) == state_of(simulated)
 
 
 @settings(max_examples=40)
@@ -67,24 +69,24 @@ def test_a_run_done_again_has_the_same_bits(config: RunConfig) -> None:
 )
 def test_whatever_was_merged_comes_out_again(script: list[tuple[str, int, int, bool]], random: Random) -> None:
     """Late ones, two of one island in a round, rounds of none, and deliveries in any order."""
-    sea = Sea(quorum=2)
-    sea.live("a", "b", "c")
-    merger = sea.merger(keeper=sea.keeper(Shelf()))
+    simulated = SimulatedBroker(quorum=2)
+    simulated.live("a", "b", "c")
+    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
     for index, (island, ahead, behind, other_life) in enumerate(script):
         number = merger.rounds.closed + ahead
-        base = max(0, sea.version((number - 1) % 2) - behind)
+        base = max(0, simulated.version((number - 1) % 2) - behind)
         life = "y" if other_life else "x"
-        sea.send(island, number, values(index), base=base, incarnation=life, step_seconds=1.0 + index)
+        simulated.send(island, number, values(index), base=base, incarnation=life, step_seconds=1.0 + index)
         merger.turn(0.0)
-    sea.live("a", "b", "c", state="left")
+    simulated.live("a", "b", "c", state="left")
     merger.turn(0.0)
-    rounds = recorded(sea)
+    rounds = recorded(simulated)
     for _, deliveries in rounds:
         random.shuffle(deliveries)
-    state, fragments = redone(sea, rounds)
-    assert replace(state, pace=state_of(sea).pace).to_json() == state_of(sea).to_json()
+    state, fragments = redone(simulated, rounds)
+    assert replace(state, pace=state_of(simulated).pace).to_json() == state_of(simulated).to_json()
     dumps = [outer.dump(f.params_N, f.outer) if p in state.norms else b"" for p, f in enumerate(fragments)]
-    assert dumps == [sea.transport.outer(p) for p in range(2)]
+    assert dumps == [simulated.transport.outer(p) for p in range(2)]
 
 
 def with_member(entry: TapeEntry, **changes: object) -> TapeEntry:
@@ -108,10 +110,10 @@ BENDS: dict[str, tuple[Callable[[TapeEntry], TapeEntry], str]] = {
 
 @pytest.mark.parametrize("bend", BENDS)
 def test_the_first_difference_is_named(bend: str) -> None:
-    sea = four_rounds()
+    simulated = four_rounds()
     how, words = BENDS[bend]
-    (first, second, *_) = recorded(sea)
-    rules, state, fragments = beginning(sea)
+    (first, second, *_) = recorded(simulated)
+    rules, state, fragments = beginning(simulated)
     redo(rules, state, fragments[0], *first)
     before = state.to_json()
     with pytest.raises(DifferenceError, match=words) as caught:
@@ -122,48 +124,48 @@ def test_the_first_difference_is_named(bend: str) -> None:
 
 
 def test_a_loss_that_nobody_knows_is_no_difference() -> None:
-    sea = Sea()
-    sea.live("a")
-    merger = sea.merger(keeper=sea.keeper(Shelf()))
-    sea.send("a", 1, values(1), loss=float("nan"))
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
+    simulated.send("a", 1, values(1), loss=float("nan"))
     merger.turn(0.0)
-    assert redone(sea, recorded(sea))[0].closed == 1
+    assert redone(simulated, recorded(simulated))[0].closed == 1
 
 
 def test_parameters_that_began_elsewhere_are_a_difference() -> None:
-    sea = four_rounds()
-    rules, state, fragments = beginning(sea)
+    simulated = four_rounds()
+    rules, state, fragments = beginning(simulated)
     moved = new_state(np.asarray(fragments[0].params_N) + np.float32(1e-3), rules.outer)
     with pytest.raises(DifferenceError, match=r"round 1 \(fragment 0, version 1\): digest"):
-        redo(rules, state, moved, *recorded(sea)[0])
+        redo(rules, state, moved, *recorded(simulated)[0])
 
 
 def test_a_missing_round_is_named() -> None:
-    sea = four_rounds()
-    first, _, third, _ = recorded(sea)
+    simulated = four_rounds()
+    first, _, third, _ = recorded(simulated)
     with pytest.raises(DifferenceError, match="round 3 is on the tape where round 2 should be"):
-        redone(sea, [first, third])
+        redone(simulated, [first, third])
     with pytest.raises(DifferenceError, match="round 1 is on the tape where round 2 should be"):
-        redone(sea, [first, first])
+        redone(simulated, [first, first])
 
 
 def test_a_missing_contribution_is_named() -> None:
-    sea = Sea(quorum=2)
-    merger = sea.merger(keeper=sea.keeper(Shelf()))
-    sea.play(merger, 1)
-    entry, (one, other) = recorded(sea)[0]
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
+    simulated.play(merger, 1)
+    entry, (one, other) = recorded(simulated)[0]
     merger.transport.trim(merger.epoch, [one.entry])
     with pytest.raises(DifferenceError, match=r"round 1: a contribution cannot be read \(the entry is gone\)"):
-        redone(sea, recorded(sea))
+        redone(simulated, recorded(simulated))
     with pytest.raises(DifferenceError, match=r"members \['a/x/0', 'b/x/0'\] on the tape, \['b/x/0'\] done again"):
-        redone(sea, [(entry, [other])])
+        redone(simulated, [(entry, [other])])
 
 
 def test_another_payload_is_named() -> None:
-    sea = four_rounds()
-    entry, (one, other) = recorded(sea)[0]
+    simulated = four_rounds()
+    entry, (one, other) = recorded(simulated)[0]
     with pytest.raises(DifferenceError, match=r"round 1: a contribution cannot be read .*digest"):
-        redone(sea, [(entry, [replace(one, payload=other.payload), other])])
+        redone(simulated, [(entry, [replace(one, payload=other.payload), other])])
 
 
 @pytest.mark.parametrize("said", [0, 1 << 62])
@@ -171,7 +173,7 @@ def test_a_size_that_is_not_the_payloads_is_refused(said: int) -> None:
     """The tape adds sizes up: one forged size could make a sum that no message may hold."""
     contribution, payload = samples.packed(values(0))
     assert isinstance(contribution, Contribution)
-    rules, state, fragments = beginning(Sea())
+    rules, state, fragments = beginning(SimulatedBroker())
     gathered = rules.gather(contribution.fragment, fragments[contribution.fragment], state, 0)
     with pytest.raises(WireError, match=f"where {said} were said"):
         rules.take(gathered, Delivery("1-0", replace(contribution, bytes=said), payload))

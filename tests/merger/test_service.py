@@ -20,36 +20,36 @@ from archipelago.merger.clip import path
 from archipelago.merger.service import LEASE_SECONDS, Merger, serve
 from archipelago.merger.state import RunState
 from archipelago.ops.experiments.virtual_time import VirtualClock
-from tests.merger.simulated_broker import CONFIG, SIZE, Faulty, Sea, constant, state_of, values
+from tests.merger.simulated_broker import CONFIG, SIZE, Faulty, SimulatedBroker, constant, state_of, values
 
 # -- one merger ----------------------------------------------------------------------------------------------------
 
 
 def test_a_round_of_one_island() -> None:
-    sea = Sea()
-    sea.live("a")
-    merger = sea.merger()
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    merger = simulated.merger()
     assert not merger.turn(0.0)
-    sea.send("a", 1, constant(1.0), global_step=9, loss=3.0)
+    simulated.send("a", 1, constant(1.0), global_step=9, loss=3.0)
     assert merger.turn(0.0)
     # Nesterov: b = 1, θ = 0 − ½(1 + ½ · 1).
-    assert sea.parameters(0) == [-0.75] * SIZE
-    assert sea.parameters(1) == [0.0] * SIZE
-    ((call,), (snapshot,)) = sea.events(Call), sea.events(Snapshot)
+    assert simulated.parameters(0) == [-0.75] * SIZE
+    assert simulated.parameters(1) == [0.0] * SIZE
+    ((call,), (snapshot,)) = simulated.events(Call), simulated.events(Snapshot)
     assert call == Call(1, 0)
     assert (snapshot.version, snapshot.step, snapshot.merged) == (1, 9, "a/x/0")
-    (entry,) = sea.transport.tape(5)
+    (entry,) = simulated.transport.tape(5)
     assert (entry.round, entry.fragment, entry.version, entry.loss, entry.live) == (1, 0, 1, 3.0, 1)
     assert entry.digest == digest(constant(-0.75).tobytes())
     assert not merger.turn(0.0)
-    sea.balance()
+    simulated.balance()
 
 
 def test_contributions_are_clipped_by_what_they_can_have_moved() -> None:
     """The first ones go over half an interval at the begin of the warm-up, a 50th of the later ones' path."""
-    sea = Sea()
-    sea.live("a", "b")
-    merger = sea.merger()
+    simulated = SimulatedBroker()
+    simulated.live("a", "b")
+    merger = simulated.merger()
     near: dict[str, Any] = {"steps": 4, "global_step": 4}
     far: dict[str, Any] = {"steps": 8, "global_step": 100}
     longer = path(CONFIG, **far) / path(CONFIG, **near)
@@ -57,98 +57,98 @@ def test_contributions_are_clipped_by_what_they_can_have_moved() -> None:
     sizes = [(1.0, near)] * 8 + [(longer, far)] * 2 + [(100.0 * longer, far)] * 2
     for number, (size, when) in enumerate(sizes, 1):
         for island in "ab":
-            sea.send(island, number, constant(size), **when)
+            simulated.send(island, number, constant(size), **when)
         assert merger.turn(0.0)
-    clips = [member.clip for entry in sea.transport.tape(20) for member in entry.members]
+    clips = [member.clip for entry in simulated.transport.tape(20) for member in entry.members]
     assert clips[:20] == [1.0] * 20
     assert clips[20:] == pytest.approx([0.03] * 4), "three times the usual is the most"
 
 
 def test_rounds_of_two_islands_in_turn() -> None:
-    sea = Sea()
-    sea.live("a", "b")
-    merger = sea.merger()
+    simulated = SimulatedBroker()
+    simulated.live("a", "b")
+    merger = simulated.merger()
     for number in (1, 2, 3, 4):
-        sea.send("a", number, constant(1.0))
+        simulated.send("a", number, constant(1.0))
         assert not merger.turn(0.0)
-        assert [call.round for call in sea.events(Call)] == list(range(1, number + 1))
-        sea.send("b", number, constant(3.0))
+        assert [call.round for call in simulated.events(Call)] == list(range(1, number + 1))
+        simulated.send("b", number, constant(3.0))
         assert merger.turn(0.0)
     # The mean is 2. b = 2, 3; θ = −½(2 + 1), then − ½(2 + 1.5).
-    assert sea.parameters(0) + sea.parameters(1) == pytest.approx([-3.25] * 2 * SIZE)
-    assert [(s.fragment, s.version) for s in sea.events(Snapshot)] == [(0, 1), (1, 1), (0, 2), (1, 2)]
-    assert len(sea.events(Call)) == 4
-    sea.balance()
+    assert simulated.parameters(0) + simulated.parameters(1) == pytest.approx([-3.25] * 2 * SIZE)
+    assert [(s.fragment, s.version) for s in simulated.events(Snapshot)] == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    assert len(simulated.events(Call)) == 4
+    simulated.balance()
 
 
 def test_a_grace_window_ends_by_the_clock() -> None:
-    sea = Sea()
-    sea.live("a", "silent")
-    merger = sea.merger()
-    sea.send("a", 1, constant(1.0), step_seconds=0.25)
+    simulated = SimulatedBroker()
+    simulated.live("a", "silent")
+    merger = simulated.merger()
+    simulated.send("a", 1, constant(1.0), step_seconds=0.25)
     assert not merger.turn(0.0)
     assert merger.rounds.deadline() == 1.0  # ½ · τ 2 · H/P 4 · 0.25 s
-    sea.clock.now = 0.999
+    simulated.clock.now = 0.999
     assert not merger.turn(0.0)
-    sea.clock.now = 1.0
+    simulated.clock.now = 1.0
     assert merger.turn(0.0)
-    (entry,) = sea.transport.tape(1)
+    (entry,) = simulated.transport.tape(1)
     assert (entry.grace_seconds, entry.open_seconds, entry.live) == (1.0, 1.0, 2)
 
 
 def test_what_comes_late_is_merged_with_the_next_round_of_its_fragment() -> None:
-    sea = Sea()
-    sea.live("a")
-    merger = sea.merger()
-    sea.send("a", 1, constant(1.0))
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    merger = simulated.merger()
+    simulated.send("a", 1, constant(1.0))
     merger.turn(0.0)
-    sea.send("late", 1, constant(1.0), base=0)
+    simulated.send("late", 1, constant(1.0), base=0)
     assert not merger.turn(0.0)
-    assert sea.transport.backlog() == 1
+    assert simulated.transport.backlog() == 1
     for number in (2, 3):
-        sea.send("a", number, constant(1.0))
+        simulated.send("a", number, constant(1.0))
         merger.turn(0.0)
-    (entry,) = sea.transport.tape(1)
+    (entry,) = simulated.transport.tape(1)
     assert [(m.island, m.staleness) for m in entry.members] == [("late", 1), ("a", 0)]
     assert entry.members[0].weight < entry.members[1].weight
-    assert state_of(sea).staleness.value < 1.0  # which the next gains are measured by
-    sea.balance()
+    assert state_of(simulated).staleness.value < 1.0  # which the next gains are measured by
+    simulated.balance()
 
 
 def test_the_step_that_is_stamped_is_the_furthest_of_all() -> None:
-    sea = Sea()
-    sea.live("fast", "slow")
-    merger = sea.merger()
+    simulated = SimulatedBroker()
+    simulated.live("fast", "slow")
+    merger = simulated.merger()
     for number, (fast, slow) in enumerate([(30, 10), (35, 40), (20, 25)], start=1):
-        sea.send("fast", number, constant(1.0), global_step=fast)
-        sea.send("slow", number, constant(1.0), global_step=slow)
+        simulated.send("fast", number, constant(1.0), global_step=fast)
+        simulated.send("slow", number, constant(1.0), global_step=slow)
         merger.turn(0.0)
-    assert [s.step for s in sea.events(Snapshot)] == [30, 40, 40]
-    assert [entry.step for entry in sea.transport.tape(3)] == [30, 40, 40]
+    assert [s.step for s in simulated.events(Snapshot)] == [30, 40, 40]
+    assert [entry.step for entry in simulated.transport.tape(3)] == [30, 40, 40]
 
 
 def test_leavers_are_merged_when_nobody_is_left() -> None:
-    sea = Sea()
-    sea.live("a", state="leaving")
-    merger = sea.merger()
+    simulated = SimulatedBroker()
+    simulated.live("a", state="leaving")
+    merger = simulated.merger()
     for number in (2, 1):
-        sea.send("a", number, constant(1.0), farewell=True)
+        simulated.send("a", number, constant(1.0), farewell=True)
     assert merger.turn(0.0)
-    assert sea.parameters(0) + sea.parameters(1) == pytest.approx([-0.75] * 2 * SIZE)
-    assert sea.events(Call) == []
-    sea.balance()
+    assert simulated.parameters(0) + simulated.parameters(1) == pytest.approx([-0.75] * 2 * SIZE)
+    assert simulated.events(Call) == []
+    simulated.balance()
 
 
 def test_the_living_are_those_who_train_and_were_heard_of() -> None:
-    sea = Sea()
-    merger = sea.merger()
-    sea.live("silent")
-    sea.clock.now = 0.1
-    sea.live("slow")
-    sea.clock.now = LIVE_SECONDS
-    sea.live("trains")
+    simulated = SimulatedBroker()
+    merger = simulated.merger()
+    simulated.live("silent")
+    simulated.clock.now = 0.1
+    simulated.live("slow")
+    simulated.clock.now = LIVE_SECONDS
+    simulated.live("trains")
     for state in ("joining", "leaving", "left", "done"):
-        sea.live(state, state=state)
+        simulated.live(state, state=state)
     merger.turn(0.0)
     assert merger.live == {"trains", "slow"}
 
@@ -167,7 +167,7 @@ REASONS = {
 }  # fmt: skip
 
 
-def send_bad(sea: Sea, kind: str, island: str, number: int) -> Contribution:
+def send_bad(simulated: SimulatedBroker, kind: str, island: str, number: int) -> Contribution:
     """A contribution that nobody may merge."""
     good = constant(1.0)
     with np.errstate(over="ignore"):
@@ -176,162 +176,162 @@ def send_bad(sea: Sea, kind: str, island: str, number: int) -> Contribution:
         case "nan" | "inf" | "huge":
             spoilt = good.copy()
             spoilt[5] = odd
-            return sea.send(island, number, spoilt)
+            return simulated.send(island, number, spoilt)
         case "size":
-            return sea.send(island, number, constant(1.0, SIZE + 1))
+            return simulated.send(island, number, constant(1.0, SIZE + 1))
         case "codec":
             payload = pack(good, "float32", 0).replace(b"float32", b"float64")
-            return sea.send(island, number, good, payload=payload, codec="float64")
+            return simulated.send(island, number, good, payload=payload, codec="float64")
         case "digest":
-            return sea.send(island, number, good, digest="0" * 32)
+            return simulated.send(island, number, good, digest="0" * 32)
         case "ahead":
-            return sea.send(island, number + 2000, good)
+            return simulated.send(island, number + 2000, good)
         case "future":
-            return sea.send(island, number, good, base=1000)
+            return simulated.send(island, number, good, base=1000)
         case "fragment":
-            return sea.send(island, number, good, fragment=7)
+            return simulated.send(island, number, good, fragment=7)
         case "bytes":
-            return sea.send(island, number, good, payload=b"ARC0" + bytes(50))
+            return simulated.send(island, number, good, payload=b"ARC0" + bytes(50))
         case "empty":
-            return sea.send(island, number, good, payload=b"")
+            return simulated.send(island, number, good, payload=b"")
         case "shard":
-            return sea.send(island, number, good, data="0:0:1 64:0:1")
+            return simulated.send(island, number, good, data="0:0:1 64:0:1")
         case "place":
-            return sea.send(island, number, good, data="0:0:1 \u0663:0:1")
+            return simulated.send(island, number, good, data="0:0:1 \u0663:0:1")
         case "said":
-            return sea.send(island, number, good, bytes=1 << 62)
+            return simulated.send(island, number, good, bytes=1 << 62)
         case _:
-            return sea.send(island, number, good, tokens=1 << 50)
+            return simulated.send(island, number, good, tokens=1 << 50)
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_each_refusal_says_why_and_touches_nothing(kind: str) -> None:
-    sea = Sea()
-    sea.live("a")
-    merger = sea.merger()
-    before = sea.digests()
-    sent = send_bad(sea, kind, "a", 1)
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    merger = simulated.merger()
+    before = simulated.digests()
+    sent = send_bad(simulated, kind, "a", 1)
     assert not merger.turn(0.0)
-    (refusal,) = sea.events(Refusal)
+    (refusal,) = simulated.events(Refusal)
     assert (refusal.island, refusal.incarnation, refusal.sequence) == sent.identity
     assert (refusal.round, refusal.fragment, refusal.tokens) == (sent.round, sent.fragment, sent.tokens)
     assert REASONS[kind] in refusal.reason
-    assert sea.digests() == before
-    assert sea.transport.tape(1) == []
-    assert sea.events(Call) == []
-    sea.balance()
-    sea.send("a", 1, constant(1.0))
+    assert simulated.digests() == before
+    assert simulated.transport.tape(1) == []
+    assert simulated.events(Call) == []
+    simulated.balance()
+    simulated.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
-    assert sea.parameters(0) == [-0.75] * SIZE
+    assert simulated.parameters(0) == [-0.75] * SIZE
 
 
 def test_a_base_is_judged_by_the_versions_of_its_fragment() -> None:
-    sea = Sea()
-    sea.live("a")
-    merger = sea.merger()
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    merger = simulated.merger()
     for closed in range(5):
         for p in range(2):
-            sea.send("b", p + 1, constant(1.0), base=sea.version(p) + 1)
+            simulated.send("b", p + 1, constant(1.0), base=simulated.version(p) + 1)
         merger.turn(0.0)
         now = [(closed + 1) // 2, closed // 2]
-        reasons = [r.reason for r in sea.events(Refusal)[-2:]]
+        reasons = [r.reason for r in simulated.events(Refusal)[-2:]]
         assert reasons == [f"measured from version {v + 1}, which does not exist yet (now {v})" for v in now]
-        sea.send("a", closed + 1, constant(1.0))
+        simulated.send("a", closed + 1, constant(1.0))
         assert merger.turn(0.0)
 
 
 def test_too_stale_is_refused() -> None:
-    sea = Sea()  # the cap is 2
-    sea.live("a")
-    merger = sea.merger()
+    simulated = SimulatedBroker()  # the cap is 2
+    simulated.live("a")
+    merger = simulated.merger()
     for number in range(1, 6):
-        sea.send("a", number, constant(1.0))
+        simulated.send("a", number, constant(1.0))
         merger.turn(0.0)
-    assert sea.version(0) == 3
-    sea.send("late", 1, constant(1.0), base=0)
+    assert simulated.version(0) == 3
+    simulated.send("late", 1, constant(1.0), base=0)
     merger.turn(0.0)
-    assert [r.reason for r in sea.events(Refusal)] == ["staleness 3 is over the cap of 2"]
-    sea.balance()
+    assert [r.reason for r in simulated.events(Refusal)] == ["staleness 3 is over the cap of 2"]
+    simulated.balance()
 
 
 @given(st.lists(st.tuples(st.sampled_from(BAD), st.sampled_from("ab"), st.integers(1, 3)), max_size=12))
 def test_however_many_are_bad_the_parameters_stay(bad: list[tuple[str, str, int]]) -> None:
-    sea = Sea()
-    sea.live("a")
-    merger = sea.merger()
-    before = sea.digests()
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    merger = simulated.merger()
+    before = simulated.digests()
     for kind, island, number in bad:
-        send_bad(sea, kind, island, number)
+        send_bad(simulated, kind, island, number)
     merger.turn(0.0)
-    sea.live("a", state="left")
+    simulated.live("a", state="left")
     merger.turn(0.0)
-    assert sea.digests() == before
-    assert (sea.transport.backlog(), sea.transport.books().refused) == (0, len(bad))
-    sea.balance()
+    assert simulated.digests() == before
+    assert (simulated.transport.backlog(), simulated.transport.books().refused) == (0, len(bad))
+    simulated.balance()
 
 
 def test_a_repeat_is_merged_once() -> None:
-    sea = Sea()
-    sea.live("a", "b")
-    merger = sea.merger()
-    sea.send("a", 1, constant(1.0))
-    sea.publish(*sea.sent[0])  # beside the first, which waits
+    simulated = SimulatedBroker()
+    simulated.live("a", "b")
+    merger = simulated.merger()
+    simulated.send("a", 1, constant(1.0))
+    simulated.publish(*simulated.sent[0])  # beside the first, which waits
     merger.turn(0.0)
-    assert sea.transport.books().refused == 1
-    sea.send("b", 1, constant(1.0))
+    assert simulated.transport.books().refused == 1
+    simulated.send("b", 1, constant(1.0))
     assert merger.turn(0.0)
-    sea.publish(*sea.sent[0])  # after it was merged
+    simulated.publish(*simulated.sent[0])  # after it was merged
     merger.turn(0.0)
-    sea.publish(*sea.sent[0])
-    sea.merger().turn(0.0)  # after a restart
-    assert sea.merged() == [("a", "x", 0), ("b", "x", 0)]
-    assert [r.reason for r in sea.events(Refusal)] == ["a repeat of a contribution that was taken already"] * 3
-    sea.balance()
+    simulated.publish(*simulated.sent[0])
+    simulated.merger().turn(0.0)  # after a restart
+    assert simulated.merged() == [("a", "x", 0), ("b", "x", 0)]
+    assert [r.reason for r in simulated.events(Refusal)] == ["a repeat of a contribution that was taken already"] * 3
+    simulated.balance()
 
 
 def test_a_repeat_that_was_read_before_a_restart_is_merged_once() -> None:
-    sea = Sea()
-    sea.live("a", "b")
-    sea.merger().turn(0.0)
-    sea.send("a", 1, constant(1.0))
-    sea.publish(*sea.sent[0])
-    sea.transport.updates(0.0)  # a merger read both, and died
-    merger = sea.merger()
-    assert (sea.transport.backlog(), sea.transport.books().refused) == (1, 1)
-    sea.send("b", 1, constant(1.0))
+    simulated = SimulatedBroker()
+    simulated.live("a", "b")
+    simulated.merger().turn(0.0)
+    simulated.send("a", 1, constant(1.0))
+    simulated.publish(*simulated.sent[0])
+    simulated.transport.updates(0.0)  # a merger read both, and died
+    merger = simulated.merger()
+    assert (simulated.transport.backlog(), simulated.transport.books().refused) == (1, 1)
+    simulated.send("b", 1, constant(1.0))
     assert merger.turn(0.0)
-    assert sorted(sea.merged()) == [("a", "x", 0), ("b", "x", 0)]
-    sea.balance()
+    assert sorted(simulated.merged()) == [("a", "x", 0), ("b", "x", 0)]
+    simulated.balance()
 
 
 def test_what_was_refused_is_not_merged_when_it_comes_again() -> None:
     """Refused once means ended: a repeat must not be judged by a later state, nor after a restart."""
-    sea = Sea()
-    sea.live("a")
-    merger = sea.merger()
-    sea.send("a", 6, constant(1.0))  # two round trips ahead are 4
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    merger = simulated.merger()
+    simulated.send("a", 6, constant(1.0))  # two round trips ahead are 4
     merger.turn(0.0)
     for number in (1, 2, 3):
-        sea.send("a", number, constant(1.0))
+        simulated.send("a", number, constant(1.0))
         merger.turn(0.0)
-    sea.publish(*sea.sent[0])
+    simulated.publish(*simulated.sent[0])
     merger.turn(0.0)
-    sea.publish(*sea.sent[0])
-    sea.merger().turn(0.0)
-    assert sea.transport.books().refused == 3
-    assert ("a", "x", 0) not in sea.merged()
-    sea.balance()
+    simulated.publish(*simulated.sent[0])
+    simulated.merger().turn(0.0)
+    assert simulated.transport.books().refused == 3
+    assert ("a", "x", 0) not in simulated.merged()
+    simulated.balance()
 
 
 def test_refusals_leave_no_trace_that_grows() -> None:
-    sea = Sea()
-    sea.live("a")
-    merger = sea.merger()
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    merger = simulated.merger()
     for number in range(1, 30):
-        send_bad(sea, "digest", "a", number)
-        sea.send("a", number, constant(1.0))
+        send_bad(simulated, "digest", "a", number)
+        simulated.send("a", number, constant(1.0))
         merger.turn(0.0)
-    seen = RunState.from_json(sea.transport.merger_state()).seen["a/x"]
+    seen = RunState.from_json(simulated.transport.merger_state()).seen["a/x"]
     assert (seen.floor, seen.above) == (58, set())
 
 
@@ -349,8 +349,8 @@ DEEDS = st.one_of(
 
 @given(st.lists(DEEDS, max_size=40), st.integers(1, 3))
 def test_the_books_balance_after_any_mix(deeds: list[tuple[str, str, int, Any]], quorum: int) -> None:
-    sea = Sea(quorum=quorum)
-    merger = sea.merger()
+    simulated = SimulatedBroker(quorum=quorum)
+    merger = simulated.merger()
     expected: dict[tuple[str, str, int], int] = {}
     """base of those that may be merged, by identity, until a merger has read them"""
     merged, refused = set[tuple[str, str, int]](), 0
@@ -358,74 +358,74 @@ def test_the_books_balance_after_any_mix(deeds: list[tuple[str, str, int, Any]],
     def turn() -> None:
         nonlocal refused
         for identity, base in expected.items():
-            p = next(c.fragment for c, _ in sea.sent if c.identity == identity)
-            if sea.version(p) - base > CONFIG.sync.staleness_cap:
+            p = next(c.fragment for c, _ in simulated.sent if c.identity == identity)
+            if simulated.version(p) - base > CONFIG.sync.staleness_cap:
                 refused += 1
             else:
                 merged.add(identity)
         expected.clear()
         merger.turn(0.0)
-        sea.balance()
+        simulated.balance()
 
     for deed, island, number, detail in deeds:
         match deed:
             case "good":
                 number = max(1, merger.rounds.closed + number)
-                version = sea.version((number - 1) % 2)
-                sent = sea.send(island, number, values(len(sea.sent)), base=max(0, version - detail))
+                version = simulated.version((number - 1) % 2)
+                sent = simulated.send(island, number, values(len(simulated.sent)), base=max(0, version - detail))
                 expected[sent.identity] = sent.base
             case "bad":
-                send_bad(sea, detail, island, merger.rounds.closed + 1 + number)
+                send_bad(simulated, detail, island, merger.rounds.closed + 1 + number)
                 refused += 1
-            case "repeat" if sea.sent:
-                sea.publish(*sea.sent[number % len(sea.sent)])
+            case "repeat" if simulated.sent:
+                simulated.publish(*simulated.sent[number % len(simulated.sent)])
                 refused += 1
             case "turn":
                 turn()
             case "restart":
-                merger = sea.merger()
+                merger = simulated.merger()
             case "wait":
-                sea.clock.now += 1.0
+                simulated.clock.now += 1.0
             case "training" | "left":
-                sea.live(island, state=deed)
+                simulated.live(island, state=deed)
             case _:
                 pass
     turn()
-    sea.live("a", "b", "c", state="left")
+    simulated.live("a", "b", "c", state="left")
     turn()
-    books = sea.transport.books()
-    assert sea.transport.backlog() == 0
-    assert set(sea.merged()) == merged
+    books = simulated.transport.books()
+    assert simulated.transport.backlog() == 0
+    assert set(simulated.merged()) == merged
     assert (books.merged, books.refused) == (len(merged), refused)
     for p in range(2):
-        versions = [s.version for s in sea.events(Snapshot) if s.fragment == p]
+        versions = [s.version for s in simulated.events(Snapshot) if s.fragment == p]
         assert versions == list(range(1, len(versions) + 1))
-    assert [entry.round for entry in sea.transport.tape(10_000)] == list(range(1, merger.rounds.closed + 1))
+    assert [entry.round for entry in simulated.transport.tape(10_000)] == list(range(1, merger.rounds.closed + 1))
     if "restart" not in {deed for deed, *_ in deeds}:
-        assert max(Counter(call.round for call in sea.events(Call)).values(), default=0) <= 1
+        assert max(Counter(call.round for call in simulated.events(Call)).values(), default=0) <= 1
 
 
 # -- restarts ------------------------------------------------------------------------------------------------------
 
 
-def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> Sea:
+def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> SimulatedBroker:
     """Plays (island, rounds ahead, versions behind) one after the other, a turn after each; new mergers in between."""
-    sea = Sea(quorum=2)
-    sea.live("a", "b", "c")
-    merger = sea.merger()
+    simulated = SimulatedBroker(quorum=2)
+    simulated.live("a", "b", "c")
+    merger = simulated.merger()
     for index, (island, ahead, behind) in enumerate(script):
         if index in restarts:
-            merger = sea.merger()
+            merger = simulated.merger()
         number = merger.rounds.closed + ahead
-        base = max(0, sea.version((number - 1) % 2) - behind)
-        sea.send(island, number, values(index), tokens=100 + index, base=base)
+        base = max(0, simulated.version((number - 1) % 2) - behind)
+        simulated.send(island, number, values(index), tokens=100 + index, base=base)
         merger.turn(0.0)
     if len(script) in restarts:
-        merger = sea.merger()
-    sea.live("a", "b", "c", state="left")
+        merger = simulated.merger()
+    simulated.live("a", "b", "c", state="left")
     merger.turn(0.0)
-    sea.balance()
-    return sea
+    simulated.balance()
+    return simulated
 
 
 @settings(max_examples=60)
@@ -433,8 +433,8 @@ def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> S
 def test_a_restart_anywhere_goes_on_to_the_same_bits(script: list[tuple[str, int, int]], restarts: set[int]) -> None:
     undisturbed, restarted = played(script, ()), played(script, restarts)
     tapes = [
-        [(e.round, e.version, e.digest, e.members, e.gain) for e in sea.transport.tape(10_000)]
-        for sea in (undisturbed, restarted)
+        [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.tape(10_000)]
+        for simulated in (undisturbed, restarted)
     ]
     assert tapes[0] == tapes[1]
     assert undisturbed.digests() == restarted.digests()
@@ -448,22 +448,22 @@ def test_a_restart_between_rounds_keeps_the_pace(delays: list[float], restarts: 
     """Grace windows depend on how long quorums took so far, and they decide who is in a round."""
 
     def seconds_of(restarts: Iterable[int]) -> list[tuple[float, float, str]]:
-        sea = Sea(quorum=2)
-        merger = sea.merger()
+        simulated = SimulatedBroker(quorum=2)
+        merger = simulated.merger()
         for number, delay in enumerate(delays, start=1):
             if number in restarts:
-                merger = sea.merger()
-            sea.live("a", "b", "silent")
-            sea.send("a", number, values(number))
+                merger = simulated.merger()
+            simulated.live("a", "b", "silent")
+            simulated.send("a", number, values(number))
             merger.turn(0.0)
-            sea.clock.now += delay
-            sea.send("b", number, values(-number % 99))
+            simulated.clock.now += delay
+            simulated.send("b", number, values(-number % 99))
             closed = merger.turn(0.0)
             while not closed:
-                sea.live("a", "b", "silent")
-                sea.clock.now = merger.rounds.deadline() or sea.clock.now
+                simulated.live("a", "b", "silent")
+                simulated.clock.now = merger.rounds.deadline() or simulated.clock.now
                 closed = merger.turn(0.0)
-        return [(e.grace_seconds, e.open_seconds, e.digest) for e in sea.transport.tape(100)]
+        return [(e.grace_seconds, e.open_seconds, e.digest) for e in simulated.transport.tape(100)]
 
     assert seconds_of(restarts) == seconds_of(())
 
@@ -471,74 +471,74 @@ def test_a_restart_between_rounds_keeps_the_pace(delays: list[float], restarts: 
 # -- two mergers ---------------------------------------------------------------------------------------------------
 
 
-def everything(sea: Sea) -> list[Any]:
-    run = sea.broker.runs["sample"]
+def everything(simulated: SimulatedBroker) -> list[Any]:
+    run = simulated.broker.runs["sample"]
     return [run.fragments.copy(), run.outer.copy(), run.state, list(run.tape), list(run.events), dict(run.books),
             dict(run.updates), run.epoch, run.lease]  # fmt: skip
 
 
 @pytest.mark.parametrize("write", ["call", "refuse", "commit", "renew"])
 def test_the_older_merger_is_fenced_and_writes_nothing(write: str) -> None:
-    sea = Sea()
-    sea.live("a")
+    simulated = SimulatedBroker()
+    simulated.live("a")
     sleeper = VirtualClock()  # its clock stood still while it slept
-    old = sea.merger("old", sleeper)
+    old = simulated.merger("old", sleeper)
     if write == "commit":
-        sea.live("a", "b")
-        sea.send("a", 1, constant(1.0))
+        simulated.live("a", "b")
+        simulated.send("a", 1, constant(1.0))
         assert not old.turn(0.0)
-        sea.live("b", state="left")  # now the round may close
-    sea.clock.now += LEASE_SECONDS
-    sea.live("a")
-    new = sea.merger("new")
+        simulated.live("b", state="left")  # now the round may close
+    simulated.clock.now += LEASE_SECONDS
+    simulated.live("a")
+    new = simulated.merger("new")
     if write == "refuse":
-        send_bad(sea, "nan", "a", 1)
+        send_bad(simulated, "nan", "a", 1)
     if write == "call":
-        sea.send("a", 1, constant(1.0))
+        simulated.send("a", 1, constant(1.0))
     if write == "renew":
         sleeper.now += LEASE_SECONDS
-    before = everything(sea)
+    before = everything(simulated)
     with pytest.raises(FencedError):
         old.turn(0.0)
-    assert everything(sea) == before
+    assert everything(simulated) == before
     new.turn(0.0)
-    assert sea.transport.backlog() == 0
-    sea.balance()
+    assert simulated.transport.backlog() == 0
+    simulated.balance()
 
 
 def test_what_a_fenced_merger_had_read_is_not_left_behind() -> None:
     """A machine that slept wakes up, reads what is meant for its successor, and only then learns that it has one."""
-    sea = Sea()
-    sea.live("a", "b")
-    old = sea.merger("old", VirtualClock())
-    sea.clock.now += LEASE_SECONDS
-    sea.live("a", "b")
-    new = sea.merger("new")
-    sea.send("a", 1, constant(1.0))
+    simulated = SimulatedBroker()
+    simulated.live("a", "b")
+    old = simulated.merger("old", VirtualClock())
+    simulated.clock.now += LEASE_SECONDS
+    simulated.live("a", "b")
+    new = simulated.merger("new")
+    simulated.send("a", 1, constant(1.0))
     with pytest.raises(FencedError):
         old.turn(0.0)
-    sea.send("b", 1, constant(1.0))
+    simulated.send("b", 1, constant(1.0))
     new.turn(0.0)
     new.turn(0.0)
-    assert sorted(sea.merged()) == [("a", "x", 0), ("b", "x", 0)]
-    sea.balance()
+    assert sorted(simulated.merged()) == [("a", "x", 0), ("b", "x", 0)]
+    simulated.balance()
 
 
 def test_nobody_serves_beside_the_holder_of_the_lease() -> None:
-    sea = Sea()
-    sea.merger("first")
-    second = Merger(sea.broker.connect("sample"), sea.clock, "second")
+    simulated = SimulatedBroker()
+    simulated.merger("first")
+    second = Merger(simulated.broker.connect("sample"), simulated.clock, "second")
     assert not second.acquire()
-    sea.clock.now += LEASE_SECONDS
+    simulated.clock.now += LEASE_SECONDS
     assert second.acquire()
 
 
 def test_a_merger_that_turns_keeps_its_lease() -> None:
-    sea = Sea()
-    first = sea.merger("first")
-    second = Merger(sea.broker.connect("sample"), sea.clock, "second")
+    simulated = SimulatedBroker()
+    first = simulated.merger("first")
+    second = Merger(simulated.broker.connect("sample"), simulated.clock, "second")
     for _ in range(20):
-        sea.clock.now += LEASE_SECONDS / 3
+        simulated.clock.now += LEASE_SECONDS / 3
         first.turn(0.0)
         assert not second.acquire()
 
@@ -550,7 +550,7 @@ def test_a_merger_that_turns_keeps_its_lease() -> None:
 class Served:
     """A merger that serves while the test plays the islands between two turns."""
 
-    sea: Sea
+    simulated: SimulatedBroker
     transport: Faulty
     rounds: int = 4
     turns: int = 0
@@ -559,41 +559,41 @@ class Served:
         """`stopped`: sends what comes next whenever nothing is pending; True when all rounds have closed."""
         self.turns += 1
         assert self.turns < 500, "the merger does not get on"
-        self.sea.live("a", "b")
-        closed = RunState.from_json(self.sea.transport.merger_state()).closed
-        if self.sea.transport.backlog() == 0:
+        self.simulated.live("a", "b")
+        closed = RunState.from_json(self.simulated.transport.merger_state()).closed
+        if self.simulated.transport.backlog() == 0:
             if closed == self.rounds:
                 return True
-            send_bad(self.sea, "nan", "a", closed + 1)
-            self.sea.send("a", closed + 1, values(closed))
-            self.sea.send("b", closed + 1, values(100 + closed))
-            self.sea.publish(*self.sea.sent[-1])
+            send_bad(self.simulated, "nan", "a", closed + 1)
+            self.simulated.send("a", closed + 1, values(closed))
+            self.simulated.send("b", closed + 1, values(100 + closed))
+            self.simulated.publish(*self.simulated.sent[-1])
         return False
 
     def pause(self, seconds: float) -> None:
-        self.sea.clock.now += seconds
+        self.simulated.clock.now += seconds
 
 
 def served(faults: Iterable[tuple[str, int, str]], error: BrokerError | None = None) -> Served:
     """Four rounds of two islands, each with a bad contribution and a repeat, over a connection with these faults."""
-    sea = Sea(quorum=2)
-    transport = Faulty(sea.broker, "sample", faults)
+    simulated = SimulatedBroker(quorum=2)
+    transport = Faulty(simulated.broker, "sample", faults)
     transport.error = error or transport.error
-    course = Served(sea, transport)
-    serve(Merger(transport, sea.clock, "merger", live_poll_seconds=0.0), course, course.pause)
-    sea.balance()
+    course = Served(simulated, transport)
+    serve(Merger(transport, simulated.clock, "merger", live_poll_seconds=0.0), course, course.pause)
+    simulated.balance()
     return course
 
 
 def outcome(course: Served) -> list[Any]:
     """What an outage must not change. (That a refusal was made is only remembered from the next commit on.)"""
-    entries = course.sea.transport.tape(100)
-    seen = RunState.from_json(course.sea.transport.merger_state())
-    assert all(seen.has_seen(identity) for identity in course.sea.merged())
+    entries = course.simulated.transport.tape(100)
+    seen = RunState.from_json(course.simulated.transport.merger_state())
+    assert all(seen.has_seen(identity) for identity in course.simulated.merged())
     return [
         [(e.round, e.digest, e.members) for e in entries],
-        course.sea.digests(),
-        course.sea.transport.books().merged,
+        course.simulated.digests(),
+        course.simulated.transport.books().merged,
     ]
 
 
@@ -631,28 +631,28 @@ def test_a_broker_that_refuses_for_a_while_is_waited_for() -> None:
 
 
 def test_a_run_that_is_gone_is_not_waited_for() -> None:
-    sea = Sea()
-    merger = sea.merger()
-    del sea.broker.runs["sample"]
+    simulated = SimulatedBroker()
+    merger = simulated.merger()
+    del simulated.broker.runs["sample"]
     with pytest.raises(UnknownRunError):
         serve(merger, lambda: False, lambda seconds: pytest.fail("it waits"))
 
 
 def test_every_beginning_is_announced() -> None:
-    sea = Sea()
-    sea.live("a")
-    first = sea.merger()
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    first = simulated.merger()
     for number in (1, 2):
-        sea.send("a", number, constant(1.0))
+        simulated.send("a", number, constant(1.0))
         first.turn(0.0)
-    second = sea.merger()
-    assert sea.events(Resume) == [Resume(0, first.epoch), Resume(2, second.epoch)]
+    second = simulated.merger()
+    assert simulated.events(Resume) == [Resume(0, first.epoch), Resume(2, second.epoch)]
     assert second.epoch > first.epoch
 
 
 def test_a_fenced_merger_leaves() -> None:
-    sea = Sea()
-    old = Merger(Faulty(sea.broker, "sample"), sea.clock, "old", live_poll_seconds=0.0)
+    simulated = SimulatedBroker()
+    old = Merger(Faulty(simulated.broker, "sample"), simulated.clock, "old", live_poll_seconds=0.0)
     asked = 0
 
     def stopped() -> bool:
@@ -660,38 +660,40 @@ def test_a_fenced_merger_leaves() -> None:
         asked += 1
         assert asked < 10, "it should have left"
         if asked == 3:
-            sea.clock.now += LEASE_SECONDS
-            sea.merger("new")
+            simulated.clock.now += LEASE_SECONDS
+            simulated.merger("new")
         return False
 
     serve(old, stopped, lambda seconds: None)
     assert asked == 3
-    assert not Merger(sea.transport, sea.clock, "third").acquire()  # it gave nothing away that was not its own
+    assert not Merger(
+        simulated.transport, simulated.clock, "third"
+    ).acquire()  # it gave nothing away that was not its own
 
 
 def test_a_standby_takes_over_when_the_lease_runs_out() -> None:
-    sea = Sea()
-    sea.live("a")
-    sea.merger("first")
-    sea.send("a", 1, constant(1.0))
-    standby = Merger(Faulty(sea.broker, "sample"), sea.clock, "standby", live_poll_seconds=0.0)
+    simulated = SimulatedBroker()
+    simulated.live("a")
+    simulated.merger("first")
+    simulated.send("a", 1, constant(1.0))
+    standby = Merger(Faulty(simulated.broker, "sample"), simulated.clock, "standby", live_poll_seconds=0.0)
     pauses = []
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
-        assert sea.events(Snapshot) == []
-        sea.clock.now += seconds
-        sea.live("a")
+        assert simulated.events(Snapshot) == []
+        simulated.clock.now += seconds
+        simulated.live("a")
 
-    serve(standby, lambda: bool(sea.events(Snapshot)), pause)
+    serve(standby, lambda: bool(simulated.events(Snapshot)), pause)
     assert sum(pauses) == pytest.approx(LEASE_SECONDS)
-    assert sea.merged() == [("a", "x", 0)]
-    assert Merger(sea.transport, sea.clock, "third").acquire()  # it gave the lease back when it was stopped
+    assert simulated.merged() == [("a", "x", 0)]
+    assert Merger(simulated.transport, simulated.clock, "third").acquire()  # it gave the lease back when it was stopped
 
 
 def test_stopping_during_an_outage_still_ends() -> None:
-    sea = Sea()
-    merger = Merger(Faulty(sea.broker, "sample"), sea.clock, "merger", live_poll_seconds=0.0)
+    simulated = SimulatedBroker()
+    merger = Merger(Faulty(simulated.broker, "sample"), simulated.clock, "merger", live_poll_seconds=0.0)
     turns = iter([False, False, True])
     merger.transport.release = _unreachable  # type: ignore[method-assign, assignment]
     serve(merger, lambda: next(turns), lambda seconds: None)

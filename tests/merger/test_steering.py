@@ -21,108 +21,108 @@ from archipelago.merger.restore import rebuild
 from archipelago.merger.service import Merger, serve
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED
-from tests.merger.simulated_broker import SIZE, Sea, Shelf, bits, constant, state_of
+from tests.merger.simulated_broker import SIZE, Shelf, SimulatedBroker, bits, constant, state_of
 from tests.merger.test_round_replay import recorded, redone
 
 STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
 CLOCK = 1.7e9
 
 
-def notes(sea: Sea, kind: str) -> list[str]:
-    return [note.text for note in sea.transport.notes(1000) if note.kind == kind]
+def notes(simulated: SimulatedBroker, kind: str) -> list[str]:
+    return [note.text for note in simulated.transport.notes(1000) if note.kind == kind]
 
 
-def steered_on_tape(sea: Sea) -> list[str]:
-    return [entry.steered for entry in sea.transport.tape(1000)]
+def steered_on_tape(simulated: SimulatedBroker) -> list[str]:
+    return [entry.steered for entry in simulated.transport.tape(1000)]
 
 
-def play_one(sea: Sea, merger: Merger, number: int, value: float = 1.0) -> None:
+def play_one(simulated: SimulatedBroker, merger: Merger, number: int, value: float = 1.0) -> None:
     """A round of island a alone."""
-    sea.live("a")
-    sea.send("a", number, constant(value))
+    simulated.live("a")
+    simulated.send("a", number, constant(value))
     assert merger.turn(0.0), f"round {number} did not close"
 
 
 def test_a_rate_takes_effect_with_the_round_that_closes_next() -> None:
-    sea = Sea()
-    merger = sea.merger()
-    play_one(sea, merger, 1)
-    play_one(sea, merger, 2)
-    assert sea.parameters(0) + sea.parameters(1) == pytest.approx([-0.75] * 2 * SIZE)
-    sea.transport.steer({OUTER_RATE: "0.25"})
-    play_one(sea, merger, 3)
-    play_one(sea, merger, 4)
+    simulated = SimulatedBroker()
+    merger = simulated.merger()
+    play_one(simulated, merger, 1)
+    play_one(simulated, merger, 2)
+    assert simulated.parameters(0) + simulated.parameters(1) == pytest.approx([-0.75] * 2 * SIZE)
+    simulated.transport.steer({OUTER_RATE: "0.25"})
+    play_one(simulated, merger, 3)
+    play_one(simulated, merger, 4)
     # Nesterov: b = 1.5, and a step of ¼(1 + ½ · 1.5) where ½ was the run's own rate.
-    assert sea.parameters(0) + sea.parameters(1) == pytest.approx([-0.75 - 0.4375] * 2 * SIZE)
-    sea.transport.steer({OUTER_RATE: ""})
-    play_one(sea, merger, 5)
+    assert simulated.parameters(0) + simulated.parameters(1) == pytest.approx([-0.75 - 0.4375] * 2 * SIZE)
+    simulated.transport.steer({OUTER_RATE: ""})
+    play_one(simulated, merger, 5)
     # b = 1.75, and the run's own rate again.
-    assert sea.parameters(0) == pytest.approx([-0.75 - 0.4375 - 0.9375] * SIZE)
-    assert steered_on_tape(sea) == ["", "", "outer.learning_rate=0.25", "", "outer.learning_rate=0.5"]
-    assert notes(sea, "steered") == [
+    assert simulated.parameters(0) == pytest.approx([-0.75 - 0.4375 - 0.9375] * SIZE)
+    assert steered_on_tape(simulated) == ["", "", "outer.learning_rate=0.25", "", "outer.learning_rate=0.5"]
+    assert notes(simulated, "steered") == [
         "outer.learning_rate=0.25 from round 3 on",
         "outer.learning_rate=0.5 from round 5 on",
     ]
-    assert state_of(sea).steered == {}
+    assert state_of(simulated).steered == {}
 
 
 def test_the_tape_has_the_wall_clock_and_what_the_close_took() -> None:
-    sea = Sea()
-    merger = Merger(sea.broker.connect("sample"), sea.clock, "m", live_poll_seconds=0.0, wall=lambda: CLOCK)
+    simulated = SimulatedBroker()
+    merger = Merger(simulated.broker.connect("sample"), simulated.clock, "m", live_poll_seconds=0.0, wall=lambda: CLOCK)
     assert merger.acquire()
     merger.load()
-    play_one(sea, merger, 1)
-    (entry,) = sea.transport.tape(9)
+    play_one(simulated, merger, 1)
+    (entry,) = simulated.transport.tape(9)
     assert (entry.unix_seconds, entry.merge_seconds) == (CLOCK, 0.0)
-    assert sea.transport.notes(1)[0].unix_seconds == CLOCK
+    assert simulated.transport.notes(1)[0].unix_seconds == CLOCK
 
 
 def test_a_quorum_counts_from_the_next_round_on() -> None:
-    sea = Sea(quorum=1, grace=0.0)
-    merger = sea.merger()
-    sea.live("a", "b", "c")
-    sea.send("a", 1, constant(1.0))
+    simulated = SimulatedBroker(quorum=1, grace=0.0)
+    merger = simulated.merger()
+    simulated.live("a", "b", "c")
+    simulated.send("a", 1, constant(1.0))
     assert merger.turn(0.0), "one is enough, and there is no grace"
-    sea.transport.steer({QUORUM: "2"})
-    sea.send("a", 2, constant(1.0))
+    simulated.transport.steer({QUORUM: "2"})
+    simulated.send("a", 2, constant(1.0))
     assert not merger.turn(0.0)
-    sea.send("b", 2, constant(1.0))
+    simulated.send("b", 2, constant(1.0))
     assert merger.turn(0.0)
-    assert steered_on_tape(sea) == ["", "sync.quorum=2"]
+    assert steered_on_tape(simulated) == ["", "sync.quorum=2"]
 
 
 def test_grace_holds_for_rounds_that_reach_their_quorum_afterwards() -> None:
-    sea = Sea(quorum=1, grace=1.0)
-    merger = sea.merger()
-    sea.live("a", "b")
-    sea.send("a", 1, constant(1.0))
+    simulated = SimulatedBroker(quorum=1, grace=1.0)
+    merger = simulated.merger()
+    simulated.live("a", "b")
+    simulated.send("a", 1, constant(1.0))
     assert not merger.turn(0.0), "b may answer yet"
-    sea.transport.steer({GRACE: "0"})
-    sea.clock.now += 1000.0
+    simulated.transport.steer({GRACE: "0"})
+    simulated.clock.now += 1000.0
     assert merger.turn(0.0)
-    sea.live("a", "b")
-    sea.send("a", 2, constant(1.0))
+    simulated.live("a", "b")
+    simulated.send("a", 2, constant(1.0))
     assert merger.turn(0.0), "nobody is waited for"
-    assert [entry.grace_seconds > 0.0 for entry in sea.transport.tape(9)] == [True, False]
+    assert [entry.grace_seconds > 0.0 for entry in simulated.transport.tape(9)] == [True, False]
 
 
 # -- takeovers, restarts, replays ----------------------------------------------------------------------------------
 
 
-def steered_run(takeover: bool) -> Sea:
+def steered_run(takeover: bool) -> SimulatedBroker:
     """Six rounds of two islands, steered in the middle, and a merger that takes over right after that or none."""
-    sea = Sea(quorum=2)
-    merger = sea.merger(keeper=sea.keeper(Shelf()))
-    sea.play(merger, 1, 2)
-    sea.transport.steer(STEERED)
-    sea.play(merger, 3)
-    sea.transport.steer({OUTER_RATE: "fast", QUORUM: ""})  # the rate stays as it is
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
+    simulated.play(merger, 1, 2)
+    simulated.transport.steer(STEERED)
+    simulated.play(merger, 3)
+    simulated.transport.steer({OUTER_RATE: "fast", QUORUM: ""})  # the rate stays as it is
     if takeover:
-        merger = sea.merger(keeper=sea.keeper(Shelf()))
-    sea.play(merger, 4, 5)
-    sea.transport.steer({OUTER_RATE: ""})
-    sea.play(merger, 6)
-    return sea
+        merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
+    simulated.play(merger, 4, 5)
+    simulated.transport.steer({OUTER_RATE: ""})
+    simulated.play(merger, 6)
+    return simulated
 
 
 def test_a_takeover_goes_on_with_what_was_steered() -> None:
@@ -137,10 +137,10 @@ def test_a_takeover_goes_on_with_what_was_steered() -> None:
 
 
 def test_a_steered_run_done_again_has_the_same_bits() -> None:
-    sea = steered_run(takeover=True)
-    state, fragments = redone(sea, recorded(sea))
-    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [sea.transport.outer(p) for p in range(2)]
-    assert state.steered == state_of(sea).steered == {GRACE: 0.125}
+    simulated = steered_run(takeover=True)
+    state, fragments = redone(simulated, recorded(simulated))
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [simulated.transport.outer(p) for p in range(2)]
+    assert state.steered == state_of(simulated).steered == {GRACE: 0.125}
 
 
 def without_steering(entry: TapeEntry) -> TapeEntry:
@@ -165,98 +165,98 @@ def badly_steered(entry: TapeEntry) -> TapeEntry:
 )
 def test_a_tape_that_was_steered_otherwise_is_another(change: object, said: str) -> None:
     assert callable(change)
-    sea = steered_run(takeover=False)
+    simulated = steered_run(takeover=False)
     with pytest.raises(DifferenceError, match=said):
-        redone(sea, [(change(entry), deliveries) for entry, deliveries in recorded(sea)])
+        redone(simulated, [(change(entry), deliveries) for entry, deliveries in recorded(simulated)])
 
 
 def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
     """The checkpoint knows one rate; the tape after it has another, and then a third."""
-    shelf, sea = Shelf(), Sea(quorum=2)
-    merger = sea.merger(keeper=sea.keeper(shelf))
-    sea.transport.steer({OUTER_RATE: "0.25"})
-    sea.play(merger, 1, 2)
+    shelf, simulated = Shelf(), SimulatedBroker(quorum=2)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
+    simulated.transport.steer({OUTER_RATE: "0.25"})
+    simulated.play(merger, 1, 2)
     merger.checkpoint()
-    sea.play(merger, 3)
-    sea.transport.steer({OUTER_RATE: "0.125"})
-    sea.play(merger, 4)
-    expected = [sea.transport.outer(p) for p in range(2)]
+    simulated.play(merger, 3)
+    simulated.transport.steer({OUTER_RATE: "0.125"})
+    simulated.play(merger, 4)
+    expected = [simulated.transport.outer(p) for p in range(2)]
     assert RunState.from_json(shelf.images[2].state).steered == {OUTER_RATE: 0.25}
-    state, fragments = rebuild(merger.rules, shelf.images[2], sea.transport)
+    state, fragments = rebuild(merger.rules, shelf.images[2], simulated.transport)
     assert [outer.dump(f.params_N, f.outer) for f in fragments] == expected
     assert state.steered == {OUTER_RATE: 0.125}
-    del sea.broker.runs["sample"].outer[0]
-    again = sea.merger(keeper=sea.keeper(shelf))
+    del simulated.broker.runs["sample"].outer[0]
+    again = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     assert [outer.dump(f.params_N, f.outer) for f in again.fragments] == expected
 
 
 def test_a_redis_that_lost_everything_gets_the_wishes_back() -> None:
-    shelf, sea = Shelf(), Sea(quorum=1)
-    merger = sea.merger(keeper=sea.keeper(shelf))
-    sea.transport.steer({OUTER_RATE: "0.25", "island.c": "expel", QUORUM: "many"})
-    sea.play(merger, 1)
+    shelf, simulated = Shelf(), SimulatedBroker(quorum=1)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
+    simulated.transport.steer({OUTER_RATE: "0.25", "island.c": "expel", QUORUM: "many"})
+    simulated.play(merger, 1)
     merger.checkpoint()
-    del sea.broker.runs["sample"]
-    sea.transport.restore(shelf.images[1])
-    assert sea.transport.control() == {OUTER_RATE: "0.25", "island.c": "expel"}
-    sea.play(sea.merger(), 2)
-    assert steered_on_tape(sea)[1:] == [""], "it goes on as it was"
-    assert state_of(sea).steered == {OUTER_RATE: 0.25}
+    del simulated.broker.runs["sample"]
+    simulated.transport.restore(shelf.images[1])
+    assert simulated.transport.control() == {OUTER_RATE: "0.25", "island.c": "expel"}
+    simulated.play(simulated.merger(), 2)
+    assert steered_on_tape(simulated)[1:] == [""], "it goes on as it was"
+    assert state_of(simulated).steered == {OUTER_RATE: 0.25}
 
 
 # -- pauses ----------------------------------------------------------------------------------
 
 
 def test_a_pause_closes_no_round_and_loses_nothing() -> None:
-    sea = Sea(quorum=1)
-    merger = sea.merger()
-    sea.play(merger, 1)
-    sea.transport.steer({"merging": "paused"})
-    sea.live("a", "b")
+    simulated = SimulatedBroker(quorum=1)
+    merger = simulated.merger()
+    simulated.play(merger, 1)
+    simulated.transport.steer({"merging": "paused"})
+    simulated.live("a", "b")
     for number in (2, 3):
         for island in "ab":
-            sea.send(island, number, constant(1.0))
-            sea.clock.now += 1000.0
-            sea.live("a", "b")
+            simulated.send(island, number, constant(1.0))
+            simulated.clock.now += 1000.0
+            simulated.live("a", "b")
             assert not merger.turn(0.0)
     assert merger.rounds.deadline() is None, "nobody needs to wake for it"
-    sea.balance()
-    merger = sea.merger()  # it survives a takeover
+    simulated.balance()
+    merger = simulated.merger()  # it survives a takeover
     assert not merger.turn(0.0)
-    assert len(sea.transport.tape(9)) == 1
-    sea.transport.steer({"merging": ""})
+    assert len(simulated.transport.tape(9)) == 1
+    simulated.transport.steer({"merging": ""})
     assert merger.turn(0.0)
-    assert [len(entry.members) for entry in sea.transport.tape(9)] == [2, 2, 2]
-    assert notes(sea, "paused")
-    assert len(notes(sea, "resumed")) == 1
-    sea.balance()
+    assert [len(entry.members) for entry in simulated.transport.tape(9)] == [2, 2, 2]
+    assert notes(simulated, "paused")
+    assert len(notes(simulated, "resumed")) == 1
+    simulated.balance()
 
 
 def test_the_pace_knows_of_no_pauses() -> None:
     """A quorum that was reached in a pause was reached then; else nobody would be waited for after it."""
-    sea = Sea(quorum=2)
-    merger = sea.merger()
-    sea.transport.steer({"merging": "paused"})
-    sea.live("a", "b", "c")
-    sea.send("a", 1, constant(1.0))
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger()
+    simulated.transport.steer({"merging": "paused"})
+    simulated.live("a", "b", "c")
+    simulated.send("a", 1, constant(1.0))
     merger.turn(0.0)
-    sea.clock.now += 1.0
-    sea.send("b", 1, constant(1.0))
+    simulated.clock.now += 1.0
+    simulated.send("b", 1, constant(1.0))
     merger.turn(0.0)
-    sea.clock.now += 10_000.0
-    sea.live("a", "b", "c")
-    sea.transport.steer({"merging": ""})
+    simulated.clock.now += 10_000.0
+    simulated.live("a", "b", "c")
+    simulated.transport.steer({"merging": ""})
     assert merger.turn(0.0)
-    (entry,) = sea.transport.tape(9)
+    (entry,) = simulated.transport.tape(9)
     assert (entry.quorum_seconds, entry.open_seconds) == (1.0, 10_001.0)
-    assert state_of(sea).pace.quorum_seconds == 1.0
+    assert state_of(simulated).pace.quorum_seconds == 1.0
 
 
 def test_a_checkpoint_is_taken_in_a_pause_too() -> None:
-    shelf, sea = Shelf(), Sea()
-    merger = sea.merger(keeper=sea.keeper(shelf))
-    play_one(sea, merger, 1)
-    sea.transport.steer({"merging": "paused", "checkpoint": "before the move"})
+    shelf, simulated = Shelf(), SimulatedBroker()
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
+    play_one(simulated, merger, 1)
+    simulated.transport.steer({"merging": "paused", "checkpoint": "before the move"})
     merger.turn(0.0)
     assert list(shelf.images) == [1]
 
@@ -265,41 +265,41 @@ def test_a_checkpoint_is_taken_in_a_pause_too() -> None:
 
 
 def test_a_checkpoint_is_taken_once_for_each_text() -> None:
-    shelf, sea = Shelf(), Sea()
-    merger = sea.merger(keeper=sea.keeper(shelf))
-    play_one(sea, merger, 1)
+    shelf, simulated = Shelf(), SimulatedBroker()
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
+    play_one(simulated, merger, 1)
     assert not shelf.images
-    sea.transport.steer({"checkpoint": "first"})
+    simulated.transport.steer({"checkpoint": "first"})
     for number in (2, 3):
-        play_one(sea, merger, number)
+        play_one(simulated, merger, number)
     assert [image.round for image in shelf.images.values()] == [2]
     assert fields_of(shelf, 0) == {"checkpoint": "first"}
-    merger = sea.merger(keeper=sea.keeper(shelf))
-    play_one(sea, merger, 4)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
+    play_one(simulated, merger, 4)
     assert len(shelf.images) == 1, "another merger knows that it was taken"
-    sea.transport.steer({"checkpoint": "second"})
+    simulated.transport.steer({"checkpoint": "second"})
     merger.turn(0.0)
     assert [image.round for image in shelf.images.values()] == [2, 4]
     merger.turn(0.0)
-    assert notes(sea, "checkpoint") == [
+    assert notes(simulated, "checkpoint") == [
         "checkpoint 2 holds the run up to round 2",
         "checkpoint 4 holds the run up to round 4",
     ]
 
 
 def test_a_checkpoint_that_died_with_its_merger_is_taken_by_the_next_one() -> None:
-    shelf, sea = Shelf([OSError("killed while it wrote")]), Sea()
-    merger = sea.merger(keeper=sea.keeper(shelf))
-    play_one(sea, merger, 1)
-    sea.transport.steer({"checkpoint": "first"})
+    shelf, simulated = Shelf([OSError("killed while it wrote")]), SimulatedBroker()
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
+    play_one(simulated, merger, 1)
+    simulated.transport.steer({"checkpoint": "first"})
     merger.turn(0.0)
-    play_one(sea, merger, 2)
+    play_one(simulated, merger, 2)
     assert not shelf.images
-    merger = sea.merger(keeper=sea.keeper(shelf))
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     merger.turn(0.0)
     merger.turn(0.0)
     assert [image.round for image in shelf.images.values()] == [2]
-    assert notes(sea, "checkpoint") == ["checkpoint 2 holds the run up to round 2"]
+    assert notes(simulated, "checkpoint") == ["checkpoint 2 holds the run up to round 2"]
 
 
 def fields_of(shelf: Shelf, index: int) -> Mapping[str, str]:
@@ -307,124 +307,124 @@ def fields_of(shelf: Shelf, index: int) -> Mapping[str, str]:
 
 
 def test_a_checkpoint_that_holds_all_already_is_not_taken_again() -> None:
-    shelf, sea = Shelf(), Sea()
-    merger = sea.merger(keeper=sea.keeper(shelf))
-    play_one(sea, merger, 1)
+    shelf, simulated = Shelf(), SimulatedBroker()
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
+    play_one(simulated, merger, 1)
     for text in ("first", "second"):
-        sea.transport.steer({"checkpoint": text})
+        simulated.transport.steer({"checkpoint": text})
         merger.turn(0.0)
         merger.turn(0.0)
     assert len(shelf.images) == 1
-    assert notes(sea, "checkpoint")[-1] == "the last one holds all that there is, round 1"
+    assert notes(simulated, "checkpoint")[-1] == "the last one holds all that there is, round 1"
 
 
 def test_a_checkpoint_that_failed_is_told_of_once_it_is_made_up_for() -> None:
-    shelf, sea = Shelf([OSError("no")]), Sea()
-    merger = sea.merger(keeper=sea.keeper(shelf))
-    play_one(sea, merger, 1)
-    sea.transport.steer({"checkpoint": "first"})
+    shelf, simulated = Shelf([OSError("no")]), SimulatedBroker()
+    merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
+    play_one(simulated, merger, 1)
+    simulated.transport.steer({"checkpoint": "first"})
     merger.turn(0.0)
     merger.turn(0.0)
-    assert (list(shelf.images), notes(sea, "checkpoint")) == ([], [])
-    sea.clock.now += RETRY_SECONDS
+    assert (list(shelf.images), notes(simulated, "checkpoint")) == ([], [])
+    simulated.clock.now += RETRY_SECONDS
     merger.turn(0.0)
     merger.turn(0.0)
-    assert notes(sea, "checkpoint") == ["checkpoint 1 holds the run up to round 1"]
+    assert notes(simulated, "checkpoint") == ["checkpoint 1 holds the run up to round 1"]
 
 
 def test_a_merger_that_keeps_no_checkpoints_says_so_once() -> None:
-    sea = Sea()
-    merger = sea.merger()
-    sea.transport.steer({"checkpoint": "now"})
+    simulated = SimulatedBroker()
+    merger = simulated.merger()
+    simulated.transport.steer({"checkpoint": "now"})
     merger.turn(0.0)
     merger.turn(0.0)
-    assert notes(sea, "checkpoint") == ["none is taken: this merger keeps none (--checkpoint-every 0)"]
+    assert notes(simulated, "checkpoint") == ["none is taken: this merger keeps none (--checkpoint-every 0)"]
 
 
 # -- islands ----------------------------------------------------------------------------------
 
 
 def test_who_is_expelled_is_refused_and_not_waited_for() -> None:
-    sea = Sea(quorum=2)
-    merger = sea.merger()
-    sea.live("a", "b")
-    sea.transport.steer({"island.b": "expel"})
-    sea.send("b", 1, constant(9.0))
-    sea.send("a", 1, constant(1.0))
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger()
+    simulated.live("a", "b")
+    simulated.transport.steer({"island.b": "expel"})
+    simulated.send("b", 1, constant(9.0))
+    simulated.send("a", 1, constant(1.0))
     assert merger.turn(0.0), "b is not waited for"
-    assert sea.parameters(0) == [-0.75] * SIZE
-    (refusal,) = sea.events(Refusal)
+    assert simulated.parameters(0) == [-0.75] * SIZE
+    (refusal,) = simulated.events(Refusal)
     assert (refusal.island, refusal.reason) == ("b", EXPELLED)
-    assert [refused for _, refused in sea.transport.refusals(9)] == [refusal]
+    assert [refused for _, refused in simulated.transport.refusals(9)] == [refusal]
     assert merger.live == {"a"}
-    sea.transport.steer({"island.b": ""})
-    sea.send("b", 2, constant(1.0))
-    sea.send("a", 2, constant(1.0))
+    simulated.transport.steer({"island.b": ""})
+    simulated.send("b", 2, constant(1.0))
+    simulated.send("a", 2, constant(1.0))
     assert merger.turn(0.0)
-    assert len(sea.transport.tape(9)[1].members) == 2
-    assert notes(sea, "steered") == [
+    assert len(simulated.transport.tape(9)[1].members) == 2
+    assert notes(simulated, "steered") == [
         "b is expelled by the operator: its contributions are refused",
         "b is let in again",
     ]
-    sea.balance()
+    simulated.balance()
 
 
 @pytest.mark.parametrize("takeover", [False, True])
 def test_what_an_expelled_island_had_waiting_is_refused(takeover: bool) -> None:
-    sea = Sea(quorum=3)
-    merger = sea.merger()
-    sea.live("a", "b", "c")
-    sea.send("b", 1, constant(9.0))
-    sea.send("c", 1, constant(1.0))
-    sea.send("c", 2, constant(1.0))
+    simulated = SimulatedBroker(quorum=3)
+    merger = simulated.merger()
+    simulated.live("a", "b", "c")
+    simulated.send("b", 1, constant(9.0))
+    simulated.send("c", 1, constant(1.0))
+    simulated.send("c", 2, constant(1.0))
     assert not merger.turn(0.0)
-    sea.transport.steer({"island.b": "expel"})
+    simulated.transport.steer({"island.b": "expel"})
     if takeover:
-        merger = sea.merger()
+        merger = simulated.merger()
     assert not merger.turn(0.0), "what it answered is no part of the quorum"
-    assert [(refusal.island, refusal.reason) for refusal in sea.events(Refusal)] == [("b", EXPELLED)]
-    sea.balance()
-    sea.send("a", 1, constant(1.0))
+    assert [(refusal.island, refusal.reason) for refusal in simulated.events(Refusal)] == [("b", EXPELLED)]
+    simulated.balance()
+    simulated.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
-    assert sea.merged() == [("c", "x", 0), ("a", "x", 0)]
-    assert sea.parameters(0) == [-0.75] * SIZE
-    sea.balance()
+    assert simulated.merged() == [("c", "x", 0), ("a", "x", 0)]
+    assert simulated.parameters(0) == [-0.75] * SIZE
+    simulated.balance()
 
 
 def test_a_takeover_does_not_tell_again_what_was_told() -> None:
-    sea = Sea()
-    merger = sea.merger()
-    sea.transport.steer({"island.b": "expel", "merging": "paused"})
+    simulated = SimulatedBroker()
+    merger = simulated.merger()
+    simulated.transport.steer({"island.b": "expel", "merging": "paused"})
     merger.turn(0.0)
-    sea.transport.steer({"merging": ""})
-    play_one(sea, merger, 1)
-    play_one(sea, sea.merger(), 2)
-    assert [note.kind for note in sea.transport.notes(99)] == ["served", "paused", "steered", "resumed", "served"]
+    simulated.transport.steer({"merging": ""})
+    play_one(simulated, merger, 1)
+    play_one(simulated, simulated.merger(), 2)
+    assert [note.kind for note in simulated.transport.notes(99)] == ["served", "paused", "steered", "resumed", "served"]
 
 
 def test_a_drained_island_is_merged_to_its_last_contribution() -> None:
-    sea = Sea(quorum=2)
-    merger = sea.merger()
-    sea.live("a", "b")
-    sea.transport.steer({"island.b": "drain"})
-    sea.send("b", 1, constant(1.0))
-    sea.send("a", 1, constant(1.0))
+    simulated = SimulatedBroker(quorum=2)
+    merger = simulated.merger()
+    simulated.live("a", "b")
+    simulated.transport.steer({"island.b": "drain"})
+    simulated.send("b", 1, constant(1.0))
+    simulated.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
-    assert len(sea.merged()) == 2
+    assert len(simulated.merged()) == 2
 
 
 # -- hostile wishes ----------------------------------------------------------------------------------
 
 
 def test_a_value_that_cannot_be_used_is_ignored_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
-    sea = Sea()
-    merger = sea.merger()
-    sea.transport.steer({OUTER_RATE: "1e9", "merging": "perhaps", "nonsense": "1"})
-    play_one(sea, merger, 1)
-    play_one(sea, merger, 2)
-    assert sea.parameters(0) == [-0.75] * SIZE
-    assert steered_on_tape(sea) == ["", ""]
-    (note,) = notes(sea, "steered")
+    simulated = SimulatedBroker()
+    merger = simulated.merger()
+    simulated.transport.steer({OUTER_RATE: "1e9", "merging": "perhaps", "nonsense": "1"})
+    play_one(simulated, merger, 1)
+    play_one(simulated, merger, 2)
+    assert simulated.parameters(0) == [-0.75] * SIZE
+    assert steered_on_tape(simulated) == ["", ""]
+    (note,) = notes(simulated, "steered")
     assert note.startswith("ignored: ")
     assert "outer.learning_rate" in note
     assert "'perhaps'" in note
@@ -443,20 +443,20 @@ def test_a_value_that_cannot_be_used_is_ignored_with_a_note(caplog: pytest.LogCa
     )
 )
 def test_no_wish_stops_the_merger_or_breaks_a_replay(wishes: list[dict[str, str]]) -> None:
-    sea = Sea(quorum=1)
-    merger = sea.merger(keeper=sea.keeper(Shelf()))
+    simulated = SimulatedBroker(quorum=1)
+    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
     for number, wish in enumerate(wishes, 1):
-        sea.transport.steer(wish)
-        play_one(sea, merger, number)
+        simulated.transport.steer(wish)
+        play_one(simulated, merger, number)
         if number % 2 == 0:
-            merger = sea.merger(keeper=sea.keeper(Shelf()))
-    sea.balance()
-    sent = {f"{number}-0": each for number, each in enumerate(sea.sent, 1)}
-    rounds = [(e, [Delivery(m.entry, *sent[m.entry]) for m in e.members]) for e in sea.transport.tape(1000)]
-    _, fragments = redone(sea, rounds)
+            merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
+    simulated.balance()
+    sent = {f"{number}-0": each for number, each in enumerate(simulated.sent, 1)}
+    rounds = [(e, [Delivery(m.entry, *sent[m.entry]) for m in e.members]) for e in simulated.transport.tape(1000)]
+    _, fragments = redone(simulated, rounds)
     for p in range(2):
-        if sea.version(p):
-            assert outer.dump(fragments[p].params_N, fragments[p].outer) == sea.transport.outer(p)
+        if simulated.version(p):
+            assert outer.dump(fragments[p].params_N, fragments[p].outer) == simulated.transport.outer(p)
 
 
 class Mute(MemoryTransport):
@@ -467,19 +467,19 @@ class Mute(MemoryTransport):
 
 
 def test_a_note_that_is_lost_stops_nobody() -> None:
-    sea = Sea()
-    merger = Merger(Mute(sea.broker, "sample"), sea.clock, "m", live_poll_seconds=0.0)
+    simulated = SimulatedBroker()
+    merger = Merger(Mute(simulated.broker, "sample"), simulated.clock, "m", live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
-    sea.transport.steer({OUTER_RATE: "0.25"})
-    play_one(sea, merger, 1)
-    assert steered_on_tape(sea) == ["outer.learning_rate=0.25"]
+    simulated.transport.steer({OUTER_RATE: "0.25"})
+    play_one(simulated, merger, 1)
+    assert steered_on_tape(simulated) == ["outer.learning_rate=0.25"]
 
 
 def test_a_merger_notes_that_it_serves_and_why_it_leaves() -> None:
-    sea = Sea()
+    simulated = SimulatedBroker()
     turns = iter([False, False, False, True])
-    serve(Merger(sea.broker.connect("sample"), sea.clock, "m", live_poll_seconds=0.0), lambda: next(turns))
-    assert notes(sea, "served") == ["epoch 1 begins after round 0"]
-    assert notes(sea, "left") == ["it was stopped after round 0"]
-    assert {note.who for note in sea.transport.notes(9)} == {"merger"}
+    serve(Merger(simulated.broker.connect("sample"), simulated.clock, "m", live_poll_seconds=0.0), lambda: next(turns))
+    assert notes(simulated, "served") == ["epoch 1 begins after round 0"]
+    assert notes(simulated, "left") == ["it was stopped after round 0"]
+    assert {note.who for note in simulated.transport.notes(9)} == {"merger"}

@@ -15,68 +15,70 @@ from archipelago.merger.checkpointer import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
-from tests.merger.simulated_broker import CONFIG, Sea, bits, values
+from tests.merger.simulated_broker import CONFIG, SimulatedBroker, bits, values
 
 
-def serving(sea: Sea, path: Path) -> Merger:
+def serving(simulated: SimulatedBroker, path: Path) -> Merger:
     folder = MergerFolder(path)
-    return sea.merger(keeper=folder.keeper(sea.broker.connect("sample"), sea.manifest, 1e9, at_once))
+    return simulated.merger(
+        checkpointer=folder.checkpointer(simulated.broker.connect("sample"), simulated.manifest, 1e9, at_once)
+    )
 
 
-def begun(path: Path, *, record: bool = False) -> Sea:
+def begun(path: Path, *, record: bool = False) -> SimulatedBroker:
     """Three rounds in a checkpoint, and one contribution that waits."""
-    sea = Sea(replace(CONFIG, record=record), quorum=2)
-    merger = serving(sea, path)
-    sea.play(merger, 1, 2, 3)
-    sea.live("a", "b")
-    send_waiting(sea)
+    simulated = SimulatedBroker(replace(CONFIG, record=record), quorum=2)
+    merger = serving(simulated, path)
+    simulated.play(merger, 1, 2, 3)
+    simulated.live("a", "b")
+    send_waiting(simulated)
     merger.turn(0.0)
     merger.checkpoint()
-    return sea
+    return simulated
 
 
-def send_waiting(sea: Sea) -> Contribution:
-    return sea.send("b", 4, values(4))
+def send_waiting(simulated: SimulatedBroker) -> Contribution:
+    return simulated.send("b", 4, values(4))
 
 
-def further(path: Path, *, record: bool = False) -> tuple[Sea, Merger]:
+def further(path: Path, *, record: bool = False) -> tuple[SimulatedBroker, Merger]:
     """The same, and then a round that no checkpoint holds; with the merger that closed it."""
-    sea = begun(path, record=record)
-    merger = serving(sea, path)
-    sea.live("a", "b")
-    sea.send("a", 4, values(99))
+    simulated = begun(path, record=record)
+    merger = serving(simulated, path)
+    simulated.live("a", "b")
+    simulated.send("a", 4, values(99))
     merger.turn(0.0)
     assert merger.state.closed == 4
-    return sea, merger
+    return simulated, merger
 
 
-def emptied(sea: Sea) -> None:
+def emptied(simulated: SimulatedBroker) -> None:
     """The Redis dies and comes back with nothing."""
-    sea.broker.runs.clear()
+    simulated.broker.runs.clear()
 
 
-def go_on(sea: Sea, merger: Merger) -> None:
+def go_on(simulated: SimulatedBroker, merger: Merger) -> None:
     """The island whose contribution did not wait answers, then two more rounds."""
-    sea.live("a", "b")
-    sea.send("a", 4, values(5), sequence=3)
+    simulated.live("a", "b")
+    simulated.send("a", 4, values(5), sequence=3)
     assert merger.turn(0.0)
-    sea.sequences = type(sea.sequences)({"a": 4, "b": 4})
-    sea.play(merger, 5, 6)
+    simulated.sequences = type(simulated.sequences)({"a": 4, "b": 4})
+    simulated.play(merger, 5, 6)
 
 
 def test_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     undisturbed = begun(tmp_path / "undisturbed")
     go_on(undisturbed, serving(undisturbed, tmp_path / "undisturbed"))
 
-    sea = begun(tmp_path / "folder")
-    (pending,) = [c for c, _ in sea.sent if c.round == 4]
-    serving(sea, tmp_path / "folder")
-    emptied(sea)
-    image = MergerFolder(tmp_path / "folder").bring_back(sea.transport)
+    simulated = begun(tmp_path / "folder")
+    (pending,) = [c for c, _ in simulated.sent if c.round == 4]
+    serving(simulated, tmp_path / "folder")
+    emptied(simulated)
+    image = MergerFolder(tmp_path / "folder").bring_back(simulated.transport)
     assert image is not None
     assert [c for c, _ in image.pending] == [pending]
-    go_on(sea, serving(sea, tmp_path / "folder"))
-    found, expected = bits(sea), bits(undisturbed)
+    go_on(simulated, serving(simulated, tmp_path / "folder"))
+    found, expected = bits(simulated), bits(undisturbed)
     assert found[1:] == expected[1:]
     # An entry's place in the stream is new, and nothing else of what was decided.
     without_entries = [
@@ -87,34 +89,34 @@ def test_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_the_books_balance_after_it(tmp_path: Path) -> None:
-    sea = begun(tmp_path)
-    emptied(sea)
-    MergerFolder(tmp_path).bring_back(sea.transport)
-    books, pending = sea.transport.books(), sea.transport.pending()
+    simulated = begun(tmp_path)
+    emptied(simulated)
+    MergerFolder(tmp_path).bring_back(simulated.transport)
+    books, pending = simulated.transport.books(), simulated.transport.pending()
     assert (books.published, books.merged, books.refused, books.kept) == (7, 6, 0, 0)
     assert (pending.contributions, pending.tokens) == (1, 100)
     assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
-    go_on(sea, serving(sea, tmp_path))
-    sea.balance()
+    go_on(simulated, serving(simulated, tmp_path))
+    simulated.balance()
 
 
 def test_what_no_checkpoint_held_is_done_anew(tmp_path: Path) -> None:
     """Rounds after the checkpoint are gone with the Redis; the run goes on from the checkpoint's."""
-    sea, _ = further(tmp_path)
-    emptied(sea)
-    MergerFolder(tmp_path).bring_back(sea.transport)
-    assert RunState.from_json(sea.transport.merger_state()).closed == 3
-    assert [sea.version(p) for p in range(2)] == [2, 1]
+    simulated, _ = further(tmp_path)
+    emptied(simulated)
+    MergerFolder(tmp_path).bring_back(simulated.transport)
+    assert RunState.from_json(simulated.transport.merger_state()).closed == 3
+    assert [simulated.version(p) for p in range(2)] == [2, 1]
 
 
 def test_a_run_that_is_there_is_not_touched(tmp_path: Path) -> None:
-    sea, merger = further(tmp_path, record=True)
+    simulated, merger = further(tmp_path, record=True)
     merger.finish()
-    before, rounds = bits(sea), sorted(record.read(tmp_path / "record").rounds)
+    before, rounds = bits(simulated), sorted(record.read(tmp_path / "record").rounds)
     (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")  # the newest is one of an earlier round
     with pytest.raises(RunExistsError):
-        MergerFolder(tmp_path).bring_back(sea.transport)
-    assert bits(sea) == before
+        MergerFolder(tmp_path).bring_back(simulated.transport)
+    assert bits(simulated) == before
     assert sorted(record.read(tmp_path / "record").rounds) == rounds == [1, 2, 3, 4]
 
 
@@ -140,39 +142,39 @@ def test_a_run_that_was_never_there_is_unknown(tmp_path: Path, resume: bool) -> 
 
 
 def test_it_is_brought_back_only_when_that_is_asked_for(tmp_path: Path) -> None:
-    sea = begun(tmp_path)
-    emptied(sea)
+    simulated = begun(tmp_path)
+    emptied(simulated)
     folder = MergerFolder(tmp_path)
     with pytest.raises(UnknownRunError, match=r"holds its checkpoint 3: go on from there with --resume"):
-        folder.find_or_bring_back(sea.transport, resume=False)
-    assert sea.transport.runs() == []
-    assert folder.find_or_bring_back(sea.transport, resume=True) == sea.manifest
-    assert folder.find_or_bring_back(sea.transport, resume=False) == sea.manifest  # it is there now
+        folder.find_or_bring_back(simulated.transport, resume=False)
+    assert simulated.transport.runs() == []
+    assert folder.find_or_bring_back(simulated.transport, resume=True) == simulated.manifest
+    assert folder.find_or_bring_back(simulated.transport, resume=False) == simulated.manifest  # it is there now
 
 
 def test_who_comes_second_finds_it_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sea = begun(tmp_path)
-    emptied(sea)
+    simulated = begun(tmp_path)
+    emptied(simulated)
     folder, other = MergerFolder(tmp_path), MergerFolder(tmp_path)
     load = folder.store.load
-    monkeypatch.setattr(folder.store, "load", lambda: (other.bring_back(sea.transport), load())[1])
-    assert folder.find_or_bring_back(sea.transport, resume=True) == sea.manifest
+    monkeypatch.setattr(folder.store, "load", lambda: (other.bring_back(simulated.transport), load())[1])
+    assert folder.find_or_bring_back(simulated.transport, resume=True) == simulated.manifest
 
 
 def test_the_record_goes_back_with_the_run(tmp_path: Path) -> None:
-    sea, merger = further(tmp_path, record=True)
+    simulated, merger = further(tmp_path, record=True)
     merger.finish()
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3, 4]
     (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")
-    emptied(sea)
-    MergerFolder(tmp_path).bring_back(sea.transport)
+    emptied(simulated)
+    MergerFolder(tmp_path).bring_back(simulated.transport)
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3]
-    merger = serving(sea, tmp_path)
-    go_on(sea, merger)
+    merger = serving(simulated, tmp_path)
+    go_on(simulated, merger)
     merger.finish()
     found = record.read(tmp_path / "record").rounds
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert [found[n][0] for n in (4, 5, 6)] == sea.transport.tape(3)
+    assert [found[n][0] for n in (4, 5, 6)] == simulated.transport.tape(3)
 
 
 def test_a_record_is_kept_where_the_config_says_so(tmp_path: Path) -> None:

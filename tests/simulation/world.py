@@ -33,7 +33,7 @@ from archipelago.islands.inner import InnerSteps
 from archipelago.islands.sync.link import Draft, Link
 from archipelago.islands.sync.rejoin import Comeback
 from archipelago.islands.worker import Island
-from archipelago.merger.checkpointer import Keeper
+from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
@@ -97,8 +97,8 @@ class MergerProcess(Process):
         store = Store(world.disk, lambda where: world.may_crash(where))
         folder.store, folder.recorder = cast(Any, store), cast(Any, world.record)
         manifest = folder.find_or_bring_back(self.connection, resume=world.weather.loses == EVERYTHING)
-        keeper = (
-            Keeper(
+        checkpointer = (
+            Checkpointer(
                 self.connection,
                 cast(Any, store),
                 folder.recorder if manifest.config.record else None,
@@ -109,7 +109,12 @@ class MergerProcess(Process):
             else None
         )
         self.merger = Merger(
-            self.connection, world.clock, holder=name, live_poll_seconds=0.5, keeper=keeper, wall=world.clock
+            self.connection,
+            world.clock,
+            holder=name,
+            live_poll_seconds=0.5,
+            checkpointer=checkpointer,
+            wall=world.clock,
         )
         self.loaded = False
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Track, from_fields, to_fields
-from archipelago.islands.sync.actions import ACTIONS_MAX, Tracker, actions
+from archipelago.islands.sync.actions import ACTIONS_MAX, ActionLog, actions
 
 WORDS = st.sampled_from(
     ["n1", "n4", "a2:7", "s9", "d17:0:96:0", "d17:0:0:1!", "f17,site/3", "join:0,1", "moments:b/y@8"]
@@ -18,20 +18,20 @@ DEEDS = st.lists(st.tuples(WORDS, st.integers(1, 5)), max_size=12).map(
 )
 
 
-def tracker(*deeds: str, enabled: bool = True) -> Tracker:
-    one = Tracker("a", "x", enabled)
+def action_log(*deeds: str, enabled: bool = True) -> ActionLog:
+    one = ActionLog("a", "x", enabled)
     for deed in deeds:
         one.did(deed)
     return one
 
 
 def test_what_is_repeated_is_said_once() -> None:
-    track = tracker("n4", "n4", "n4", "a2:7", "n4", "n4").take()
+    track = action_log("n4", "n4", "n4", "a2:7", "n4", "n4").take()
     assert track == Track("a", "x", 0, "n4*3 a2:7 n4*2")
 
 
 def test_taking_takes_it_away_and_looking_does_not() -> None:
-    one = tracker("n1", "n1", "s1")
+    one = action_log("n1", "n1", "s1")
     assert one.peek() == one.peek() == one.take()
     assert (one.peek(), one.take(), one.done) == (None, None, 3)
     one.did("n1")
@@ -40,13 +40,13 @@ def test_taking_takes_it_away_and_looking_does_not() -> None:
 
 
 def test_who_does_not_record_tells_nothing() -> None:
-    one = tracker("n1", "s1", enabled=False)
+    one = action_log("n1", "s1", enabled=False)
     assert (one.take(), one.done) == (None, 0)
 
 
 @given(deeds=DEEDS, cuts=st.sets(st.integers(0, 60)))
 def test_the_tracks_together_say_all_that_was_done(deeds: list[str], cuts: set[int]) -> None:
-    one, tracks = tracker(), []
+    one, tracks = action_log(), []
     for index, deed in enumerate(deeds):
         if index in cuts and (track := one.take()) is not None:
             assert track.index + len(actions([Track("a", "x", 0, track.actions)])) == one.done == index
@@ -71,7 +71,7 @@ def test_overlaps_are_said_once_and_a_gap_ends_it(told: tuple[list[str], list[tu
     deeds, stretches = told
     tracks, known = [], set()
     for first, last in stretches:
-        if (track := tracker(*deeds[first:last]).take()) is not None:
+        if (track := action_log(*deeds[first:last]).take()) is not None:
             tracks.append(Track("a", "x", first, track.actions))
             known |= set(range(first, last))
     until_gap = next((index for index in range(len(deeds)) if index not in known), len(deeds))

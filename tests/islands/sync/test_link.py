@@ -33,7 +33,7 @@ SIZE = 32
 """elements of either fragment of the sample run"""
 
 
-class Sea(MemoryTransport):
+class SimulatedBroker(MemoryTransport):
     """A transport on which every call can be made to hang, to fail, or to do something more."""
 
     def __init__(self, broker: MemoryBroker, run: str) -> None:
@@ -101,20 +101,20 @@ class Shore:
         self.transport = self.broker.connect(manifest.run)
         self.transport.create(manifest, snapshots)
         self.epoch = self.transport.acquire("merger", 1e6) or 0
-        self.seas: list[Sea] = []
+        self.seas: list[SimulatedBroker] = []
         self.links: list[Link] = []
 
     def link(self, who: str = "a/x") -> Link:
         """An island's link, that has joined."""
-        sea = Sea(self.broker, self.manifest.run)
-        link = Link(sea, self.manifest, who)
+        simulated = SimulatedBroker(self.broker, self.manifest.run)
+        link = Link(simulated, self.manifest, who)
         link.join()
-        self.seas.append(sea)
+        self.seas.append(simulated)
         self.links.append(link)
         return link
 
     @property
-    def sea(self) -> Sea:
+    def simulated(self) -> SimulatedBroker:
         return self.seas[-1]
 
     def call(self, number: int) -> Call:
@@ -169,9 +169,9 @@ def shore(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shore]:
 
 
 def _put_away(shore: Shore) -> None:
-    for sea in shore.seas:
-        sea.outage = None
-        sea.calm.set()
+    for simulated in shore.seas:
+        simulated.outage = None
+        simulated.calm.set()
     for link in shore.links:
         link.stop(30.0)
         assert not any(thread.is_alive() for thread in link._threads)
@@ -215,7 +215,7 @@ def at_once(work: Callable[[], Any], seconds: float = 30.0) -> Any:
 def test_joining_brings_all_fragments_and_a_place_in_the_stream(shore: Shore) -> None:
     shore.call(1)
     closed = shore.close(1, 7.0)
-    link = Link(Sea(shore.broker, "sample"), shore.manifest)
+    link = Link(SimulatedBroker(shore.broker, "sample"), shore.manifest)
     first, second = link.join()
     assert (first.snapshot, first.params_N.tolist()) == (closed, [7.0] * SIZE)
     assert (second.snapshot.version, second.params_N.tolist()) == (0, [0.0] * SIZE)
@@ -226,18 +226,18 @@ def test_joining_brings_all_fragments_and_a_place_in_the_stream(shore: Shore) ->
 
 
 def test_nothing_that_happens_while_joining_is_missed(shore: Shore) -> None:
-    sea = Sea(shore.broker, "sample")
-    link = Link(sea, shore.manifest)
-    snapshot = sea.fragment
+    simulated = SimulatedBroker(shore.broker, "sample")
+    link = Link(simulated, shore.manifest)
+    snapshot = simulated.fragment
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         if fragment == 1:
             shore.close(1, 5.0)
         return snapshot(fragment, account=account)
 
-    sea.fragment = closes_meanwhile  # type: ignore[method-assign]
+    simulated.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.join()
-    sea.fragment = snapshot  # type: ignore[method-assign]
+    simulated.fragment = snapshot  # type: ignore[method-assign]
     link.pump()
     events, (arrival,) = heard(link)
     assert [event.round for event in events] == [1]
@@ -272,7 +272,7 @@ def test_events_come_in_order_and_of_each_fragment_only_the_newest_snapshot(shor
 def test_what_is_announced_while_a_fragment_comes_is_heard_at_once(shore: Shore, monkeypatch: Any) -> None:
     """On a thin link a snapshot takes longer than rounds do; the newer one of the same fragment is not forgotten."""
     link = shore.link()
-    fragment = shore.sea.fragment
+    fragment = shore.simulated.fragment
     meanwhile = [lambda: shore.close(3, 3.0)]
 
     def slow(p: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
@@ -281,7 +281,7 @@ def test_what_is_announced_while_a_fragment_comes_is_heard_at_once(shore: Shore,
             meanwhile.pop()()
         return found
 
-    monkeypatch.setattr(shore.sea, "fragment", slow)
+    monkeypatch.setattr(shore.simulated, "fragment", slow)
     shore.close(1, 1.0)
     shore.close(2, 2.0)
     link.pump_receive()
@@ -319,7 +319,7 @@ def test_the_newest_heartbeat_goes_out(shore: Shore) -> None:
 def test_a_snapshot_that_is_damaged_is_fetched_again(shore: Shore) -> None:
     link = shore.link()
     shore.close(1, 1.0)
-    shore.sea.torn = 1
+    shore.simulated.torn = 1
     link.pump_heartbeat()
     with pytest.raises(Exception, match="not the announced one"):
         link.pump_receive()
@@ -336,7 +336,7 @@ def test_an_outage_is_told_and_loses_nothing(shore: Shore) -> None:
     link = shore.link()
     link.send(draft(1))
     link.pump()
-    shore.sea.outage = UnreachableError("nobody answers")
+    shore.simulated.outage = UnreachableError("nobody answers")
     for number in (2, 3):
         link.send(draft(number))
         link.beat(samples.heartbeat(steps=number))
@@ -346,7 +346,7 @@ def test_an_outage_is_told_and_loses_nothing(shore: Shore) -> None:
     assert link.trouble == "nobody answers"
     assert heard(link) == ([], [])
     assert link.backlog == 2
-    shore.sea.outage = None
+    shore.simulated.outage = None
     link.pump()
     assert link.trouble == ""
     assert [c.round for c in shore.published()] == [1, 2, 3]
@@ -417,18 +417,18 @@ def test_what_was_lost_is_sent_when_an_outage_that_cut_it_short_is_over(shore: S
     for delivery in shore.deliveries():
         shore.forget(delivery.entry)
     resume = shore.resume(0)
-    hears, shore.sea.outage = shore.sea.events, UnreachableError("nobody answers")
+    hears, shore.simulated.outage = shore.simulated.events, UnreachableError("nobody answers")
 
     def only_events_come_through(*arguments: Any) -> Any:
-        shore.sea.outage = None
+        shore.simulated.outage = None
         found = hears(*arguments)
-        shore.sea.outage = UnreachableError("nobody answers")
+        shore.simulated.outage = UnreachableError("nobody answers")
         return found
 
-    shore.sea.events = only_events_come_through  # type: ignore[method-assign, assignment]
+    shore.simulated.events = only_events_come_through  # type: ignore[method-assign, assignment]
     link.pump()
     assert shore.published() == []
-    shore.sea.events, shore.sea.outage = hears, None  # type: ignore[method-assign]
+    shore.simulated.events, shore.simulated.outage = hears, None  # type: ignore[method-assign]
     link.pump()
     assert heard(link) == ([resume], [])
     assert [c.round for c in shore.published()] == [1, 2]
@@ -468,7 +468,7 @@ def test_what_went_back_does_not_come_with_snapshots_from_before(shore: Shore) -
     shore.close(1, 1.0)
     link.pump()
     resume = shore.resume(0)
-    shore.sea.torn = 1
+    shore.simulated.torn = 1
     with pytest.raises(Exception, match="not the announced one"):
         link.pump_receive()
     events, arrivals = heard(link)
@@ -483,7 +483,7 @@ def test_a_decision_that_is_heard_before_publishing_returns_is_not_missed(shore:
         shore.close(1, 1.0, *shore.published())
         link.pump_receive()
 
-    shore.sea.before_publish_returns = merge_at_once
+    shore.simulated.before_publish_returns = merge_at_once
     link.send(draft(1))
     link.pump_send()
     assert link.unresolved_rounds() == set()
@@ -498,7 +498,7 @@ def test_what_got_through_in_spite_of_an_error_and_is_decided_is_not_sent_again(
     def break_off() -> None:
         raise UnreachableError("the connection broke")
 
-    shore.sea.before_publish_returns = break_off
+    shore.simulated.before_publish_returns = break_off
     link.pump()
     assert link.backlog == 2
     assert link.unresolved_rounds() == {1, 2}
@@ -508,7 +508,7 @@ def test_what_got_through_in_spite_of_an_error_and_is_decided_is_not_sent_again(
     else:
         shore.close(1, 1.0, sent)
     link.pump_receive()
-    shore.sea.before_publish_returns = lambda: None
+    shore.simulated.before_publish_returns = lambda: None
     link.pump()
     assert (link.backlog, link.sent) == (0, 2)
     assert [c.round for c in shore.published()] == [2]
@@ -524,7 +524,7 @@ def test_what_nobody_is_sure_of_is_sent_again_and_nothing_else_is(shore: Shore) 
         if error := next(answers):
             raise error
 
-    shore.sea.before_publish_returns = break_off_once
+    shore.simulated.before_publish_returns = break_off_once
     link.pump()
     shore.resume(0)
     link.pump_receive()  # it is still queued: nobody resends it meanwhile
@@ -637,14 +637,14 @@ def test_what_an_island_takes_up_again_is_not_its_next_shard_too(shore: Shore) -
 
 def test_what_is_taken_up_while_it_is_leased_is_not_at_hand(shore: Shore) -> None:
     link = shore.link()
-    leases = shore.sea.lease_shard
+    leases = shore.simulated.lease_shard
 
     def meanwhile(shards: Sequence[str], me: str) -> Place | None:
         place = leases(shards, me)
         link.hold([place.shard] if place else [])
         return place
 
-    shore.sea.lease_shard = meanwhile  # type: ignore[method-assign]
+    shore.simulated.lease_shard = meanwhile  # type: ignore[method-assign]
     hold_on_to(link)
     assert link.lease() is None
 
@@ -707,14 +707,14 @@ def test_a_gift_outlasts_an_outage(shore: Shore) -> None:
     link = shore.link("a/x")
     ask(shore)
     link.give(Gift("new/z", MOMENTS, 7, 40))
-    hands, calls = shore.sea.hand_over, iter([UnreachableError("nobody answers"), None])
+    hands, calls = shore.simulated.hand_over, iter([UnreachableError("nobody answers"), None])
 
     def fails_once(*arguments: Any) -> None:
         if error := next(calls):
             raise error
         hands(*arguments)
 
-    shore.sea.hand_over = fails_once  # type: ignore[method-assign, assignment]
+    shore.simulated.hand_over = fails_once  # type: ignore[method-assign, assignment]
     link.pump()
     assert (link.trouble, shore.transport.handed_over("new/z")) == ("nobody answers", None)
     link.pump()
@@ -736,7 +736,7 @@ def test_gifts_go_out_beside_the_training(shore: Shore, until: Until) -> None:
 def test_a_snapshot_is_not_known_before_what_was_said_before_it(shore: Shore) -> None:
     """Fetching gives the newest, which may be newer than all events that are heard."""
     link = shore.link()
-    fetch = shore.sea.fragment
+    fetch = shore.simulated.fragment
     fetched: list[int] = []
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
@@ -747,7 +747,7 @@ def test_a_snapshot_is_not_known_before_what_was_said_before_it(shore: Shore) ->
         return fetch(fragment, account=account)
 
     shore.close(1, 1.0)
-    shore.sea.fragment = closes_meanwhile  # type: ignore[method-assign]
+    shore.simulated.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.pump_receive()
     events, arrivals = heard(link)
     assert ([event.round for event in events], arrivals) == ([1], [])
@@ -760,7 +760,7 @@ def test_a_snapshot_is_not_known_before_what_was_said_before_it(shore: Shore) ->
 
 def test_an_early_snapshot_gives_way_to_a_newer_one(shore: Shore) -> None:
     link = shore.link()
-    fetch, rounds = shore.sea.fragment, iter([3, None, None])
+    fetch, rounds = shore.simulated.fragment, iter([3, None, None])
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         if number := next(rounds):
@@ -768,7 +768,7 @@ def test_an_early_snapshot_gives_way_to_a_newer_one(shore: Shore) -> None:
         return fetch(fragment, account=account)
 
     shore.close(1, 1.0)
-    shore.sea.fragment = closes_meanwhile  # type: ignore[method-assign]
+    shore.simulated.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.pump_receive()
     assert heard(link)[1] == []
     shore.close(5, 5.0)
@@ -849,9 +849,9 @@ def test_resuming_survives_an_outage(shore: Shore) -> None:
     in_flight = left_behind(shore, 1)
     link = shore.link("a/x")
     link.resume(in_flight)
-    shore.sea.outage = UnreachableError("nobody answers")
+    shore.simulated.outage = UnreachableError("nobody answers")
     link.pump()
-    shore.sea.outage = None
+    shore.simulated.outage = None
     link.pump()
     link.pump()
     assert [c.round for c in shore.published()] == [1]
@@ -877,12 +877,12 @@ def test_nothing_is_sent_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
         link.send(draft(number))
     link.beat(samples.heartbeat())
     share = link_module.MEMORY_SHARE_MAX
-    shore.sea.room = Memory(int(share * 1000) + 1, 1000)
+    shore.simulated.room = Memory(int(share * 1000) + 1, 1000)
     link.pump()
     assert (shore.published(), link.backlog) == ([], 2)
     assert "nearly full" in link.trouble
     assert shore.transport.presences()  # everything else goes on
-    shore.sea.room = Memory(int(share * 1000), 1000)
+    shore.simulated.room = Memory(int(share * 1000), 1000)
     link.pump()
     assert [c.round for c in shore.published()] == [1, 2]
     assert (link.backlog, link.trouble) == (0, "")
@@ -891,7 +891,7 @@ def test_nothing_is_sent_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
 def test_a_broker_without_a_limit_is_never_full(shore: Shore) -> None:
     link = shore.link()
     link.send(draft(1))
-    shore.sea.room = Memory(1 << 60, 0)
+    shore.simulated.room = Memory(1 << 60, 0)
     link.pump()
     assert link.backlog == 0
 
@@ -901,11 +901,11 @@ def test_a_broker_without_a_limit_is_never_full(shore: Shore) -> None:
 
 def hang(shore: Shore, link: Link, until: Until) -> None:
     """Starts the pumps, and waits until each of them hangs."""
-    shore.sea.calm.clear()
+    shore.simulated.calm.clear()
     link.send(draft(1))
     link.beat(samples.heartbeat())
     link.start()
-    until(lambda: shore.sea.hanging >= 3, "all pumps to hang")
+    until(lambda: shore.simulated.hanging >= 3, "all pumps to hang")
 
 
 def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: Until) -> None:
@@ -924,7 +924,7 @@ def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: U
     assert found[:2] == [None, None]
     assert found[2:-2] == [([], [])] * 48
     assert found[-2:] == [set(range(1, 50)), 49]
-    shore.sea.calm.set()
+    shore.simulated.calm.set()
     until(lambda: link.backlog == 0, "the queue to be sent")
     assert [c.round for c in shore.published()] == list(range(1, 50))
     until(lambda: shore.transport.presences()[0].heartbeat.steps == 49, "the newest heartbeat")
@@ -933,13 +933,13 @@ def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: U
 def test_after_an_outage_everything_arrives_once_and_in_order(shore: Shore, until: Until) -> None:
     link = shore.link()
     link.start()
-    shore.sea.outage = UnreachableError("nobody answers")
+    shore.simulated.outage = UnreachableError("nobody answers")
     until(lambda: link.trouble == "nobody answers", "the trouble to be noted")
     for number in range(1, 6):
         link.send(draft(number))
     happened: list[Event] = [shore.call(1), *(shore.close(number, float(number)) for number in range(1, 6))]
     assert shore.published() == []
-    shore.sea.outage = None
+    shore.simulated.outage = None
     until(lambda: link.trouble == "" and link.backlog == 0, "the trouble to be over")
     assert [c.round for c in shore.published()] == list(range(1, 6))
     events: list[Event] = []
@@ -957,7 +957,7 @@ def test_after_an_outage_everything_arrives_once_and_in_order(shore: Shore, unti
 
 def test_an_error_that_no_retry_mends_surfaces(shore: Shore, until: Until) -> None:
     link = shore.link()
-    shore.sea.outage = ZeroDivisionError("a bug")
+    shore.simulated.outage = ZeroDivisionError("a bug")
     link.send(draft(1))
     link.start()
     until(lambda: link.failure is not None, "the failure to surface")
@@ -971,8 +971,8 @@ def test_a_drain_in_progress_ends_when_the_link_fails(shore: Shore, until: Until
     drained: list[bool] = []
     thread = threading.Thread(target=lambda: drained.append(link.drain(3600.0)), daemon=True)
     thread.start()
-    shore.sea.outage = ZeroDivisionError("a bug")
-    shore.sea.calm.set()
+    shore.simulated.outage = ZeroDivisionError("a bug")
+    shore.simulated.calm.set()
     until(lambda: drained, "the drain to give up")
     assert drained == [False]
 
@@ -999,7 +999,7 @@ def test_draining_says_whether_everything_got_through(shore: Shore, until: Until
     link = shore.link()
     hang(shore, link, until)
     assert link.drain(0.01) is False
-    shore.sea.calm.set()
+    shore.simulated.calm.set()
     assert link.drain(30.0) is True
     assert [c.round for c in shore.published()] == [1]
     assert shore.transport.presences()[0].heartbeat == samples.heartbeat()
@@ -1038,14 +1038,14 @@ def steps_of(island: Island, count: int) -> None:
 
 def test_an_island_never_blocks(coast: Shore, until: Until) -> None:
     island = island_on(coast)
-    coast.sea.calm.clear()
+    coast.simulated.calm.clear()
     island.link.start()
     at_once(lambda: steps_of(island, 200))
     assert island.totals.steps == island.ledger.global_step == 200
     assert island.link.backlog == tiny.CONFIG.sync.window  # it owes nothing more until it hears of a round
     assert coast.transport.books().published == 0
-    # Everything is lost but nothing is stopped; and when the sea is calm again it catches up.
-    coast.sea.calm.set()
+    # Everything is lost but nothing is stopped; and when the simulated is calm again it catches up.
+    coast.simulated.calm.set()
     merger = Merger(coast.broker.connect("tiny"), live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
@@ -1068,7 +1068,7 @@ def test_an_island_never_blocks(coast: Shore, until: Until) -> None:
 
 def test_an_island_never_blocks_in_an_outage_either(coast: Shore, until: Until) -> None:
     island = island_on(coast)
-    coast.sea.outage = UnreachableError("nobody answers")
+    coast.simulated.outage = UnreachableError("nobody answers")
     island.link.start()
     at_once(lambda: steps_of(island, 100))
     assert island.totals.steps == 100
@@ -1098,7 +1098,7 @@ def test_the_interval_stretches_while_what_was_sent_waits(coast: Shore) -> None:
 
 def test_an_island_ends_when_its_link_fails(coast: Shore, until: Until) -> None:
     island = island_on(coast)
-    coast.sea.outage = ZeroDivisionError("a bug")
+    coast.simulated.outage = ZeroDivisionError("a bug")
     island.link.start()
     until(lambda: island.link.failure is not None, "the failure to surface")
     with pytest.raises(ZeroDivisionError, match="a bug"):
