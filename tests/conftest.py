@@ -16,8 +16,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from hypothesis import settings
 
 from archipelago.ops.launch.embedded_redis import Server, start_server
+from tests import tiers
 
-settings.register_profile("archipelago", deadline=None, print_blob=True)
+settings.register_profile("archipelago", deadline=None, print_blob=True, max_examples=tiers.examples(100))
 settings.load_profile("archipelago")
 
 
