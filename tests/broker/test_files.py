@@ -1,0 +1,43 @@
+"""Files are replaced whole: content, permissions, and what a failed write leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.files import PRIVATE, write_atomically
+
+
+@pytest.mark.parametrize("content", [b"bytes\x00", "text with an é\n"])
+def test_the_content_replaces_the_old_one(tmp_path: Path, content: bytes | str) -> None:
+    path = tmp_path / "file"
+    path.write_text("a longer text that was there before")
+    write_atomically(path, content)
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_permissions_are_the_usual_ones_or_private(tmp_path: Path) -> None:
+    usual = tmp_path / "by open"
+    usual.touch()
+    write_atomically(tmp_path / "file", "")
+    write_atomically(tmp_path / "secret", "", mode=PRIVATE)
+    assert (tmp_path / "file").stat().st_mode == usual.stat().st_mode
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == PRIVATE
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "file"
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
