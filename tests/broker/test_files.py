@@ -16,7 +16,7 @@ def test_the_content_replaces_the_old_one(tmp_path: Path, content: bytes | str) 
     path.write_text("a longer text that was there before")
     write_atomically(path, content)
     assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
-    assert os.listdir(tmp_path) == ["file"]
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
 def test_permissions_are_the_usual_ones_or_private(tmp_path: Path) -> None:
@@ -40,4 +40,4 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(
     with pytest.raises(OSError):
         write_atomically(path, "new")
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["file"]
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
