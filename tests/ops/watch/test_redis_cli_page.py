@@ -1,4 +1,4 @@
-"""`docs/redis-cli.md`: every command on the page is run, and answers with the fields that the page shows."""
+"""`docs/guide/redis-cli.md`: every command on the page is run, and answers with the fields that the page shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
 
-PAGE = (Path(__file__).parents[3] / "docs" / "redis-cli.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "redis-cli.md").read_text(encoding="utf-8")
 RUN = "demo"
 REMOVAL = ("UNLINK", "SREM")
 
