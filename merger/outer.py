@@ -210,7 +210,7 @@ def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
     The rate is η · n/M: of a round that some are not in, the step is theirs as a part of all, as if the others had not
     moved; what they did comes with their next one. So M rounds of one island each go as far as one of M islands.
 
-    Ours; `docs/quality.md` has what each is worth.
+    Ours; `docs/results/learning.md` has what each is worth.
     """
     most, cooldown = config.momentum, max(config.cooldown, _TINY)
 

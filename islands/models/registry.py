@@ -34,7 +34,7 @@ SIZES = {
 RATES = {"tiny": 3e-3, "small": 1e-3, "base": 6e-4, "124m": 6e-4, "1b": 2e-4, "small-moe": 1e-3}
 """The inner learning rate that suits a size, SMALLEST_RATE where it is not named. `tiny`: the best of those measured;
 `small`: 0.4 % worse than 6e-4 on batches of 256 bytes, and meant for the default's, four times as large
-(docs/quality.md). From `base` on those of GPT-3 (arXiv 2005.14165, table 2.1). No others were tried."""
+(docs/results/learning.md). From `base` on those of GPT-3 (arXiv 2005.14165, table 2.1). No others were tried."""
 
 
 def default_compute_dtype() -> DTypeLike:

@@ -93,7 +93,7 @@ def _bandwidth_table(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> Tab
     table = _new("Gbit/s between sites, published / by formula", ["utilisation", *(f"{u:.0%}" for u in UTILISATION)])
     for site, kind, cells in _bandwidth_cells(found):
         table.add_row(f"{site.step_seconds:g} s, {site.sites} sites, {kind}", *cells)
-    table.caption = "* not covered by the formula: docs/simulation.md says why"
+    table.caption = "* not covered by the formula: docs/results/simulation.md says why"
     table.caption_justify = "left"
     return table
 
