@@ -1,18 +1,21 @@
-"""Hostile settings for every test: strict dtype promotion, no rank promotion, warnings are errors. And shared tools."""
+"""Settings and fixtures of all tests.
+
+JAX refuses implicit promotion of dtypes and ranks, and pytest turns warnings into errors. Each session has its own home
+folder, so that no test touches the user's caches; its workers, and the processes that they start, share there what
+JAX compiles.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-
-# Before JAX is imported: tests of arithmetic want the CPU, and its threads shared among what runs beside.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 from hypothesis import settings
 
 from archipelago.ops.launch.embedded_redis import Server, start_server
@@ -21,22 +24,46 @@ from tests import tiers
 settings.register_profile("archipelago", deadline=None, print_blob=True, max_examples=tiers.examples(100))
 settings.load_profile("archipelago")
 
+HOME_VARIABLE = "ARCHIPELAGO_TEST_HOME"
+
+
+def _make_home() -> None:
+    """Point everything that looks for the user's folders at a new one. Workers of pytest-xdist inherit it."""
+    if HOME_VARIABLE in os.environ:
+        return
+    home = tempfile.mkdtemp(prefix="archipelago-tests-")
+    os.environ.update({HOME_VARIABLE: home, "HOME": home, "JAX_COMPILATION_CACHE_DIR": f"{home}/jax"})
+    for name in [name for name in os.environ if name.startswith("XDG_")]:
+        del os.environ[name]
+
 
 def pytest_configure() -> None:
+    _make_home()
+    # JAX reads these when it is imported, which no test module has done yet. Tests of arithmetic need the CPU.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     import jax
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
     jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the workers are still using the folder when they end
+        shutil.rmtree(os.environ[HOME_VARIABLE], ignore_errors=True)
+
+
 Until = Callable[..., None]
+#: Slow machines need longer; the suite's own timeout is longer still.
+PATIENCE_SECONDS = 300.0
 
 
 @pytest.fixture(scope="session")
 def until() -> Until:
-    """`until(predicate, what)`: polls until it holds; fails, saying what it waited for, after 30 s."""
+    """`until(predicate, what)` polls until the predicate holds, and fails with `what` after a very long wait."""
 
-    def wait(holds: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    def wait(holds: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
@@ -47,7 +74,7 @@ def until() -> Until:
 
 
 def gone(pid: int) -> bool:
-    """The process is no more; one that nobody has reaped counts as gone."""
+    """Whether the process has ended. A zombie, which its parent has not reaped yet, counts as ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -56,14 +83,14 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real Redis or Valkey for the whole session; the installed packages carry one."""
+    """A real Redis or Valkey for the whole session. An installed package brings one."""
     with start_server(tmp_path_factory.mktemp("server") / "redis") as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing a test does reaches the user's environment, and nothing there reaches a test."""
+    """Run each test in a folder of its own, without the variables that point workers at a run."""
     for name in ("ARCHIPELAGO_URL", "ARCHIPELAGO_RUN", "ARCHIPELAGO_DATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
