@@ -15,7 +15,7 @@ VARIABLE = "ARCHIPELAGO_FAILPOINT"
 FAILPOINTS: dict[str, str] = {
     "publish.placed": "the chunks of a contribution are up, and no entry points to them",
     "publish.done": "a contribution is in the stream, and its island does not know",
-    "tracked.done": "a track without a contribution is in the stream, and its island does not know",
+    "actions.done": "actions without a contribution are in the stream, and its island does not know",
     "acquire.before": "the lease was seen to be free, and is not taken",
     "acquire.done": "the lease and a new epoch are taken, and the merger does not know",
     "renew.done": "the lease lasts longer, and the merger does not know",

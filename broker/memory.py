@@ -14,6 +14,7 @@ from archipelago.broker.corpus_shards import Place, choose
 from archipelago.broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
+    Actions,
     Books,
     Call,
     Contribution,
@@ -29,7 +30,6 @@ from archipelago.broker.messages import (
     Resume,
     Snapshot,
     TapeEntry,
-    Track,
     from_fields,
     to_fields,
 )
@@ -74,8 +74,8 @@ class _Run:
     corpora: dict[str, str] = field(default_factory=dict)
     asks: dict[str, str] = field(default_factory=dict)
     handovers: dict[str, tuple[Handover, bytes]] = field(default_factory=dict)
-    tracks: list[tuple[int, Track]] = field(default_factory=list)
-    next_track: int = 1
+    actions: list[tuple[int, Actions]] = field(default_factory=list)
+    next_actions: int = 1
     restored: tuple[int, int] | None = None
     returned: set[str] = field(default_factory=set)
     epoch: tuple[int, str] = (0, "")
@@ -181,22 +181,22 @@ class MemoryTransport:
                 run.add(contribution, payload)
             run.books = asdict(image.balanced_books)
 
-    def publish(self, contribution: Contribution, payload: bytes, track: Track | None = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         with self._opened() as run:
             number = run.add(from_fields(Contribution, to_fields(contribution)), payload)  # as a wire would do it
             run.books["bytes_up"] += len(payload)
-        if track is not None:
-            self.tracked(track)
+        if actions is not None:
+            self.record_actions(actions)
         return f"{number}-0"
 
     def holds(self, entry: str) -> bool:
         with self._opened() as run:
             return _number(entry) in run.updates
 
-    def tracked(self, track: Track) -> None:
+    def record_actions(self, actions: Actions) -> None:
         with self._opened() as run:
-            run.tracks.append((run.next_track, track))
-            run.next_track += 1
+            run.actions.append((run.next_actions, actions))
+            run.next_actions += 1
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
         with self._opened() as run:
@@ -433,14 +433,14 @@ class MemoryTransport:
             found = [(entry, run.updates.get(_number(entry))) for entry in entries]
             return [Delivery(e, *kept) if kept else Delivery(e, None, b"", gone) for e, kept in found]
 
-    def trim(self, epoch: int, entries: Sequence[str], tracks_until: str = START) -> None:
+    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         with self._fenced(epoch) as run:
             run.let_go(entries)
-            run.tracks = [(number, track) for number, track in run.tracks if number > _number(tracks_until)]
+            run.actions = [(number, actions) for number, actions in run.actions if number > _number(actions_until)]
 
-    def tracks(self, after: str, count: int = 1024) -> list[tuple[str, Track]]:
+    def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
         with self._opened() as run:
-            return [(f"{number}-0", track) for number, track in run.tracks if number > _number(after)][:count]
+            return [(f"{number}-0", actions) for number, actions in run.actions if number > _number(after)][:count]
 
     def close(self) -> None:
         pass

@@ -346,15 +346,19 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Track:
-    """What one incarnation of an island did, action by action, so that it can be done again (`islands.track`)."""
+class Actions:
+    """Consecutive actions of one incarnation of an island, as text (`islands/sync/actions.py`).
+
+    Attributes:
+        index: Position of the first action among all actions of the incarnation.
+        text: The actions, separated by spaces.
+    """
 
     __pydantic_config__ = _CONFIG
     island: Name
     incarnation: Name
     index: Count
-    """of the first of these actions among all of the incarnation's"""
-    actions: Annotated[str, MaxLen(1 << 20)]
+    text: Annotated[str, MaxLen(1 << 20)]
 
 
 @dataclass(frozen=True)

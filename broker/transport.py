@@ -16,6 +16,7 @@ from typing import Protocol
 from archipelago.broker.corpus_shards import Place
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
+    Actions,
     Books,
     Call,
     Contribution,
@@ -31,7 +32,6 @@ from archipelago.broker.messages import (
     Resume,
     Snapshot,
     TapeEntry,
-    Track,
 )
 
 DIFFERENCES_KEPT = 32
@@ -154,7 +154,7 @@ class Transport(Protocol):
         ...
 
     # islands
-    def publish(self, contribution: Contribution, payload: bytes, track: Track | None = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         """Its entry, once the broker has it. Saying it twice makes two entries; the merger merges one."""
         ...
 
@@ -162,7 +162,7 @@ class Transport(Protocol):
         """Whether a published entry is still there: not refused, not lost with a broker that died."""
         ...
 
-    def tracked(self, track: Track) -> None:
+    def record_actions(self, actions: Actions) -> None:
         """Puts down what an island did, without a contribution."""
         ...
 
@@ -330,11 +330,11 @@ class Transport(Protocol):
         """Those entries of the updates stream, merged or not; one that is gone has a fault."""
         ...
 
-    def trim(self, epoch: int, entries: Sequence[str], tracks_until: str = START) -> None:
-        """Lets go of merged entries that a checkpoint covers, and of tracks up to that id."""
+    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
+        """Lets go of merged entries that a checkpoint covers, and of actions up to that id."""
         ...
 
-    def tracks(self, after: str, count: int = 1024) -> list[tuple[str, Track]]:
+    def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
         """What islands did, oldest first, with ids."""
         ...
 

@@ -22,7 +22,7 @@ import numpy as np
 from archipelago.broker.checkpoint_errors import FILE_FAULTS, in_words, remedy
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution, Track, from_fields, to_fields
+from archipelago.broker.messages import Actions, Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import InnerState
 from archipelago.islands.programs import copied
@@ -66,19 +66,21 @@ class Found:
 
     @property
     def point(self) -> str:
-        """When, in the words of a track."""
+        """When, in the words of an action."""
         return f"{self.rest['island']}/{self.incarnation}@{self.rest['done']}"
 
     @property
-    def untold(self) -> list[Track]:
+    def untold(self) -> list[Actions]:
         """What was done until then and may not have been told. Raises WireError."""
-        return [from_fields(Track, fields) for fields in self.rest["untold"]]
+        return [from_fields(Actions, fields) for fields in self.rest["untold"]]
 
 
 def cut(island: Island, number: int) -> IslandCut:
     """Everything that the island is, now. Costs a copy on the device."""
     in_flight, queued = island.link.in_flight(number)
-    tracks = [track for track in (*(draft.track for draft in queued), island.action_log.peek()) if track is not None]
+    logged = [
+        actions for actions in (*(draft.actions for draft in queued), island.action_log.peek()) if actions is not None
+    ]
     rest = {
         "number": number,
         "run": island.manifest.run,
@@ -88,7 +90,7 @@ def cut(island: Island, number: int) -> IslandCut:
         "ledger": island.ledger.state(),
         "batches": island.batches.state(),
         "done": island.action_log.done,
-        "untold": [to_fields(track) for track in tracks],
+        "untold": [to_fields(actions) for actions in logged],
         "totals": [island.totals.steps, island.totals.tokens],
     }
     arrays = {"inner": copied(island.inner)._asdict(), "references": list(island.replica.references)}

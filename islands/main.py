@@ -29,7 +29,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.standby import READY, await_assignment
 
 if TYPE_CHECKING:
-    from archipelago.islands.prepared import Kit
+    from archipelago.islands.prepared import PreparedIsland
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +69,12 @@ def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
     _require_sensible(options)
     if sys.stdin is None:
         raise ConfigError("a standby has no standard input", "It reads there as whom to join: leave it open.")
-    kit = _prepared(options, stopped)
+    prepared = _prepared(options, stopped)
     if stopped():
         return 0
-    log.info("ready to become an island of %s, after %.1f s of processor time", kit.manifest.run, time.process_time())
+    log.info(
+        "ready to become an island of %s, after %.1f s of processor time", prepared.manifest.run, time.process_time()
+    )
     with suppress(OSError):  # whoever does not read that may write all the same
         os.write(1, READY)
     assigned = await_assignment(sys.stdin.buffer, stopped)
@@ -83,10 +85,10 @@ def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
     island = tyro.cli(IslandOptions, prog="archipelago island", args=assigned.arguments, default=as_ours)
     if island.standby:
         raise ConfigError("a standby cannot become a standby", "Leave --standby out of the line that it reads.")
-    return _island(island, stopped, kit)
+    return _island(island, stopped, prepared)
 
 
-def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> Kit:
+def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIsland:
     """All that an island of this run loads and compiles."""
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
@@ -96,12 +98,12 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> Kit:
 
         import orbax.checkpoint  # noqa: F401 - with the modules below, what `_run` would wait for
 
-        from archipelago.islands import prepared as kit
         from archipelago.islands import (
             telemetry,  # noqa: F401
         )
+        from archipelago.islands.prepared import prepare
 
-        prepared = kit.equip(manifest, options.corpus)
+        prepared = prepare(manifest, options.corpus)
         prepared.rehearse(transport, awaited, options.scan_steps)
     finally:
         transport.close()
@@ -115,22 +117,26 @@ def _require_sensible(options: IslandOptions) -> None:
         raise ConfigError(f"--step-seconds-min cannot be {options.step_seconds_min}", "Give seconds, or 0 for none.")
 
 
-def _island(options: IslandOptions, stopped: Callable[[], bool], kit: Kit | None = None) -> int:
+def _island(options: IslandOptions, stopped: Callable[[], bool], prepared: PreparedIsland | None = None) -> int:
     name = checked_name(
         options.name or f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}", "the island name"
     )
     origin = options.log_as(name, options.run, island=name)
     _require_sensible(options)
-    summary = _run(options, name, stopped, origin, kit)
+    summary = _run(options, name, stopped, origin, prepared)
     if options.json:
         print_json(summary)
     return 0
 
 
 def _run(
-    options: IslandOptions, name: str, stopped: Callable[[], bool], origin: Origin, kit: Kit | None = None
+    options: IslandOptions,
+    name: str,
+    stopped: Callable[[], bool],
+    origin: Origin,
+    prepared: PreparedIsland | None = None,
 ) -> dict[str, object]:
-    began = time.process_time() if kit else 0.0  # a standby's time before it was told is not this island's
+    began = time.process_time() if prepared else 0.0  # a standby's time before it was told is not this island's
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run
@@ -143,35 +149,35 @@ def _run(
 
     from archipelago.islands import telemetry
     from archipelago.islands.checkpoint import IslandStore
-    from archipelago.islands.prepared import equip, register_text
-    from archipelago.islands.sync.rejoin import Comeback
-    from archipelago.islands.turn_log import Diary
+    from archipelago.islands.prepared import prepare, register_text
+    from archipelago.islands.sync.rejoin import Rejoin
+    from archipelago.islands.turn_log import TurnLog
     from archipelago.islands.worker import train
 
     loaded = time.process_time() - began
-    if kit is None or not kit.fits(manifest, options.corpus):
-        kit = equip(manifest, options.corpus)
-    awaited(partial(register_text, kit.corpus, transport, options.corpus))
+    if prepared is None or not prepared.fits(manifest, options.corpus):
+        prepared = prepare(manifest, options.corpus)
+    awaited(partial(register_text, prepared.corpus, transport, options.corpus))
     store = IslandStore(folder, manifest)
     returned = awaited(lambda: transport.claim_return(name))
     whole = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
-    link = kit.link(transport, f"{name}/{incarnation}")
+    link = prepared.link(transport, f"{name}/{incarnation}")
     arrivals = awaited(link.join)
-    island = kit.island(name, incarnation, link, arrivals)
+    island = prepared.island(name, incarnation, link, arrivals)
     island.on_marker = store.on_marker
     joined = time.process_time() - began
-    comeback = Comeback(transport, store, island, arrivals)
-    comeback.ask()
+    rejoin = Rejoin(transport, store, island, arrivals)
+    rejoin.ask()
     island.beat("joining")
     endpoint.families = lambda: telemetry.families(island)
     curves = Scalars(sinks, lambda: telemetry.point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
-    kit.warm_up(island, options.scan_steps)
+    prepared.warm_up(island, options.scan_steps)
     compiled = time.process_time() - began
-    comeback.complete(whole)
-    del arrivals, comeback, whole  # the model as it was then: one more in memory
+    rejoin.complete(whole)
+    del arrivals, rejoin, whole  # the model as it was then: one more in memory
     curves.start()
     ready = time.process_time() - began
     log.info(
@@ -180,7 +186,7 @@ def _run(
         extra={"round": island.ledger.closed},
     )  # fmt: skip
     try:
-        state = train(island, stopped, Diary.named_in(os.environ, incarnation))
+        state = train(island, stopped, TurnLog.named_in(os.environ, incarnation))
     finally:
         link.stop()
         curves.close()  # of an island that has diverged, the last points are those that matter

@@ -28,7 +28,7 @@ REHEARSING = "rehearsal"
 
 
 @dataclass
-class Kit:
+class PreparedIsland:
     """Of one run on one machine."""
 
     manifest: Manifest
@@ -71,7 +71,7 @@ class Kit:
         gc.collect()  # it held a model, and perhaps a device's memory
 
 
-def equip(manifest: Manifest, pinned: str | None) -> Kit:
+def prepare(manifest: Manifest, pinned: str | None) -> PreparedIsland:
     """All that can be had before there is an island. The broker is not asked for anything."""
     config = manifest.config
     programs = Programs(programs_folder())
@@ -85,7 +85,7 @@ def equip(manifest: Manifest, pinned: str | None) -> Kit:
     steps = programs.keep(
         make, ("steps", config.model, config.inner), lambda state, tokens_nxBxT1, global_step: (state, 0), donate=(0,)
     )
-    return Kit(manifest, pinned, corpus, programs, steps)
+    return PreparedIsland(manifest, pinned, corpus, programs, steps)
 
 
 def training_text(manifest: Manifest, pinned: str | None, programs: Programs | None = None) -> OpenCorpus:

@@ -1,4 +1,4 @@
-"""An island done again from its track: the same batches, steps, adoptions and sendings, without Redis and clocks.
+"""An island done again from its actions: the same batches, steps, adoptions and sendings, without Redis and clocks.
 
 Pure but for the device: published parameters, their stamps and other islands' states come from whoever replays.
 """
@@ -21,8 +21,8 @@ from archipelago.islands.inner import InnerState, InnerSteps, begin
 from archipelago.islands.sync.replica import Replica
 
 
-class TrackError(ArchipelagoError):
-    """A track has a gap, or an action that cannot be done."""
+class ActionError(ArchipelagoError):
+    """The actions have a gap, or an action that cannot be done."""
 
 
 @dataclass(frozen=True)
@@ -68,28 +68,28 @@ class Redone:
         self._batches = Batches(self.text, self.manifest.config, lambda: None)
 
     def until_sent(self, sequence: int) -> bytes:
-        """Does what it did until it sent that contribution; its body, as the codec encodes it. Raises TrackError."""
+        """Does what it did until it sent that contribution; its body, as the codec encodes it. Raises ActionError."""
         while self._sequence <= sequence:
             self._next()
         return self.sent.pop(sequence)
 
     def until(self, count: int) -> Point:
-        """What it was after that many actions. Raises TrackError."""
+        """What it was after that many actions. Raises ActionError."""
         while self.done < count:
             self._next()
         try:
             return self.points.pop(count)
         except KeyError:
-            raise TrackError(f"{self.who} is past its action {count}") from None
+            raise ActionError(f"{self.who} is past its action {count}") from None
 
     def _next(self) -> None:
         if self.done >= len(self.actions):
-            raise TrackError(f"the track of {self.who} ends after {self.done} actions")
+            raise ActionError(f"the actions of {self.who} end after {self.done} actions")
         action = self.actions[self.done]
         try:
             self._do(action)
         except (ValueError, IndexError, KeyError, AssertionError) as error:
-            raise TrackError(f"action {self.done} of {self.who}, {action!r:.60}, cannot be done ({error!r})") from None
+            raise ActionError(f"action {self.done} of {self.who}, {action!r:.60}, cannot be done ({error!r})") from None
         self.done += 1
         if self.done in self.points_wanted:
             self.points[self.done] = self._point()
@@ -159,7 +159,7 @@ class Redone:
 def corpus_of(who: str, actions: Mapping[str, Sequence[str]]) -> str:
     """The corpus that an incarnation trained on, as its shards name it, from everybody's actions; empty for the run's.
 
-    Where no shard names one, it reads on where the incarnation was that it took over `whole`. Raises TrackError.
+    Where no shard names one, it reads on where the incarnation was that it took over `whole`. Raises ActionError.
     """
     passed: set[str] = set()
     while who in actions and who not in passed:
@@ -167,7 +167,7 @@ def corpus_of(who: str, actions: Mapping[str, Sequence[str]]) -> str:
         shards = [action[1:].partition(":")[0] for action in actions[who] if action[:1] == "d"]
         names = {shard.rpartition("/")[0] for shard in shards if "/" in shard}
         if len(names) > 1:
-            raise TrackError(f"the track of {who} names the corpora {', '.join(sorted(names)):.200}: it has one")
+            raise ActionError(f"the actions of {who} name the corpora {', '.join(sorted(names)):.200}: it has one")
         if names:
             return names.pop()
         taken = [action for action in actions[who] if action.startswith("whole:")]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from archipelago.broker.errors import ConfigError
 
-VARIABLE = "ARCHIPELAGO_DIARY"
+VARIABLE = "ARCHIPELAGO_TURN_LOG"
 _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
-class Diary:
+class TurnLog:
     """One incarnation's. Belongs to the thread that makes it."""
 
     def __init__(self, path: Path, incarnation: str) -> None:
@@ -30,7 +30,7 @@ class Diary:
         self._waited = self._waited_seconds()
 
     @classmethod
-    def named_in(cls, environment: Mapping[str, str], incarnation: str) -> Diary | None:
+    def named_in(cls, environment: Mapping[str, str], incarnation: str) -> TurnLog | None:
         """Where the environment names a file. Raises ConfigError for one that cannot be written."""
         path = environment.get(VARIABLE)
         try:

@@ -30,7 +30,7 @@ from archipelago.islands.sync.link import Arrival, Draft, Link
 from archipelago.islands.sync.recovery import Gift, Received
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.sync.uplink import averaged
-from archipelago.islands.turn_log import Diary
+from archipelago.islands.turn_log import TurnLog
 
 FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
@@ -339,7 +339,7 @@ def _rate(seconds_a_byte: float) -> float:
     return 1.0 / seconds_a_byte if seconds_a_byte > 0.0 else math.nan
 
 
-def train(island: Island, stopped: Callable[[], bool], diary: Diary | None = None) -> str:
+def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None = None) -> str:
     """Trains until the run's end, `stopped`, or the operator's wish; then leaves. Returns how: `done` or `left`.
 
     Raises DivergedError, once it has said so.
@@ -354,10 +354,10 @@ def train(island: Island, stopped: Callable[[], bool], diary: Diary | None = Non
             raise
         between_seconds = island.clock() - began
         island.advance()
-        if diary is not None:
+        if turn_log is not None:
             versions = sum(count.version for count in island.ledger.counts)
             steps = island.totals.steps - steps_before
-            diary.turned(island.clock(), steps, versions, between_seconds, island.pacer.idle_seconds)
+            turn_log.turned(island.clock(), steps, versions, between_seconds, island.pacer.idle_seconds)
     state = "done" if island.finished else "left"
     if state == "left" and island.is_sent_away:
         log.warning("leaves: %s", island.last_words()[1])

@@ -16,7 +16,7 @@ import numpy as np
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Books, Snapshot, TapeEntry, Track
+from archipelago.broker.messages import Actions, Books, Snapshot, TapeEntry
 from archipelago.broker.transport import START, Image, Transport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger import outer
@@ -52,11 +52,11 @@ class CheckpointCut:
 
 @dataclass(frozen=True)
 class Covered:
-    """A checkpoint is on disk: rounds up to `round` and tracks up to `tracks_until` need not be kept elsewhere."""
+    """A checkpoint is on disk: rounds up to `round` and actions up to `actions_until` need not be kept elsewhere."""
 
     number: int
     round: int
-    tracks_until: str
+    actions_until: str
 
 
 def in_background() -> Spawn:
@@ -151,22 +151,22 @@ class Checkpointer:
         newest = self.transport.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
         tape = [entry for entry in newest if entry.round <= cut.round]
         _require_same(cut, tape)
-        tracks_until = START
+        actions_until = START
         if self.recorder is not None:
-            tracks_until, tracks = self._tracks()
+            actions_until, logged = self._actions()
             covered = max(cut.covered, self.recorder.last_round())
-            self._record(self.recorder, [entry for entry in tape if entry.round > covered], tracks)
+            self._record(self.recorder, [entry for entry in tape if entry.round > covered], logged)
         self.store.save(self._image(cut, manifest, tape[-TAPE_IN_IMAGE:]))
-        return Covered(cut.number, cut.round, tracks_until)
+        return Covered(cut.number, cut.round, actions_until)
 
-    def _tracks(self) -> tuple[str, list[Track]]:
+    def _actions(self) -> tuple[str, list[Actions]]:
         after, out = START, []
-        while found := self.transport.tracks(after):
+        while found := self.transport.actions(after):
             after = found[-1][0]
-            out += [track for _, track in found]
+            out += [actions for _, actions in found]
         return after, out
 
-    def _record(self, recorder: Recorder, tape: Sequence[TapeEntry], tracks: Sequence[Track]) -> None:
+    def _record(self, recorder: Recorder, tape: Sequence[TapeEntry], logged: Sequence[Actions]) -> None:
         rounds = []
         for entry in tape:
             members = self.transport.read([member.entry for member in entry.members])
@@ -175,7 +175,7 @@ class Checkpointer:
                 log.warning(what, entry.round, extra={"round": entry.round})
                 continue
             rounds.append((entry, tuple(members)))
-        recorder.append(Segment(rounds, tracks))
+        recorder.append(Segment(rounds, logged))
 
     def _image(self, cut: CheckpointCut, manifest: Manifest, tape: Sequence[TapeEntry]) -> Image:
         wire = manifest.config.wire

@@ -18,7 +18,7 @@ import msgpack
 
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution, Snapshot, TapeEntry, Track, from_fields, to_fields
+from archipelago.broker.messages import Actions, Contribution, Snapshot, TapeEntry, from_fields, to_fields
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest
 
@@ -32,20 +32,20 @@ Round = tuple[TapeEntry, tuple[Delivery, ...]]
 
 @dataclass(frozen=True)
 class Segment:
-    """Some rounds in order, and the tracks that came meanwhile."""
+    """Some rounds in order, and the actions that came meanwhile."""
 
     rounds: Sequence[Round]
-    tracks: Sequence[Track]
+    actions: Sequence[Actions]
 
 
 @dataclass
 class Record:
-    """What was read back of a record: the run, version 0 of its fragments, its rounds by number, its tracks."""
+    """What was read back of a record: the run, version 0 of its fragments, its rounds by number, its actions."""
 
     manifest: Manifest
     beginning: Sequence[tuple[Snapshot, bytes]]
     rounds: dict[int, Round] = field(default_factory=dict)
-    tracks: list[Track] = field(default_factory=list)
+    actions: list[Actions] = field(default_factory=list)
 
 
 class Recorder:
@@ -73,12 +73,12 @@ class Recorder:
 
     def append(self, segment: Segment) -> None:
         """Adds a segment. Raises OSError."""
-        if not segment.rounds and not segment.tracks:
+        if not segment.rounds and not segment.actions:
             return
         numbers = [entry.round for entry, _ in segment.rounds] or [0]
         body = {
             "rounds": [[to_fields(entry), [_packed(delivery) for delivery in ds]] for entry, ds in segment.rounds],
-            "tracks": [to_fields(track) for track in segment.tracks],
+            "actions": [to_fields(actions) for actions in segment.actions],
         }
         self._write(f"rounds-{numbers[0]:08}-{numbers[-1]:08}.bin", body)
 
@@ -141,7 +141,7 @@ def _add(record: Record, body: Any) -> None:
         known = record.rounds.get(entry.round)
         if known is None or entry.epoch >= known[0].epoch:
             record.rounds[entry.round] = (entry, tuple(_unpacked(*delivery) for delivery in deliveries))
-    record.tracks += [from_fields(Track, fields) for fields in body["tracks"]]
+    record.actions += [from_fields(Actions, fields) for fields in body["actions"]]
 
 
 def _unpacked(entry: str, fields: dict[str, str], payload: bytes) -> Delivery:

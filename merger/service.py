@@ -449,7 +449,7 @@ class Merger:
         entries: list[str] = []
         while self.kept and self.kept[0].round <= covered.round:
             entries += self.kept.popleft().entries
-        self.transport.trim(self.epoch, entries, covered.tracks_until)
+        self.transport.trim(self.epoch, entries, covered.actions_until)
         self.state.covered = max(self.state.covered, covered.round)
         if self._asked:
             self.controls.took_checkpoint(self.state, self._asked)

@@ -12,6 +12,7 @@ from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.memory import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
+    Actions,
     Books,
     Contribution,
     Evaluation,
@@ -20,7 +21,6 @@ from archipelago.broker.messages import (
     Member,
     Snapshot,
     TapeEntry,
-    Track,
 )
 from archipelago.broker.transport import Commit, Image
 from archipelago.broker.wire import digest, pack
@@ -103,9 +103,9 @@ def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
     return transport
 
 
-def track(index: int = 0, **changes: Any) -> Track:
+def actions(index: int = 0, **changes: Any) -> Actions:
     """Actions of island `a`, incarnation `x`."""
-    return replace(Track(island="a", incarnation="x", index=index, actions="step step"), **changes)
+    return replace(Actions(island="a", incarnation="x", index=index, text="step step"), **changes)
 
 
 def handover(payload: bytes = b"moments", **changes: Any) -> Handover:

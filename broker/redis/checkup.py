@@ -283,7 +283,7 @@ def needed_commands(keys: Keys) -> list[tuple[Any, ...]]:
         ("HGETALL", keys.manifest), ("HMGET", keys.data, "x"), ("HINCRBY", hash_, "x", 1), ("HDEL", keys.data, "x"),
         ("XADD", stream, "*", "x", "x"), ("XRANGE", stream, "-", "+"), ("XREVRANGE", keys.tape, "+", "-"),
         ("XREAD", "STREAMS", keys.snapshots, "0"), ("XREADGROUP", "GROUP", GROUP, GROUP, "STREAMS", stream, ">"),
-        ("XACK", stream, GROUP, "0-1"), ("XDEL", stream, "0-1"), ("XTRIM", keys.tracks, "MAXLEN", 1), ("XLEN", stream),
+        ("XACK", stream, GROUP, "0-1"), ("XDEL", stream, "0-1"), ("XTRIM", keys.actions, "MAXLEN", 1), ("XLEN", stream),
         ("XPENDING", stream, GROUP), ("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM"),
         ("XINFO", "GROUPS", stream), ("EVAL", "return 1", 0), ("HSETNX", keys.data, "x", "x"),
         ("HEXISTS", keys.data, "x"), ("HGETALL", keys.control), ("HSET", keys.control, "x", "x"),

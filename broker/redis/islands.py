@@ -10,7 +10,7 @@ from archipelago.broker.control import is_expelled, island_field
 from archipelago.broker.corpus_shards import Place, choose
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.messages import Contribution, Handover, Heartbeat, Track, from_fields, to_fields
+from archipelago.broker.messages import Actions, Contribution, Handover, Heartbeat, from_fields, to_fields
 from archipelago.broker.redis.reader import CORPUS, HOLDER, REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import text_fields
 
@@ -21,7 +21,7 @@ HANDOVER_SECONDS = 600
 class RedisIslands(RedisReader):
     """The part of the transport that islands write with."""
 
-    def publish(self, contribution: Contribution, payload: bytes, track: Track | None = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         with self._translated():
             where = self._chunks.place(chunks_name(contribution), payload)
             failpoint("publish.placed")
@@ -31,8 +31,8 @@ class RedisIslands(RedisReader):
                 pipe.hincrby(self._keys.books, "published", 1)
                 pipe.hincrby(self._keys.books, "published_tokens", contribution.tokens)
                 pipe.hincrby(self._keys.books, "bytes_up", len(payload))
-                if track is not None:
-                    pipe.xadd(self._keys.tracks, to_fields(track))
+                if actions is not None:
+                    pipe.xadd(self._keys.actions, to_fields(actions))
                 entry: bytes = pipe.execute()[0]
         failpoint("publish.done")
         return entry.decode()
@@ -41,10 +41,10 @@ class RedisIslands(RedisReader):
         with self._translated():
             return bool(self._redis.xrange(self._keys.updates, entry, entry))
 
-    def tracked(self, track: Track) -> None:
+    def record_actions(self, actions: Actions) -> None:
         with self._translated():
-            self._redis.xadd(self._keys.tracks, to_fields(track))
-        failpoint("tracked.done")
+            self._redis.xadd(self._keys.actions, to_fields(actions))
+        failpoint("actions.done")
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
         key = self._keys.island(heartbeat.island)

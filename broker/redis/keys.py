@@ -31,7 +31,7 @@ class Keys:
         self.manifest = f"{run}:manifest"
         self.islands = f"{run}:islands"
         self.data = f"{run}:data"
-        self.tracks = f"{run}:tracks"
+        self.actions = f"{run}:actions"
         self.asks = f"{run}:asks"
         self.restored = f"{run}:restored"
         self.evaluations = f"{run}:evaluations"
@@ -49,7 +49,7 @@ class Keys:
         """What must not be there when the run begins. Not the epoch: an older merger may still be alive."""
         outers = [self.outer(fragment) for fragment in range(fragments)]
         merger = [self.updates, self.snapshots, self.tape, self.state, self.books, *outers]
-        return [*merger, self.data, self.evaluations, self.tracks, self.asks, self.restored, self.control, self.notes]
+        return [*merger, self.data, self.evaluations, self.actions, self.asks, self.restored, self.control, self.notes]
 
     def island(self, island: str) -> str:
         """The heartbeat of one island."""

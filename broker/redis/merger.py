@@ -13,13 +13,13 @@ from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import (
     KINDS,
+    Actions,
     Call,
     Contribution,
     Event,
     Marker,
     Refusal,
     Resume,
-    Track,
     from_fields,
     to_fields,
 )
@@ -252,10 +252,10 @@ class RedisMerger(RedisLease):
                 out.append(self._delivery(entry, found[0][1]) if found else gone)
         return out
 
-    def trim(self, epoch: int, entries: Sequence[str], tracks_until: str = START) -> None:
+    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         found = self._look(entries)
         gone = {entry: found[entry] for entry in found if found[entry].kept}
-        minid = "" if tracks_until == START else next_id(tracks_until)
+        minid = "" if actions_until == START else next_id(actions_until)
         failpoint("trim.before")
         try:
             with self._fenced(epoch) as pipe:
@@ -264,7 +264,7 @@ class RedisMerger(RedisLease):
                 if gone:
                     pipe.hincrby(self._keys.books, "kept", -len(gone))
                 if minid:
-                    pipe.xtrim(self._keys.tracks, minid=minid, approximate=False)
+                    pipe.xtrim(self._keys.actions, minid=minid, approximate=False)
         except BrokerError as error:
             if not is_full(error):
                 raise
@@ -274,19 +274,19 @@ class RedisMerger(RedisLease):
     def _trim_when_full(self, epoch: int, gone: Mapping[str, _Found], minid: str) -> None:
         """The same at the memory's limit, where a server takes no transaction: else it would stay full for good."""
         chunks = [chunk for found in gone.values() for chunk in self._chunks_of(found.raw or {})]
-        keys = [self._keys.epoch, self._keys.updates, self._keys.books, self._keys.tracks, *chunks]
+        keys = [self._keys.epoch, self._keys.updates, self._keys.books, self._keys.actions, *chunks]
         with self._translated():
             done = self._redis.eval(_TRIM, len(keys), *keys, self._mark(epoch), minid, *gone)
         if not done:
             raise self._overtaken(epoch)
 
-    def tracks(self, after: str, count: int = 1024) -> list[tuple[str, Track]]:
-        out: list[tuple[str, Track]] = []
-        for entry, raw in self._pages(self._keys.tracks, after, count):
+    def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
+        out: list[tuple[str, Actions]] = []
+        for entry, raw in self._pages(self._keys.actions, after, count):
             try:
-                out.append((entry, from_fields(Track, text_fields(raw))))
+                out.append((entry, from_fields(Actions, text_fields(raw))))
             except WireError as error:
-                log.warning("track %s cannot be read: %s", entry, error.reason)
+                log.warning("actions %s cannot be read: %s", entry, error.reason)
             if len(out) == count:
                 break
         return out

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import Track
+from archipelago.broker.messages import Actions
 
 ACTIONS_MAX = 1 << 24
-"""Of one incarnation, that are unfolded: tracks come from outside, and a short text can say many."""
+"""Of one incarnation, that are unfolded: actions come from outside, and a short text can say many."""
 _REPEATED = re.compile(r"(\S+?)\*([0-9]{1,18})")
 
 
@@ -46,15 +46,15 @@ class ActionLog:
         else:
             self._words.append((action, 1))
 
-    def take(self) -> Track | None:
+    def take(self) -> Actions | None:
         """What was done since it was asked last, None for nothing."""
-        track = self.peek()
+        actions = self.peek()
         self.index, self._words = self.done, []
-        return track
+        return actions
 
-    def peek(self) -> Track | None:
+    def peek(self) -> Actions | None:
         """The same, and it stays: it may be told twice."""
-        return Track(self.island, self.incarnation, self.index, _text(self._words)) if self._words else None
+        return Actions(self.island, self.incarnation, self.index, _text(self._words)) if self._words else None
 
 
 def _text(words: Iterable[tuple[str, int]]) -> str:
@@ -67,17 +67,17 @@ def _words(text: str) -> Iterator[tuple[str, int]]:
         yield (found[1], int(found[2])) if found else (word, 1)
 
 
-def actions(tracks: Sequence[Track]) -> list[str]:
-    """The actions of one incarnation in order, from tracks that may overlap, up to the first gap."""
+def unfolded(logged: Sequence[Actions]) -> list[str]:
+    """The actions of one incarnation in order, from parts that may overlap, up to the first gap."""
     out: list[str] = []
-    for track in sorted(tracks, key=lambda t: t.index):
-        if track.index > len(out):
+    for actions in sorted(logged, key=lambda t: t.index):
+        if actions.index > len(out):
             break
-        skip = len(out) - track.index
-        for action, count in _words(track.actions):
+        skip = len(out) - actions.index
+        for action, count in _words(actions.text):
             done = min(skip, count)
             skip -= done
             if len(out) + count - done > ACTIONS_MAX:
-                raise WireError(f"a track of {track.island} says more than {ACTIONS_MAX:,} actions")
+                raise WireError(f"the actions of {actions.island} are more than {ACTIONS_MAX:,} actions")
             out += [action] * (count - done)
     return out

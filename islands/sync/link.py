@@ -24,6 +24,7 @@ from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     NOTE_MAX,
+    Actions,
     Contribution,
     Event,
     Heartbeat,
@@ -32,7 +33,6 @@ from archipelago.broker.messages import (
     Refusal,
     Resume,
     Snapshot,
-    Track,
 )
 from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest, digest_of, pack_body, unpack
@@ -64,7 +64,7 @@ class Draft:
     contribution: Contribution
     parts: Parts
     elements: int
-    track: Track | None = None
+    actions: Actions | None = None
 
     def encoded(self, zstd_level: int) -> tuple[Contribution, bytes]:
         """The message and its payload."""
@@ -286,7 +286,7 @@ class Link:
         _, contribution, payload = self._ready  # once: what is said again must be the same, to the byte
         if self._may_be_new(contribution, payload):
             began = self.clock()
-            entry = self.transport.publish(contribution, payload, draft.track)
+            entry = self.transport.publish(contribution, payload, draft.actions)
             self.uplink.sent(len(payload), self.clock() - began)
             self._note_entry(contribution.identity_text, entry)
         self.bytes_up += len(payload)
@@ -441,8 +441,8 @@ class Link:
         """Hands inner optimiser state over to newcomers who asked for it."""
         while self._gifts:
             gift = self._gifts[0]
-            if gift.track is not None:
-                self.transport.tracked(gift.track)
+            if gift.actions is not None:
+                self.transport.record_actions(gift.actions)
             self.transport.hand_over(gift.who, *recovery.encode(gift, self.who))
             self._gifts.popleft()
 

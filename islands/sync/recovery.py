@@ -17,7 +17,7 @@ from optax import OptState
 from optax.tree_utils import tree_get_all_with_path
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import Handover, Presence, Track
+from archipelago.broker.messages import Actions, Handover, Presence
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest
 from archipelago.islands.programs import copied
@@ -35,7 +35,7 @@ class Gift:
     optimizer: OptState
     index: int
     global_step: int
-    track: Track | None = None
+    actions: Actions | None = None
     """what the giver did and has not told yet"""
 
 

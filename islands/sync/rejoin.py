@@ -22,7 +22,7 @@ from archipelago.islands.worker import Island, Totals
 log = logging.getLogger(__name__)
 
 
-class Comeback:
+class Rejoin:
     """One island's beginning. `ask` before the first heartbeat, `complete` when everything is compiled."""
 
     def __init__(
@@ -94,8 +94,8 @@ class Comeback:
     def _tell(self, found: Found) -> None:
         """What an earlier incarnation did before that checkpoint, for the record of the run."""
         try:
-            for track in found.untold:
-                self.transport.tracked(track)
+            for actions in found.untold:
+                self.transport.record_actions(actions)
         except (BrokerError, WireError) as error:
             log.warning("the record of the run may have a gap: %s", error.what)
 

@@ -26,7 +26,7 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.standby import Assignment
-from archipelago.islands.turn_log import VARIABLE as DIARY_VARIABLE
+from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
 from archipelago.ops.bench.process import cpu_seconds, require_linux
 from archipelago.ops.launch import parent_death
 from archipelago.ops.launch.embedded_redis import start_server
@@ -82,7 +82,7 @@ def start(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[st
             **os.environ,
             URL_VARIABLE: server.url,
             RUN_VARIABLE: RUN,
-            DIARY_VARIABLE: str(folder / "diary"),
+            TURN_LOG_VARIABLE: str(folder / "turns"),
             "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -119,7 +119,7 @@ def _what(config: RunConfig) -> str:
 
 def started(folder: Path, environment: Mapping[str, str]) -> Start:
     """Starts an island, lets it make its first step, and ends it. Raises BrokerError when it ends before that."""
-    diary, log = _fresh(environment), folder / "log"
+    turn_log, log = _fresh(environment), folder / "log"
     began = time.monotonic()
     with (
         log.open("w", encoding="utf-8") as errors,
@@ -129,7 +129,7 @@ def started(folder: Path, environment: Mapping[str, str]) -> Start:
         ) as process,
     ):  # fmt: skip
         try:
-            _await(lambda: _has_stepped(diary), process, log)
+            _await(lambda: _has_stepped(turn_log), process, log)
             wall, total = time.monotonic() - began, cpu_seconds(process.pid)
             process.send_signal(signal.SIGTERM)
             said, _ = process.communicate(timeout=WAIT_SECONDS)
@@ -141,7 +141,7 @@ def started(folder: Path, environment: Mapping[str, str]) -> Start:
 
 def taken_over(folder: Path, environment: Mapping[str, str]) -> tuple[float, float]:
     """The same island by a standby: seconds from when that is told to the end of its first step, wall and processor."""
-    diary, log = _fresh(environment), folder / "log"
+    turn_log, log = _fresh(environment), folder / "log"
     log.unlink(missing_ok=True)
     standby = Standby("standby", [*ISLAND, "--standby", *PACE], environment, log)
     standby.start()
@@ -151,7 +151,7 @@ def taken_over(folder: Path, environment: Mapping[str, str]) -> tuple[float, flo
         _await(standby.is_ready, process, log)
         began, before = time.monotonic(), cpu_seconds(process.pid)
         standby.become(Assignment(tuple(_arguments(folder)), {}, str(log)))
-        _await(lambda: _has_stepped(diary), process, log)
+        _await(lambda: _has_stepped(turn_log), process, log)
         wall, total = time.monotonic() - began, cpu_seconds(process.pid) - before
         process.send_signal(signal.SIGTERM)
         process.wait(WAIT_SECONDS)
@@ -167,14 +167,14 @@ def _arguments(folder: Path) -> list[str]:
 
 
 def _fresh(environment: Mapping[str, str]) -> Path:
-    """The diary, with nothing in it yet."""
-    diary = Path(environment[DIARY_VARIABLE])
-    diary.unlink(missing_ok=True)
-    return diary
+    """The turn log, with nothing in it yet."""
+    turn_log = Path(environment[TURN_LOG_VARIABLE])
+    turn_log.unlink(missing_ok=True)
+    return turn_log
 
 
-def _has_stepped(diary: Path) -> bool:
-    return diary.exists() and diary.stat().st_size > 0
+def _has_stepped(turn_log: Path) -> bool:
+    return turn_log.exists() and turn_log.stat().st_size > 0
 
 
 def _await(holds: Callable[[], bool], process: subprocess.Popen[Any], log: Path) -> None:

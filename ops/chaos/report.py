@@ -42,7 +42,7 @@ class Happening:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of an island's loop, from its diary."""
+    """One turn of an island's loop, from its turn log."""
 
     at: float
     who: str
@@ -438,7 +438,7 @@ def _closed(storm: Storm) -> int:
 
 
 def _counted_twice(storm: Storm) -> list[str]:
-    """Lives whose merged steps of a fragment are more than the steps in their own diary."""
+    """Lives whose merged steps of a fragment are more than the steps in their own turn log."""
     made = {(i, turn.who): turn.steps for i, turns in storm.turns.items() for turn in turns}
     merged: Counter[tuple[str, str, int]] = Counter()
     for entry in storm.tape:

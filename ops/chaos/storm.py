@@ -25,7 +25,7 @@ from archipelago.broker.messages import Refusal
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
-from archipelago.islands.turn_log import VARIABLE as DIARY_VARIABLE
+from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
 from archipelago.ops.chaos.fake_clock import FalseClock
 from archipelago.ops.chaos.faults import TICK_SECONDS, Target, Trial
 from archipelago.ops.chaos.proxy import Proxy
@@ -208,7 +208,7 @@ class SimulatedBroker(Trial):
         proxy = stack.enter_context(Proxy("127.0.0.1", self.broker.server.port)) if name in self._linked else None
         environment = {
             URL_VARIABLE: _behind(self.url, proxy), RUN_VARIABLE: self.plan.run,
-            DIARY_VARIABLE: str(self._diaries / f"{name}.jsonl"), **self._threads,
+            TURN_LOG_VARIABLE: str(self._diaries / f"{name}.jsonl"), **self._threads,
         }  # fmt: skip
         return Worker(Child(name, argv, environment, self.plan.folder / "logs" / f"{name}.log"), proxy)
 
@@ -226,7 +226,7 @@ class SimulatedBroker(Trial):
         for news in self.standbys.tend(time.monotonic()):
             say(f"  {news}")
 
-    def diary(self, name: str) -> Path:
+    def turn_log(self, name: str) -> Path:
         """The file that an island writes down its turns in."""
         return self._diaries / f"{name}.jsonl"
 
@@ -248,12 +248,12 @@ class SimulatedBroker(Trial):
     def _fill_disk(self, target: Target, fault: Fault) -> None:
         """A limit on the size of its files stands in for a full disk: writes fail, with EFBIG for ENOSPC.
 
-        Its diary and its log may go on a little: they are of this trial, not of the run.
+        Its turn log and its log may go on a little: they are of this trial, not of the run.
         """
         if target.dead:
             self.note(target.name, "spared", "disk: it is dead")
             return
-        own = [self.diary(target.name), self.plan.folder / "logs" / f"{target.name}.log"]
+        own = [self.turn_log(target.name), self.plan.folder / "logs" / f"{target.name}.log"]
         own += self.broker.folder.rglob("*") if target is self.broker else []
         limit = int(fault.value) + max(path.stat().st_size if path.is_file() else 0 for path in own)
         _limit_files(target.pid, limit)
@@ -393,7 +393,7 @@ def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
         watch = stack.enter_context(Watch(sea.url, plan.run))
         for worker in (sea.merger, *sea.islands):
             sea.start(worker)
-        await_training(sea, sea.islands, lambda name: read_diary(sea.diary(name)), (sea.merger,))
+        await_training(sea, sea.islands, lambda name: read_turn_log(sea.turn_log(name)), (sea.merger,))
         _await_standbys(sea)
         begin = time.monotonic()
         sea.schedule(plan.faults, begin)
@@ -440,7 +440,7 @@ def _told(plan: Plan, sea: SimulatedBroker, watch: Watch, begin: float, end: flo
         fragments=len(sea.manifest.fragments),
         faults=plan.faults,
         happenings=tuple(sea.happenings),
-        turns={island.name: read_diary(sea.diary(island.name)) for island in sea.islands},
+        turns={island.name: read_turn_log(sea.turn_log(island.name)) for island in sea.islands},
         seen=dict(watch.seen),
         looks=tuple(watch.looks),
         tape=tuple(transport.tape(EVERYTHING)),
@@ -465,8 +465,8 @@ def _bits_per_byte(transport: RedisTransport) -> float:
     return evaluator(transport)().bits_per_byte
 
 
-def read_diary(path: Path) -> list[Turn]:
-    """An island's diary; a line that its writer did not live to end is left out."""
+def read_turn_log(path: Path) -> list[Turn]:
+    """An island's turn log; a line that its writer did not live to end is left out."""
     out = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError, TypeError):

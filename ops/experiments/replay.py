@@ -191,21 +191,21 @@ def again(record: Record, *, islands: bool) -> dict[str, Any]:
 class Crew:
     """The islands of a recorded run, each done again as far as its next contribution asks for.
 
-    An island whose track has a gap (a Redis that lost it) or whose own corpus is not here goes by its payloads.
+    An island whose actions have a gap (a Redis that lost it) or whose own corpus is not here goes by its payloads.
     """
 
     def __init__(self, run: Again) -> None:
-        from archipelago.islands.sync.actions import actions
+        from archipelago.islands.sync.actions import unfolded
 
         self.run = run
         self.manifest: Manifest = run.manifest
         self.trained = 0
         self.lost: dict[str, str] = {}
         self._pinned: dict[str, str] = {}
-        tracks: dict[str, list[Any]] = {}
-        for track in run.record.tracks:
-            tracks.setdefault(f"{track.island}/{track.incarnation}", []).append(track)
-        self._actions = {who: actions(mine) for who, mine in tracks.items()}
+        logged: dict[str, list[Any]] = {}
+        for actions in run.record.actions:
+            logged.setdefault(f"{actions.island}/{actions.incarnation}", []).append(actions)
+        self._actions = {who: unfolded(mine) for who, mine in logged.items()}
         run.uses = _uses_of_versions(self._actions)
         self._members: dict[str, Redone] = {}
         self._make = self._maker()
@@ -238,7 +238,7 @@ class Crew:
 
     def contribution(self, delivery: Delivery) -> Delivery:
         """The contribution, once its island has made it again. Raises DifferenceError when it makes another one."""
-        from archipelago.islands.replay import TrackError
+        from archipelago.islands.replay import ActionError
         from archipelago.merger.replay import DifferenceError
 
         contribution = delivery.contribution
@@ -248,7 +248,7 @@ class Crew:
             return delivery
         try:
             body = self._member(who).until_sent(contribution.sequence)
-        except (TrackError, DataError, ConfigError) as error:  # the last: no corpus can have the name in a track
+        except (ActionError, DataError, ConfigError) as error:  # the last: no corpus can have the name in actions
             self.lost[who] = error.what
             return delivery
         size = self.manifest.sizes[contribution.fragment]
@@ -266,10 +266,10 @@ class Crew:
         return delivery  # the same values; whether they were compressed is the link's affair
 
     def _member(self, who: str) -> Redone:
-        from archipelago.islands.replay import TrackError
+        from archipelago.islands.replay import ActionError
 
         if who not in self._actions:
-            raise TrackError(f"the record has no track of {who}")
+            raise ActionError(f"the record has no actions of {who}")
         if who not in self._members:
             self._members[who] = self._make(who)
         return self._members[who]

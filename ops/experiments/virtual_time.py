@@ -21,7 +21,7 @@ from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.sync.link import Link
-from archipelago.islands.sync.rejoin import Comeback
+from archipelago.islands.sync.rejoin import Rejoin
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 
@@ -137,13 +137,13 @@ class VirtualRun:
         arrivals = link.join()
         batches = Batches(self._corpus.train, self.manifest.config, link.lease, fallback=self._born)
         island = Island(name, self.manifest, self._steps, batches, link, arrivals, self.clock, incarnation)
-        comeback = Comeback(transport, None, island, arrivals, seconds=0.0)
-        comeback.ask(peers=moments == "peer")
+        rejoin = Rejoin(transport, None, island, arrivals, seconds=0.0)
+        rejoin.ask(peers=moments == "peer")
         island.beat("joining")
         link.pump()
         if moments == "peer":
             self._act_once()
-        comeback.complete(None)
+        rejoin.complete(None)
         island.beat("training")
         link.pump()
         self.islands[name] = island

@@ -19,6 +19,7 @@ from archipelago.broker.messages import (
     EVENTS,
     KINDS,
     LIVE_SECONDS,
+    Actions,
     Books,
     Call,
     Contribution,
@@ -37,14 +38,13 @@ from archipelago.broker.messages import (
     Seconds,
     Snapshot,
     TapeEntry,
-    Track,
     from_fields,
     to_fields,
 )
 from tests import samples
 
 MESSAGES = [
-    Contribution, Call, Snapshot, Refusal, Resume, Marker, Heartbeat, TapeEntry, Evaluation, Books, Track, Handover,
+    Contribution, Call, Snapshot, Refusal, Resume, Marker, Heartbeat, TapeEntry, Evaluation, Books, Actions, Handover,
     Note,
 ]  # fmt: skip
 TAPE = samples.commit([]).tape
@@ -60,7 +60,7 @@ EXAMPLES: dict[type[Any], Any] = {
     Books: Books(1, 2, 3, 4, 5, 6, 7, 8, 9),
     Marker: Marker(3, 7),
     Note: Note(1.7e9, "a", "joined", "at round 7"),
-    Track: samples.track(),
+    Actions: samples.actions(),
     Handover: samples.handover(),
 }
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
-from archipelago.broker.messages import Contribution, Refusal, Track
+from archipelago.broker.messages import Actions, Contribution, Refusal
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
 from archipelago.broker.wire import digest_of, unpack
@@ -64,8 +64,8 @@ class Noting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def publish(self, contribution: Contribution, payload: bytes, track: Track | None = None) -> str:
-        entry = self._inner.publish(contribution, payload, track)
+    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
+        entry = self._inner.publish(contribution, payload, actions)
         self._acknowledged.add(contribution.identity)
         return entry
 

@@ -245,7 +245,7 @@ class Play:
 def main(url: str, run: str, number: str, island: str) -> None:
     """An island that says what it did, and answers one round."""
     transport = connect(url, run)
-    transport.tracked(samples.track(int(number), island=island))
+    transport.record_actions(samples.actions(int(number), island=island))
     transport.publish(*answer(transport.manifest(), int(number), island))
     transport.close()
 

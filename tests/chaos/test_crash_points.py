@@ -94,10 +94,10 @@ def island_dies(play: Play, name: str) -> None:
         else:
             play.say(number)
         play.await_round(number)
-    track = samples.track(CRASH_ROUND, island="b")
-    found = [track for _, track in play.transport.tracks(START)]
-    assert track in found
-    assert set(found) == {track}, "two tracks that differ say the same"
+    actions = samples.actions(CRASH_ROUND, island="b")
+    found = [actions for _, actions in play.transport.actions(START)]
+    assert actions in found
+    assert set(found) == {actions}, "two actions that differ say the same"
 
 
 def restorer_dies(play: Play, name: str) -> None:
@@ -196,7 +196,7 @@ class Stage:
                 restorer_dies(play, name)
             else:
                 play.create()
-                (island_dies if name.startswith(("publish.", "tracked.")) else merger_dies)(play, name)
+                (island_dies if name.startswith(("publish.", "actions.")) else merger_dies)(play, name)
             check_stream(play, name)
             return outcome(play.transport)
         finally:

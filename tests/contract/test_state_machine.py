@@ -39,7 +39,7 @@ import archipelago.merger.checkpoint
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
-from archipelago.broker.messages import Contribution, Refusal, TapeEntry, Track, to_fields
+from archipelago.broker.messages import Actions, Contribution, Refusal, TapeEntry, to_fields
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.reader import REMEMBER_SECONDS
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -48,7 +48,7 @@ from archipelago.broker.wire import digest, digest_of, pack, unpack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.link import Link
-from archipelago.islands.sync.rejoin import Comeback
+from archipelago.islands.sync.rejoin import Rejoin
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import at_once
@@ -167,9 +167,9 @@ class Wire:
     def _fail(self, what: str) -> None:
         raise Crash(what) if what.startswith("crash") else UnreachableError(what)
 
-    def _publish(self, contribution: Contribution, payload: bytes, track: Track | None = None) -> str:
+    def _publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         try:
-            entry = self.inner.publish(contribution, payload, track)
+            entry = self.inner.publish(contribution, payload, actions)
         except Crash as crash:
             if str(crash) == "publish.done":
                 self.model.published(contribution, payload)
@@ -726,12 +726,12 @@ class Run(RuleBasedStateMachine):
 
     def ask_peers(self, wire: Any, island: Island, arrivals: Any) -> dict[str, Island]:
         """Asks for moments, and lets the others act; who could have given them."""
-        comeback = Comeback(wire, None, island, arrivals, seconds=0.0)
-        comeback.ask()
-        asked = comeback._asked
+        rejoin = Rejoin(wire, None, island, arrivals, seconds=0.0)
+        rejoin.ask()
+        asked = rejoin._asked
         for other in self.islands.values():
             self.let(other)
-        comeback.complete(None)
+        rejoin.complete(None)
         return dict(self.islands) if asked else {}
 
     def check_newcomer(self, island: Island) -> None:

@@ -189,7 +189,7 @@ def test_refusals_end_a_contribution_and_are_told(transport: Transport, connecti
 
 def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) -> None:
     kept, _ = published(transport, 2)
-    transport.tracked(samples.track())
+    transport.record_actions(samples.actions())
     old = transport.acquire("first", 10.0)
     assert old is not None
     _, delivery = transport.updates(0.0)
@@ -215,7 +215,7 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
     assert newer.tape(10) == tape
     assert newer.backlog() == 1
     assert newer.books().kept == 1
-    assert len(newer.tracks(START)) == 1
+    assert len(newer.actions(START)) == 1
     newer.commit(new, samples.commit([delivery.entry]))
     assert newer.backlog() == 0
 
@@ -289,7 +289,7 @@ def test_a_fresh_run_has_nothing(transport: Transport) -> None:
     assert isinstance(transport.fragment(1)[0], Snapshot)
     assert (transport.backlog(), transport.pending()) == (0, Pending(0, 0))
     assert transport.cursors() == {}
-    assert transport.tracks(START) == []
+    assert transport.actions(START) == []
     assert transport.asks() == []
     assert transport.handed_over("a/x") is None
     assert transport.claim_return("a") is None
@@ -390,35 +390,35 @@ def test_many_entries_are_counted_too(transport: Transport) -> None:
     assert len(transport.unacknowledged()) == 300
 
 
-# -- tracks -------------------------------------------------------------------------------------------------------
+# -- actions -------------------------------------------------------------------------------------------------------
 
 
 def test_tracks_are_read_in_order_and_from_any_place(transport: Transport, connections: Connect) -> None:
-    transport.tracked(samples.track(0))
-    transport.publish(samples.contribution(), b"payload", samples.track(1))
+    transport.record_actions(samples.actions(0))
+    transport.publish(samples.contribution(), b"payload", samples.actions(1))
     transport.publish(samples.contribution(sequence=1), b"payload")
-    transport.tracked(samples.track(2, island="b", actions="step ✓"))
+    transport.record_actions(samples.actions(2, island="b", text="step ✓"))
     other = connections()
-    found = other.tracks(START)
-    wanted = [samples.track(0), samples.track(1), samples.track(2, island="b", actions="step ✓")]
-    assert [track for _, track in found] == wanted
-    assert other.tracks(found[0][0]) == found[1:]
-    assert other.tracks(START, count=2) == found[:2]
-    assert other.tracks(found[-1][0]) == []
+    found = other.actions(START)
+    wanted = [samples.actions(0), samples.actions(1), samples.actions(2, island="b", text="step ✓")]
+    assert [actions for _, actions in found] == wanted
+    assert other.actions(found[0][0]) == found[1:]
+    assert other.actions(START, count=2) == found[:2]
+    assert other.actions(found[-1][0]) == []
     assert transport.backlog() == 2
 
 
 def test_tracks_go_up_to_an_id(transport: Transport) -> None:
     for n in range(3):
-        transport.tracked(samples.track(n))
-    found = transport.tracks(START)
+        transport.record_actions(samples.actions(n))
+    found = transport.actions(START)
     epoch = served(transport)
     transport.trim(epoch, [])
-    assert transport.tracks(START) == found
+    assert transport.actions(START) == found
     transport.trim(epoch, [], found[1][0])
-    assert transport.tracks(START) == found[2:]
+    assert transport.actions(START) == found[2:]
     transport.trim(epoch, [], found[2][0])
-    assert transport.tracks(START) == []
+    assert transport.actions(START) == []
 
 
 # -- leases on data -----------------------------------------------------------------------------------------------

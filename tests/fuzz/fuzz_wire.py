@@ -37,12 +37,12 @@ with atheris.instrument_imports(include=["archipelago.broker"]):
     from archipelago.broker.manifest import Manifest
     from archipelago.broker.messages import (
         EVENTS,
+        Actions,
         Contribution,
         Evaluation,
         Handover,
         Heartbeat,
         TapeEntry,
-        Track,
         from_fields,
         to_fields,
     )
@@ -51,7 +51,7 @@ with atheris.instrument_imports(include=["archipelago.broker"]):
     from tests import samples
 
 NAMES = sorted(CODECS)
-KINDS: list[type[Any]] = [*EVENTS.values(), Contribution, Evaluation, Handover, Heartbeat, TapeEntry, Track]
+KINDS: list[type[Any]] = [*EVENTS.values(), Contribution, Evaluation, Handover, Heartbeat, TapeEntry, Actions]
 
 
 def as_it_is(data: bytes) -> None:
@@ -139,7 +139,7 @@ def seeds() -> list[bytes]:
         body = CODECS[name].encode(values_N)
         found += [bytes([target, index]) + body for target in (1, 2)]
     message = samples.commit([]).tape
-    for sent in (samples.contribution(), samples.heartbeat(), samples.track(), samples.handover(), message):
+    for sent in (samples.contribution(), samples.heartbeat(), samples.actions(), samples.handover(), message):
         found.append(b"\x03" + bytes([KINDS.index(type(sent))]) + said(to_fields(sent)))
     return [*found, b"\x04" + said(samples.manifest().to_fields()), b"\x0512:3456"]
 

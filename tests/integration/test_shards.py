@@ -39,9 +39,9 @@ class Watched:
             self._leases.append((me, place))
         return place
 
-    def publish(self, contribution: Contribution, payload: bytes, track: Any = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes, actions: Any = None) -> str:
         self._published[contribution.identity_text] = contribution
-        return str(self._inner.publish(contribution, payload, track))
+        return str(self._inner.publish(contribution, payload, actions))
 
 
 def text(corpus: OpenCorpus) -> OpenCorpus:

@@ -117,11 +117,11 @@ def test_the_record_names_whose_moments_they_are_and_when(kept: tuple[Path, Isla
     after = Bay().island(incarnation="y")
     found = store(kept[0]).restore_moments(after)
     assert found is not None
-    untold, track = found.untold, after.action_log.take()
-    assert track is not None
+    untold, actions = found.untold, after.action_log.take()
+    assert actions is not None
     assert taken.rest["done"] > untold[0].index > 0
     assert untold[-1].index >= untold[0].index
-    assert track.actions.split()[-1] == f"moments:a/x@{taken.rest['done']}"
+    assert actions.text.split()[-1] == f"moments:a/x@{taken.rest['done']}"
 
 
 # -- an island of a run that went back to the checkpoint of the same number -----------------------------------------

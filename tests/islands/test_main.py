@@ -63,7 +63,7 @@ def test_the_curves_of_an_island_that_diverges_are_whole(
     manifest = describe("demo", SMALL, CORPUS.identity)
     transport.create(manifest, first_snapshots(manifest))
 
-    def diverge(island: Island, stopped: Callable[[], bool], diary: object) -> str:
+    def diverge(island: Island, stopped: Callable[[], bool], turn_log: object) -> str:
         island.beat("training")
         raise DivergedError("the loss of oslo was no number")
 

@@ -208,7 +208,7 @@ def test_a_copy_is_another_array() -> None:
 def test_a_start_loads_nothing_that_it_can_do_without() -> None:
     """What these take to import is most of a second of each start."""
     late = {"flax", "orbax", "tokenizers", "tensorboardX", "wandb", "matplotlib", "fakeredis", "prometheus_client"}
-    names = "batches, checkpoint, comeback, creation, device, inner, link, main, programs, telemetry, worker"
+    names = "batches, checkpoint, rejoin, creation, device, inner, link, main, programs, telemetry, worker"
     code = f"import sys; from islands import {names}; print(*({late} & sys.modules.keys()))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

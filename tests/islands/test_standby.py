@@ -1,4 +1,4 @@
-"""Standbys: what they are told, that nobody hears of them before, and that a kit is used where it fits, only there."""
+"""Standbys: their assignments, their silence before one, and the use of a prepared island only where it fits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from archipelago.broker.observe.logs import Origin
 from archipelago.broker.process import Patience
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main, standby
-from archipelago.islands import prepared as kits
+from archipelago.islands import prepared as preparing
 from archipelago.islands.creation import describe, first_snapshots
-from archipelago.islands.prepared import Kit
+from archipelago.islands.prepared import PreparedIsland
 from archipelago.islands.standby import Assignment, assignment, await_assignment
 from archipelago.islands.worker import Island
 from tests.islands.test_main import CORPUS
@@ -119,7 +119,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     monkeypatch.setattr(main, "keep_compiled", lambda: None)
-    monkeypatch.setattr(kits, "training_text", lambda *_: CORPUS)
+    monkeypatch.setattr(preparing, "training_text", lambda *_: CORPUS)
     url = f"fakeredis://{uuid.uuid4().hex}"
     monkeypatch.setenv("ARCHIPELAGO_URL", url)
     made = connect(url, "demo")
@@ -135,13 +135,13 @@ def everything(transport: RedisTransport) -> dict[bytes, object]:
     return {key: redis.dump(key) for key in redis.scan_iter()}
 
 
-def equipped(transport: RedisTransport) -> Kit:
-    return kits.equip(transport.manifest(), None)
+def prepared_for(transport: RedisTransport) -> PreparedIsland:
+    return preparing.prepare(transport.manifest(), None)
 
 
 def test_nobody_hears_of_a_rehearsal(transport: RedisTransport) -> None:
     before = everything(transport)
-    prepared = equipped(transport)
+    prepared = prepared_for(transport)
     prepared.rehearse(transport, AT_ONCE, 2)
     assert prepared.scan_steps == 2
     changed = [key for key, held in everything(transport).items() if before.get(key) != held]
@@ -149,26 +149,26 @@ def test_nobody_hears_of_a_rehearsal(transport: RedisTransport) -> None:
     assert transport.presences() == []
 
 
-def run(kit: Kit | None, folder: Path, monkeypatch: pytest.MonkeyPatch, scan_steps: int = 0) -> Island:
+def run(prepared: PreparedIsland | None, folder: Path, monkeypatch: pytest.MonkeyPatch, scan_steps: int = 0) -> Island:
     """An island that is built, and leaves before its first step."""
     built: list[Island] = []
 
-    def train(island: Island, stopped: Callable[[], bool], diary: object) -> str:
+    def train(island: Island, stopped: Callable[[], bool], turn_log: object) -> str:
         built.append(island)
         return "left"
 
     monkeypatch.setattr("archipelago.islands.worker.train", train)
     options = main.IslandOptions(run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False)
-    main._run(options, "oslo", lambda: False, Origin("oslo"), kit)
+    main._run(options, "oslo", lambda: False, Origin("oslo"), prepared)
     return built[0]
 
 
 def test_an_island_takes_what_was_prepared(
     transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = equipped(transport)
+    prepared = prepared_for(transport)
     prepared.rehearse(transport, AT_ONCE, 3)
-    monkeypatch.setattr(kits, "equip", pytest.fail)
+    monkeypatch.setattr(preparing, "prepare", pytest.fail)
     island = run(prepared, tmp_path, monkeypatch)
     assert island.name == "oslo"
     assert island.steps is prepared.steps
@@ -179,7 +179,7 @@ def test_an_island_takes_what_was_prepared(
 def test_a_run_that_was_made_anew_meanwhile_takes_nothing_of_the_old(
     transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = equipped(transport)
+    prepared = prepared_for(transport)
     transport._redis.flushall()
     other = describe("demo", replace(SMALL, inner=replace(SMALL.inner, beta1=0.8)), CORPUS.identity)
     transport.create(other, first_snapshots(other))
@@ -207,7 +207,7 @@ def test_it_begins_with_its_own_arguments(
     told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "2"))
     monkeypatch.setattr(main, "await_assignment", lambda *_: told)
     monkeypatch.setattr(main, "stop_on_signals", lambda: lambda: False)
-    monkeypatch.setattr(main, "_island", lambda options, stopped, kit: became.append(options))
+    monkeypatch.setattr(main, "_island", lambda options, stopped, prepared: became.append(options))
     main.main(options)
     assert capfd.readouterr().out == "ready\n"
     assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]

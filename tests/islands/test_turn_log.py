@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.step_throttle import Pacer
-from archipelago.islands.turn_log import VARIABLE, Diary
+from archipelago.islands.turn_log import VARIABLE, TurnLog
 
 STEP = 0.05
 SHORT = st.floats(0.0, 0.02)
@@ -74,16 +74,16 @@ def test_without_a_minimum_nobody_naps() -> None:
         assert pacer.nap_seconds(now) == 0.0
 
 
-# -- the diary -------------------------------------------------------------------------------------------------------
+# -- the turn log ---------------------------------------------------------------------------------------------------
 
 
 def test_each_turn_is_a_line_and_incarnations_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "island.jsonl"
     for who in ("first", "second"):
-        diary = Diary.named_in({VARIABLE: str(path)}, who)
-        assert diary is not None
-        diary.turned(1.5, 3, 7, 0.001, 0.0)
-        diary.turned(1.6, 4, 8, 0.002, 0.25)
+        turn_log = TurnLog.named_in({VARIABLE: str(path)}, who)
+        assert turn_log is not None
+        turn_log.turned(1.5, 3, 7, 0.001, 0.0)
+        turn_log.turned(1.6, 4, 8, 0.002, 0.25)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["who"] for line in lines] == ["first", "first", "second", "second"]
     waited = [line.pop("waited") for line in lines]
@@ -92,15 +92,15 @@ def test_each_turn_is_a_line_and_incarnations_share_a_file(tmp_path: Path) -> No
 
 
 def test_nothing_is_written_unless_it_is_asked_for() -> None:
-    assert Diary.named_in({}, "who") is None
-    assert Diary.named_in({VARIABLE: ""}, "who") is None
+    assert TurnLog.named_in({}, "who") is None
+    assert TurnLog.named_in({VARIABLE: ""}, "who") is None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_no_reason_to_stop() -> None:
-    Diary(Path("/dev/full"), "who").turned(1.0, 1, 1, 0.0, 0.0)
+    TurnLog(Path("/dev/full"), "who").turned(1.0, 1, 1, 0.0, 0.0)
 
 
 def test_a_file_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ARCHIPELAGO_DIARY: .*nowhere.* cannot be written"):
-        Diary.named_in({VARIABLE: str(tmp_path / "nowhere" / "diary.jsonl")}, "x")
+    with pytest.raises(ConfigError, match=r"ARCHIPELAGO_TURN_LOG: .*nowhere.* cannot be written"):
+        TurnLog.named_in({VARIABLE: str(tmp_path / "nowhere" / "turns.jsonl")}, "x")

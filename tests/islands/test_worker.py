@@ -16,7 +16,7 @@ from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
-from archipelago.islands.sync.actions import actions
+from archipelago.islands.sync.actions import unfolded
 from archipelago.islands.sync.link import Arrival
 from archipelago.islands.worker import DIVERGED_MAX, Island, train
 from tests.islands import tiny
@@ -175,9 +175,9 @@ def test_a_lost_shard_is_read_no_further_and_that_is_recorded() -> None:
     island.advance()
     assert told
     assert told[0].split(":")[0] != shard
-    tracks = [track for _, track in bay.transport.tracks("0-0")]
+    logged = [actions for _, actions in bay.transport.actions("0-0")]
     rest = island.action_log.take()
-    assert f"f{shard}" in actions([*tracks, *([rest] if rest else [])])
+    assert f"f{shard}" in unfolded([*logged, *([rest] if rest else [])])
 
 
 # -- the record -----------------------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def test_the_tracks_of_a_run_say_everything_once() -> None:
     bay.play(island, 12)
     assert island.leave(flush_seconds=0.0) is False  # nobody pumps
     island.link.pump()
-    tracks = [track for _, track in bay.transport.tracks("0-0")]
-    done = actions(tracks)
+    logged = [actions for _, actions in bay.transport.actions("0-0")]
+    done = unfolded(logged)
     assert done[0] == "join:0,0"
     assert sum(int(word[1:]) for word in done if word[0] == "n") == island.totals.steps == 12
     assert [word for word in done if word[0] == "d"] == [f"d{island.link.shards[0]}:0:0:0"]
@@ -205,7 +205,7 @@ def test_a_run_that_is_not_recorded_sends_no_tracks() -> None:
     island = bay.island()
     bay.play(island, 8)
     assert bay.transport.books().published > 0
-    assert bay.transport.tracks("0-0") == []
+    assert bay.transport.actions("0-0") == []
 
 
 def test_an_island_says_goodbye_with_what_it_has_and_finishes_at_the_runs_end() -> None:

@@ -396,9 +396,9 @@ class Watching(MemoryTransport):
 
     before: Callable[[Sequence[str]], None]
 
-    def trim(self, epoch: int, entries: Sequence[str], tracks_until: str = START) -> None:
+    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         self.before(entries)
-        super().trim(epoch, entries, tracks_until)
+        super().trim(epoch, entries, actions_until)
 
 
 def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> None:
@@ -422,29 +422,29 @@ def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> Non
     assert merger.acquire()
     merger.load()
     for index, number in enumerate(range(1, 8)):
-        simulated.transport.tracked(samples.track(index))
+        simulated.transport.record_actions(samples.actions(index))
         simulated.play(merger, number)
     merger.finish()
     assert len(trimmed) == len(set(trimmed)) == 14
     found = record.read(tmp_path)
     assert [entry for entry, _ in found.rounds.values()] == simulated.transport.tape(100)
     assert [(d.contribution, d.payload) for _, ds in found.rounds.values() for d in ds] == simulated.sent
-    assert [track.index for track in found.tracks] == list(range(7))
-    assert simulated.transport.tracks(START) == []
+    assert [actions.index for actions in found.actions] == list(range(7))
+    assert simulated.transport.actions(START) == []
 
 
 def test_tracks_go_once_they_are_on_disk_and_not_those_that_came_later(tmp_path: Path) -> None:
     later = Later()
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, Shelf(), Recorder(tmp_path), spawn=later)
-    simulated.transport.tracked(samples.track(0))
+    simulated.transport.record_actions(samples.actions(0))
     simulated.play(merger, 1)
     merger.checkpoint()
     later.do_all()
-    simulated.transport.tracked(samples.track(1))
+    simulated.transport.record_actions(samples.actions(1))
     merger.turn(0.0)
-    assert [track.index for _, track in simulated.transport.tracks(START)] == [1]
-    assert [track.index for track in record.read(tmp_path).tracks] == [0]
+    assert [actions.index for _, actions in simulated.transport.actions(START)] == [1]
+    assert [actions.index for actions in record.read(tmp_path).actions] == [0]
 
 
 def test_a_restart_after_a_last_checkpoint_misses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -496,11 +496,11 @@ def test_a_redis_that_went_back_takes_the_record_back(tmp_path: Path) -> None:
 def test_no_record_is_written_where_none_is_wanted(tmp_path: Path) -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, Shelf(), None)
-    simulated.transport.tracked(samples.track())
+    simulated.transport.record_actions(samples.actions())
     simulated.play(merger, 1)
     merger.finish()
     assert list(tmp_path.iterdir()) == []
-    assert len(simulated.transport.tracks(START)) == 1  # nobody read them
+    assert len(simulated.transport.actions(START)) == 1  # nobody read them
 
 
 # -- beside the merging ----------------------------------------------------------------------------------------------

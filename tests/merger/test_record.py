@@ -45,25 +45,25 @@ def begun(folder: Path) -> Recorder:
 def recorded(folder: Path, *segments: list[int]) -> Recorder:
     recorder = begun(folder)
     for numbers in segments:
-        recorder.append(Segment([a_round(n) for n in numbers], [samples.track(n) for n in numbers]))
+        recorder.append(Segment([a_round(n) for n in numbers], [samples.actions(n) for n in numbers]))
     return recorder
 
 
 def test_what_was_written_comes_back(tmp_path: Path) -> None:
     recorder = begun(tmp_path / "deep" / "record")
     rounds = [a_round(1), a_round(2, members=0), a_round(3, members=1)]
-    recorder.append(Segment(rounds[:2], [samples.track(0)]))
-    recorder.append(Segment(rounds[2:], [samples.track(2, island="b", actions="step ünï")]))
+    recorder.append(Segment(rounds[:2], [samples.actions(0)]))
+    recorder.append(Segment(rounds[2:], [samples.actions(2, island="b", text="step ünï")]))
     found = read(tmp_path / "deep" / "record")
     assert (found.manifest, list(found.beginning)) == (MANIFEST, FIRST)
     assert [found.rounds[n] for n in (1, 2, 3)] == rounds
-    assert found.tracks == [samples.track(0), samples.track(2, island="b", actions="step ünï")]
+    assert found.actions == [samples.actions(0), samples.actions(2, island="b", text="step ünï")]
 
 
 def test_a_record_without_rounds_is_a_beginning(tmp_path: Path) -> None:
     begun(tmp_path)
     found = read(tmp_path)
-    assert (found.rounds, found.tracks) == ({}, [])
+    assert (found.rounds, found.actions) == ({}, [])
 
 
 def test_a_segment_of_nothing_makes_no_file(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["rounds", "tracks", "manifest", "snapshots", "members", "x"]), inner, max_size=3
+            st.sampled_from(["rounds", "actions", "manifest", "snapshots", "members", "x"]), inner, max_size=3
         )
     ),
     max_leaves=8,
@@ -215,7 +215,7 @@ def bent(part: str, value: Any) -> bytes:
     assert isinstance(delivery.contribution, Contribution)
     parts = {"entry": delivery.entry, "fields": to_fields(delivery.contribution), "payload": delivery.payload}
     parts[part] = value
-    packed: bytes = msgpack.packb({"rounds": [[to_fields(entry), [list(parts.values())]]], "tracks": []})
+    packed: bytes = msgpack.packb({"rounds": [[to_fields(entry), [list(parts.values())]]], "actions": []})
     return packed
 
 

@@ -14,7 +14,7 @@ from archipelago.broker.memory import MemoryTransport
 if TYPE_CHECKING:
     from tests.simulation.world import Process, World
 
-REPEATED = frozenset(["publish", "heartbeat", "tracked", "hand_over"])
+REPEATED = frozenset(["publish", "heartbeat", "record_actions", "hand_over"])
 FENCED = frozenset(["renew", "announce", "refuse", "commit", "trim", "release"])
 WRITES = REPEATED | FENCED | {"lease_shard", "ask", "promise", "withdraw", "acquire", "updates"}
 """`updates` too: what it delivers to somebody who does not wait for it any more, nobody else is given"""

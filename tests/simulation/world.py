@@ -31,7 +31,7 @@ from archipelago.broker.messages import Contribution
 from archipelago.islands.data.batches import Batches, shard_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.sync.link import Draft, Link
-from archipelago.islands.sync.rejoin import Comeback
+from archipelago.islands.sync.rejoin import Rejoin
 from archipelago.islands.worker import Island
 from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import LEASE_SECONDS, Merger
@@ -167,11 +167,11 @@ class IslandProcess(Process):
         )
         self.island.on_marker = self.store.on_marker
         self._let_watch(world, link, batches)
-        comeback = Comeback(self.connection, self.store, self.island, arrivals, seconds=2.0, pause=self._wait)
-        comeback.ask()
+        rejoin = Rejoin(self.connection, self.store, self.island, arrivals, seconds=2.0, pause=self._wait)
+        rejoin.ask()
         self.island.beat("joining")
         self._pump()
-        comeback.complete(whole)
+        rejoin.complete(whole)
         if whole is not None:
             world.check_whole(self, whole)
             world.watch.trained[self.who] += max(count.tokens for count in self.island.ledger.counts)

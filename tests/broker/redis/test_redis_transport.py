@@ -591,14 +591,14 @@ def test_an_unreadable_entry_is_pending_without_tokens(transport: RedisTransport
 def test_tracks_that_cannot_be_read_are_passed_over(
     transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transport.tracked(samples.track(0))
-    ((first, _),) = transport.tracks(START)
-    nonsense = [raw.xadd(Keys(transport.run).tracks, {"island": "../..", "index": "1"}) for _ in range(3)]
-    transport.tracked(samples.track(1))
+    transport.record_actions(samples.actions(0))
+    ((first, _),) = transport.actions(START)
+    nonsense = [raw.xadd(Keys(transport.run).actions, {"island": "../..", "index": "1"}) for _ in range(3)]
+    transport.record_actions(samples.actions(1))
     with caplog.at_level(logging.WARNING):
-        found = transport.tracks(first, count=2)  # more of them than are read at a time
-    assert [track for _, track in found] == [samples.track(1)]
-    assert f"track {nonsense[-1].decode()} cannot be read" in caplog.text
+        found = transport.actions(first, count=2)  # more of them than are read at a time
+    assert [actions for _, actions in found] == [samples.actions(1)]
+    assert f"actions {nonsense[-1].decode()} cannot be read" in caplog.text
 
 
 # -- leases on data -----------------------------------------------------------------------------------------------
@@ -742,22 +742,22 @@ def test_a_full_server_can_be_trimmed(
 ) -> None:
     """Else nothing could be merged any more, and so nothing ever be let go of."""
     before = chunk_keys(raw, transport.run)
-    entries = [transport.publish(samples.contribution(LARGE, sequence=n), LARGE, samples.track(n)) for n in range(3)]
+    entries = [transport.publish(samples.contribution(LARGE, sequence=n), LARGE, samples.actions(n)) for n in range(3)]
     found = transport.updates(0.0)
     transport.commit(epoch, samples.commit(entries[:2]))
-    tracks = transport.tracks(START)
+    logged = transport.actions(START)
     full()
     with pytest.raises(BrokerError, match=r"is at its memory's limit, and takes no writes .*'maxmemory'"):
         transport.publish(samples.contribution(), b"payload")
     assert transport.pending() == Pending(1, 100)
     assert transport.read(entries) == found
-    transport.trim(epoch, entries, tracks[1][0])
+    transport.trim(epoch, entries, logged[1][0])
     assert [transport.holds(entry) for entry in entries] == [False, False, True]
     assert (transport.backlog(), transport.books().kept) == (1, 0)
-    assert transport.tracks(START) == tracks[2:]
+    assert transport.actions(START) == logged[2:]
     assert len([key for key in chunk_keys(raw, transport.run) - before if ":c:a.x." in key]) == 3
-    transport.trim(epoch, [], tracks[2][0])
-    assert transport.tracks(START) == []
+    transport.trim(epoch, [], logged[2][0])
+    assert transport.actions(START) == []
 
 
 def test_a_full_server_is_not_trimmed_by_an_older_merger(
@@ -932,10 +932,10 @@ def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) 
         commit = replace(commit, snapshot=replace(commit.snapshot, fragment=p), tape=replace(commit.tape, fragment=p))
         transport.commit(epoch, replace(commit, cursors={"0": (0, number)}))
         transport.refuse(epoch, [(refused.entry, REFUSAL)])
-        transport.tracked(samples.track(number))
+        transport.record_actions(samples.actions(number))
         entries.append(merged.entry)
     transport.claim_return("a")
-    transport.trim(epoch, entries, transport.tracks(START)[-2][0])
+    transport.trim(epoch, entries, transport.actions(START)[-2][0])
     wanted = wanted_chunks(raw, run, 2)
     assert len(wanted) == 2 * (3 + 5)
     assert lasting_chunks(raw, run) == wanted
@@ -943,7 +943,7 @@ def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) 
     assert names == {
         "RUN:manifest", "RUN:islands", "RUN:island:a", "{RUN:s0}:updates", "{RUN:s0}:snapshots", "{RUN:s0}:tape",
         "{RUN:s0}:lease", "{RUN:s0}:epoch", "{RUN:s0}:state", "{RUN:s0}:books", "{RUN:s0}:fragment:0",
-        "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "RUN:data", "RUN:tracks",
+        "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "RUN:data", "RUN:actions",
     }  # fmt: skip
     assert {key.replace(run, "RUN") for key in keys(raw, run) if raw.ttl(key) > 0 and ":c:" not in key} == {
         "RUN:island:a",
@@ -1037,7 +1037,7 @@ def test_two_create_the_same_run_at_the_same_time(
 
 
 def test_a_run_whose_manifest_was_deleted_begins_anew(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    transport.publish(samples.contribution(), b"payload", samples.track())
+    transport.publish(samples.contribution(), b"payload", samples.actions())
     transport.commit(epoch, samples.commit([], cursors={"0": (1, 2)}))
     transport.register_corpus("site", "1" * 32)
     transport.ask("a/x")
@@ -1047,7 +1047,7 @@ def test_a_run_whose_manifest_was_deleted_begins_anew(transport: RedisTransport,
     transport.create(manifest, samples.first_snapshots(manifest))
     assert (transport.tape(9), transport.events(START, 0.0), transport.backlog()) == ([], [], 0)
     assert (transport.merger_state(), transport.outer(0), transport.books().published) == ("", b"", 0)
-    assert (transport.tracks(START), transport.cursors(), transport.claim_return("a")) == ([], {}, None)
+    assert (transport.actions(START), transport.cursors(), transport.claim_return("a")) == ([], {}, None)
     assert transport.register_corpus("site", "2" * 32) == "2" * 32
     assert transport.promise("a/x", "b/y") is False
     assert transport.fragment(0) == samples.first_snapshots(manifest)[0]

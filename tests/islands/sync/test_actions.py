@@ -1,4 +1,4 @@
-"""What an island did, as text: nothing is lost or told twice, however it is cut into tracks."""
+"""What an island did, as text: nothing is lost or told twice, however it is cut into parts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import Track, from_fields, to_fields
-from archipelago.islands.sync.actions import ACTIONS_MAX, ActionLog, actions
+from archipelago.broker.messages import Actions, from_fields, to_fields
+from archipelago.islands.sync.actions import ACTIONS_MAX, ActionLog, unfolded
 
 WORDS = st.sampled_from(
     ["n1", "n4", "a2:7", "s9", "d17:0:96:0", "d17:0:0:1!", "f17,site/3", "join:0,1", "moments:b/y@8"]
@@ -26,8 +26,8 @@ def action_log(*deeds: str, enabled: bool = True) -> ActionLog:
 
 
 def test_what_is_repeated_is_said_once() -> None:
-    track = action_log("n4", "n4", "n4", "a2:7", "n4", "n4").take()
-    assert track == Track("a", "x", 0, "n4*3 a2:7 n4*2")
+    actions = action_log("n4", "n4", "n4", "a2:7", "n4", "n4").take()
+    assert actions == Actions("a", "x", 0, "n4*3 a2:7 n4*2")
 
 
 def test_taking_takes_it_away_and_looking_does_not() -> None:
@@ -35,7 +35,7 @@ def test_taking_takes_it_away_and_looking_does_not() -> None:
     assert one.peek() == one.peek() == one.take()
     assert (one.peek(), one.take(), one.done) == (None, None, 3)
     one.did("n1")
-    assert one.take() == Track("a", "x", 3, "n1")  # not joined with what was taken
+    assert one.take() == Actions("a", "x", 3, "n1")  # not joined with what was taken
     assert one.done == 4
 
 
@@ -46,16 +46,16 @@ def test_who_does_not_record_tells_nothing() -> None:
 
 @given(deeds=DEEDS, cuts=st.sets(st.integers(0, 60)))
 def test_the_tracks_together_say_all_that_was_done(deeds: list[str], cuts: set[int]) -> None:
-    one, tracks = action_log(), []
+    one, logged = action_log(), []
     for index, deed in enumerate(deeds):
-        if index in cuts and (track := one.take()) is not None:
-            assert track.index + len(actions([Track("a", "x", 0, track.actions)])) == one.done == index
-            tracks.append(track)
+        if index in cuts and (actions := one.take()) is not None:
+            assert actions.index + len(unfolded([Actions("a", "x", 0, actions.text)])) == one.done == index
+            logged.append(actions)
         one.did(deed)
     last = one.take()
-    tracks += [last] if last else []
+    logged += [last] if last else []
     assert one.done == len(deeds)
-    assert actions([from_fields(Track, to_fields(track)) for track in tracks]) == deeds
+    assert unfolded([from_fields(Actions, to_fields(actions)) for actions in logged]) == deeds
 
 
 @st.composite
@@ -69,21 +69,21 @@ def spans(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, int]]]:
 @given(spans())
 def test_overlaps_are_said_once_and_a_gap_ends_it(told: tuple[list[str], list[tuple[int, int]]]) -> None:
     deeds, stretches = told
-    tracks, known = [], set()
+    logged, known = [], set()
     for first, last in stretches:
-        if (track := action_log(*deeds[first:last]).take()) is not None:
-            tracks.append(Track("a", "x", first, track.actions))
+        if (actions := action_log(*deeds[first:last]).take()) is not None:
+            logged.append(Actions("a", "x", first, actions.text))
             known |= set(range(first, last))
     until_gap = next((index for index in range(len(deeds)) if index not in known), len(deeds))
-    assert actions(tracks) == deeds[:until_gap]
+    assert unfolded(logged) == deeds[:until_gap]
 
 
 def test_nothing_told_is_nothing_done() -> None:
-    assert actions([]) == []
-    assert actions([Track("a", "x", 1, "n1")]) == []
+    assert unfolded([]) == []
+    assert unfolded([Actions("a", "x", 1, "n1")]) == []
 
 
 @pytest.mark.parametrize("text", [f"n1*{ACTIONS_MAX + 1}", "n1*999999999999999999", f"n1 n2*{ACTIONS_MAX}"])
 def test_a_bomb_is_refused_before_it_unfolds(text: str) -> None:
-    with pytest.raises(WireError, match="a track of a says more than"):
-        actions([Track("a", "x", 0, text)])
+    with pytest.raises(WireError, match="the actions of a are more than"):
+        unfolded([Actions("a", "x", 0, text)])

@@ -16,7 +16,7 @@ from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory import MemoryBroker, MemoryTransport
-from archipelago.broker.messages import Call, Contribution, Event, Heartbeat, Marker, Refusal, Resume, Snapshot, Track
+from archipelago.broker.messages import Actions, Call, Contribution, Event, Heartbeat, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import Commit, Memory
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.batches import Batches
@@ -57,9 +57,9 @@ class SimulatedBroker(MemoryTransport):
         if self.outage is not None:
             raise self.outage
 
-    def publish(self, contribution: Contribution, payload: bytes, track: Track | None = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         self._pass()
-        entry = super().publish(contribution, payload, track)
+        entry = super().publish(contribution, payload, actions)
         self.before_publish_returns()
         return entry
 
@@ -690,17 +690,17 @@ def test_an_island_does_not_answer_itself_and_not_before_it_trains(shore: Shore)
 def test_what_is_given_is_handed_over_with_what_was_done_until_then(shore: Shore) -> None:
     link = shore.link("a/x")
     ask(shore)
-    track = samples.track()
-    link.give(Gift("new/z", MOMENTS, 7, 40, track))
+    actions = samples.actions()
+    link.give(Gift("new/z", MOMENTS, 7, 40, actions))
     link.pump()
     found = shore.transport.handed_over("new/z")
     assert found is not None
     handover, payload = found
     assert (handover.giver, handover.incarnation, handover.index, handover.global_step) == ("a", "x", 7, 40)
     assert tiny.leaf_bytes(decode(handover, payload, MOMENTS)) == tiny.leaf_bytes(MOMENTS)
-    assert [told for _, told in shore.transport.tracks("0-0")] == [track]
+    assert [told for _, told in shore.transport.actions("0-0")] == [actions]
     link.pump()
-    assert len(shore.transport.tracks("0-0")) == 1
+    assert len(shore.transport.actions("0-0")) == 1
 
 
 def test_a_gift_outlasts_an_outage(shore: Shore) -> None:

@@ -18,8 +18,8 @@ from archipelago.broker.messages import Marker
 from archipelago.broker.wire import digest
 from archipelago.islands.checkpoint import LEAVING, IslandStore, cut
 from archipelago.islands.inner import begin, counts
-from archipelago.islands.sync.actions import actions
-from archipelago.islands.sync.rejoin import Comeback
+from archipelago.islands.sync.actions import unfolded
+from archipelago.islands.sync.rejoin import Rejoin
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.islands import tiny
@@ -41,7 +41,7 @@ def fresh_moments(island: Island) -> list[bytes]:
 
 def returning(
     bay: Bay, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], object] = lambda: None
-) -> tuple[Island, Comeback]:
+) -> tuple[Island, Rejoin]:
     """An island that begins with `ask` and waits up to 10 s for an answer; at each pause `meanwhile` happens."""
     island = bay.island(name, "z", silent=True)
     pauses = itertools.count()
@@ -52,11 +52,11 @@ def returning(
         island.link.pump()
         meanwhile()
 
-    comeback = Comeback(bay.connect(), store, island, island.link.join(), pause=pause)
-    comeback.ask()
+    rejoin = Rejoin(bay.connect(), store, island, island.link.join(), pause=pause)
+    rejoin.ask()
     island.beat("joining")
     island.link.pump()
-    return island, comeback
+    return island, rejoin
 
 
 # -- from a peer ----------------------------------------------------------------------------------------------------
@@ -74,9 +74,9 @@ def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameter
         give(gift)
 
     giver.link.give = noted  # type: ignore[method-assign]
-    island, comeback = returning(bay, meanwhile=lambda: bay.play(giver, 1))
+    island, rejoin = returning(bay, meanwhile=lambda: bay.play(giver, 1))
     before = merged_params(bay)
-    comeback.complete(None)
+    rejoin.complete(None)
     ((moments, done),) = given
     assert leaf_bytes(island.inner.optimizer) == moments
     assert leaf_bytes(giver.inner.optimizer) != moments  # it trains on
@@ -95,10 +95,10 @@ def test_a_replay_can_know_what_the_giver_had_done_when_it_gave() -> None:
     bay = Bay()
     giver = bay.island("giver")
     bay.play(giver, 5)
-    island, comeback = returning(bay, meanwhile=lambda: bay.boundary(giver))
-    comeback.complete(None)
+    island, rejoin = returning(bay, meanwhile=lambda: bay.boundary(giver))
+    rejoin.complete(None)
     (word,) = [w for w in island.action_log.take().actions.split() if w.startswith("moments")]  # type: ignore[union-attr]
-    told = actions([track for _, track in bay.transport.tracks("0-0") if track.island == "giver"])
+    told = unfolded([actions for _, actions in bay.transport.actions("0-0") if actions.island == "giver"])
     assert len(told) >= int(word.split("@")[1]) > 0
 
 
@@ -106,8 +106,8 @@ def test_muons_moments_come_from_a_peer_or_from_its_own_checkpoint(tmp_path: Pat
     bay = Bay(tiny.manifest(config=tiny.MUON))
     giver = bay.island("giver")
     bay.play(giver, 21)
-    island, comeback = returning(bay, meanwhile=lambda: bay.play(giver, 1))
-    comeback.complete(None)
+    island, rejoin = returning(bay, meanwhile=lambda: bay.play(giver, 1))
+    rejoin.complete(None)
     assert island.moments == "peer giver"
     seen = {int(count) for count in counts(island.inner.optimizer)}
     assert seen <= {21, giver.totals.steps}
@@ -131,8 +131,8 @@ def test_the_giver_is_not_disturbed() -> None:
     giver, undisturbed = bay.island("giver"), alone.island("giver")
     bay.play(giver, 10)
     alone.play(undisturbed, 10)
-    island, comeback = returning(bay, meanwhile=lambda: bay.play(giver, 1))
-    comeback.complete(None)
+    island, rejoin = returning(bay, meanwhile=lambda: bay.play(giver, 1))
+    rejoin.complete(None)
     assert island.moments == "peer giver"
     for one, other in ((giver, bay), (undisturbed, alone)):
         other.play(one, 30 - one.totals.steps)
@@ -144,9 +144,9 @@ def test_at_the_runs_beginning_nobody_is_asked() -> None:
     bay = Bay()
     peer = bay.island("giver")
     bay.boundary(peer)  # it trains, and nothing is merged yet
-    island, comeback = returning(bay)
+    island, rejoin = returning(bay)
     assert bay.broker.runs["tiny"].asks == {}
-    comeback.complete(None)
+    rejoin.complete(None)
     assert island.moments == "fresh"
     assert island.ledger.global_step == 0
 
@@ -156,8 +156,8 @@ def test_a_peer_that_does_not_answer_costs_ten_seconds_and_no_more(tmp_path: Pat
     bay.play(bay.island("deaf"), 10)
     began = bay.clock.now
     deaf = samples.heartbeat("deaf")
-    island, comeback = returning(bay, meanwhile=lambda: bay.transport.heartbeat(deaf))
-    comeback.complete(None)
+    island, rejoin = returning(bay, meanwhile=lambda: bay.transport.heartbeat(deaf))
+    rejoin.complete(None)
     assert island.moments == "fresh"
     assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
     assert 10.0 <= bay.clock.now - began < 11.0
@@ -182,8 +182,8 @@ def left(bay: Bay, folder: Path, name: str = "new", steps: int = 10) -> tuple[Is
 def test_alone_it_takes_its_own_checkpoint(tmp_path: Path) -> None:
     bay = Bay()
     store, before = left(bay, tmp_path / "k")
-    island, comeback = returning(bay, store=store)
-    comeback.complete(None)
+    island, rejoin = returning(bay, store=store)
+    rejoin.complete(None)
     assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
     assert island.moments == "own checkpoint"
     for own, merged in zip(own_params(island), merged_params(bay), strict=True):
@@ -195,8 +195,8 @@ def test_a_peer_goes_before_its_own_checkpoint(tmp_path: Path) -> None:
     store, _ = left(bay, tmp_path / "k")
     giver = bay.island("giver")
     bay.play(giver, 5)
-    island, comeback = returning(bay, store=store, meanwhile=lambda: bay.play(giver, 1))
-    comeback.complete(None)
+    island, rejoin = returning(bay, store=store, meanwhile=lambda: bay.play(giver, 1))
+    rejoin.complete(None)
     assert island.moments == "peer giver"
 
 
@@ -206,7 +206,7 @@ def test_what_goes_wrong_with_a_peer_leaves_its_own_checkpoint(tmp_path: Path, f
     store, before = left(bay, tmp_path / "k")
     giver = bay.island("giver")
     bay.play(giver, 5)
-    island, comeback = returning(bay, store=store)
+    island, rejoin = returning(bay, store=store)
     if fault == "forged":
         bay.transport.hand_over("new/z", samples.handover(b"moments"), b"moments")
     else:
@@ -214,8 +214,8 @@ def test_what_goes_wrong_with_a_peer_leaves_its_own_checkpoint(tmp_path: Path, f
         def fails(who: str) -> None:
             raise UnreachableError("nobody answers")
 
-        comeback.transport.handed_over = fails  # type: ignore[method-assign]
-    comeback.complete(None)
+        rejoin.transport.handed_over = fails  # type: ignore[method-assign]
+    rejoin.complete(None)
     assert island.moments == "own checkpoint"
     assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
     assert bay.broker.runs["tiny"].asks == {}
@@ -224,8 +224,8 @@ def test_what_goes_wrong_with_a_peer_leaves_its_own_checkpoint(tmp_path: Path, f
 def test_with_nothing_at_all_it_begins_afresh(tmp_path: Path) -> None:
     bay = Bay()
     _, before = left(bay, tmp_path / "k")
-    island, comeback = returning(bay, store=IslandStore(tmp_path / "none", bay.manifest))
-    comeback.complete(None)
+    island, rejoin = returning(bay, store=IslandStore(tmp_path / "none", bay.manifest))
+    rejoin.complete(None)
     assert island.moments == "fresh"
     assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
     assert island.totals.steps == before.totals.steps  # its heartbeat is known
@@ -244,11 +244,11 @@ def test_totals_go_on_and_the_clock_is_the_runs(tmp_path: Path, source: str) -> 
         other.leave(flush_seconds=0.0)
         other.link.pump()
         bay.merger.turn(0.0)
-    island, comeback = returning(
+    island, rejoin = returning(
         bay, store=None if source == "fresh" else store, meanwhile=lambda: bay.play(other, int(source == "peer"))
     )
     stamped = max(bay.transport.fragment(p)[0].step for p in range(2))
-    comeback.complete(None)
+    rejoin.complete(None)
     assert island.moments == ("peer giver" if source == "peer" else source)
     assert (island.totals.steps, island.totals.tokens) == (10, 10 * tiny.CONFIG.tokens_per_step)
     assert island.ledger.global_step == stamped > before.ledger.global_step
@@ -276,8 +276,8 @@ def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_b
     other.link.pump()
     bay.merger.turn(0.0)
     before = [p.tobytes() for p in merged_params(bay)]
-    island, comeback = returning(bay)
-    comeback.complete(None)
+    island, rejoin = returning(bay)
+    rejoin.complete(None)
     versions = [count.version for count in island.ledger.counts]
     for _ in range(2):
         bay.boundary(island)
@@ -333,8 +333,8 @@ def test_a_whole_return_takes_everything_up_again_and_the_shards_too(tmp_path: P
     held, sent = before.batches.held(), before.link.in_flight()[0]
     again = gone_back(bay)
     # Its link is quick: it leases before the island is put back, and what it likes best is what the island read.
-    island, comeback = returning(again, "a", store)
-    comeback.complete(store.find(3))
+    island, rejoin = returning(again, "a", store)
+    rejoin.complete(store.find(3))
     assert island.moments == "own checkpoint"
     assert island.ledger.formerly == "x"
     assert island.batches.held() == held
@@ -357,9 +357,9 @@ def test_a_whole_return_asks_no_peer_in_vain(tmp_path: Path) -> None:
     again = gone_back(bay)
     peer = again.island("giver")
     again.boundary(peer)
-    _, comeback = returning(again, "a", store)
+    _, rejoin = returning(again, "a", store)
     assert again.broker.runs["tiny"].asks
-    comeback.complete(store.find(3))
+    rejoin.complete(store.find(3))
     again.boundary(peer)
     run = again.broker.runs["tiny"]
     assert (run.asks, run.handovers) == ({}, {})
@@ -373,8 +373,8 @@ def test_a_shard_that_another_has_by_now_is_left_to_it(tmp_path: Path) -> None:
     other = again.island("b", "o", shards=[shard])
     assert again.transport.leased([shard], "b/o")
     again.boundary(other)
-    island, comeback = returning(again, "a", store)
-    comeback.complete(store.find(3))
+    island, rejoin = returning(again, "a", store)
+    rejoin.complete(store.find(3))
     assert island.batches.held() == []
     told: list[str] = []
     island.batches.on_begin = told.append
@@ -386,13 +386,13 @@ def test_an_outage_while_it_leases_again_is_survived(tmp_path: Path) -> None:
     bay = Bay()
     store = IslandStore(tmp_path / "k", bay.manifest)
     cut_at_marker(bay, store)
-    island, comeback = returning(gone_back(bay), "a", store)
+    island, rejoin = returning(gone_back(bay), "a", store)
 
     def fails(*arguments: Any) -> None:
         raise UnreachableError("nobody answers")
 
-    comeback.transport.lease_shard = fails  # type: ignore[method-assign, assignment]
-    comeback.complete(store.find(3))
+    rejoin.transport.lease_shard = fails  # type: ignore[method-assign, assignment]
+    rejoin.complete(store.find(3))
     assert island.moments == "own checkpoint"
 
 
@@ -403,8 +403,8 @@ def test_a_damaged_whole_return_falls_back(tmp_path: Path) -> None:
     found = store.find(3)
     assert found is not None
     torn = replace(found, rest={**found.rest, "digest": digest(b"another")})
-    island, comeback = returning(bay, "b", store)
-    comeback.complete(torn)
+    island, rejoin = returning(bay, "b", store)
+    rejoin.complete(torn)
     assert island.ledger.formerly == ""
     for own, merged in zip(own_params(island), merged_params(bay), strict=True):
         assert own.tobytes() == merged.tobytes()

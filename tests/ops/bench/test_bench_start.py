@@ -65,7 +65,7 @@ def test_an_island_that_ends_before_its_first_step_is_told_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_start, "PACE", (*bench_start.PACE, "--wait-seconds", "0"))
-    environment = {**os.environ, "ARCHIPELAGO_DIARY": str(tmp_path / "diary"), "ARCHIPELAGO_URL": "unix:///nowhere"}
+    environment = {**os.environ, "ARCHIPELAGO_TURN_LOG": str(tmp_path / "turns"), "ARCHIPELAGO_URL": "unix:///nowhere"}
     with pytest.raises(BrokerError, match=r"failed.*nowhere"):
         started(tmp_path, environment)
     with pytest.raises(BrokerError, match=r"failed.*nowhere"):

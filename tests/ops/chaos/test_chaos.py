@@ -23,7 +23,7 @@ from archipelago.ops.chaos import main as chaos
 from archipelago.ops.chaos.main import BROKEN, SCHEDULE, ChaosOptions, main
 from archipelago.ops.chaos.report import Storm
 from archipelago.ops.chaos.schedule import Fault, from_text
-from archipelago.ops.chaos.storm import Plan, read_diary
+from archipelago.ops.chaos.storm import Plan, read_turn_log
 from tests.integration.conftest import corpus, corpus_folder
 from tests.integration.test_processes import SETTINGS, Processes, processes
 from tests.ops.chaos.test_chaos_report import storm
@@ -86,7 +86,7 @@ def test_a_short_storm_in_which_everybody_meets_something(processes: Processes, 
     assert Counter(fault.kind for fault in kept) == Counter(
         json.loads(line)["kind"] for line in faults.split("\n")[1:-1]
     )
-    trained = [len(read_diary(folder / "storm" / "diaries" / f"island-{n}.jsonl")) for n in range(2)]
+    trained = [len(read_turn_log(folder / "storm" / "diaries" / f"island-{n}.jsonl")) for n in range(2)]
     assert min(trained) > 0
 
 
@@ -176,11 +176,11 @@ def test_only_a_storms_folder_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "diary.jsonl"
-    assert read_diary(path) == []
+    path = tmp_path / "turns.jsonl"
+    assert read_turn_log(path) == []
     line = '{"at": 1, "who": "a", "steps": 1, "versions": 0, "between": 0, "idle": 0, "waited": 0}\n'
     path.write_text(line + line + line[:40])
-    assert len(read_diary(path)) == 2
+    assert len(read_turn_log(path)) == 2
 
 
 # -- a clock that jumps -----------------------------------------------------------------------------------------------

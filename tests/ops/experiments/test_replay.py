@@ -17,7 +17,7 @@ from archipelago.islands import inner
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.batches import Batches, shard_order
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus, prepare_text
-from archipelago.islands.replay import TrackError, corpus_of
+from archipelago.islands.replay import ActionError, corpus_of
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger import record as records
@@ -159,9 +159,11 @@ def test_another_text_of_that_name_is_a_difference_that_says_so(data: Path, caps
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("name", ["..", "../elsewhere", "x" * 78, "-"])
 def test_a_corpus_that_no_machine_can_have_is_missed(name: str) -> None:
-    """A track comes from outside."""
+    """Actions come from outside."""
     record = records.read(RECORD)
-    record.tracks = [replace(track, actions=track.actions.replace(" dsite/", f" d{name}/")) for track in record.tracks]
+    record.actions = [
+        replace(actions, text=actions.text.replace(" dsite/", f" d{name}/")) for actions in record.actions
+    ]
     found = replay.again(record, islands=True)
     assert (found["same"], found["first_difference"]) == (True, "")
     assert found["islands_from_payloads"].keys() == {"pinned/x"}
@@ -254,5 +256,5 @@ def test_the_shards_name_the_corpus(mine: list[str], corpus: str) -> None:
 
 
 def test_a_track_that_names_two_corpora_cannot_be() -> None:
-    with pytest.raises(TrackError, match="one, two"):
+    with pytest.raises(ActionError, match="one, two"):
         corpus_of("a/x", {"a/x": ["done/1:0:0:0", "dtwo/1:0:0:0"]})
