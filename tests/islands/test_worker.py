@@ -75,7 +75,7 @@ def test_what_the_checkpoint_knows_is_adopted_before_it_is_taken_and_the_rest_af
     island.boundary()
     assert seen == [(5, [1, 0])]
     assert [count.version for count in island.ledger.counts] == [1, 1]
-    words = [word for word in island.action_log.take().actions.split() if word[0] == "a"]  # type: ignore[union-attr]
+    words = [word for word in island.action_log.take().text.split() if word[0] == "a"]  # type: ignore[union-attr]
     assert words == ["a0:1", "a1:1"]
 
 

@@ -82,7 +82,7 @@ def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameter
     assert leaf_bytes(giver.inner.optimizer) != moments  # it trains on
     assert moments != fresh_moments(island)
     assert island.moments == "peer giver"
-    assert island.action_log.take().actions.split()[-1] == f"moments:giver/x@{done}"  # type: ignore[union-attr]
+    assert island.action_log.take().text.split()[-1] == f"moments:giver/x@{done}"  # type: ignore[union-attr]
     for own, merged, gave in zip(own_params(island), before, own_params(giver), strict=True):
         assert own.tobytes() == merged.tobytes() != gave.tobytes()
     assert [count.steps for count in island.ledger.counts] == [0, 0]
@@ -97,7 +97,7 @@ def test_a_replay_can_know_what_the_giver_had_done_when_it_gave() -> None:
     bay.play(giver, 5)
     island, rejoin = returning(bay, meanwhile=lambda: bay.boundary(giver))
     rejoin.complete(None)
-    (word,) = [w for w in island.action_log.take().actions.split() if w.startswith("moments")]  # type: ignore[union-attr]
+    (word,) = [w for w in island.action_log.take().text.split() if w.startswith("moments")]  # type: ignore[union-attr]
     told = unfolded([actions for _, actions in bay.transport.actions("0-0") if actions.island == "giver"])
     assert len(told) >= int(word.split("@")[1]) > 0
 
