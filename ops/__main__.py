@@ -1,4 +1,4 @@
-"""`python -m archipelago.ops`: the same as `archipelago`."""
+"""Run `archipelago` as `python -m archipelago.ops`."""
 
 import sys
 

@@ -1,14 +1,15 @@
-"""Options that several verbs share, and how flags, a TOML file and defaults become one config."""
+"""Read and write run settings, and print lines for people: what several verbs share."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
 
 from archipelago.broker import config
 from archipelago.broker.config import RunConfig
@@ -19,18 +20,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CONFIG_FLAG = "--config"
+#: Characters in a line of a table that is written to a pipe or a file.
 PIPE_WIDTH = 160
-"""characters of a line that goes to a file"""
 
 log = logging.getLogger(__name__)
 
 
 def config_file(args: Sequence[str]) -> RunConfig:
-    """Defaults for the flags: those of the TOML file that `--config PATH` names, if any. Flags win over the file."""
+    """Return the config in the TOML file that `--config PATH` names, or the default config.
+
+    Flags on the command line override what it holds.
+
+    Raises:
+        ConfigError: The path is missing, or the file cannot be read.
+    """
     for index, arg in enumerate(args):
         if arg == CONFIG_FLAG:
             if index + 1 == len(args):
-                raise ConfigError("--config needs a path", "Write --config FILE.toml.")
+                raise ConfigError("--config needs a path", "Write --config FILE.toml.", code="config.no-path")
             return config.from_toml(Path(args[index + 1]))
         if arg.startswith(f"{CONFIG_FLAG}="):
             return config.from_toml(Path(arg.partition("=")[2]))
@@ -38,32 +45,20 @@ def config_file(args: Sequence[str]) -> RunConfig:
 
 
 def to_toml(settings: RunConfig) -> str:
-    """The config as a TOML file that `--config` reads back."""
-    lines, sections = [], []
-    for key, value in dataclasses.asdict(settings).items():
-        if isinstance(value, dict):
-            sections += ["", f"[{key}]", *(_line(name, part) for name, part in value.items())]
-        else:
-            lines.append(_line(key, value))
-    return "\n".join([*lines, *sections]) + "\n"
+    """Return the config as a TOML file that `--config` can read. Settings that are not set are left out."""
+    return tomli_w.dumps(_set(dataclasses.asdict(settings)))
 
 
-def _line(name: str, value: object) -> str:
-    """TOML has no word for nothing."""
-    return f"# {name}: what suits, while nothing is set" if value is None else f"{name} = {_toml(value)}"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):  # a TOML string is a JSON string, but for DEL and for pairs of surrogates
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    """Drop the values that are None: TOML cannot express them."""
+    return {
+        key: _set(value) if isinstance(value, dict) else value for key, value in values.items() if value is not None
+    }
 
 
 def table_console() -> Console:
-    """Standard output for tables; in a pipe or a file, where lines have no end, they are as wide as they are."""
-    from rich.console import Console  # most verbs print no tables, and want to start at once
+    """Return a console on standard output for tables, with a fixed width when it is a pipe or a file."""
+    from rich.console import Console  # Importing rich here keeps the start of other verbs quick.
 
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else PIPE_WIDTH
@@ -71,7 +66,10 @@ def table_console() -> Console:
 
 
 def say(text: str = "") -> None:
-    """A line for people: on standard error, since standard output belongs to results. A record with `--log-json`."""
+    """Print a line for people on standard error, or write a log record with `--log-json`.
+
+    Standard output is reserved for results.
+    """
     if as_json():
         if text.strip():
             log.info("%s", text.strip())

@@ -30,7 +30,7 @@ GOAL_INT4 = 0.10
 
 def merge(quick: bool) -> dict[str, Any]:
     """Rows of codecs and of a merge, from a process that has one thread."""
-    command = [sys.executable, "-m", "archipelago.ops.bench.merge", *(["--quick"] if quick else [])]
+    command = [sys.executable, "-P", "-m", "archipelago.ops.bench.merge", *(["--quick"] if quick else [])]
     done = subprocess.run(command, env={**os.environ, **ONE_THREAD}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ArchipelagoError("the measuring process failed", "See what it wrote above.")

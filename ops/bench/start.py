@@ -124,7 +124,7 @@ def started(folder: Path, environment: Mapping[str, str]) -> Start:
     with (
         log.open("w", encoding="utf-8") as errors,
         subprocess.Popen(
-            parent_death.command([sys.executable, *ISLAND, *_arguments(folder)]),
+            parent_death.command([sys.executable, "-P", *ISLAND, *_arguments(folder)]),
             env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
         ) as process,
     ):  # fmt: skip

@@ -20,7 +20,7 @@ from archipelago.ops.dashboard.history import (
     joined_queues,
     thinned,
 )
-from archipelago.ops.watch.health import happened, longest_still
+from archipelago.ops.watch.health import events_of, stall_seconds
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 EVENTS_SHOWN = 120
@@ -149,7 +149,7 @@ def state_of(reading: Reading, interval: int) -> dict[str, str]:
         return _state("waiting", "idle", "No island has joined yet.")
     if not view.live:
         return _state("no islands", "warn", "No island is live; the run goes on when one comes.")
-    if view.pending and reading.round_seconds > longest_still(view, interval):
+    if view.pending and reading.round_seconds > stall_seconds(view, interval):
         return _state("stalled", "warn", "Contributions wait and no round closes: is a merger running?")
     if not view.rounds:
         return _state("starting", "busy", "No round has closed yet.")
@@ -195,7 +195,7 @@ def _books(view: RunView, tokens: TokenBooks | None) -> dict[str, Any]:
 def events(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[dict[str, Any]]:
     """Newest first. What was refused in a row for one island and one reason is one line that counts."""
     out: list[dict[str, Any]] = []
-    for event in map(asdict, reversed(happened(notes, refusals))):
+    for event in map(asdict, reversed(events_of(notes, refusals))):
         if out and event["kind"] == "refused" and _alike(out[-1]) == _alike(event):
             out[-1]["times"] += 1
         else:

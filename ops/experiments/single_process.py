@@ -1,8 +1,9 @@
-"""`archipelago alone`: one process trains the model of a config on a number of tokens, for comparison."""
+"""Train one process on a number of tokens, for comparison (started by `archipelago up`)."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import tyro
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.process import keep_compiled, print_json
+from archipelago.broker.process import guarded, keep_compiled, print_json
 from archipelago.ops.launch.init import require_usable
 from archipelago.ops.settings import say
 from archipelago.ops.weights.safetensors_files import WeightFiles
@@ -59,3 +60,9 @@ def main(options: AloneOptions) -> int:
     if options.json:
         print_json(found)
     return 0
+
+
+if __name__ == "__main__":
+    from archipelago.ops.cli import parse
+
+    sys.exit(guarded(lambda: main(parse(AloneOptions, "single_process", sys.argv[1:]))))

@@ -77,7 +77,7 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                parent_death.command([sys.executable, *self.argv]),
+                parent_death.command([sys.executable, "-P", *self.argv]),
                 env={**os.environ, **self.environment},
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,

@@ -311,8 +311,8 @@ class Session:
             if found["tokens"] == tokens:
                 return [(int(t), float(b)) for t, b in found["curve"]]
         say(f"one process trains on the same {tokens:,} tokens, for comparison (Ctrl-C skips it)")
-        argv = f"-m ops alone --tokens {tokens} --output".split()
-        argv += [str(kept), "--config", str(self.folder / "config.toml")]
+        argv = ["-m", "archipelago.ops.experiments.single_process", "--tokens", str(tokens), "--output", str(kept)]
+        argv += ["--config", str(self.folder / "config.toml")]
         argv += ["--from", str(self.options.from_)] if self.options.from_ else []
         log = self.folder / "logs" / "one-process.log"
         log.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A run's view as a terminal shows it: one table of islands, one block of lines for the run."""
+"""Format a run for the terminal: a block of lines for the run and a table of its islands."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from archipelago.ops.watch.health import Situation, steered
+from archipelago.ops.watch.health import Health, describe_control
 from archipelago.ops.watch.run_view import IslandView, RunView
 
+#: `part` is the share of the recent rounds that merged the island; `seen` is the time since its last heartbeat.
+#: The names are short so that the table fits into 80 columns.
 _COLUMNS = ("island", "state", "steps", "tokens/s", "loss", "lag", "part", "queue", "up", "down", "seen")
-"""`part`: share of the recent rounds that it took part in. `seen`: how long ago. Short, to fit 80 columns."""
-_SPARED = (
+#: Pairs of a terminal width and the columns that are left out from that width on.
+_LEFT_OUT = (
     (80, ()),
     (66, ("up", "down")),
     (58, ("up", "down", "queue", "lag")),
     (0, (*_COLUMNS[7:10], "lag", "tokens/s")),
 )
-"""by columns of the terminal from which on that is left out"""
+#: From this terminal width on, the share has a bar as well.
 BARS_FROM = 96
-"""columns of a terminal in which the share has a bar as well"""
 BAR_CELLS = 10
+#: Maps control characters, which a terminal would obey, to a replacement character.
 CONTROLS = dict.fromkeys([*range(32), *range(0x7F, 0xA0)], "\ufffd")
-"""control characters, which a terminal would obey, and what stands for them"""
 
 
-def render(view: RunView, found: Situation | None = None, wrong: str = "") -> RenderableType:
-    """The run's lines, its islands, and with `found` who serves it; `wrong` is what should be looked at."""
-    return Group(run_lines(view, found, wrong), Islands(view), *troubles(view, found))
+def render(view: RunView, health: Health | None = None, problem: str = "") -> RenderableType:
+    """Return the run's lines, its islands and its troubles. `problem` is shown as the last of the run's lines."""
+    return Group(run_lines(view, health, problem), Islands(view), *troubles(view, health))
 
 
 def plain(text: str) -> str:
-    """Words that anybody at the Redis may have written, as a terminal can be given them."""
+    """Replace control characters: text from Redis may have been written by anyone."""
     return text.translate(CONTROLS)
 
 
 def size(count: float) -> str:
-    """Bytes for people: 1.5 MB."""
+    """Format a number of bytes, such as 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
@@ -51,23 +52,23 @@ def size(count: float) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """The number, or a dash where nothing was measured."""
+    """Format a number, or return a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def line(view: RunView) -> str:
-    """The run in one line, for logs and pipes."""
+    """Return the run in one line, for logs and pipes."""
     return (
         f"round {view.rounds}  step {view.step}/{view.steps}  bits/byte {number(view.bits_per_byte_last)}  "
-        f"loss {number(view.loss)}  live {view.live}/{view.known}, {view.participating} take part  "
+        f"loss {number(view.loss)}  live {view.live}/{view.known}, {view.participating} participating  "
         f"up {size(view.bytes_up)}  down {size(view.bytes_down)}  pending {view.pending}"
     )
 
 
 def run_lines(
-    view: RunView, found: Situation | None = None, wrong: str = "", *, briefly: bool = False
+    view: RunView, health: Health | None = None, problem: str = "", *, briefly: bool = False
 ) -> RenderableType:
-    """The run in a few lines, with what is wrong as the last; `briefly` leaves out what only accounts for tokens."""
+    """Return the run in a few lines, `problem` last. `briefly` leaves out the accounts of tokens."""
     books = view.books
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -84,13 +85,13 @@ def run_lines(
     )
     grid.add_row(
         "islands",
-        f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] take part; "
-        f"{view.contributions_per_round:.2f} contributions a round, open {view.open_seconds * 1e3:.0f} ms "
+        f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] participating; "
+        f"{view.contributions_per_round:.2f} contributions per round, open {view.open_seconds * 1e3:.0f} ms "
         f"(grace {view.grace_seconds * 1e3:.0f} ms)",
     )
     equals = "=" if view.balanced else "[bold red]≠[/]"
     grid.add_row(
-        "books",
+        "accounts",
         f"published {books.published:,} {equals} merged {books.merged:,} + refused {books.refused:,} + pending "
         f"{view.pending:,}",
     )
@@ -100,12 +101,12 @@ def run_lines(
     of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
     traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
     grid.add_row("bytes", traffic)
-    if found:
-        grid.add_row("merger", _served(found))
-        if said := steered(found.control):
-            grid.add_row("steered", Text(plain(said), style="yellow"))
-    if wrong:
-        grid.add_row("[bold red]trouble[/]", Text(wrong, style="bold red"))
+    if health:
+        grid.add_row("merger", _merger(health))
+        if changes := describe_control(health.control):
+            grid.add_row("steered", Text(plain(changes), style="yellow"))
+    if problem:
+        grid.add_row("[bold red]trouble[/]", Text(problem, style="bold red"))
     return grid
 
 
@@ -123,17 +124,17 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
     )
 
 
-def _served(found: Situation) -> Text:
-    standing = found.standing
+def _merger(health: Health) -> Text:
+    standing = health.standing
     last = f", the last round closed {ago(standing.still_seconds)} ago" if standing.still_seconds else ""
     if standing.holder:
-        return Text(f"{plain(standing.holder)} serves in epoch {standing.epoch}{last}")
-    past = f" (epoch {standing.epoch} was the last)" if standing.epoch else ""
-    return Text(f"nobody serves{past}{last}", style="yellow")
+        return Text(f"{plain(standing.holder)} serves with epoch {standing.epoch}{last}")
+    past = f" (the last epoch was {standing.epoch})" if standing.epoch else ""
+    return Text(f"no merger serves the run{past}{last}", style="yellow")
 
 
 def ago(seconds: float) -> str:
-    """A time span in one unit: 5 s, 12 min, 3 h."""
+    """Format a time span in one unit, such as 5 s, 12 min or 3 h."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -141,17 +142,17 @@ def ago(seconds: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """3 significant digits, in the unit that suits."""
+    """Format a time span with 3 significant digits, in ms, s or min."""
     if seconds < 1.0:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
 
 
-def troubles(view: RunView, found: Situation | None = None, now: float | None = None) -> list[Text]:
-    """What islands say of their links, and what was refused: lines of the reading's end."""
+def troubles(view: RunView, health: Health | None = None, now: float | None = None) -> list[Text]:
+    """Return a line for each island whose link has a problem, and for each island whose work was refused."""
     said = [f"{i.name}: {i.link}" for i in view.islands if i.live and i.link != "ok"]
     now = time.time() if now is None else now
-    newest = {refusal.island: (at, refusal) for at, refusal in (found.refusals if found else ())}
+    newest = {refusal.island: (at, refusal) for at, refusal in (health.refusals if health else ())}
     said += [f"{name}: refused {ago(now - at)} ago, round {refusal.round:,}: {refusal.reason}"
              for name, (at, refusal) in newest.items()]  # fmt: skip
     said += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
@@ -161,7 +162,7 @@ def troubles(view: RunView, found: Situation | None = None, now: float | None = 
 
 @dataclass(frozen=True)
 class Islands:
-    """The table of islands, in as many columns as there is room for; at most `rows` of them, the living first."""
+    """The table of islands, with as many columns as fit. It has at most `rows` rows; live islands come first."""
 
     view: RunView
     rows: int | None = None
@@ -169,10 +170,10 @@ class Islands:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        spared = next(names for least, names in _SPARED if width >= least)
-        columns = [column for column in _COLUMNS if column not in spared]
+        left_out = next(names for least, names in _LEFT_OUT if width >= least)
+        columns = [column for column in _COLUMNS if column not in left_out]
         table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
-        for index, column in enumerate(columns):  # where there is too little room the names give way, not the numbers
+        for index, column in enumerate(columns):  # If room is short, names are cut, not numbers.
             table.add_column(column, justify="left" if index < 2 else "right", no_wrap=index > 0, overflow="ellipsis")
         shown, rest = self._chosen()
         for island in shown:
@@ -184,17 +185,17 @@ class Islands:
             yield Text(f"… and {len(rest):,} more, of which {live:,} live", style="dim")
 
     def _chosen(self) -> tuple[Sequence[IslandView], Sequence[IslandView]]:
-        """Those that are shown, and the rest."""
+        """Return the islands that are shown, and the rest."""
         islands = self.view.islands
         if self.rows is None or len(islands) <= self.rows:
             return islands, ()
         ordered = sorted(islands, key=lambda island: (not island.live, island.last_seen_seconds > 60.0))
-        kept = max(1, self.rows - 1)  # the last row says how many there are
+        kept = max(1, self.rows - 1)  # The last row counts the rest.
         return ordered[:kept], ordered[kept:]
 
 
 def bar(share: float, cells: int = BAR_CELLS) -> str:
-    """A share of 1 as a bar of so many cells, in eighths of a cell."""
+    """Draw a share between 0 and 1 as a bar of `cells` cells, to an eighth of a cell."""
     eighths = round(8 * cells * min(1.0, max(0.0, share)))
     whole, part = divmod(eighths, 8)
     return ("█" * whole + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(cells)

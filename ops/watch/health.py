@@ -1,4 +1,4 @@
-"""How a run is doing beside its numbers: who serves it, what is steered, what was refused, what happened lately."""
+"""A run's health: who serves it, which controls are set, what was refused, and what happened recently."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from archipelago.broker.transport import Transport
 from archipelago.ops.watch.run_view import RunView
 
 REFUSALS_SHOWN = 3
-STILL_SECONDS = 60.0
-STRIDES_STILL = 3.0
-"""strides without a round that are long, however slow the islands are"""
+#: A run has stalled when it closed no round for this long and for this number of strides.
+STALL_SECONDS = 60.0
+STALL_STRIDES = 3.0
 
 
 @dataclass(frozen=True)
-class Situation:
-    """Everything that a terminal shows beside the view."""
+class Health:
+    """What a terminal shows of a run next to its `RunView`.
+
+    Attributes:
+        standing: The merger that holds the lease, and the time since the last round closed.
+        control: What operators have set.
+        refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
+    """
 
     standing: Standing
     control: Control = field(default_factory=Control)
     refusals: tuple[tuple[float, Refusal], ...] = ()
-    """the newest, oldest first, each with its unix seconds by the broker's clock; no repeats"""
 
 
 @dataclass(frozen=True)
-class Happening:
-    """A line of what happened."""
+class Event:
+    """A note or a refusal, as one line of a run's history."""
 
     unix_seconds: float
     who: str
@@ -39,67 +44,71 @@ class Happening:
     text: str
 
 
-def situation(transport: Transport, refusals: int = REFUSALS_SHOWN) -> Situation:
-    """As it is now. Raises BrokerError."""
+def read_health(transport: Transport, refusals: int = REFUSALS_SHOWN) -> Health:
+    """Return the run's health now, with at most `refusals` refusals. Raises BrokerError."""
     found = [(at, refusal) for at, refusal in transport.refusals(8 * refusals) if not refusal.repeat]
-    return Situation(standing(transport) or Standing(), Control.of(transport.control()), tuple(found[-refusals:]))
+    return Health(standing(transport) or Standing(), Control.of(transport.control()), tuple(found[-refusals:]))
 
 
 def standing(transport: Transport) -> Standing | None:
-    """Who serves the run now; None where there is no server to ask, as in virtual time. Raises BrokerError."""
+    """Return who serves the run now, or None if there is no server to ask (in virtual time). Raises BrokerError."""
     return RedisCheckup.beside(transport).standing() if isinstance(transport, RedisConnection) else None
 
 
-def happened(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[Happening]:
-    """Notes and refusals as one list, oldest first."""
-    out = [Happening(note.unix_seconds, note.who, note.kind, note.text) for note in notes]
+def events_of(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[Event]:
+    """Return notes and refusals (without repeats) as one list, oldest first."""
+    out = [Event(note.unix_seconds, note.who, note.kind, note.text) for note in notes]
     out += [
-        Happening(at, refusal.island, "refused", f"round {refusal.round:,}: {refusal.reason}")
+        Event(at, refusal.island, "refused", f"round {refusal.round:,}: {refusal.reason}")
         for at, refusal in refusals
         if not refusal.repeat
     ]
-    return sorted(out, key=lambda happening: happening.unix_seconds)
+    return sorted(out, key=lambda event: event.unix_seconds)
 
 
-def steered(control: Control) -> str:
-    """What is other than the run's own settings say, in words; empty for nothing."""
+def describe_control(control: Control) -> str:
+    """Describe in words what operators have changed; empty if nothing."""
     said = ["merging is paused"] if control.is_paused else []
     said += [f"{name} = {value:g}" for name, value in control.settings.items()]
-    for wish, words in ((DRAIN, "is to leave"), (EXPEL, "is expelled")):
+    for wish, words in ((DRAIN, "is asked to leave"), (EXPEL, "is expelled")):
         said += [f"{island} {words}" for island, wanted in control.islands.items() if wanted == wish]
     said += [f"{name} is ignored ({why})" for name, why in control.faults.items()]
     return ", ".join(said)
 
 
-def trouble(view: RunView, found: Situation, interval: int) -> str:
-    """Why somebody should look; empty when the run is fine, has ended, or is paused. `interval` is H."""
+def trouble(view: RunView, health: Health, interval: int) -> str:
+    """Return why an operator should look at the run; empty if it is fine, has ended, or is paused.
+
+    Args:
+        interval: H, the inner steps between two contributions to the same fragment.
+    """
     if view.steps <= view.step:
         return ""
     if not view.live:
         return "no island is live"
-    if not found.control.is_paused and found.standing.still_seconds > longest_still(view, interval):
-        return f"nothing was merged for {found.standing.still_seconds:,.0f} s"
+    if not health.control.is_paused and health.standing.still_seconds > stall_seconds(view, interval):
+        return f"nothing was merged for {health.standing.still_seconds:,.0f} s"
     return ""
 
 
-def longest_still(view: RunView, interval: int) -> float:
-    """Seconds after which a run in which no round closes has stalled. `interval` is H."""
-    return max(STILL_SECONDS, STRIDES_STILL * _stride_seconds(view, interval))
+def stall_seconds(view: RunView, interval: int) -> float:
+    """Return the seconds without a closed round after which a run counts as stalled, for an interval of H steps."""
+    return max(STALL_SECONDS, STALL_STRIDES * _stride_seconds(view, interval))
 
 
-def as_json(view: RunView, found: Situation, wrong: str) -> dict[str, Any]:
-    """The view, and beside it who serves the run, what is steered, refused and wrong, for `print_json`."""
+def as_json(view: RunView, health: Health, problem: str) -> dict[str, Any]:
+    """Return the view and the run's health as one object for `print_json`."""
     return {
         **asdict(view),
-        "merger": asdict(found.standing),
-        "steered": dict(found.control.fields),
-        "steered_words": steered(found.control),
-        "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in found.refusals],
-        "trouble": wrong,
+        "merger": asdict(health.standing),
+        "steered": dict(health.control.fields),
+        "steered_words": describe_control(health.control),
+        "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in health.refusals],
+        "trouble": problem,
     }
 
 
 def _stride_seconds(view: RunView, interval: int) -> float:
-    """Between two rounds, of the fastest island that is live."""
+    """Return the seconds between two contributions of the fastest live island."""
     steps = [island.step_seconds for island in view.islands if island.live and island.step_seconds > 0]
     return min(steps, default=0.0) * interval / max(1, view.fragments)

@@ -1,4 +1,4 @@
-"""What `archipelago top` shows of a reading, fitted to any terminal. Pure."""
+"""The live screen of `archipelago status --watch`, fitted to any terminal. Pure."""
 
 from __future__ import annotations
 
@@ -12,55 +12,67 @@ from rich.table import Table
 from rich.text import Text
 
 from archipelago.ops.watch import formatting
-from archipelago.ops.watch.health import Happening, Situation
+from archipelago.ops.watch.health import Event, Health
 from archipelago.ops.watch.run_view import RunView
 
 TICKS = "▁▂▃▄▅▆▇█"
+#: Seconds of closed rounds that one tick of the history stands for.
 BUCKET_SECONDS = 10.0
-"""of closed rounds, for one tick"""
 EVENTS_SHOWN = 8
+#: Smaller screens leave out the accounts of tokens.
 ROOMY_COLUMNS, ROOMY_LINES = 80, 30
-"""smaller screens do without what only accounts for tokens"""
 NAME_CELLS = 16
 HISTORY_LABEL_CELLS = 28
+#: The first tenth of the evaluations is drawn no higher than the evaluation after it.
 CUT_SHARE = 10
-"""a tenth of the evaluations: those before it are drawn no higher than the one after"""
+#: Islands that are shown before events take any room.
 ISLANDS_LEAST = 3
-"""islands that are shown before events take any room"""
 KIND_STYLES = {"refused": "yellow", "diverged": "bold red", "expelled": "red", "paused": "yellow", "left": "dim",
                "joined": "green", "resumed": "green"}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class TopReading:
-    """A run at one moment, with what came before."""
+class LiveReading:
+    """A run at one moment, with its recent history.
+
+    Attributes:
+        problem: Why an operator should look; empty if all is well.
+        closes: Unix seconds at which the last rounds closed.
+        bits_per_byte: The results of all evaluations, oldest first.
+        events: Recent events, oldest first.
+        unix_seconds: The time of the reading.
+    """
 
     view: RunView
-    found: Situation
-    wrong: str
+    health: Health
+    problem: str
     closes: Sequence[float]
-    """unix seconds at which the last rounds closed"""
     bits_per_byte: Sequence[float]
-    """of all evaluations, oldest first"""
-    events: Sequence[Happening]
-    """oldest first"""
+    events: Sequence[Event]
     unix_seconds: float
 
 
 @dataclass(frozen=True)
 class Screen:
-    """The whole screen. `reading` is the last that succeeded, `silent_since` 0 while the Redis answers."""
+    """The whole screen.
 
-    reading: TopReading | None
+    Attributes:
+        reading: The last successful reading, or None.
+        silent_since: Unix seconds of the first failed reading, or 0 while Redis answers.
+        error: The error of the last reading; empty if it succeeded.
+        now: Unix seconds.
+    """
+
+    reading: LiveReading | None
     silent_since: float
-    said: str
+    error: str
     now: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts: list[RenderableType] = [self._title()]
         if self.silent_since:
             since = time.strftime("%H:%M:%S", time.localtime(self.silent_since))
-            parts.append(Text(f"no answer since {since}: {self.said}", "bold red"))
+            parts.append(Text(f"no answer since {since}: {self.error}", "bold red"))
         if self.reading is None:
             yield Group(*parts, Text("" if self.silent_since else "reading …", "dim"))
             return
@@ -68,7 +80,7 @@ class Screen:
         width, height = options.max_width, options.height or console.height
         is_small = width < ROOMY_COLUMNS or height < ROOMY_LINES
         parts.append(progress(view, width))
-        parts.append(formatting.run_lines(view, self.reading.found, self.reading.wrong, briefly=is_small))
+        parts.append(formatting.run_lines(view, self.reading.health, self.reading.problem, briefly=is_small))
         parts += [histories(self.reading, width)] if is_small else [Text(), histories(self.reading, width), Text()]
         taken = sum(len(console.render_lines(part, options.update(height=None))) for part in parts)
         islands, events = rooms(height - taken, len(view.islands), self._events_wanted())
@@ -80,13 +92,13 @@ class Screen:
 
     def _title(self) -> Text:
         clock = time.strftime("%H:%M:%S", time.localtime(self.now))
-        return Text.assemble(("archipelago top", "bold"), (f"  {clock}  q ends it", "dim"))
+        return Text.assemble(("archipelago status", "bold"), (f"  {clock}  q to quit", "dim"))
 
     def _events_wanted(self) -> int:
         return len(self.reading.events) if self.reading else 0
 
     def _events(self, count: int) -> Group:
-        """The newest, the last at the bottom, each in one line that is cut where it is too long."""
+        """Return the newest `count` events, the latest at the bottom, each on one line of its own."""
         shown = (self.reading.events if self.reading else ())[-count:]
         who_cells = min(NAME_CELLS, max((len(event.who) for event in shown), default=0))
         lines = []
@@ -102,7 +114,7 @@ class Screen:
 
 
 def rooms(lines: int, islands: int, events: int) -> tuple[int, int]:
-    """Rows for islands and for events in so many lines; the table's head takes one more."""
+    """Return how many islands and how many events fit into `lines` lines, next to the table's head of one line."""
     if lines < 2:
         return 0, 0
     body = lines - 1
@@ -112,7 +124,7 @@ def rooms(lines: int, islands: int, events: int) -> tuple[int, int]:
 
 
 def progress(view: RunView, width: int) -> Text:
-    """How far the run is, as a bar."""
+    """Return the share of steps that the run has made, as a bar."""
     share = min(1.0, view.step / view.steps) if view.steps else 0.0
     label = f" {share:.1%} of {view.steps:,} steps"
     cells = max(4, width - len(label))
@@ -120,8 +132,8 @@ def progress(view: RunView, width: int) -> Text:
     return Text.assemble(("━" * done, "bold cyan"), ("─" * (cells - done), "dim"), label)
 
 
-def histories(reading: TopReading, width: int) -> Table:
-    """Rounds a minute and held-out bits per byte over time, as ticks."""
+def histories(reading: LiveReading, width: int) -> Table:
+    """Return rounds per minute and held-out bits per byte over time, as sparklines."""
     room = max(8, width - HISTORY_LABEL_CELLS)
     rates = rates_a_minute(reading.closes, reading.unix_seconds, room)
     bits = [value for value in reading.bits_per_byte if not math.isnan(value)][-room:]
@@ -129,23 +141,23 @@ def histories(reading: TopReading, width: int) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
-    table.add_row("rounds a minute", f"{rates[-1]:.0f}" if rates else "–", Text(sparkline(rates, low=0.0), "green"))
-    early = bits[len(bits) // CUT_SHARE] if bits else math.nan  # the first fall would make all that follows flat
+    table.add_row("rounds per minute", f"{rates[-1]:.0f}" if rates else "–", Text(sparkline(rates, low=0.0), "green"))
+    early = bits[len(bits) // CUT_SHARE] if bits else math.nan  # The first fall would flatten the rest.
     last = formatting.number(bits[-1] if bits else math.nan)
     table.add_row("bits per byte", last, Text(sparkline([min(value, early) for value in bits]), "magenta"))
     return table
 
 
 def rates_a_minute(closes: Sequence[float], now: float, count: int, seconds: float = BUCKET_SECONDS) -> list[float]:
-    """Closed rounds a minute in each of the last whole spans of so many seconds, at most `count`, oldest first.
+    """Return the rounds closed per minute in each of the last `count` spans of `seconds` seconds, oldest first.
 
-    Spans are cut at whole multiples of `seconds`, so that a tick stays as it is while it moves on; those before the
-    first round that is known are left out.
+    Spans begin at whole multiples of `seconds`, so a tick keeps its height while it moves to the left. Spans before
+    the first known round are left out.
     """
     if not closes:
         return []
     end = math.floor(now / seconds)
-    first = max(end - count, math.floor(closes[0] / seconds) + 1)  # the span of the first one is known in part only
+    first = max(end - count, math.floor(closes[0] / seconds) + 1)  # The first known round's span is incomplete.
     buckets = [0] * max(0, end - first)
     for at in closes:
         index = math.floor(at / seconds) - first
@@ -155,7 +167,7 @@ def rates_a_minute(closes: Sequence[float], now: float, count: int, seconds: flo
 
 
 def sparkline(values: Sequence[float], low: float | None = None) -> str:
-    """A tick for each value, from `low` (default the least) to the largest."""
+    """Return one tick for each value, scaled from `low` (default: the smallest value) to the largest."""
     if not values:
         return ""
     bottom, top = min(values) if low is None else low, max(values)

@@ -1,4 +1,4 @@
-"""`archipelago status`: who is alive, who takes part, how stale; once."""
+"""`archipelago status`: show a run once, or live with `--watch`."""
 
 from __future__ import annotations
 
@@ -6,32 +6,47 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import RunAddress, print_json
 from archipelago.ops.watch.formatting import render
-from archipelago.ops.watch.health import as_json, situation, trouble
+from archipelago.ops.watch.health import as_json, read_health, trouble
 from archipelago.ops.watch.run_view import observe
 
 
 @dataclass(frozen=True)
 class StatusOptions(RunAddress):
-    """Show a run: its islands, its rounds, its books, who serves it, what is steered. Starts in a blink.
+    """Show a run: its islands, rounds, accounts, merger and controls. Reads only.
 
-    Only reads. For scripts: ends with 0 when the run is fine, has ended or is paused, and with 1 when no island is
-    live, or nothing was merged for over a minute (for three strides, where islands are slower than that).
+    The exit status is 0 if the run is fine, has ended or is paused. It is 1 if no island is live, or if nothing was
+    merged for more than a minute (for three strides, if the islands are slower than that).
+
+    With --watch it shows the run live until q is pressed, and survives restarts of Redis. If standard output is not
+    a terminal, --watch prints a line for each reading until the run has ended.
     """
 
+    watch: bool = False
+    """keep showing the run, with its history and events"""
+    every: float | None = None
+    """with --watch: seconds between two readings; default 1, and 10 if standard output is not a terminal"""
     json: bool = False
-    """print one JSON object"""
+    """print one JSON object; with --watch, one on a line for each reading"""
 
 
 def main(options: StatusOptions) -> int:
-    """One reading."""
+    """Show the run. Return 1 if an operator should look at it."""
+    if options.every is not None and not 0.05 <= options.every <= 3600.0:
+        raise ConfigError(f"--every cannot be {options.every}", "Choose 0.05 to 3600 seconds.", code="config.every")
     transport = options.connect()
+    if options.watch:
+        from archipelago.ops.watch import live
+
+        live.watch(transport, options.every, as_json=options.json)
+        return 0
     manifest = transport.manifest()
-    view, found = observe(transport, manifest), situation(transport)
-    wrong = trouble(view, found, manifest.config.sync.interval)
+    view, health = observe(transport, manifest), read_health(transport)
+    problem = trouble(view, health, manifest.config.sync.interval)
     if options.json:
-        print_json(as_json(view, found, wrong))
+        print_json(as_json(view, health, problem))
     else:
-        Console(highlight=False).print(render(view, found, wrong))
-    return 1 if wrong else 0
+        Console(highlight=False).print(render(view, health, problem))
+    return 1 if problem else 0

@@ -39,7 +39,7 @@ class Mergers:
 
     def start(self) -> None:
         number = len(self.all)
-        argv = [sys.executable, "-m", "archipelago.merger", self.url, "--run", RUN, "--lease-seconds", "0.5"]
+        argv = [sys.executable, "-P", "-m", "archipelago.merger", self.url, "--run", RUN, "--lease-seconds", "0.5"]
         argv += ["--folder", str(self.folder / f"{number}"), "--checkpoint-every", "0"]
         with (self.folder / f"{number}.log").open("wb") as log:
             self.all.append(subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}))

@@ -270,7 +270,7 @@ def archipelago(corpus: OpenCorpus, tmp_path: Path) -> Iterator[Callable[..., su
 
     def start(verb: str, *arguments: str) -> subprocess.Popen[str]:
         with (tmp_path / f"{verb}.log").open("w") as log:
-            command = [sys.executable, "-m", "archipelago.ops", verb, *arguments]
+            command = [sys.executable, "-P", "-m", "archipelago.ops", verb, *arguments]
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ))
         return started[-1]
 

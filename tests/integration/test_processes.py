@@ -49,7 +49,7 @@ class Processes:
         log = self.folder / f"process-{len(self.all)}.log"
         with log.open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "archipelago.ops", *args],
+                [sys.executable, "-P", "-m", "archipelago.ops", *args],
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
                 stdout=subprocess.PIPE,
                 stderr=said,

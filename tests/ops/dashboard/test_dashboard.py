@@ -567,6 +567,7 @@ def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[
 def test_a_signal_ends_it_cleanly_also_while_a_page_listens(url: str, number: int) -> None:
     argv = [
         sys.executable,
+        "-P",
         "-m",
         "archipelago.ops",
         "dash",

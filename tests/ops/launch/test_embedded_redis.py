@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[3]
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from ops import tether
-from ops.server import find_program, start_server
-tether.HAS_DEATH_SIGNAL = sys.argv[2] == "death-signal"
+from archipelago.ops.launch import parent_death
+from archipelago.ops.launch.embedded_redis import find_program, start_server
+parent_death.HAS_DEATH_SIGNAL = sys.argv[2] == "death-signal"
 with start_server(Path(sys.argv[1]), find_program(sys.argv[3])) as server:
     print(server.pid, server.url, flush=True)
     time.sleep(600)

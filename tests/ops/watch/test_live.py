@@ -1,4 +1,4 @@
-"""`archipelago top`: what it draws fits any terminal, it outlives a Redis, and in a pipe it writes lines."""
+"""`status --watch`: the screen fits any terminal, it survives an outage, and in a pipe it writes lines."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from archipelago.broker.redis.checkup import Standing
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
 from archipelago.ops.launch.embedded_redis import Server
-from archipelago.ops.watch import formatting, status
-from archipelago.ops.watch import live as top
-from archipelago.ops.watch.health import Happening, Situation, happened, situation, steered, trouble
-from archipelago.ops.watch.live_screen import Screen, TopReading, rates_a_minute, rooms, sparkline
+from archipelago.ops.watch import formatting, live, status
+from archipelago.ops.watch.health import Event, Health, describe_control, events_of, read_health, trouble
+from archipelago.ops.watch.live_screen import LiveReading, Screen, rates_a_minute, rooms, sparkline
 from archipelago.ops.watch.run_view import RunView, summarise
 from tests import samples
+from tests.failing import failing
 
 ROOT = Path(__file__).parents[3]
 NOW = 1.8e9
 MANIFEST = samples.manifest()
 ROUND = samples.commit([]).tape
-FINE = Situation(Standing("00b81fc22d7c", 3, 4.0, 0.5))
+FINE = Health(Standing("00b81fc22d7c", 3, 4.0, 0.5))
 
 
 def view(islands: int = 3, live: int | None = None, **changes: object) -> RunView:
@@ -53,10 +53,10 @@ def view(islands: int = 3, live: int | None = None, **changes: object) -> RunVie
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
-def reading(islands: int = 3, events: int = 0, wrong: str = "") -> TopReading:
-    happenings = [Happening(NOW - 60 + n, f"island-{n}", "refused", "too old " * 20) for n in range(events)]
+def reading(islands: int = 3, events: int = 0, problem: str = "") -> LiveReading:
+    happenings = [Event(NOW - 60 + n, f"island-{n}", "refused", "too old " * 20) for n in range(events)]
     closes = [NOW - 300 + 0.5 * n for n in range(600)]
-    return TopReading(view(islands), FINE, wrong, closes, [8.0, 5.0, 3.0, 2.5], happenings, NOW)
+    return LiveReading(view(islands), FINE, problem, closes, [8.0, 5.0, 3.0, 2.5], happenings, NOW)
 
 
 def drawn(screen: Screen, width: int, height: int) -> list[str]:
@@ -109,8 +109,8 @@ def test_silence_is_said_over_the_last_reading() -> None:
 
 
 def test_trouble_and_events_are_shown() -> None:
-    text = "\n".join(drawn(Screen(reading(events=2, wrong="no island is live"), 0.0, "", NOW), 80, 40))
-    assert "trouble  no island is live" in text
+    text = "\n".join(drawn(Screen(reading(events=2, problem="no island is live"), 0.0, "", NOW), 80, 40))
+    assert re.search("trouble +no island is live", text)
     assert re.search(r"59 s ago refused +island-1 too old .*…$", text, re.MULTILINE)
 
 
@@ -157,8 +157,8 @@ def test_spans_of_time(seconds: float, text: str) -> None:
 # -- what is wrong ----------------------------------------------------------------------------------------------------
 
 
-def still(seconds: float, **control: str) -> Situation:
-    return Situation(Standing(still_seconds=seconds), Control.of(control))
+def still(seconds: float, **control: str) -> Health:
+    return Health(Standing(still_seconds=seconds), Control.of(control))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def still(seconds: float, **control: str) -> Situation:
         (view(live=0, step=2000), still(0.0), ""),
     ],
 )
-def test_when_somebody_should_look(found: RunView, now: Situation, said: str) -> None:
+def test_when_somebody_should_look(found: RunView, now: Health, said: str) -> None:
     assert trouble(found, now, interval=24) == said
 
 
@@ -185,17 +185,15 @@ def test_slow_islands_are_given_three_strides() -> None:
 
 def test_what_is_steered_in_words() -> None:
     wishes = {"outer.learning_rate": "0.5", "merging": "paused", "island.oslo": "drain", "island.x": "expel", "y": "1"}
-    text = steered(Control.of(wishes))
-    assert text.startswith(
-        "merging is paused, outer.learning_rate = 0.5, oslo is to leave, x is expelled, y is ignored"
-    )
-    assert steered(Control()) == ""
+    text = describe_control(Control.of(wishes))
+    assert [part.split()[0] for part in text.split(", ")] == ["merging", "outer.learning_rate", "oslo", "x", "y"]
+    assert describe_control(Control()) == ""
 
 
 def test_notes_and_refusals_in_one_order() -> None:
     refusal = Refusal("b", "x", 0, 7, 0, 100, "too old")
     notes = [Note(1.0, "a", "joined", "on cpu"), Note(9.0, "a", "left", "after 3 steps")]
-    found = happened(notes, [(5.0, refusal), (6.0, replace(refusal, repeat=True))])
+    found = events_of(notes, [(5.0, refusal), (6.0, replace(refusal, repeat=True))])
     assert [(event.who, event.kind) for event in found] == [("a", "joined"), ("b", "refused"), ("a", "left")]
     assert found[1].text == "round 7: too old"
 
@@ -207,7 +205,7 @@ def test_words_of_others_give_a_terminal_no_orders() -> None:
     refusal = Refusal("b", "x", 0, 7, 0, 100, evil)
     seen = replace(FINE, refusals=((NOW, refusal),), control=Control(faults={evil: evil}))
     seen = replace(seen, standing=Standing(evil, 3, 4.0, 0.5))
-    shown = TopReading(found, seen, "", [], [], [Happening(NOW, evil, "refused", evil)], NOW)
+    shown = LiveReading(found, seen, "", [], [], [Event(NOW, evil, "refused", evil)], NOW)
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
     console.print(formatting.render(found, seen))
     console.print(Screen(shown, 0.0, "", NOW))
@@ -228,7 +226,7 @@ def test_the_situation_of_a_run(server: Server) -> None:
     transport.updates(0.0)
     transport.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
     transport.steer({"merging": "paused"})
-    found = situation(transport)
+    found = read_health(transport)
     assert (found.standing.holder, found.standing.epoch, found.control.is_paused) == ("merger-1", epoch, True)
     assert [refusal.reason for _, refusal in found.refusals] == ["too old"]
     transport.close()
@@ -237,7 +235,7 @@ def test_the_situation_of_a_run(server: Server) -> None:
     console.print(formatting.render(limited, found, "no island is live"))
     text = " ".join(console.export_text().split())
     assert "Redis holds 600 B of 1.0 kB (60%)" in text
-    assert f"merger merger-1 serves in epoch {epoch}" in text
+    assert f"merger merger-1 serves with epoch {epoch}" in text
     assert "steered merging is paused" in text
     assert "trouble no island is live" in text
     assert re.search(r"a: refused \d+ s ago, round 1: too old", text)
@@ -289,7 +287,7 @@ def closed(transport: MemoryTransport, *rounds: int) -> None:
 
 def test_a_watch_outlives_a_silence(flaky: Flaky) -> None:
     times = iter([NOW + n for n in range(100)])
-    watch = top.Watch(flaky, wall=lambda: next(times))
+    watch = live.Watcher(flaky, wall=lambda: next(times))
     closed(flaky, 1, 2)
     assert watch.read()
     first = watch.latest
@@ -299,19 +297,19 @@ def test_a_watch_outlives_a_silence(flaky: Flaky) -> None:
     assert not watch.read()
     assert not watch.read()
     assert (watch.latest, watch.silent_since) == (first, NOW + 1)  # the first time that it failed
-    assert "does not answer" in watch.said
+    assert watch.error
     flaky.silent = False
     closed(flaky, 3)
     flaky.evaluated(Evaluation(3, 1, 1, NOW, 2.5))
     assert watch.read()
-    assert (watch.silent_since, watch.said) == (0.0, "")
+    assert (watch.silent_since, watch.error) == (0.0, "")
     assert watch.latest is not None
     assert watch.latest.closes == (NOW - 99, NOW - 98, NOW - 97)
     assert watch.latest.bits_per_byte == (2.5,)  # after a silence all is read anew
 
 
 def test_a_line_a_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
-    watch = top.Watch(flaky)
+    watch = live.Watcher(flaky)
     seen: list[str] = []
 
     def stopped() -> bool:
@@ -319,17 +317,17 @@ def test_a_line_a_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[
         flaky.silent = len(seen) == 1
         return len(seen) >= 3
 
-    top._print_lines(watch, 0.001, stopped, top.as_text)
+    live.print_lines(watch, 0.001, stopped, live.print_text)
     assert seen[0].startswith("round 0  step 0/2000")
     assert "does not answer" in seen[1]
     assert seen[2].startswith("round 0")
 
 
 def test_an_object_a_reading_for_programs(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
-    watch = top.Watch(flaky)
+    watch = live.Watcher(flaky)
     assert watch.read()
-    top.as_object(watch.latest, "")
-    top.as_object(None, "nobody answers")
+    live.print_object(watch.latest, "")
+    live.print_object(None, "nobody answers")
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["run"], first["live"], first["merger"]["epoch"], first["trouble"]) == ("sample", 1, 0, "")
     assert second == {"error": "nobody answers"}
@@ -337,8 +335,8 @@ def test_an_object_a_reading_for_programs(flaky: Flaky, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("every", [0.0, -1.0, float("nan"), 1e9])
 def test_intervals_that_cannot_be(every: float) -> None:
-    with pytest.raises(ConfigError, match="--every cannot be"):
-        top.main(top.TopOptions("redis://localhost", every=every))
+    with failing(ConfigError, "config.every"):
+        status.main(status.StatusOptions("redis://localhost", watch=True, every=every))
 
 
 # -- a real terminal --------------------------------------------------------------------------------------------------
@@ -356,7 +354,7 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Server) -> None:
     before = termios.tcgetattr(theirs)
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "archipelago.ops", "top", server.url, "--run", run, "--every", "0.2"],
+        [sys.executable, "-P", "-m", "archipelago.ops", "status", "--watch", "--every=0.2", server.url, "--run", run],
         cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
     )  # fmt: skip
     said = b""
