@@ -81,9 +81,6 @@ class InnerConfig:
     muon_momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
     clip_norm: Annotated[float, Ge(0.0)] = 1.0
     """gradients are clipped to this global norm; 0 clips nothing"""
-    clock: Literal["global", "local"] = "global"
-    """what the learning rate follows: the run's global step, which a snapshot takes slow islands forward to; or the
-    steps that an island's own optimiser state has seen"""
     moments_warmup_steps: Annotated[int, Ge(0)] = 20
     """steps over which the learning rate grows while the optimiser's moments are fresh, as in an island that returns
     without them; 0 for none"""
@@ -170,9 +167,7 @@ class AdoptConfig:
     """What an island does with a snapshot that arrives while it trains."""
 
     __pydantic_config__ = _STRICT
-    rule: Literal["overwrite", "blend", "carry"] = "carry"
-    blend: Share = 0.5
-    """α: the share of the island's own parameters that `blend` keeps"""
+    rule: Literal["overwrite", "carry"] = "carry"
 
 
 @dataclass(frozen=True)
@@ -205,10 +200,6 @@ class WireConfig:
         return 0 if self.sends_differences else self.zstd_level
 
 
-_LATER = (("model", "vocabulary"), ("inner", "clock"), ("outer", "cooldown"))
-"""settings that runs from before know nothing of"""
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that makes two workers members of the same run."""
@@ -232,14 +223,8 @@ class RunConfig:
         return self.data.batch_size * self.data.sequence_length
 
     def to_json(self) -> str:
-        """Canonical JSON: equal configs give equal text, and what came later is left out where it is the default: runs
-        from before keep their digests.
-        """
-        values, defaults = dataclasses.asdict(self), dataclasses.asdict(RunConfig())
-        for section, name in _LATER:
-            if values[section][name] == defaults[section][name]:
-                del values[section][name]
-        return json.dumps(values, sort_keys=True)
+        """Return canonical JSON: equal configs give equal text."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits that name this config."""

@@ -1,4 +1,4 @@
-"""The inner step: AdamW or Muon with warm-up and cosine by the run's clock or its own, as one compiled scan of n."""
+"""The inner step: AdamW or Muon under a warm-up and cosine schedule, compiled as one scan of n steps."""
 
 from __future__ import annotations
 
@@ -128,8 +128,7 @@ def descent(config: InnerConfig) -> Descent:
     def descend(state: InnerState, gradients: Params, global_step: jax.Array) -> InnerState:
         with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and computes in float32
             updates, moments = transformation.update(gradients, state.optimizer, state.params)
-            clock = global_step if config.clock == "global" else counts(state.optimizer)[0]
-            rate = jnp.asarray(schedule(clock), jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
+            rate = jnp.asarray(schedule(global_step), jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
         return InnerState(jax.tree.map(lambda p, u: p - rate * u, state.params, updates), moments)
 
     return descend

@@ -8,18 +8,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from archipelago.broker.messages import Heartbeat
 from archipelago.broker.observe import metrics
 from archipelago.islands.worker import Island
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
-
-
-def _learning_rate(island: Island, beat: Heartbeat) -> float:
-    """By a local clock that of all the steps that the island has made, as if its moments had seen them all."""
-    config = island.config.inner
-    return config.rate_at(beat.global_step if config.clock == "global" else beat.steps)
 
 
 def point(island: Island) -> tuple[int, Mapping[str, float]] | None:
@@ -29,7 +22,7 @@ def point(island: Island) -> tuple[int, Mapping[str, float]] | None:
         return None
     return beat.global_step, {
         "loss": beat.loss,
-        "learning_rate": _learning_rate(island, beat),
+        "learning_rate": island.config.inner.rate_at(beat.global_step),
         "tokens_per_second": beat.tokens_per_second,
         "step_seconds": beat.step_seconds or math.nan,
         "staleness": beat.staleness,
@@ -46,6 +39,6 @@ def families(island: Island) -> Iterator[Metric]:
         island.manifest.run,
         beat,
         link_up=not island.link.trouble,
-        learning_rate=_learning_rate(island, beat),
+        learning_rate=island.config.inner.rate_at(beat.global_step),
         snapshot_age_seconds=since if math.isfinite(since) else math.nan,
     )

@@ -71,13 +71,13 @@ def another(key: str) -> object:
 
 
 CONFIGS = st.builds(
-    lambda seed, size, rate, warmup, rule, normalise, blend: checked(
+    lambda seed, size, rate, warmup, rule, normalise, adopt: checked(
         with_value("model.size", size)
         | {
             "seed": seed,
             "inner": {"learning_rate": rate, "warmup_steps": warmup},
             "merge": {"rest": rule, "normalise": normalise},
-            "adopt": {"rule": "blend", "blend": blend},
+            "adopt": {"rule": adopt},
         }
     ),
     st.integers(0, 2**31 - 1),
@@ -86,7 +86,7 @@ CONFIGS = st.builds(
     st.integers(0, 2**62),
     st.sampled_from(["average", "rda"]),
     st.booleans(),
-    st.floats(0.0, 1.0),
+    st.sampled_from(["carry", "overwrite"]),
 )
 
 
@@ -182,7 +182,6 @@ WRONG = [
     ("outer.rule", "adam", "'adam'"),
     ("outer.momentum", 1.0, "1.0"),
     ("adopt.rule", "ignore", "'ignore'"),
-    ("adopt.blend", 2.0, "2.0"),
     ("wire.up", "int2", "'int2'"),
     ("wire.zstd_level", 20, "20"),
 ]

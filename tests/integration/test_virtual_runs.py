@@ -173,9 +173,7 @@ def test_a_new_merger_goes_on_to_the_same_bits(start: Start, config: RunConfig) 
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize(
-    ("rule", "adopt"), [*((rule, "carry") for rule in OUTER), ("nesterov", "overwrite"), ("mla", "blend")]
-)
+@pytest.mark.parametrize(("rule", "adopt"), [*((rule, "carry") for rule in OUTER), ("nesterov", "overwrite")])
 def test_every_outer_and_adopt_rule_runs(start: Start, config: RunConfig, rule: str, adopt: str) -> None:
     config = replace(
         config,

@@ -154,16 +154,6 @@ def test_fresh_moments_begin_with_a_share_of_the_rate(warmup: int, shares: list[
         np.testing.assert_allclose(np.asarray(state.params[name]), value, rtol=2e-6)
 
 
-def test_a_local_clock_is_the_steps_that_the_moments_have_seen() -> None:
-    """Fresh moments at global step 6 train as from the beginning; by the global clock, as it says then."""
-    local = replace(CONFIG, clock="local")
-    as_new, _ = run(local, TOKENS_nxBxT1[:3], global_step=0)
-    late, _ = run(local, TOKENS_nxBxT1[:3], global_step=6)
-    by_the_run, _ = run(CONFIG, TOKENS_nxBxT1[:3], global_step=6)
-    np.testing.assert_array_equal(late.params["kernel"], as_new.params["kernel"])
-    assert not np.array_equal(late.params["kernel"], by_the_run.params["kernel"])
-
-
 def test_moments_that_have_seen_enough_steps_have_no_ramp() -> None:
     """As a peer's or an own checkpoint's: their count says it, although the island is new."""
     batches, step = jnp.asarray(TOKENS_nxBxT1[3:]), jnp.asarray(3, jnp.int32)

@@ -8,14 +8,13 @@ from typing import get_args, get_type_hints
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import AdoptConfig
-from archipelago.islands.sync.adoption import AdoptRule, blend, build, carry, overwrite
+from archipelago.islands.sync.adoption import AdoptRule, build, carry, overwrite
 
 # No subnormals, and none can come out of differences: they count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-60, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
@@ -45,17 +44,9 @@ def test_carry_adds_what_no_contribution_holds() -> None:
     assert both(carry(NEW, OWN, REFERENCE)) == ([9.0, 20.0, 31.0], [10.0, 20.0, 30.0])
 
 
-@pytest.mark.parametrize(
-    ("share", "mixed"), [(0.25, [7.75, 15.5, 23.25]), (0.0, [10.0, 20.0, 30.0]), (1.0, [1.0, 2.0, 3.0])]
-)
-def test_blend_keeps_its_share_of_the_own_parameters(share: float, mixed: list[float]) -> None:
-    assert both(blend(share)(NEW, OWN, REFERENCE)) == (mixed, mixed)  # ¾·10 + ¼·1 = 7.75 …
-    assert both(build(AdoptConfig(rule="blend", blend=share)).adopt(NEW, OWN, REFERENCE)) == (mixed, mixed)
-
-
 def test_only_carry_keeps_progress() -> None:
-    keeps = {name: build(AdoptConfig(rule=name)).keeps_progress for name in ("overwrite", "blend", "carry")}
-    assert keeps == {"overwrite": False, "blend": False, "carry": True}
+    keeps = {name: build(AdoptConfig(rule=name)).keeps_progress for name in ("overwrite", "carry")}
+    assert keeps == {"overwrite": False, "carry": True}
 
 
 @given(VECTOR, VECTOR)
