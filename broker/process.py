@@ -66,19 +66,30 @@ def stop_on_signals() -> Callable[[], bool]:
 
 
 def keep_compiled() -> None:
-    """Lets JAX keep compiled programs between processes: a restarted worker is back within a second or two.
+    """Let JAX keep compiled programs between processes, so that a restarted worker is back within seconds.
 
-    Call before JAX is imported, which reads these.
+    Call this before JAX is imported, as JAX reads these variables then. Cached programs are code, so a folder to which
+    other users may write is not used.
     """
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(platformdirs.user_cache_path("archipelago") / "jax"))
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = platformdirs.user_cache_path("archipelago") / "jax"
+        if not _is_private(folder):
+            return
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-def programs_folder() -> Path | None:
-    """Where workers keep whole programs, beside what JAX keeps; None where that is nowhere, or not on a disk."""
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
-    return Path(folder) / "programs" if folder and "://" not in folder else None
+def _is_private(folder: Path) -> bool:
+    """Create the folder if necessary, and tell whether only its owner, this user, may enter it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            folder.chmod(0o700)
+            return True
+    except OSError as error:
+        log.debug("compiled programs are not kept: %s", error)
+    return False
 
 
 def keep_freed_memory() -> None:

@@ -25,8 +25,8 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Actions, Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import InnerState
-from archipelago.islands.programs import copied
 from archipelago.islands.sync.actions import ActionLog
+from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.link import Draft, Published
 from archipelago.islands.worker import Island, Totals
 
@@ -93,7 +93,7 @@ def cut(island: Island, number: int) -> IslandCut:
         "untold": [to_fields(actions) for actions in logged],
         "totals": [island.totals.steps, island.totals.tokens],
     }
-    arrays = {"inner": copied(island.inner)._asdict(), "references": list(island.replica.references)}
+    arrays = {"inner": device_copy(island.inner)._asdict(), "references": list(island.replica.references)}
     return IslandCut(arrays, rest, in_flight, queued)
 
 
@@ -198,7 +198,7 @@ class IslandStore:
         """Gives the island back its inner optimiser's state and totals; the checkpoint, the newest that is whole."""
         for found in self._found(lambda found: True):
             if (host := self._arrays(found, island)) is not None:
-                island.inner = InnerState(island.inner.params, copied(host["inner"]["optimizer"]))
+                island.inner = InnerState(island.inner.params, device_copy(host["inner"]["optimizer"]))
                 island.totals = Totals(*found.rest["totals"])
                 island.moments = "own checkpoint"
                 island.action_log.did(f"moments:{found.point}")
@@ -213,7 +213,7 @@ class IslandStore:
             return False
         rest = found.rest
         island.batches.restore(rest["batches"])
-        island.inner = InnerState(*copied((host["inner"]["params"], host["inner"]["optimizer"])))
+        island.inner = InnerState(*device_copy((host["inner"]["params"], host["inner"]["optimizer"])))
         island.replica.references = jax.device_put(list(host["references"]))
         island.ledger.restore(rest["ledger"])
         island.ledger.formerly = found.incarnation

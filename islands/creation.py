@@ -4,47 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from archipelago.broker.config import BYTES, SMALLEST_RATE, ModelConfig, RunConfig
+from archipelago.broker.config import BYTES, SMALLEST_RATE, RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.manifest import Corpus, Manifest, balanced
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.interface import Params
-from archipelago.islands.programs import Programs
-from archipelago.islands.sync.replica import flatten
+from archipelago.islands.models.registry import RATES, build
+from archipelago.islands.sync.arrays import flatten
 
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 
 
-class Outline(NamedTuple):
-    """What there is to know of a model before it is used; as in `islands.interface.Model`."""
-
-    tensors: tuple[Tensor, ...]
-    example_bytes: int | None
-
-
-def outline(config: ModelConfig, programs: Programs | None = None) -> Outline:
-    """Of the model of that config. Where `programs` has noted it, neither the model nor what it is made with loads."""
-
-    def made() -> Any:
-        from archipelago.islands.models.registry import build
-
-        model = build(config)
-        return [[[t.name, t.shape, t.kind] for t in model.tensors], model.example_bytes]
-
-    tensors, example_bytes = made() if programs is None else programs.noted(("outline", config), made)
-    return Outline(tuple(Tensor(name, tuple(shape), kind) for name, shape, kind in tensors), example_bytes)
-
-
-def describe(run: str, config: RunConfig, corpus: Corpus, programs: Programs | None = None) -> Manifest:
-    """The manifest that this config and this machine's code give."""
-    tensors = outline(config.model, programs).tensors
+def describe(run: str, config: RunConfig, corpus: Corpus) -> Manifest:
+    """Return the manifest that this config and this machine's code give."""
+    tensors = build(config.model).tensors
     return Manifest(run, config, tensors, balanced(tensors, config.sync.fragments), corpus, _versions())
 
 
@@ -53,8 +32,6 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
 
     Unless it names them itself.
     """
-    from archipelago.islands.models.registry import RATES
-
     if config.inner.learning_rate is None:
         rate = RATES.get(config.model.size, SMALLEST_RATE)
         config = replace(config, inner=replace(config.inner, learning_rate=rate))
@@ -63,11 +40,13 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
     return replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))
 
 
-def require_readable(
-    config: RunConfig, corpus: OpenCorpus, tokenizer: str | None = None, programs: Programs | None = None
-) -> None:
-    """Raises ConfigError when the config's model is not there, or cannot read this corpus, or when this is made of the
-    tokens of another `tokenizer` than the one of that digest.
+def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | None = None) -> None:
+    """Raise ConfigError unless the config's model exists and can read this corpus.
+
+    Args:
+        config: The settings of the run.
+        corpus: The corpus to read.
+        tokenizer: The digest of the tokenizer that must have made the corpus (empty for bytes); None accepts any.
     """
     if corpus.vocabulary > config.model.vocabulary:
         raise ConfigError(
@@ -81,7 +60,7 @@ def require_readable(
             f"the corpus {corpus.name!r} is made of {mine}, and the run's of {theirs}",
             "The same tokens must stand for the same text: name a corpus that the run's tokenizer made.",
         )
-    wanted = outline(config.model, programs).example_bytes
+    wanted = build(config.model).example_bytes
     found = corpus.train.shape[1] if corpus.train.ndim == 2 else None
     if wanted is not None and found != wanted:
         holds = "running text" if found is None else f"examples of {found:,}"
@@ -95,8 +74,6 @@ def first_snapshots(manifest: Manifest, params: Params | None = None) -> list[tu
     """Version 0 of every fragment with its payload: of `params`, or freshly initialised from the run's seed."""
     config = manifest.config
     if params is None:
-        from archipelago.islands.models.registry import build
-
         params = build(config.model).init(config.seed)
     out = []
     for p, rows in enumerate(manifest.layout):

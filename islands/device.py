@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 
-from archipelago.islands.programs import copied
+from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.worker import Island
 
 DISPATCH_MATTERS_SECONDS = 0.02
@@ -32,7 +32,7 @@ def _seconds_a_step(island: Island, scan_steps: int) -> float:
     """The best of a few runs on copies, after one that compiles."""
     data = island.config.data
     batch = jax.device_put(np.zeros((scan_steps, data.batch_size, data.sequence_length + 1), island.batches.dtype))
-    state = copied(island.inner)
+    state = device_copy(island.inner)
     best = float("inf")
     for attempt in range(4):
         began = time.perf_counter()

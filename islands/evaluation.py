@@ -23,7 +23,7 @@ from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models.interface import Model, Params
-from archipelago.islands.sync.replica import unflatten
+from archipelago.islands.sync.arrays import unflatten
 
 BATCH = 32
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from archipelago.broker.errors import MismatchError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.process import Patience, programs_folder
+from archipelago.broker.process import Patience
 from archipelago.broker.transport import Transport
 from archipelago.islands.creation import describe, require_readable
 from archipelago.islands.data.batches import Batches, shard_order
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.device import best_scan_steps
 from archipelago.islands.inner import InnerSteps, compile_steps
-from archipelago.islands.programs import Programs
+from archipelago.islands.models.registry import build
 from archipelago.islands.sync.link import Arrival, Link
 from archipelago.islands.worker import Island
 
@@ -35,7 +35,6 @@ class PreparedIsland:
     pinned: str | None
     """the corpus of this machine that is read instead of the run's"""
     corpus: OpenCorpus
-    programs: Programs
     steps: InnerSteps
     scan_steps: int = 0
     """inner steps between two step boundaries, once they are known"""
@@ -53,7 +52,7 @@ class PreparedIsland:
         """One that begins with these snapshots."""
         batches = Batches(self.corpus.train, self.manifest.config, link.lease, fallback=_number_of(name))
         return Island(
-            name, self.manifest, self.steps, batches, link, arrivals, incarnation=incarnation, programs=self.programs
+            name, self.manifest, self.steps, batches, link, arrivals, incarnation=incarnation
         )  # fmt: skip
 
     def warm_up(self, island: Island, scan_steps: int) -> None:
@@ -74,26 +73,16 @@ class PreparedIsland:
 def prepare(manifest: Manifest, pinned: str | None) -> PreparedIsland:
     """All that can be had before there is an island. The broker is not asked for anything."""
     config = manifest.config
-    programs = Programs(programs_folder())
-    corpus = training_text(manifest, pinned, programs)
-
-    def make() -> InnerSteps:
-        from archipelago.islands.models.registry import build  # with flax, which takes a quarter of a second
-
-        return compile_steps(build(config.model), config.inner)
-
-    steps = programs.keep(
-        make, ("steps", config.model, config.inner), lambda state, tokens_nxBxT1, global_step: (state, 0), donate=(0,)
-    )
-    return PreparedIsland(manifest, pinned, corpus, programs, steps)
+    corpus = training_text(manifest, pinned)
+    return PreparedIsland(manifest, pinned, corpus, compile_steps(build(config.model), config.inner))
 
 
-def training_text(manifest: Manifest, pinned: str | None, programs: Programs | None = None) -> OpenCorpus:
+def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
     """The text to train on: the run's, or one that stays here. Raises MismatchError for another than the run's."""
     corpus = open_corpus(pinned or manifest.corpus.name)
     ours = manifest.corpus if pinned else corpus.identity
-    manifest.require_same(describe(manifest.run, manifest.config, ours, programs))
-    require_readable(manifest.config, corpus, manifest.corpus.tokenizer, programs)
+    manifest.require_same(describe(manifest.run, manifest.config, ours))
+    require_readable(manifest.config, corpus, manifest.corpus.tokenizer)
     return corpus
 
 

@@ -22,9 +22,9 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Heartbeat, Marker, Resume
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.inner import InnerSteps, begin
-from archipelago.islands.programs import Programs, copied
 from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.sync.actions import ActionLog
+from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.ledger import Ledger
 from archipelago.islands.sync.link import Arrival, Draft, Link
 from archipelago.islands.sync.recovery import Gift, Received
@@ -76,12 +76,8 @@ class Island:
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
         scan_steps: int = 1,
-        programs: Programs | None = None,
     ) -> None:
-        """Begins from `arrivals`, one snapshot of every fragment, with fresh inner optimiser state.
-
-        `programs`: where compiled ones are found and kept; by default nowhere.
-        """
+        """Begins from `arrivals`, one snapshot of every fragment, with fresh inner optimiser state."""
         config = manifest.config
         self.name = name
         self.manifest = manifest
@@ -91,7 +87,7 @@ class Island:
         self.clock = clock
         self.incarnation = incarnation or uuid.uuid4().hex[:8]
         self.scan_steps = scan_steps
-        self.replica = Replica(manifest, programs)
+        self.replica = Replica(manifest)
         self.ledger = Ledger(name, self.incarnation, len(manifest.fragments), config.sync.interval, config.sync.window)
         self.device = jax.devices()[0].device_kind[:200]
         self.speed = Speed()
@@ -121,7 +117,7 @@ class Island:
         self.beat("joining")
         shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
         batch = jax.device_put(np.zeros(shape, self.batches.dtype))
-        after, losses_n = self.steps(copied(self.inner), batch, jax.device_put(np.int32(0)))
+        after, losses_n = self.steps(device_copy(self.inner), batch, jax.device_put(np.int32(0)))
         self.replica.warm_up(after.params)
         losses_n.block_until_ready()
         self._stepped_at = self.clock()
@@ -245,7 +241,7 @@ class Island:
         self.action_log.did(f"moments:{handover.giver}/{handover.incarnation}@{handover.index}")
 
     def _give(self, who: str) -> None:
-        moments, done = copied(self.inner.optimizer), self.action_log.done
+        moments, done = device_copy(self.inner.optimizer), self.action_log.done
         self.link.give(Gift(who, moments, done, self.ledger.global_step, self.action_log.peek()))
 
     def _send(self, number: int, farewell: bool) -> None:

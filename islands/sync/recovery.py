@@ -20,7 +20,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Actions, Handover, Presence
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest
-from archipelago.islands.programs import copied
+from archipelago.islands.sync.arrays import device_copy
 
 ASK_SECONDS = 10.0
 """How long a newcomer waits for a peer's answer once it is ready to train."""
@@ -72,7 +72,7 @@ def decode(handover: Handover, payload: bytes, like: OptState) -> OptState:
         values = np.frombuffer(data, leaf.dtype, leaf.size, start).reshape(leaf.shape)
         if not np.isfinite(values).all():
             raise WireError("NaN or infinity in the peer's optimiser state")
-        out.append(copied(values))
+        out.append(device_copy(values))
         start += leaf.nbytes
     state: OptState = jax.tree.unflatten(tree, out)
     _require_sound(state, like)

@@ -34,13 +34,14 @@ from safetensors.numpy import save_file
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig, from_json
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.process import guarded, programs_folder
+from archipelago.broker.process import guarded
 from archipelago.islands.data.batches import Batches, alone, shared_out
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.inner import InnerState, InnerSteps, begin, compile_steps, descent, gradient
 from archipelago.islands.models.interface import Params
-from archipelago.islands.programs import Programs, copied
+from archipelago.islands.models.registry import build
 from archipelago.islands.step_throttle import Pacer
+from archipelago.islands.sync.arrays import device_copy
 from archipelago.ops.chaos.rendezvous import Order, Setting, Way
 
 Saved = tuple[Any, dict[str, int | str]]
@@ -76,46 +77,30 @@ class Trainee(Protocol):
 
 
 @cache
-def _gradient(config: RunConfig, programs: Programs) -> Callable[[Params, jax.Array], jax.Array]:
+def _gradient(config: RunConfig) -> Callable[[Params, jax.Array], jax.Array]:
     """From parameters and tokens [B, T + 1] to the gradient, float32 [N]."""
-
-    def make() -> Callable[[Params, jax.Array], jax.Array]:
-        from archipelago.islands.models.registry import (
-            build,  # which takes a while to load, as long as the program is not kept
-        )
-
-        of = gradient(build(config.model))
-        return jax.jit(lambda params, tokens_BxT1: ravel_pytree(of(params, tokens_BxT1)[0])[0])
-
-    return programs.keep(make, ("gradient", config.model, config.inner), lambda params, tokens_BxT1: 0)
+    of = gradient(build(config.model))
+    return jax.jit(lambda params, tokens_BxT1: ravel_pytree(of(params, tokens_BxT1)[0])[0])
 
 
 @cache
-def _descent(config: RunConfig, programs: Programs) -> Callable[[InnerState, jax.Array, jax.Array], InnerState]:
+def _descent(config: RunConfig) -> Callable[[InnerState, jax.Array, jax.Array], InnerState]:
     """From a state, a mean gradient [N] and the steps before to the state after. The state that goes in is donated."""
     descend = descent(config.inner)
 
     def step(state: InnerState, mean_N: jax.Array, n: jax.Array) -> InnerState:
         return descend(state, ravel_pytree(state.params)[1](mean_N), n)
 
-    made_of = ("descent", config.inner)
-    return programs.keep(lambda: jax.jit(step, donate_argnums=0), made_of, lambda state, mean_N, n: state, donate=(0,))
+    return jax.jit(step, donate_argnums=0)
 
 
 @cache
-def _inner(config: RunConfig, programs: Programs) -> InnerSteps:
-    def make() -> InnerSteps:
-        from archipelago.islands.models.registry import build
-
-        return compile_steps(build(config.model), config.inner)
-
-    return programs.keep(
-        make, ("steps", config.model, config.inner), lambda state, tokens_nxBxT1, n: (state, 0), donate=(0,)
-    )
+def _inner(config: RunConfig) -> InnerSteps:
+    return compile_steps(build(config.model), config.inner)
 
 
 @cache
-def _outer(rate: float, momentum: float, programs: Programs) -> tuple[optax.GradientTransformation, OuterStep]:
+def _outer(rate: float, momentum: float) -> tuple[optax.GradientTransformation, OuterStep]:
     """Nesterov's step from parameters, its momentum and the mean of everybody's parameters, float32 [N]."""
     outer = optax.sgd(rate, momentum=momentum, nesterov=True)
 
@@ -124,14 +109,13 @@ def _outer(rate: float, momentum: float, programs: Programs) -> tuple[optax.Grad
         updates, after = outer.update(delta, momentum, params)
         return optax.apply_updates(params, updates), after
 
-    made_of = ("outer", rate, momentum)
-    return outer, programs.keep(lambda: jax.jit(step), made_of, lambda params, momentum, mean_N: (params, momentum))
+    return outer, jax.jit(step)
 
 
 class Parallel:
     """Data-parallel: everybody draws the batch of all, takes its own rows of it, and shares their gradient."""
 
-    def __init__(self, setting: Setting, name: str, corpus: OpenCorpus, first: Params, programs: Programs) -> None:
+    def __init__(self, setting: Setting, name: str, corpus: OpenCorpus, first: Params) -> None:
         config, number, workers = from_json(setting.config), setting.names.index(name), len(setting.names)
         size = config.data.batch_size
         data = dataclasses.replace(config.data, batch_size=size * workers)
@@ -139,12 +123,12 @@ class Parallel:
         self._rows = slice(number * size, (number + 1) * size)
         self._first = first
         self._gradient_N: Vector = np.asarray(ravel_pytree(first)[0])
-        self._gradient, self._descend = _gradient(config, programs), _descent(config, programs)
+        self._gradient, self._descend = _gradient(config), _descent(config)
         self.begin()
 
     def begin(self) -> None:
         """Anew, from the run's first parameters."""
-        self.state = begin(self._config.inner, copied(self._first))
+        self.state = begin(self._config.inner, device_copy(self._first))
         self._batches = Batches(self._corpus.train, self._config, alone(self._config.data.shards, self._config.seed))
 
     def work(self, n: int) -> None:
@@ -177,18 +161,18 @@ class Parallel:
 class Replica:
     """Synchronous DiLoCo: inner steps of its own, and one outer step on the mean of everybody's parameters."""
 
-    def __init__(self, setting: Setting, name: str, corpus: OpenCorpus, first: Params, programs: Programs) -> None:
+    def __init__(self, setting: Setting, name: str, corpus: OpenCorpus, first: Params) -> None:
         self._config, self._corpus = from_json(setting.config), corpus
         self._place = setting.names.index(name), len(setting.names)
         self._first = first
-        self._inner = _inner(self._config, programs)
-        self._nesterov, self._outer = _outer(setting.outer_rate, setting.outer_momentum, programs)
+        self._inner = _inner(self._config)
+        self._nesterov, self._outer = _outer(setting.outer_rate, setting.outer_momentum)
         self.begin()
 
     def begin(self) -> None:
         """Anew, from the run's first parameters."""
         self.params, self._momentum = self._first, self._nesterov.init(self._first)
-        self._state = begin(self._config.inner, copied(self.params))
+        self._state = begin(self._config.inner, device_copy(self.params))
         lease = shared_out(self._config.data.shards, self._config.seed, *self._place)
         self._batches = Batches(self._corpus.train, self._config, lease)
 
@@ -204,7 +188,7 @@ class Replica:
     def merge(self, mean_N: Vector, n: int) -> None:
         """The outer step; inner moments stay."""
         self.params, self._momentum = self._outer(self.params, self._momentum, jnp.asarray(mean_N))
-        self._state = self._state._replace(params=copied(self.params))  # the steps use them up
+        self._state = self._state._replace(params=device_copy(self.params))  # the steps use them up
 
     def common(self) -> Saved:
         """The round's parameters and the outer momentum."""
@@ -218,11 +202,11 @@ class Replica:
         """Begins the round."""
         assert own is not None  # noqa: S101
         self.params, self._momentum = _like((self.params, self._momentum), common[0])
-        self._state = InnerState(copied(self.params), _like(self._state.optimizer, own[0]))
+        self._state = InnerState(device_copy(self.params), _like(self._state.optimizer, own[0]))
         self._batches.restore(own[1])
 
 
-WAYS: dict[Way, Callable[[Setting, str, OpenCorpus, Params, Programs], Trainee]] = {
+WAYS: dict[Way, Callable[[Setting, str, OpenCorpus, Params], Trainee]] = {
     "data-parallel": Parallel,
     "elastic data-parallel": Parallel,
     "synchronous DiLoCo": Replica,
@@ -368,10 +352,10 @@ class Follower:
         return path_of(self._folder, name)
 
 
-def trainee_of(setting: Setting, name: str, programs: Programs) -> Trainee:
+def trainee_of(setting: Setting, name: str) -> Trainee:
     """The arithmetic of the worker of that name."""
     corpus = open_corpus(from_json(setting.config).data.corpus)
-    return WAYS[setting.way](setting, name, corpus, first_in(Path(setting.folder)), programs)
+    return WAYS[setting.way](setting, name, corpus, first_in(Path(setting.folder)))
 
 
 @dataclass(frozen=True)
@@ -387,7 +371,7 @@ class LockstepOptions:
 def main(options: LockstepOptions) -> int:
     """Until its socket ends."""
     setting = Setting.from_text(_text(options.setting))
-    trainee = trainee_of(setting, options.name, Programs(programs_folder()))
+    trainee = trainee_of(setting, options.name)
     slots = Slots(Path(setting.exchange), options.name, trainee.vector().size)
     follower = Follower(trainee, slots, Path(setting.folder), setting.step_seconds[options.name])
     follower.warm_up()

@@ -20,7 +20,7 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import compile_validation, published
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import build
-from archipelago.islands.programs import copied
+from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.worker import Island
 from archipelago.ops.experiments.virtual_time import VirtualRun
 
@@ -65,7 +65,7 @@ def _one(config: RunConfig, corpus: OpenCorpus, measure: Callable[..., float], k
     half = config.inner.steps // 2
     _until(run, half - CHECKPOINT_AGE_STEPS)
     victim = next(iter(run.islands))
-    kept = copied(run.islands[victim].inner.optimizer)
+    kept = device_copy(run.islands[victim].inner.optimizer)
     _until(run, half)
     if kind != "stay":
         run.remove_island(victim, farewell=False)

@@ -19,7 +19,7 @@ from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.registry import build
-from archipelago.islands.sync.replica import flatten
+from archipelago.islands.sync.arrays import flatten
 from archipelago.merger.snapshot_codec import sent_down
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,3 +75,12 @@ def test_the_curves_of_an_island_that_diverges_are_whole(
     with pytest.raises(DivergedError):
         run(url, tmp_path)
     assert drawn(tmp_path)
+
+
+def test_a_start_loads_no_optional_library() -> None:
+    """Importing these takes a large part of a second of each start."""
+    late = {"orbax", "tokenizers", "tensorboardX", "wandb", "matplotlib", "fakeredis", "prometheus_client"}
+    imports = "import sys; from archipelago.islands import checkpoint, main, prepared, telemetry, worker"
+    code = f"{imports}; print(*({late} & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

@@ -23,8 +23,8 @@ from archipelago.broker.messages import Handover
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import begin, counts
 from archipelago.islands.models.registry import Params
-from archipelago.islands.programs import copied
 from archipelago.islands.sync import recovery
+from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.recovery import Gift, decode, encode, peers, receive
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
@@ -75,7 +75,7 @@ def test_the_state_comes_back_to_the_bit() -> None:
 def test_training_goes_on_the_same_with_what_came() -> None:
     batch, step = jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(3, jnp.int32)
     after = []
-    for optimizer in (copied(STATE), decode(HANDOVER, PAYLOAD, LIKE)):
+    for optimizer in (device_copy(STATE), decode(HANDOVER, PAYLOAD, LIKE)):
         state, _ = tiny.STEPS(begin(tiny.CONFIG.inner, fresh())._replace(optimizer=optimizer), batch, step)
         after.append(tiny.leaf_bytes(state))
     assert after[0] == after[1]
@@ -83,7 +83,7 @@ def test_training_goes_on_the_same_with_what_came() -> None:
 
 def test_a_copy_outlives_the_steps_that_are_made_with_the_original() -> None:
     state = begin(tiny.CONFIG.inner, fresh())
-    kept, before = copied(state.optimizer), raw(state.optimizer)
+    kept, before = device_copy(state.optimizer), raw(state.optimizer)
     tiny.STEPS(state, jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(0, jnp.int32))
     assert raw(kept) == before
 

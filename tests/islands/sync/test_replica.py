@@ -19,7 +19,8 @@ from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import replica as replica_module
-from archipelago.islands.sync.replica import Replica, flatten, unflatten
+from archipelago.islands.sync.arrays import flatten, unflatten
+from archipelago.islands.sync.replica import Replica
 
 # No subnormals, and none can come out of differences: they count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-40, 2.0**40, width=32), st.sampled_from([1.0, -1.0]))
@@ -28,9 +29,9 @@ VECTORS = st.tuples(*(arrays(np.float32, size, elements=ELEMENTS) for size in SI
 UP = st.sampled_from(sorted(CODECS))
 
 
-def manifest(rule: Any = "overwrite", up: Any = "float32", blend: float = 0.5) -> Manifest:
+def manifest(rule: Any = "overwrite", up: Any = "float32") -> Manifest:
     """Two fragments; the first is one tensor alone."""
-    config = RunConfig(adopt=AdoptConfig(rule=rule, blend=blend), wire=WireConfig(up=up))
+    config = RunConfig(adopt=AdoptConfig(rule=rule), wire=WireConfig(up=up))
     tensors = (Tensor("bias", (4,)), Tensor("kernel", (2, 3)), Tensor("scale", (3,)))
     return Manifest("sample", config, tensors, (("bias",), ("kernel", "scale")), Corpus("text", "0" * 32, 1000), {})
 
@@ -165,17 +166,16 @@ def test_carry_owes_the_unsent_progress_to_the_next_contribution() -> None:
     assert sent(replica, 0, params).tolist() == [0.5] * 4
 
 
-@pytest.mark.parametrize(("rule", "expected"), [("overwrite", 100.0), ("blend", 75.25)])
-def test_the_other_rules_owe_nothing_after_adoption(rule: str, expected: float) -> None:
-    replica, params = begun(manifest(rule, blend=0.25), tuple(np.zeros(size, np.float32) for size in SIZES))
+def test_overwrite_owes_nothing_after_adoption() -> None:
+    replica, params = begun(manifest("overwrite"), tuple(np.zeros(size, np.float32) for size in SIZES))
     params["bias"] = params["bias"] + 1.0
     params = replica.adopt(0, params, np.full(4, 100.0, np.float32))
-    assert params["bias"].tolist() == [expected] * 4  # ¾·100 + ¼·1
+    assert params["bias"].tolist() == [100.0] * 4
     assert params["kernel"].tolist() == [[0.0] * 3] * 2  # not of this fragment
     assert sent(replica, 0, params).tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+@pytest.mark.parametrize("rule", ["overwrite", "carry"])
 def test_references_outlive_an_inner_step_that_donates_its_parameters(rule: str) -> None:
     replica, params = begun(manifest(rule), counting())
     step = jax.jit(lambda params: {name: value - 1.0 for name, value in params.items()}, donate_argnums=0)
@@ -218,7 +218,7 @@ def test_warming_up_compiles_the_codec_for_thin_links_where_it_may_be_needed(
 
 @pytest.mark.parametrize("thin", ["int8", "int4", "e3m0", "top3"])
 @given(vectors=VECTORS)
-def test_what_fragments_share_gives_the_bits_of_a_program_of_their_own(thin: Any, vectors: tuple[Vector, ...]) -> None:
+def test_a_shared_program_gives_the_bits_of_a_program_for_one_fragment(thin: Any, vectors: tuple[Vector, ...]) -> None:
     of = manifest()
     of = replace(of, config=replace(of.config, wire=WireConfig(up="float32", thin=thin)))
     replica, params = begun(of, tuple(np.ones(size, np.float32) for size in SIZES))
@@ -230,8 +230,8 @@ def test_what_fragments_share_gives_the_bits_of_a_program_of_their_own(thin: Any
         assert np.asarray(replica.references[p]).tobytes() == np.asarray(reference_N).tobytes()
 
 
-def test_fragments_of_like_size_are_filled_up_to_one_size_and_small_ones_are_not() -> None:
+def test_fragments_of_similar_size_are_padded_to_one_size_and_small_ones_are_not() -> None:
     """In blocks of 4,096: more than a third of zeros would cost more than another program."""
     sizes = (45 * 4096, 41 * 4096 + 1, 35 * 4096, 33 * 4096, 9)
-    filled = [replica_module._filled(size, max(sizes)) for size in sizes]
-    assert filled == [45 * 4096, 45 * 4096, 45 * 4096, 33 * 4096, 4096]
+    padded = [replica_module._padded_size(size, max(sizes)) for size in sizes]
+    assert padded == [45 * 4096, 45 * 4096, 45 * 4096, 33 * 4096, 4096]

@@ -17,7 +17,6 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.registry import Params, build
-from archipelago.islands.programs import Programs
 from archipelago.ops.chaos.lockstep_worker import WAYS as WAYS_OF
 from archipelago.ops.chaos.lockstep_worker import Follower, Slots, Trainee, params_in, save_first
 from archipelago.ops.chaos.rendezvous import (
@@ -43,7 +42,6 @@ SETTING = Setting(
     "data-parallel", "{}", NAMES, dict.fromkeys(NAMES, 0.1), "/somewhere", "/else",
     baselines.DILOCO_RATE, baselines.DILOCO_MOMENTUM,
 )  # fmt: skip
-PROGRAMS = Programs(None)
 """kept nowhere; and what is compiled for one test serves another"""
 
 
@@ -151,7 +149,7 @@ class Make:
     def __call__(self, way: Way) -> Callable[[str], Callable[[Order], None]]:
         setting = replace(SETTING, way=way, config=self._config.to_json())
         first = build(self._config.model).init(self._config.seed)
-        self.trainees = {name: WAYS_OF[way](setting, name, self._corpus, first, PROGRAMS) for name in NAMES}
+        self.trainees = {name: WAYS_OF[way](setting, name, self._corpus, first) for name in NAMES}
         return self._start
 
     def _start(self, name: str) -> Callable[[Order], None]:
