@@ -15,20 +15,24 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import tyro
 from numpy.typing import NDArray
 
-from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig
+from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig, checked
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Corpus
+from archipelago.broker.process import keep_compiled
 from archipelago.broker.redis.transport import connect
+from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import child, forget_peak, halves_of_the_cores, keep_to, peak_bytes, require_linux
 from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
     from archipelago.islands.inner import InnerState, InnerSteps
@@ -75,6 +79,24 @@ class Found:
     """of snapshots on the host, which differences add to"""
     reference_bytes: int
     """of what contributions are measured from; 0 where it is on a device of its own"""
+
+
+@dataclass(frozen=True)
+class IslandBenchOptions(OutputOptions):
+    """What syncing costs an island: time of its inner steps, processor time a parameter, memory beside the training."""
+
+    quick: bool = False
+    """the tiny model, and fewer and shorter turns"""
+    config: Path | None = None
+    """a TOML file with settings; flags win over it"""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def main(options: IslandBenchOptions) -> int:
+    """Measure, and write what was found."""
+    config = checked(options.settings)
+    keep_compiled()
+    return finish("island", island(config, options.quick, say), options)
 
 
 def island(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:

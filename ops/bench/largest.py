@@ -25,10 +25,13 @@ from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncC
 from archipelago.broker.errors import BrokerError, ConfigError, WireError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Contribution, Refusal, Resume, Snapshot
+from archipelago.broker.process import keep_compiled
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest, pack, unpack
+from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import Child, available_bytes, child, peak_bytes, require_linux
 from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
     from archipelago.islands.sync.link import Arrival, Draft
@@ -73,6 +76,23 @@ class Passed:
     """from the acknowledgement until the island hears of the new version"""
     adopt_seconds: list[float] = field(default_factory=list)
     """fetch, check, decode, adopt"""
+
+
+@dataclass(frozen=True)
+class LargestOptions(OutputOptions):
+    """The largest model that passes the wire on this machine: each fragment once up, merged and down, untrained."""
+
+    parameters: float = 0.0
+    """parameters of the model; default 1e9, or 2e7 with --quick"""
+    quick: bool = False
+    """a smaller model"""
+
+
+def main(options: LargestOptions) -> int:
+    """Measure, and write what was found."""
+    keep_compiled()
+    parameters = options.parameters or (PARAMETERS_QUICK if options.quick else PARAMETERS)
+    return finish("largest", largest(parameters, say), options)
 
 
 def largest(parameters: float, say: Callable[[str], None], fragments: int = FRAGMENTS) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,9 +24,23 @@ from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Contribution
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.wire import pack, unpack, unpack_encoded
+from archipelago.ops.bench.output import OutputOptions, finish, with_picture
 from archipelago.ops.launch.supervisor import ONE_THREAD
 
 GOAL_INT4 = 0.10
+
+
+@dataclass(frozen=True)
+class MergeOptions(OutputOptions):
+    """Codecs against copying, and the merger's arithmetic against bare numpy, each on one thread."""
+
+    quick: bool = False
+    """smaller vectors and fewer rounds"""
+
+
+def main(options: MergeOptions) -> int:
+    """Measure, and write what was found."""
+    return finish("merge", with_picture("merge", merge(options.quick), options), options)
 
 
 def merge(quick: bool) -> dict[str, Any]:

@@ -17,20 +17,24 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from archipelago.broker.config import DataConfig, ModelConfig, RunConfig
+import tyro
+
+from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, checked
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.standby import Assignment
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
+from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import cpu_seconds, require_linux
 from archipelago.ops.launch import parent_death
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.standbys import ISLAND, Standby
+from archipelago.ops.settings import say
 
 RUN, NAME = "bench-start", "island"
 PACE = ("--scan-steps", "1", "--step-seconds-min", "0.05")
@@ -64,6 +68,24 @@ class Start:
     def first_step(self) -> float:
         """The rest."""
         return max(0.0, self.total - self.imports - self.joining - self.programs - self.state)
+
+
+@dataclass(frozen=True)
+class StartOptions(OutputOptions):
+    """What starting an island costs in processor time, with warm caches and with empty ones, and by a standby."""
+
+    quick: bool = False
+    """the tiny model, and fewer starts"""
+    config: Path | None = None
+    """a TOML file with settings; flags win over it"""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def main(options: StartOptions) -> int:
+    """Measure, and write what was found."""
+    config = checked(options.settings)
+    keep_compiled()
+    return finish("start", start(config, options.quick, say), options)
 
 
 def start(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:

@@ -42,11 +42,13 @@ from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger, serve
+from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import Child, child
 from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
 from archipelago.ops.launch import parent_death
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.supervisor import thread_environment
+from archipelago.ops.settings import say as terminal_say
 
 Say = Callable[[str], None]
 
@@ -98,6 +100,23 @@ class Size:
 
 
 QUICK = Size(rounds=3, thin_syncs=2)
+
+
+@dataclass(frozen=True)
+class SyncOptions(OutputOptions):
+    """One outer synchronisation of 10 M parameters between two islands, against torchft's; also over a thin link."""
+
+    torchft_python: str = ""
+    """a Python that has torchft (the head of `ops/bench/torchft.py` says how to make it); default
+    $ARCHIPELAGO_TORCHFT_PYTHON"""
+    quick: bool = False
+    """fewer rounds"""
+
+
+def main(options: SyncOptions) -> int:
+    """Measure, and write what was found."""
+    found = sync(terminal_say, options.torchft_python, QUICK if options.quick else None)
+    return finish("sync", found, options)
 
 
 def sync(say: Say, torchft_python: str = "", size: Size | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,29 @@ from archipelago.broker.messages import Contribution, Refusal, Snapshot
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest
+from archipelago.ops.bench.output import OutputOptions, finish, with_picture
 from archipelago.ops.bench.process import Child, child
 from archipelago.ops.launch.embedded_redis import LOOPBACK, Server, start_server
+from archipelago.ops.settings import say
 
 RUN = "bench-wire"
 PRODUCERS = 8
 GOAL = 0.8
 LOG_BYTES = 512 << 20
 """after which a relay begins its log anew, as the server rewrites its own"""
+
+
+@dataclass(frozen=True)
+class WireOptions(OutputOptions):
+    """Payloads through Redis, in MB/s, against bare sockets: one producer, and several at once."""
+
+    quick: bool = False
+    """smaller payloads and fewer rounds"""
+
+
+def main(options: WireOptions) -> int:
+    """Measure, and write what was found."""
+    return finish("wire", with_picture("wire", wire(options.quick, say), options), options)
 
 
 def wire(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:

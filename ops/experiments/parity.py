@@ -9,17 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import tyro
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import assemble, compile_validation, published
+from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.baselines import (
     EVALUATIONS,
     Point,
@@ -30,13 +33,46 @@ from archipelago.ops.experiments.baselines import (
     one_process,
     scoring,
 )
+from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
+from archipelago.ops.extras import can_draw, pyplot
+from archipelago.ops.settings import say
 
 TUNING = (0.5, 2.0, 4.0)
 """what a baseline's inner learning rate is multiplied with, besides 1, where baselines are tuned"""
 
 Say = Callable[[str], None]
 Train = Callable[[RunConfig], list[Point]]
+
+
+@dataclass(frozen=True)
+class ParityOptions(OutputOptions):
+    """Loss at equal tokens, in virtual time: islands against one process, data-parallel and synchronous DiLoCo."""
+
+    islands: tuple[int, ...] = (3,)
+    """numbers of islands"""
+    slow: float = 1.0
+    """the last island's steps take this many times longer"""
+    seeds: tuple[int, ...] = ()
+    """seeds to take means and spreads over, such as 0 1 2; default the settings' own"""
+    tune: bool = False
+    """give each baseline the best of four inner learning rates, found with the first seed"""
+    quick: bool = False
+    """400 global steps"""
+    config: Path | None = None
+    """a TOML file with settings; flags win over it"""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def main(options: ParityOptions) -> int:
+    """Compare, and write what was found."""
+    config = checked(options.settings)
+    require_counts("--islands", options.islands)
+    require_slow(options.slow)
+    keep_compiled()
+    config = shortened(config) if options.quick else config
+    found = parity(config, options.islands, options.slow, options.output, say, options.seeds, options.tune)
+    return finish("parity", found, options)
 
 
 @dataclass(frozen=True)
@@ -83,13 +119,16 @@ def parity(
     for count in counts:
         arms += (four := _four(configs, corpus, count, slow, say, tune))
         rows += [_row(arm, four, tune) for arm in four]
+    curves = {arm.name: [(p.tokens, p.bits_per_byte) for p in mean_curve(arm.curves)] for arm in arms}
+    found = {"config": config.digest(), "slow": slow, "seeds": [c.seed for c in configs], "tuned": tune, "rows": rows,
+             "curves": curves, "losses": {arm.name: arm.losses for arm in arms}}  # fmt: skip
+    if not can_draw():
+        return found
     output.mkdir(parents=True, exist_ok=True)
     picture = output / "parity.png"
     title = f"{config.model.size} model, H = {config.sync.interval}, P = {config.sync.fragments}, {config.data.corpus}"
     draw(picture, title, arms)
-    curves = {arm.name: [(p.tokens, p.bits_per_byte) for p in mean_curve(arm.curves)] for arm in arms}
-    return {"config": config.digest(), "slow": slow, "seeds": [c.seed for c in configs], "tuned": tune, "rows": rows,
-            "curves": curves, "losses": {arm.name: arm.losses for arm in arms}, "picture": str(picture)}  # fmt: skip
+    return found | {"picture": str(picture)}
 
 
 def _four(configs: Sequence[RunConfig], corpus: OpenCorpus, count: int, slow: float, say: Say, tune: bool) -> list[Arm]:
@@ -217,11 +256,7 @@ def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
 
 def draw(path: Path, title: str, arms: Sequence[Arm]) -> None:
     """Held-out bits per byte over tokens: a line an arm, and from the least to the most over the seeds a band."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for arm in arms:
         trained = [curve[1:] for curve in arm.curves]  # the untrained model is far above all

@@ -1,4 +1,4 @@
-"""What came out of a study: a table and a picture of mean and spread over seeds, against data-parallel."""
+"""The results of a study: a table and a picture of mean and spread over seeds, against data-parallel."""
 
 from __future__ import annotations
 
@@ -13,80 +13,83 @@ from typing import Any
 
 from rich.table import Table
 
-from archipelago.ops.experiments import study as sweep_study
+from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments.study import Record, Study
 from archipelago.ops.experiments.trial import OWN, key_of
+from archipelago.ops.extras import can_draw, pyplot
 from archipelago.ops.settings import say, table_console
 
 AGAINST = "loss to that of data-parallel at the same tokens"
+#: Two runs are compared when their tokens differ by at most this share. Islands end within a few steps of each other.
 SAME_TOKENS = 0.03
-"""how far two runs' tokens may be apart to be compared: islands that tick apart end within a few steps of each other"""
+#: The most rows that a picture has room for.
 ROWS_MAX = 60
-"""rows that a picture has room for"""
-TITLE_WIDTH = 90
-"""letters of a title's line"""
-HEAD_WIDTH = 36
-"""and of a line that names what labels say"""
+#: Characters of a line of the title, and of a line that names the parts of the labels.
+TITLE_WIDTH, HEAD_WIDTH = 90, 36
 
 
 @dataclass(frozen=True)
 class Row:
     """The same trial over its seeds, sorted by seed."""
 
+    #: The settings, and the values of OWN.
     settings: Mapping[str, Any]
-    """with those of OWN among them"""
     records: tuple[Record, ...]
 
     @property
     def losses(self) -> dict[int, float]:
-        """Bits per byte of the validation text by seed; empty when one of them diverged."""
+        """Bits per byte of the validation text by seed; empty when a seed diverged."""
         return self.by_seed("bits_per_byte")
 
     def by_seed(self, text: str) -> dict[int, float]:
-        """Bits per byte by seed of one of the held-out texts, `bits_per_byte` or `test`, as far as it was measured."""
+        """Return bits per byte by seed, of the validation text (`bits_per_byte`) or the test text (`test`)."""
         return {} if self.diverged else {r["seed"]: r[text] for r in self.records if text in r}
 
     @property
     def diverged(self) -> int:
-        """How many did."""
+        """The number of seeds that diverged."""
         return sum(bool(r["diverged"]) for r in self.records)
 
     @property
     def tokens(self) -> float:
-        """Mean over the seeds."""
+        """Mean number of tokens over the seeds."""
         return fmean(r["tokens"] for r in self.records)
 
     @property
     def mean(self) -> float:
-        """Mean loss, infinite when one of them diverged."""
+        """Mean loss over the seeds, infinite when one of them diverged."""
         return fmean(self.losses.values()) if self.losses else float("inf")
 
     def ratios(self, other: Row | None, text: str = "bits_per_byte") -> list[float]:
-        """This loss to the other's, for each seed that both have."""
+        """Return the ratio of this loss to the other's, for each seed that both have."""
         theirs = other.by_seed(text) if other else {}
         return [loss / theirs[seed] for seed, loss in self.by_seed(text).items() if seed in theirs]
 
 
 def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = False) -> dict[str, Any]:
-    """The rows as plain data, best first within each number of islands; prints the table and draws the picture."""
+    """Print the table and draw the picture. Return the rows as plain data, best first for each number of islands."""
     rows = grouped([known[trial.key] for trial in study.trials if trial.key in known])
     if not rows:
         say(f"{study.name}: nothing is recorded yet")
         return {"study": study.name, "about": study.about, "rows": []}
-    varying = ["kind", *sweep_study.varying([row.settings for row in rows])]
+    varying = ["kind", *studies.varying([row.settings for row in rows])]
     found = [_plain(row, rows, varying) for row in sorted(rows, key=_order)]
     if not quiet:
         console = table_console()
         console.print(study.about)
         console.print(_table(found, varying))
+    shown = {"study": study.name, "about": study.about, "rows": found}
+    if not can_draw():
+        return shown
     picture = folder / f"{study.name}.png"
+    folder.mkdir(parents=True, exist_ok=True)
     _draw(picture, study, rows, varying)
     say(f"picture: {picture}")
-    return {"study": study.name, "about": study.about, "rows": found, "picture": str(picture)}
+    return shown | {"picture": str(picture)}
 
 
 def grouped(records: Iterable[Record]) -> list[Row]:
-    """Records of the same trial with different seeds are one row."""
+    """Group the records into rows: the same trial with different seeds is one row."""
     by: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
         by[key_of({**record, "seed": 0})].append(record)
@@ -98,7 +101,7 @@ def grouped(records: Iterable[Record]) -> list[Row]:
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The best data-parallel row of as many islands and tokens."""
+    """Return the best data-parallel row with the same number of islands and of tokens."""
     same = [
         other for other in rows
         if other.settings["kind"] == "parallel" and other.settings["islands"] == row.settings["islands"]
@@ -147,14 +150,10 @@ def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
 
 
 def _draw(path: Path, study: Study, rows: Sequence[Row], varying: Sequence[str]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     compared = [(row, row.ratios(baseline(row, rows))) for row in sorted(rows, key=_order)]
     shown, what = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX], AGAINST
-    if not shown:  # a study of islands alone
+    if not shown:  # a study without baselines
         ended = [(row, [loss for loss in row.losses.values() if math.isfinite(loss)]) for row, _ in compared]
         shown, what = [(row, losses) for row, losses in ended if losses][:ROWS_MAX], "held-out bits per byte"
     height = 4.5 if study.x else max(2.5, 0.25 * len(shown) + 1.5)
@@ -177,7 +176,7 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
         spread = stdev(ratios) if len(ratios) > 1 else 0.0
         if study.x in row.settings:
             by[label].append((float(row.settings[study.x]), fmean(ratios), spread))
-        else:  # what runs along the axis makes no difference to it
+        else:  # a horizontal line: the row does not depend on x
             axes.axhline(fmean(ratios), linewidth=1, color="black", alpha=0.5, label=label)
     for label, points in by.items():
         x, y, error = zip(*sorted(points), strict=True)

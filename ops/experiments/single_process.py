@@ -1,4 +1,4 @@
-"""Train one process on a number of tokens, for comparison (started by `archipelago up`)."""
+"""Train the model of a config without islands, on a number of tokens. `archipelago up` starts this for comparison."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ import tyro
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.process import guarded, keep_compiled, print_json
+from archipelago.broker.files import write_atomically
+from archipelago.broker.process import guarded, keep_compiled
 from archipelago.ops.launch.init import require_usable
 from archipelago.ops.settings import say
+from archipelago.ops.verbs import parse
 from archipelago.ops.weights.safetensors_files import WeightFiles
+
+PROGRAM = "python -m archipelago.ops.experiments.single_process"
 
 
 @dataclass(frozen=True)
-class AloneOptions:
-    """Train without islands, in this process, on so many tokens; for comparison."""
+class SingleProcessOptions:
+    """Train without islands, in this process, and write the loss curve."""
 
     tokens: int
     """tokens to train on"""
-    output: Path | None = None
+    output: Path
     """a JSON file for the curve"""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """weights to begin with: a .safetensors file, or a folder with one"""
     config: Path | None = None
     """a TOML file with settings; flags win over it"""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
-    json: bool = False
-    """print one JSON object"""
 
 
-def main(options: AloneOptions) -> int:
-    """Trains, says how it goes, and writes the curve."""
+def run(options: SingleProcessOptions) -> int:
+    """Train, print each evaluation, and write the curve at the end."""
     config = checked(options.settings)
     if options.tokens < 1:
-        raise ConfigError(f"--tokens cannot be {options.tokens}", "Give a positive number.")
+        raise ConfigError(f"--tokens cannot be {options.tokens}", "Give a positive number.", code="config.tokens")
     keep_compiled()
 
     from archipelago.islands.models.registry import build
@@ -52,17 +54,15 @@ def main(options: AloneOptions) -> int:
         say(f"{point.tokens:>13,} tokens  {point.bits_per_byte:.4f} bits per byte")
 
     points = one_process(config, corpus, options.tokens, progress, params)
-    found = {"tokens": options.tokens, "curve": [[point.tokens, point.bits_per_byte] for point in points]}
-    if options.output is not None:
-        part = options.output.with_suffix(".part")
-        part.write_text(json.dumps(found), encoding="utf-8")
-        part.replace(options.output)
-    if options.json:
-        print_json(found)
+    curve = [[point.tokens, point.bits_per_byte] for point in points]
+    write_atomically(options.output, json.dumps({"tokens": options.tokens, "curve": curve}))
     return 0
 
 
-if __name__ == "__main__":
-    from archipelago.ops.cli import parse
+def main() -> int:
+    """Parse the command line and run."""
+    return guarded(lambda: run(parse(SingleProcessOptions, PROGRAM, sys.argv[1:])))
 
-    sys.exit(guarded(lambda: main(parse(AloneOptions, "single_process", sys.argv[1:]))))
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,21 +1,22 @@
-"""Studies: a TOML file that names trials as grids, and beside it a file of what came out, one JSON line a trial.
+"""Studies: a TOML file names trials as grids, and a file beside it holds the results, one JSON line per trial.
 
-    about = "what it asks"
+    about = "the question"
     base = "base.toml"                  # settings of every trial, a file as --config takes it
     seeds = [0, 1, 2]
 
     [[grid]]                            # the product of all lists; a trial for each seed
     kind = "islands"                    # the default; or diloco, parallel, one
     islands = [2, 4]
-    slow = 1.0                          # the default; the last island's steps take so many times longer
-    slowed = 1                          # the default; so many islands are slow
-    sending = 0                         # the default; their contributions are so many steps on their way
-    late = 0                            # the default; what the merger says is so many steps on its way to each island
-    chips = 0                           # the default; or islands fail as on a simulated tape of so many chips
+    slow = 1.0                          # how many times longer the steps of the last island take
+    slowed = 1                          # how many islands are slow
+    sending = 0                         # for how many steps each contribution of these is on its way
+    late = 0                            # for how many steps each event of the merger is on its way to an island
+    chips = 0                           # islands fail as on a simulated tape of this many chips; 0: they do not fail
     seeds = [0]                         # instead of the study's
     "outer.rule" = ["sgd", "nesterov"]  # a setting
 
-Settings that no file names have this version's defaults, and a trial is known by what the files say: pin what matters.
+Settings that no file names have the defaults of this version. A trial is identified by the settings that the files
+name, so a study pins everything that decides its results.
 """
 
 from __future__ import annotations
@@ -43,31 +44,35 @@ class Study:
     name: str
     about: str
     trials: tuple[Trial, ...]
+    #: For a picture with lines: the name on its x axis, `islands`, `slow` or a setting.
     x: str = ""
-    """where the picture is to have lines: what runs along its axis, `islands`, `slow` or a setting"""
+    #: The names whose values distinguish the lines.
     lines: tuple[str, ...] = ()
-    """and what tells one line from another"""
 
 
 def load(folder: Path, name: str) -> Study:
-    """The study in `FOLDER/NAME.toml`. Raises ConfigError for a file that is not there or does not say one."""
+    """Read the study in `FOLDER/NAME.toml`. Raise ConfigError for a file that is missing or is not a study."""
     values = _toml(folder / f"{name}.toml")
     if unknown := sorted(set(values) - _TOP):
-        raise ConfigError(f"the study {name!r} has unknown keys: {', '.join(unknown)}", _SHAPE)
+        raise ConfigError(
+            f"the study {name!r} has unknown keys: {', '.join(unknown)}", _SHAPE, code="study.unknown-key"
+        )
     base = _flat(_toml(folder / str(values["base"]))) if "base" in values else {}
     try:
         found = [trial for grid in values.get("grid", ()) for trial in _trials(grid, base, values.get("seeds", [0]))]
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"the study {name!r} has a grid that cannot be read ({error})", _SHAPE) from None
+        raise ConfigError(
+            f"the study {name!r} has a grid that cannot be read ({error})", _SHAPE, code="study.grid"
+        ) from None
     for trial in found:
-        _ = trial.config  # said now, not after an hour
+        _ = trial.config  # a wrong setting is reported now, not after an hour
     first_seeds_first = sorted(dict.fromkeys(found), key=lambda trial: trial.seed)
     lines = tuple(map(str, values.get("lines", ())))
     return Study(name, str(values.get("about", "")), tuple(first_seeds_first), str(values.get("x", "")), lines)
 
 
 def names(folder: Path) -> list[str]:
-    """The studies in a folder: TOML files with a grid."""
+    """Return the names of the studies in a folder: its TOML files that have a grid."""
     return sorted(path.stem for path in folder.glob("*.toml") if "grid" in _toml(path))
 
 
@@ -94,13 +99,15 @@ def _toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
-        raise ConfigError(f"{path} cannot be read ({error.strerror})", f"Files there: {there}.") from None
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror})", f"Files there: {there}.", code="study.unreadable"
+        ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not TOML ({error})", _SHAPE) from None
+        raise ConfigError(f"{path} is not TOML ({error})", _SHAPE, code="study.not-toml") from None
 
 
 def varying(said: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names, `kind` apart, of which not all of a kind say the same."""
+    """Return the names, except `kind`, whose values differ among entries of the same kind."""
     out = []
     for name in dict.fromkeys(name for one in said for name in one if name != "kind"):
         values = {(one["kind"], repr(one.get(name))) for one in said}
@@ -113,7 +120,7 @@ def varying(said: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def recorded(folder: Path) -> dict[str, Record]:
-    """All records in a folder, by key: studies share their baselines. A line that was cut off is no record."""
+    """Read all records in a folder, by key, because studies share baselines. Lines that were cut off are skipped."""
     out: dict[str, Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -126,7 +133,7 @@ def recorded(folder: Path) -> dict[str, Record]:
 
 
 def append(path: Path, record: Record) -> None:
-    """One more line; a line before it that was cut off stays one of its own."""
+    """Append a line. If the line before it was cut off, it stays a line of its own."""
     whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a", encoding="utf-8") as file:
         file.write(("" if whole else "\n") + json.dumps(record, sort_keys=True) + "\n")

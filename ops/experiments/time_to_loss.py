@@ -13,24 +13,63 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
-from archipelago.broker.config import RunConfig
+import tyro
+
+from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import compile_validation, published
+from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.baselines import DILOCO_RATE, EVALUATIONS, Point, compiled, data_parallel, diloco
+from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
+from archipelago.ops.extras import can_draw
+from archipelago.ops.settings import say
 from archipelago.ops.watch.run_summary import draw
 
 COMES, LEAVES = 0.25, 0.75
 """shares of the run between which scavenged islands are there"""
 TUNED_MOMENTUM = 0.7
 """synchronous DiLoCo's best of those that `studies/outer.toml` tries"""
+
+
+@dataclass(frozen=True)
+class TimeOptions(OutputOptions):
+    """Time to loss, in virtual time, where one machine is slow: islands against methods that wait for all."""
+
+    islands: int = 3
+    """number of islands"""
+    slow: float = 1.0
+    """the last island's steps take this many times longer"""
+    scavenged: tuple[int, ...] = (3,)
+    """how many islands join for the middle half of the run; one run for each number"""
+    seeds: tuple[int, ...] = ()
+    """seeds to take means and spreads over, such as 0 1 2; default the settings' own"""
+    quick: bool = False
+    """400 global steps"""
+    config: Path | None = None
+    """a TOML file with settings; flags win over it"""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def main(options: TimeOptions) -> int:
+    """Compare, and write what was found."""
+    config = checked(options.settings)
+    require_counts("--islands", [options.islands])
+    require_counts("--scavenged", options.scavenged)
+    require_slow(options.slow)
+    keep_compiled()
+    config = shortened(config) if options.quick else config
+    seeds = options.seeds or (config.seed,)
+    found = time_to_loss(config, options.islands, options.slow, options.scavenged, seeds, options.output, say)
+    return finish("time", found, options)
 
 
 @dataclass(frozen=True)
@@ -84,14 +123,16 @@ def time_to_loss(
     target = max(min(mark.bits_per_byte for mark in curve) for curve in means.values())
     synchronous = means[f"DiLoCo, {count} replicas"][-1]
     rows = [_row(name, curves[name], means[name], target, synchronous) for name in ways]
+    found = {"config": config.digest(), "slow": slow, "seeds": list(seeds), "target": target, "rows": rows,
+             "curves": {n: [[m.seconds, m.tokens, m.bits_per_byte] for m in c] for n, c in means.items()}}  # fmt: skip
+    if not can_draw():
+        return found
     output.mkdir(parents=True, exist_ok=True)
     picture = output / "time.png"
     title = f"one of {count} machines {slow:g}× slower: {config.model.size}, {config.data.corpus}"
     losses = {name: [(mark.seconds, mark.bits_per_byte) for mark in curve] for name, curve in means.items()}
     draw(picture, title, losses, "time, in inner steps of a fast machine", unit=1.0)
-    return {"config": config.digest(), "slow": slow, "seeds": list(seeds), "target": target, "rows": rows,
-            "curves": {n: [[m.seconds, m.tokens, m.bits_per_byte] for m in c] for n, c in means.items()},
-            "picture": str(picture)}  # fmt: skip
+    return found | {"picture": str(picture)}
 
 
 def _diloco(config: RunConfig, corpus: OpenCorpus, workers: int, note: Callable[[Point], None]) -> list[Point]:

@@ -1,6 +1,6 @@
-"""One run of a study: islands in virtual time, or what they are measured against. Settings in, a record out.
+"""One run of a study: islands in virtual time, or one of their baselines. Settings in, a record out.
 
-A trial is known by what it says, and by nothing else: the settings that it leaves out have this version's defaults.
+A trial is identified by the settings that it names. Settings that it leaves out have the defaults of this version.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, DivergedError
 
+#: Islands in virtual time; then, on the same number of tokens, synchronous DiLoCo, data-parallel and one process.
 KINDS = ("islands", "diloco", "parallel", "one")
-"""islands in virtual time; synchronous DiLoCo, data-parallel and one process, on as many tokens"""
-DISTRIBUTION, PACKAGES = "archipelago-train", ("broker", "islands", "merger", "ops")
+DISTRIBUTION = "archipelago-train"
+#: The packages whose sources decide a result. An editable install may keep each in a folder elsewhere.
+PACKAGES = ("archipelago.broker", "archipelago.islands", "archipelago.merger", "archipelago.ops")
+#: The sections and settings that each kind of run reads.
 _MATTERS = {
     "islands": ("model", "data", "inner", "sync", "merge", "outer", "adopt", "wire"),
     "diloco": ("model", "data", "inner", "sync.interval", "outer.learning_rate", "outer.momentum"),
@@ -30,23 +34,30 @@ _MATTERS = {
     "one": ("model", "data", "inner"),
 }
 
+#: Length of a simulated tape. A longer run starts it again from the beginning.
 TAPE_SECONDS = 12 * 3600.0
-"""of a simulated tape, which begins again when it is over"""
+#: The values of a trial beside its settings and its seed, with their defaults.
 OWN: Mapping[str, Any] = {
     "kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0, "sending": 0.0, "late": 0.0,
 }  # fmt: skip
-"""what a trial says beside its settings and its seed, where a study does not"""
+#: Settings by dotted name, such as `outer.rule`.
 Settings = Mapping[str, Any]
-"""by dotted name, such as `outer.rule`"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A kind of run, M, how much slower the last `slowed` islands are, a seed, and settings by dotted name.
+    """One run of a study.
 
-    `sending`: for so many steps of a fast island each contribution of a slow one is on its way. `chips`: islands go and
-    come as on a simulated tape of so many chips, and train on as many tokens as without. `late`: for so many steps what
-    the merger says is on its way to each island.
+    Attributes:
+        kind: One of KINDS.
+        islands: The number of islands M, or of replicas or workers.
+        slow: How many times longer the steps of the last `slowed` islands take.
+        seed: The seed of the run.
+        settings: Pairs of a dotted name and a value, sorted by name.
+        slowed: How many islands are slow.
+        chips: Islands leave and join as on a simulated tape of this many chips, and train on as many tokens as without.
+        sending: How long each contribution of a slow island is on its way, in steps of a fast island.
+        late: How long each event of the merger is on its way to each island, in steps of a fast island.
     """
 
     kind: str
@@ -72,11 +83,17 @@ class Trial:
         sending: float = 0.0,
         late: float = 0.0,
     ) -> Trial:
-        """The trial; what does not matter to its kind is left out, so that studies share their baselines."""
+        """Make a trial without the values that its kind does not read, so that studies share their baselines."""
         if kind not in KINDS:
-            raise ConfigError(f"there is no kind of run {kind!r}", f"Choose one of {', '.join(KINDS)}.")
+            raise ConfigError(
+                f"there is no kind of run {kind!r}", f"Choose one of {', '.join(KINDS)}.", code="study.kind"
+            )
         if type(islands) is not int or not 1 <= islands <= 64 or not 1.0 <= slow < math.inf:
-            raise ConfigError(f"{islands} islands, the last {slow} times slower, cannot be", "1 to 64, and 1 or more.")
+            raise ConfigError(
+                f"a study cannot have {islands} islands, the last {slow} times slower",
+                "Give 1 to 64 islands, and a factor of 1 or more.",
+                code="study.islands",
+            )
         if (
             type(slowed) is not int
             or not 1 <= slowed <= max(1, islands - 1)
@@ -85,13 +102,14 @@ class Trial:
             or (chips and (slow > 1.0 or sending or late))
         ):
             raise ConfigError(
-                f"{slowed} slow islands of {islands}, {sending} steps to send, {late} to hear, or a tape of {chips:g} "
-                "chips, cannot be",
-                "Of M islands up to M − 1 can be slow; a tape has its own speeds, and up to 1e8 chips.",
+                f"a study cannot have {slowed} slow islands of {islands}, sending = {sending}, late = {late} and "
+                f"chips = {chips:g}",
+                "Up to M − 1 of M islands can be slow. A tape has up to 1e8 chips and decides the speeds itself.",
+                code="study.slow",
             )
         matters = _MATTERS[kind]
         mine = {k: v for k, v in settings.items() if k in matters or k.partition(".")[0] in matters}
-        waits = kind == "diloco" or islands == 1  # who waits for all makes as many steps, however slow the slowest is
+        waits = kind == "diloco" or islands == 1  # replicas that wait for all make as many steps, only later
         factor = 1.0 if waits else float(slow)
         sending = float(sending) if kind == "islands" and islands > 1 else 0.0
         late = float(late) if kind == "islands" else 0.0
@@ -101,7 +119,7 @@ class Trial:
 
     @property
     def config(self) -> RunConfig:
-        """The run's config. Raises ConfigError for a setting that is not there or out of range."""
+        """The run's config. Raises ConfigError for an unknown setting and for a value out of range."""
         values: dict[str, Any] = {"seed": self.seed}
         for name, value in self.settings:
             section, _, key = name.partition(".")
@@ -110,27 +128,27 @@ class Trial:
 
     @property
     def said(self) -> dict[str, Any]:
-        """All but the seed, by name: what it says of itself, and its settings."""
+        """All values but the seed, by name."""
         return {name: getattr(self, name) for name in OWN} | dict(self.settings)
 
     @property
     def key(self) -> str:
-        """What tells it from every other trial."""
+        """The identity of the trial."""
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)
 
 
-_LATER: Mapping[str, Any] = {name: OWN[name] for name in ("slowed", "chips", "sending", "late")}
-"""what records that are older than these lack"""
+#: Values that records leave out where they have the default.
+_OPTIONAL: Mapping[str, Any] = {name: OWN[name] for name in ("slowed", "chips", "sending", "late")}
 
 
 def key_of(record: Mapping[str, Any]) -> str:
-    """The key of the trial that a record is of."""
+    """Return the key of the trial that a record belongs to."""
     own = {k: record[k] for k in ("kind", "islands", "slow", "seed", "settings")}
-    return json.dumps(own | {k: record.get(k, v) for k, v in _LATER.items()}, sort_keys=True)
+    return json.dumps(own | {k: record.get(k, v) for k, v in _OPTIONAL.items()}, sort_keys=True)
 
 
 def measure(trial: Trial) -> dict[str, Any]:
-    """Runs the trial; one that diverges is a result too, with null for its loss."""
+    """Run the trial and return its record. A run that diverges is a result too, with null as its loss."""
     from archipelago.islands.creation import fitted
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.ops.experiments.baselines import Point
@@ -152,7 +170,7 @@ def measure(trial: Trial) -> dict[str, Any]:
         "islands": trial.islands,
         "slow": trial.slow,
         "seed": trial.seed,
-        **{name: getattr(trial, name) for name, usual in _LATER.items() if getattr(trial, name) != usual},
+        **{name: getattr(trial, name) for name, usual in _OPTIONAL.items() if getattr(trial, name) != usual},
         "settings": dict(trial.settings),
         "bits_per_byte": None if diverged else last,
         **({} if diverged or math.isnan(points[-1].test_bits_per_byte) else {"test": points[-1].test_bits_per_byte}),
@@ -212,7 +230,7 @@ def _diloco(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[st
 def _parallel(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.baselines import data_parallel
 
-    steps = round(config.inner.steps * work(trial) / trial.islands)  # as many tokens as the islands had
+    steps = round(config.inner.steps * work(trial) / trial.islands)  # the islands' number of tokens
     config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=steps))
     data_parallel(config, corpus, trial.islands, note)
     return {}
@@ -226,7 +244,7 @@ def _one(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, 
 
 
 def work(trial: Trial) -> float:
-    """How much the islands do together, in units of what the fastest does."""
+    """Return the steps that all islands make together, in units of the steps of the fastest one."""
     return trial.islands - trial.slowed + trial.slowed / trial.slow
 
 
@@ -237,9 +255,10 @@ _RUNS: dict[str, Callable[[Trial, RunConfig, Any, Note], dict[str, Any]]] = {
 
 @cache
 def version() -> str:
-    """The distribution's version and twelve digits of the digest of its sources, as they are on this machine."""
-    root = Path(__file__).parents[2]
-    paths = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    """Return the distribution's version and twelve digits of the digest of the sources that this process runs."""
+    specs = [find_spec(package) for package in PACKAGES]
+    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     sources = hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()[:12]
     try:
         return f"{metadata.version(DISTRIBUTION)}+{sources}"

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from archipelago.broker.errors import ConfigError
 
 YEAR_SECONDS = 365.25 * 86400.0
+#: Virtual time of a simulation, where the user names none.
+DAYS = 7.0
 _GRID = 4096
 
 
@@ -76,9 +78,17 @@ class FailureModel:
         return len(range(island, self.slices, self.islands))
 
 
+def rng_of(seed: int) -> np.random.Generator:
+    """Return the source of everything that a simulation draws. Raise ConfigError for a negative seed."""
+    if seed < 0:
+        raise ConfigError(f"--seed cannot be {seed}", "Give a seed of at least 0.", code="config.seed")
+    return np.random.default_rng(seed)
+
+
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
-        raise ConfigError(f"--{name.replace('_', '-')} cannot be {value}", f"Give {wanted}.")
+        flag = name.replace("_", "-")
+        raise ConfigError(f"--{flag} cannot be {value}", f"Give {wanted}.", code=f"config.{flag}")
 
 
 class Stretch(NamedTuple):

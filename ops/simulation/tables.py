@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.table import Table
 
+from archipelago.broker.process import print_json
+from archipelago.ops.extras import can_draw, pyplot
+from archipelago.ops.settings import say, table_console
+from archipelago.ops.simulation.failures import DAYS, FailureModel, rng_of
 from archipelago.ops.simulation.published import (
     BANDWIDTH,
     CHIPS,
@@ -17,10 +25,63 @@ from archipelago.ops.simulation.published import (
     UTILISATION,
     Cells,
     Site,
+    bandwidth,
     bandwidth_rms,
     covered,
+    goodput_and_uptime,
     rms,
 )
+
+
+@dataclass(frozen=True)
+class TablesOptions:
+    """Simulate Tables 1 and 13 of the paper, and set them beside the published ones, with a picture."""
+
+    model: Annotated[FailureModel, tyro.conf.arg(name="")] = field(default_factory=FailureModel)
+    days: float = DAYS
+    """virtual time of each cell"""
+    seed: int = 0
+    """of everything that is drawn"""
+    output: Path = Path("runs/simulate")
+    """folder for the picture, and for the tables in Markdown"""
+    json: bool = False
+    """print one JSON object"""
+
+
+def main(options: TablesOptions) -> int:
+    """Simulate every cell; print and write the tables."""
+    rng_of(options.seed)
+    began = time.process_time()
+    goodput, uptime = goodput_and_uptime(options.model, options.days, options.seed)
+    gbits = bandwidth()
+    seconds = time.process_time() - began
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "simulation_tables.md").write_text(markdown(goodput, uptime, gbits), encoding="utf-8")
+    summary = {"goodput_rms_points": rms(goodput, GOODPUT), "uptime_rms_points": rms(uptime, UPTIME),
+               "bandwidth_rms": bandwidth_rms(gbits), "cpu_seconds": seconds}  # fmt: skip
+    if not options.json:
+        console = table_console()
+        for table in tables(goodput, uptime, gbits):
+            console.print(table)
+            console.print()
+    _tell(summary, gbits)
+    say(f"{options.days:g} virtual days for each cell in {seconds:.1f} processor seconds")
+    picture = options.output / "simulation.png"
+    if can_draw():
+        draw(picture, goodput, uptime, gbits)
+        say(f"picture: {picture}")
+    if options.json:
+        print_json({"model": dataclasses.asdict(options.model), "days": options.days, "seed": options.seed, **summary,
+                    "table_1": availability_rows(goodput, uptime), "table_13": bandwidth_rows(gbits),
+                    "picture": str(picture)})  # fmt: skip
+    return 0
+
+
+def _tell(summary: Mapping[str, float], gbits: Mapping[Site, Mapping[str, Sequence[float]]]) -> None:
+    say(f"rms of the differences: goodput {summary['goodput_rms_points']:.2f} points, uptime "
+        f"{summary['uptime_rms_points']:.2f} points, bandwidth {100 * summary['bandwidth_rms']:.1f} % (data-parallel "
+        f"{100 * bandwidth_rms(gbits, ['data-parallel']):.1f} %, fragments "
+        f"{100 * bandwidth_rms(gbits, ['M = 8, bf16', 'M = 8, int4']):.1f} %)")  # fmt: skip
 
 
 def chips_in_words(chips: float) -> str:
@@ -115,11 +176,7 @@ _COLOURS = ("#7f7f7f", "#d62728", "#ff7f0e", "#2ca02c", "#1f77b4", "#9467bd")
 
 def draw(path: Path, goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> None:
     """Goodput, uptime and bandwidth: marks are published, lines are this model's."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     plt.style.use("default")
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.8), dpi=110, layout="constrained")
     for axes, title, published, mine in ((left, "goodput", GOODPUT, goodput), (middle, "uptime", UPTIME, uptime)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import re
@@ -24,6 +25,7 @@ from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import open_corpus, prepare_text
 from archipelago.ops.cli import VERBS, run
 from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.verbs import Group, Verbs
 from tests import samples
 
 ROOT = Path(__file__).parents[2]
@@ -129,12 +131,27 @@ def test_an_unknown_verb_is_an_error_with_the_list(call: Call) -> None:
     assert all(re.search(f"^  {verb} ", err, re.MULTILINE) for verb in VERBS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_its_help(call: Call, verb: str) -> None:
-    status, out, err = call(verb, "--help")
+def commands(verbs: Verbs) -> Iterator[list[str]]:
+    """Every command of the command line: the words that select a verb's options."""
+    for name, verb in verbs.items():
+        inner = importlib.import_module(verb.module).VERBS if isinstance(verb, Group) else {}
+        yield from ([name, *words] for words in (commands(inner) if inner else [[]]))
+
+
+@pytest.mark.parametrize("words", list(commands(VERBS)), ids=" ".join)
+def test_every_verb_has_its_help(call: Call, words: list[str]) -> None:
+    status, out, err = call(*words, "--help")
     assert (status, err) == (0, "")
-    assert out.startswith(f"usage: archipelago {verb} ")
+    assert out.startswith(f"usage: archipelago {' '.join(words)} ")
     assert "--json" in out
+
+
+@pytest.mark.parametrize("group", [name for name, verb in VERBS.items() if isinstance(verb, Group)])
+def test_a_group_lists_its_verbs(call: Call, group: str) -> None:
+    status, out, err = call(group, "--help")
+    assert (status, err) == (0, "")
+    listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert [[group, name] for name in listed] == [words for words in commands(VERBS) if words[0] == group]
 
 
 def test_help_shows_settings_with_the_defaults_of_the_file(call: Call, tmp_path: Path) -> None:
@@ -253,12 +270,12 @@ def test_a_config_file_that_cannot_be_used(
         ("up --sync.window 0", "sync.window: "),
         ("island --name a/b", "the island name 'a/b' cannot be used"),
         ("island --scan-steps -1", "--scan-steps cannot be -1"),
-        ("bench parity --islands 0", "--islands cannot be (0,)"),
+        ("bench parity --islands 0", "--islands cannot be 0"),
         ("bench parity --slow 0.5", "--slow cannot be 0.5"),
         ("prepare nothing-there", "to prepare at nothing-there"),
         ("prepare stdlib --name mine", "stdlib keeps its own name"),
         ("prepare stdlib --path somewhere", "--path is for enwik8 and digits"),
-        ("bench time --scavenged 0", "--scavenged cannot be (0,)"),
+        ("bench time --scavenged 0", "--scavenged cannot be 0"),
     ],
 )
 def test_other_mistakes(call: Call, tmp_path: Path, command: str, said: str) -> None:

@@ -7,8 +7,10 @@ second `ops.simulation_links`'s, and whether a payload is through in time says t
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
@@ -112,12 +114,28 @@ def trial_seconds(parameters: int, config: RunConfig, cores: int) -> float:
 
 
 def step_seconds_here(config: RunConfig, parameters: int, cores: int) -> float:
-    """Of the model on this machine's first device, measured over a few steps; NaN where that would take too long."""
+    """Measure an inner step of the model on this machine's first device; NaN where that would take too long."""
     import jax
-
-    from archipelago.ops.bench.steps import steps
 
     if jax.devices()[0].platform == "cpu" and TRIALS * trial_seconds(parameters, config, cores) > TRIAL_SECONDS_MAX:
         return math.nan
-    single = replace(config, sync=replace(config.sync, interval=1, fragments=1))
-    return 1e-3 * float(steps(single, TRIALS)["rows"][0]["milliseconds_a_step"])
+    return _median_step_seconds(config)
+
+
+def _median_step_seconds(config: RunConfig) -> float:
+    """Time TRIALS inner steps on zeros, after one that compiles the program."""
+    import jax.numpy as jnp
+
+    from archipelago.islands.inner import begin, compile_steps
+    from archipelago.islands.models.registry import build
+
+    model = build(config.model)
+    steps, state = compile_steps(model, config.inner), begin(config.inner, model.init(config.seed))
+    batch = jnp.zeros((1, config.data.batch_size, config.data.sequence_length + 1), jnp.uint8)
+    seconds = []
+    for _ in range(TRIALS + 1):
+        began = time.perf_counter()
+        state, losses_n = steps(state, batch, jnp.asarray(0, jnp.int32))
+        losses_n.block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.ops.bench import main, wire
-from archipelago.ops.bench.bytes import weigh
+from archipelago.ops import extras
+from archipelago.ops.bench import wire
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
-from tests.small import SMALL
+from archipelago.ops.bench.output import OutputOptions, finish, table, with_picture
+from tests.failing import failing
 
 
 def test_a_row_takes_the_median_of_the_ratios_and_leaves_the_first_round_out() -> None:
@@ -32,7 +31,7 @@ def test_a_table_cuts_no_name_and_no_number(width: int) -> None:
     numbers = {"tokens": 4_566_016, "bits_per_byte": 2.148, "rounds": 381, "per_round": 2.9974}
     ratios = {"to_one": 1.0129, "to_parallel": 1.0025, "to_diloco": 0.9765}
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(main._table([{"what": "data-parallel, 3× batch", **numbers, **ratios}], width))
+    console.print(table([{"what": "data-parallel, 3× batch", **numbers, **ratios}], width))
     *heads, line = console.export_text().splitlines()
     assert " ".join(line.split()) == "data-parallel, 3× batch 4,566,016 2.1480 381 2.9974 1.0129 1.0025 0.9765"
     assert all("…" not in head for head in heads)
@@ -64,28 +63,22 @@ def test_the_bare_arithmetic_is_a_nesterov_step() -> None:
     assert bare.step([ones_N, 3 * ones_N]).tolist() == [-1.75] * 3  # momentum 3, from the same parameters
 
 
-def test_bytes_a_parameter_by_codec(corpus: OpenCorpus) -> None:
-    config = replace(SMALL, data=replace(SMALL.data, corpus=corpus.name))
-    plain, four = weigh(config, 4, lambda _: None, pairs=[("float32", "float32"), ("int4", "int4")])["rows"]
-    assert 0 < four["bytes_a_parameter"] < 8.5 / 4 < plain["bytes_a_parameter"] < 8.5
-
-
 WIRE_ROW = {"server": "in memory", "what": "one producer", "against": "a relay", "ratio": 0.9, "goal": 0.8}
 
 
-@pytest.mark.parametrize(
-    ("what", "rows", "pictures"),
-    [
-        ("wire", [WIRE_ROW, WIRE_ROW | {"goal": ""}], ["wire.png"]),
-        ("merge", [WIRE_ROW], ["merge.png"]),
-        ("island", [{"what": "a step", "ratio": 1.1}, {"what": "peak memory", "ratio": ""}], []),
-    ],
-)
-def test_what_was_measured_is_written_down_and_drawn_where_it_is_ratios(
-    what: str, rows: list[dict[str, Any]], pictures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"ops.bench_{what}.{what}", lambda *_, **__: {"rows": rows})
-    assert main.main(main.BenchOptions(what, output=tmp_path)) == 0  # type: ignore[arg-type]
-    assert json.loads((tmp_path / f"{what}.json").read_text())["rows"] == rows
-    assert [path.name for path in tmp_path.glob("*.png")] == pictures
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+def test_a_result_is_written_as_json_and_ratios_are_drawn(tmp_path: Path) -> None:
+    options = OutputOptions(output=tmp_path)
+    rows = [WIRE_ROW, WIRE_ROW | {"goal": ""}]
+    assert finish("wire", with_picture("wire", {"rows": rows}, options), options) == 0
+    assert json.loads((tmp_path / "wire.json").read_text(encoding="utf-8"))["rows"] == rows
+    assert (tmp_path / "wire.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_result_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda extra: False)
+    options = OutputOptions(output=tmp_path)
+    found = with_picture("wire", {"rows": [WIRE_ROW]}, options)
+    assert finish("wire", found, options) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["wire.json"]
+    with failing(ConfigError, "config.extra"):
+        extras.pyplot()

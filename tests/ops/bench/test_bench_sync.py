@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench import main
 from archipelago.ops.bench import sync as bench_sync
 from archipelago.ops.bench.sync import AT_ONCE, FRAGMENTS, TORCHFT_PYTHON, Size, sync
 from archipelago.ops.bench.torchft import ADDRESSES, FAMILY, Way
@@ -148,6 +147,6 @@ def test_the_verb_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.Monk
         return {"rows": [{"what": "archipelago", "seconds": math.nan}]}
 
     monkeypatch.setattr(bench_sync, "sync", stand_in)
-    assert main.main(main.BenchOptions("sync", quick=True, torchft_python="there", output=tmp_path)) == 0
+    assert bench_sync.main(bench_sync.SyncOptions(quick=True, torchft_python="there", output=tmp_path)) == 0
     assert given == ["there", bench_sync.QUICK]
     assert json.loads((tmp_path / "sync.json").read_text(encoding="utf-8"))["rows"][0]["seconds"] is None

@@ -20,7 +20,7 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedErr
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.cli import run as archipelago
 from archipelago.ops.experiments import study as sweep_study
-from archipelago.ops.experiments import sweep
+from archipelago.ops.experiments import study_run
 from archipelago.ops.experiments import trial as sweep_trial
 from archipelago.ops.experiments.results import Row, baseline, grouped, show
 from archipelago.ops.experiments.trial import Trial, key_of, measure
@@ -59,7 +59,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 INTERRUPTIBLE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from ops.cli import main; sys.exit(main())"
+    "from archipelago.ops.cli import main; sys.exit(main())"
 )
 """the command line, also where the tests run in the background of a shell, which lets interrupts be ignored"""
 
@@ -162,37 +162,37 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
             seen.append(one)
             yield one, record_of(one)
 
-    monkeypatch.setattr(sweep, "_results", results)
+    monkeypatch.setattr(study_run, "_results", results)
     return seen
 
 
 def test_what_is_recorded_is_not_measured_again(folder: Path, measured: list[Trial]) -> None:
     study = sweep_study.load(folder, "rates")
-    assert sweep.run(study, folder, 1, most=2) == 2
-    assert sweep.run(study, folder, 1) == 4
-    assert sweep.run(study, folder, 1) == 0
+    assert study_run.run(study, folder, 1, sweep_study.recorded(folder), most=2) == 2
+    assert study_run.run(study, folder, 1, sweep_study.recorded(folder)) == 4
+    assert study_run.run(study, folder, 1, sweep_study.recorded(folder)) == 0
     assert measured == list(study.trials)
     lines = [json.loads(line) for line in (folder / "rates.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [key_of(line) for line in lines] == [t.key for t in study.trials]
-    assert {line["command"] for line in lines} == {"archipelago sweep rates"}
+    assert {line["command"] for line in lines} == {"archipelago bench study rates"}
 
 
 def test_a_baseline_of_another_study_is_not_measured_again(folder: Path, measured: list[Trial]) -> None:
     (folder / "more.toml").write_text(STUDY.replace("sgd", "nesterov"), encoding="utf-8")
-    sweep.run(sweep_study.load(folder, "rates"), folder, 1)
+    study_run.run(sweep_study.load(folder, "rates"), folder, 1, sweep_study.recorded(folder))
     measured.clear()
-    sweep.run(sweep_study.load(folder, "more"), folder, 1)
+    study_run.run(sweep_study.load(folder, "more"), folder, 1, sweep_study.recorded(folder))
     assert [t.kind for t in measured] == ["islands"] * 4
 
 
 def test_a_line_that_was_cut_off_is_measured_again_and_spoils_no_other(folder: Path, measured: list[Trial]) -> None:
     study = sweep_study.load(folder, "rates")
-    sweep.run(study, folder, 1, most=3)
+    study_run.run(study, folder, 1, sweep_study.recorded(folder), most=3)
     path = folder / "rates.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-40])
     measured.clear()
-    sweep.run(study, folder, 1)
+    study_run.run(study, folder, 1, sweep_study.recorded(folder))
     assert measured == list(study.trials[2:])
     assert set(sweep_study.recorded(folder)) == {t.key for t in study.trials}
 
@@ -201,7 +201,7 @@ def test_trials_run_in_processes_of_their_own_and_learn(folder: Path, corpus: Op
     """The whole way, with real runs of every kind: `archipelago sweep`, twice."""
     study = 'base = "base.toml"\n[[grid]]\nkind = ["parallel", "diloco", "one", "islands"]\nislands = 2\n'
     (folder / "kinds.toml").write_text(study + '"outer.rule" = "mla"\n', encoding="utf-8")
-    assert archipelago(["sweep", "kinds", "--folder", str(folder)]) == 0
+    assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
     before = (folder / "kinds.jsonl").read_bytes()
     records = [json.loads(line) for line in before.splitlines()]
     assert {r["kind"] for r in records} == set(sweep_trial.KINDS)
@@ -214,14 +214,14 @@ def test_trials_run_in_processes_of_their_own_and_learn(folder: Path, corpus: Op
     assert ours["rounds"] >= 12
     assert ours["own_bits_per_byte"] != ours["bits_per_byte"], "this rule publishes where it will have gone"
     assert (folder / "kinds.png").stat().st_size > 1000
-    assert archipelago(["sweep", "kinds", "--folder", str(folder)]) == 0
+    assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
     assert (folder / "kinds.jsonl").read_bytes() == before
 
 
 def test_an_interrupt_keeps_what_is_done(folder: Path, corpus: OpenCorpus, until: Any) -> None:
     study = 'base = "base.toml"\nseeds = [0, 1, 2, 3, 4, 5, 6, 7]\n[[grid]]\nkind = "one"\n"inner.steps" = 400\n'
     (folder / "long.toml").write_text(study, encoding="utf-8")
-    command = [sys.executable, "-c", INTERRUPTIBLE, "sweep", "long", "--folder", str(folder)]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "bench", "study", "long", "--folder", str(folder)]
     path = folder / "long.jsonl"
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
         until(lambda: path.exists() and path.read_bytes().endswith(b"\n"), "a first result", seconds=300.0)
@@ -237,9 +237,9 @@ def _dies(trial: Trial) -> dict[str, Any]:
 
 
 def test_a_process_that_is_killed_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "measure", _dies)
+    monkeypatch.setattr(study_run, "measure", _dies)
     with pytest.raises(ArchipelagoError, match="a measuring process was killed"):
-        sweep.run(sweep_study.load(folder, "rates"), folder, 1)
+        study_run.run(sweep_study.load(folder, "rates"), folder, 1, sweep_study.recorded(folder))
     assert sweep_study.recorded(folder) == {}
 
 
@@ -370,8 +370,8 @@ def test_a_result_says_what_tells_it_from_the_others() -> None:
     late = dataclasses.replace(at_once, late=6.0)
     names = sweep_study.varying([t.said for t in (parallel, at_once, late)])
     assert names == ["late"]
-    assert sweep.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 late=6.0"
-    assert sweep.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 late=0.0"
+    assert study_run.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 late=6.0"
+    assert study_run.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 late=0.0"
 
 
 def test_the_test_text_has_a_column_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,9 +410,9 @@ def test_a_study_is_shown_as_far_as_it_has_come(
 def test_without_a_name_all_studies_are_listed(
     folder: Path, measured: list[Trial], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep.run(sweep_study.load(folder, "rates"), folder, 1, most=2)
+    study_run.run(sweep_study.load(folder, "rates"), folder, 1, sweep_study.recorded(folder), most=2)
     capsys.readouterr()
-    assert archipelago(["sweep", "--folder", str(folder), "--json"]) == 0
+    assert archipelago(["bench", "study", "--folder", str(folder), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"studies": [{"study": "rates", "trials": 6, "done": 2, "about": "which rate"}]}
 

@@ -79,7 +79,7 @@ def test_a_plan_is_one_page(capsys: pytest.CaptureFixture[str]) -> None:
         for word in ("M = ", "H = ", "P = ", "codec", "goodput", "time", "bytes", "archipelago init"):
             assert any(word in line for line in lines), word
     assert "TOO THIN" in "\n".join(pages[1])
-    assert run(["plan", "--model", "tiny", "--tokens", "3M", "--json"]) == 0
+    assert run(["simulate", "plan", "--model", "tiny", "--tokens", "3M", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 117_056
     assert found["tokens"] == 3_000_000

@@ -1,0 +1,73 @@
+"""Write what a measurement found: JSON for programs, a table for people, a picture of ratios."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from archipelago.broker.process import finite, print_json
+from archipelago.ops.extras import can_draw
+from archipelago.ops.settings import say, table_console
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Options of every measurement."""
+
+    output: Path = Path("runs/bench")
+    """folder for the JSON file and the picture"""
+    json: bool = False
+    """print one JSON object"""
+
+
+def finish(name: str, found: Mapping[str, Any], options: OutputOptions) -> int:
+    """Write `NAME.json`, and print the same as JSON or as a table. Return the exit status 0."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{name}.json"
+    path.write_text(json.dumps(finite(found), indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        print_json(found)
+    else:
+        console = table_console()
+        console.print(table(found["rows"], console.width))
+    say(f"written: {path}" + (f"  picture: {found['picture']}" if "picture" in found else ""))
+    return 0
+
+
+def with_picture(name: str, found: dict[str, Any], options: OutputOptions) -> dict[str, Any]:
+    """Draw the ratios as `NAME.png` and add its path, for measurements that consist of ratios alone."""
+    if not can_draw():
+        return found
+    from archipelago.ops.watch.run_summary import draw_ratios
+
+    picture = options.output / f"{name}.png"
+    options.output.mkdir(parents=True, exist_ok=True)
+    draw_ratios(picture, f"archipelago bench {name}", found["rows"])
+    return found | {"picture": str(picture)}
+
+
+def table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """Return the rows as a table that cuts no name and no number.
+
+    Where the columns do not fit into `width` characters, they stand closer and their heads take several lines.
+    """
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    heads, *body = cells
+    fits = sum(max(map(len, column)) + 2 for column in zip(*cells, strict=True)) - 2 <= width
+    made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1) if fits else (0, 1, 0, 0))
+    for index, head in enumerate(heads):
+        made.add_column(head.replace("_", " " if fits else "\n"), justify="right" if index else "left")
+    for row in body:
+        made.add_row(*row)
+    return made
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

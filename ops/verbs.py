@@ -1,0 +1,95 @@
+"""Find and run the verb that a command line names. A verb's module is imported only when that verb runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import tyro
+
+from archipelago.ops.settings import config_file
+
+Options = TypeVar("Options")
+
+
+class Verb(NamedTuple):
+    """Where a verb lives.
+
+    Attributes:
+        module: The module, which has `main(options) -> int`.
+        options: The name of its dataclass of options, whose docstring is the verb's help.
+        summary: One line for the list of verbs, written here so that the list needs no imports.
+    """
+
+    module: str
+    options: str
+    summary: str
+
+
+class Group(NamedTuple):
+    """A verb that has verbs of its own.
+
+    Attributes:
+        module: The module, which has these verbs as `VERBS`.
+        summary: One line for the list of verbs.
+    """
+
+    module: str
+    summary: str
+
+
+Verbs = Mapping[str, Verb | Group]
+
+
+def run(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> int:
+    """Run the verb that `args` begins with, or list the verbs.
+
+    Args:
+        program: The words before `args`, such as `archipelago bench`.
+        summary: The line above the list of verbs.
+        verbs: The verbs by name.
+        args: The rest of the command line.
+
+    Returns:
+        The exit status.
+    """
+    if not args or args[0] not in verbs:
+        return _overview(program, summary, verbs, args)
+    verb, program = verbs[args[0]], f"{program} {args[0]}"
+    module = importlib.import_module(verb.module)
+    if isinstance(verb, Group):
+        return run(program, verb.summary, module.VERBS, args[1:])
+    return int(module.main(parse(getattr(module, verb.options), program, args[1:])))
+
+
+def parse(options_type: type[Options], program: str, args: Sequence[str]) -> Options:
+    """Return the options that `args` state. A file named with `--config` supplies the defaults of the settings."""
+    options: Options = tyro.cli(options_type, prog=program, args=list(args), **_defaults(options_type, args))
+    return options
+
+
+def _defaults(options_type: type[Any], args: Sequence[str]) -> dict[str, Any]:
+    names = {f.name for f in dataclasses.fields(options_type)}
+    if "settings" not in names or "config" not in names:
+        return {}
+    required = [f for f in dataclasses.fields(options_type) if f.default is f.default_factory is dataclasses.MISSING]
+    missing = {f.name: tyro.MISSING for f in required}
+    return {"default": options_type(**missing, settings=config_file(args))}
+
+
+def _overview(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> int:
+    """Print the list of verbs: on standard output if the user asked for it, otherwise as part of an error."""
+    asked = not args or args[0] in ("-h", "--help", "help")
+    out = sys.stdout if asked else sys.stderr
+    if not asked:
+        out.write(f"error: there is no verb {args[0]!r}. Choose one of these:\n\n")
+    out.write(f"usage: {program} VERB [OPTIONS]\n\n{summary}\n\n")
+    for name, verb in verbs.items():
+        out.write(f"  {name:<10}{verb.summary}\n")
+    out.write(f"\n`{program} VERB --help` lists the options of a verb.\n")
+    if not asked:
+        out.write(f"`{program} --help` shows this list.\n")
+    return 0 if asked else 2
