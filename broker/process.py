@@ -40,7 +40,7 @@ def guarded(main: Callable[[], int]) -> int:
     try:
         return main()
     except ArchipelagoError as error:
-        logs.say_error(str(error))
+        logs.say_error(str(error), error.code)
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

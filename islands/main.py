@@ -21,7 +21,7 @@ import tyro
 
 from archipelago.broker.control import require_welcome
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.observe.curves import Scalars
+from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import AwaitedRun, guarded, keep_compiled, print_json, stop_on_signals
@@ -141,7 +141,7 @@ def _run(
     transport = awaited(options.connect)
     origin.run = transport.run
     folder = options.folder or Path("runs") / transport.run / "islands" / name
-    endpoint = options.endpoint()
+    registry = options.registry()
     sinks = options.sinks(transport.run, name, "island", folder, "global_step")
     manifest = awaited(transport.manifest)  # before JAX loads: a wrong name is answered at once
     require_welcome(awaited(transport.control), name, manifest.run)  # before anything is claimed in that name
@@ -170,8 +170,8 @@ def _run(
     rejoin = Rejoin(transport, store, island, arrivals)
     rejoin.ask()
     island.beat("joining")
-    endpoint.families = lambda: telemetry.families(island)
-    curves = Scalars(sinks, lambda: telemetry.point(island))
+    registry.register(telemetry.IslandCollector(island))
+    curves = CurveWriter(sinks, lambda: telemetry.point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
     prepared.warm_up(island, options.scan_steps)

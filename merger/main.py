@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from archipelago.broker.errors import BrokerError, ConfigError
-from archipelago.broker.observe.curves import Scalars
+from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import (
     AwaitedRun,
@@ -57,9 +57,9 @@ def main(options: MergerOptions) -> int:
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run
-    endpoint = options.endpoint()
+    registry = options.registry()
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep)
-    curves = Scalars(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
+    curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
     # Before JAX loads: it is quick to say no.
     manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
     keep_compiled()
@@ -76,7 +76,7 @@ def main(options: MergerOptions) -> int:
             transport, linger_seconds=LINGER_SECONDS, checkpointer=checkpointer, lease_seconds=options.lease_seconds
         )
     )
-    endpoint.families = Telemetry(merger, curves).families
+    Telemetry(merger, curves, registry)
     curves.start()
     try:
         serve(merger, stopped)

@@ -1,23 +1,25 @@
-"""What a merger shows of itself: counts for Prometheus, and a point of each curve a round."""
+"""A merger's metrics for Prometheus, and a point on each of its curves for every round."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
 
 from archipelago.broker.messages import Snapshot, TapeEntry
-from archipelago.broker.observe.curves import Scalars
-from archipelago.broker.observe.metrics import MergerTally
+from archipelago.broker.observe.curves import CurveWriter
+from archipelago.broker.observe.metrics import family
 from archipelago.merger.service import Merger
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+#: Upper bounds of the histogram's buckets, in versions.
+STALENESS_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def values(entry: TapeEntry) -> Mapping[str, float]:
-    """One round's."""
+    """Return the values that curves show of one round."""
     return {
         "loss": entry.loss,
         "contributions": len(entry.members),
@@ -29,23 +31,85 @@ def values(entry: TapeEntry) -> Mapping[str, float]:
     }
 
 
-class Telemetry:
-    """Listens to one merger."""
+class RoundMetrics:
+    """Counts the rounds that this process has closed. The gauges are absent until the first of them."""
 
-    def __init__(self, merger: Merger, scalars: Scalars) -> None:
-        self.merger, self.scalars = merger, scalars
-        self.tally = MergerTally(merger.manifest.run, len(merger.manifest.fragments))
+    def __init__(self, run: str, fragments: int, registry: CollectorRegistry) -> None:
+        self._fragments = fragments
+
+        def counter(name: str, documentation: str) -> Counter:
+            return Counter(f"archipelago_merger_{name}", documentation, ["run"], registry=registry).labels(run)
+
+        self.rounds = counter("rounds_total", "Rounds that this process has closed.")
+        self.merged = counter("merged_contributions_total", "Contributions that this process has merged.")
+        self.tokens = counter(
+            "merged_tokens_total", "Tokens merged: those of each contribution, divided by the number of fragments."
+        )
+        self.bytes_up = counter("received_bytes_total", "Payload bytes of the merged contributions.")
+        self.bytes_down = counter("published_bytes_total", "Payload bytes of snapshots and differences.")
+        self.staleness = Histogram(
+            "archipelago_merger_staleness_versions",
+            "Staleness of merged contributions.",
+            ["run"],
+            buckets=STALENESS_BOUNDS,
+            registry=registry,
+        ).labels(run)
+        self._run = run
+        self._last = {
+            name: Gauge(f"archipelago_merger_{name}", f"Last round: {documentation}", ["run"], registry=registry)
+            for name, documentation in {
+                "quorum_seconds": "from the first contribution to the quorum.",
+                "grace_seconds": "the grace window that was allowed.",
+                "open_seconds": "from the first contribution to the close.",
+                "merge_seconds": "arithmetic of the close.",
+                "loss": "training loss in nats, mean of the members' by tokens.",
+            }.items()
+        }
+
+    def closed(self, entry: TapeEntry, snapshot: Snapshot) -> None:
+        """Count a round that was closed and committed."""
+        self.rounds.inc()
+        self.merged.inc(len(entry.members))
+        self.tokens.inc(sum(member.tokens for member in entry.members) / self._fragments)
+        self.bytes_up.inc(entry.bytes_up)
+        self.bytes_down.inc(snapshot.bytes + snapshot.difference_bytes)
+        for member in entry.members:
+            self.staleness.observe(member.staleness)
+        for name, gauge in self._last.items():
+            value = getattr(entry, name)
+            if math.isnan(value):
+                gauge.clear()
+            else:
+                gauge.labels(self._run).set(value)
+
+
+class Telemetry:
+    """Records what one merger does, and reads its state when Prometheus asks."""
+
+    def __init__(self, merger: Merger, curves: CurveWriter, registry: CollectorRegistry) -> None:
+        self.merger, self.curves = merger, curves
+        self._rounds = RoundMetrics(merger.manifest.run, len(merger.manifest.fragments), registry)
+        self._closed_at = math.nan
+        registry.register(self)
         merger.on_round = self.closed
 
     def closed(self, entry: TapeEntry, snapshot: Snapshot) -> None:
-        """A round was committed."""
-        self.tally.closed(entry, snapshot, self.merger.clock())
-        self.scalars.put(entry.round, values(entry))
+        """Record a round that was committed."""
+        self._closed_at = self.merger.clock()
+        self._rounds.closed(entry, snapshot)
+        self.curves.put(entry.round, values(entry))
 
-    def families(self) -> Iterator[Metric]:
-        """What Prometheus is told."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the merger knows now. A standby has not looked at the run, so it leaves out round and islands."""
         merger = self.merger
-        self.tally.refused = merger.refused
-        return self.tally.families(
-            epoch=merger.epoch, closed=merger.rounds.closed, live=len(merger.live), now=merger.clock()
-        )
+        serves = merger.epoch > 0
+        for name, documentation, value in (
+            ("serving", "1 while this merger holds the lease, 0 as a standby.", float(serves)),
+            ("epoch", "Epoch of its lease, the fencing number; 0 without one.", merger.epoch),
+            ("round", "The last round that has closed.", merger.rounds.closed if serves else math.nan),
+            ("live_islands", "Islands that rounds wait for.", len(merger.live) if serves else math.nan),
+            ("refused_contributions_total", "Contributions that this process has refused.", merger.refused),
+            ("round_age_seconds", "Time since this process closed its last round.", merger.clock() - self._closed_at),
+        ):
+            labels = {"run": merger.manifest.run}
+            yield family(f"archipelago_merger_{name}", documentation, labels, [(labels, value)])

@@ -1,1 +1,1 @@
-"""What every worker shows of itself: logs, metrics for Prometheus, and curves."""
+"""Logs, metrics for Prometheus, and metric curves: what every worker reports about itself."""

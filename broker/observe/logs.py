@@ -1,7 +1,7 @@
-"""What a worker says while it works: a line for people or, with `--log-json`, one JSON object for each record.
+"""Logging of workers: a line for people or, with `--log-json`, one JSON object on each line.
 
-An object has time (ISO 8601, UTC), level, who, run, island and round where they are known, message, and exception: all
-of it in one line. Records say which round they are about with `extra={"round": number}`.
+An object has time (ISO 8601, UTC), level, who and message; and run, island, round, code (of an error) and exception
+where they are known. A record states its round with `extra={"round": number}`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
+from pythonjsonlogger.json import JsonFormatter
+
+from archipelago.broker.errors import ArchipelagoError
+
 OURS = ("archipelago",)
 
 log = logging.getLogger(__name__)
@@ -22,37 +26,41 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Origin:
-    """Who speaks. The run may be learnt later than the first thing is said."""
+    """The process that logs. Its run may become known after the first records."""
 
     who: str
     run: str = ""
     island: str = ""
 
 
-class JsonLines(logging.Formatter):
-    """One JSON object for each record, without a line break in it."""
+class JsonLines(JsonFormatter):
+    """Formats each record as one JSON object on one line, with what its origin states."""
 
     def __init__(self, origin: Origin) -> None:
-        super().__init__()
+        super().__init__(json_ensure_ascii=False)
         self.origin = origin
 
-    def format(self, record: logging.LogRecord) -> str:
-        """The object as text."""
-        spoken: dict[str, Any] = {
+    def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
+        """Fill in the object. Fields that are not known are left out."""
+        exception = message_dict.pop("exc_info", None)
+        error = record.exc_info[1] if record.exc_info else None
+        fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "who": self.origin.who,
             "run": self.origin.run,
             "island": self.origin.island,
-            "round": getattr(record, "round", None),
+            "code": error.code if isinstance(error, ArchipelagoError) else None,
             "message": record.getMessage(),
-            "exception": self.formatException(record.exc_info) if record.exc_info and record.exc_info[0] else None,
+            "exception": exception,
         }
-        return json.dumps({k: v for k, v in spoken.items() if v not in (None, "")}, ensure_ascii=False)
+        log_data.update({name: value for name, value in fields.items() if value not in (None, "")})
+        message_dict.pop("message", None)
+        super().add_fields(log_data, record, message_dict)  # what `extra` states, such as the round
 
 
 def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str = "") -> Origin:
-    """Lines of time, who and message on standard error, or JSON objects. `run` of what it gives may be set later."""
+    """Log to standard error: time, who and message, or JSON objects. Return the origin, whose run may be set later."""
     origin = Origin(who, run, island)
     people = logging.Formatter(f"%(asctime)s {who} %(message)s", datefmt="%H:%M:%S")
     handler = logging.StreamHandler(sys.stderr)
@@ -60,17 +68,17 @@ def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in OURS:
         logging.getLogger(package).setLevel(logging.INFO)
-    chatter = logging.getLogger("absl")
-    chatter.setLevel(logging.ERROR)  # Orbax warns of files that it can do without
-    if _is_news not in chatter.filters:
-        chatter.addFilter(_is_news)
+    absl = logging.getLogger("absl")
+    absl.setLevel(logging.ERROR)  # Orbax warns about optional files
+    if _is_news not in absl.filters:
+        absl.addFilter(_is_news)
     logging.captureWarnings(as_json)
-    _catch_the_rest()
+    _install_hooks()
     return origin
 
 
 def as_json() -> bool:
-    """Whether this process says everything in JSON."""
+    """Return whether this process logs JSON objects."""
     return _formatter() is not None
 
 
@@ -79,36 +87,36 @@ def _formatter() -> JsonLines | None:
     return next((formatter for formatter in found if isinstance(formatter, JsonLines)), None)
 
 
-def say_error(sentence: str) -> None:
-    """What ends the process, on standard error, in the form that was asked for."""
+def say_error(sentence: str, code: str = "") -> None:
+    """Report the error that ends the process, on standard error, in the form that was asked for."""
     if as_json():
-        log.error("%s", sentence)
+        log.error("%s", sentence, extra={"code": code} if code else None)
     else:
         sys.stderr.write(f"error: {sentence}\n")
 
 
 def message_of(line: str) -> str:
-    """What a line of a worker's log says, whichever form it has."""
+    """Return the message in a line of a worker's log, in either form."""
     try:
-        spoken = json.loads(line)
+        fields = json.loads(line)
     except ValueError:
         return line
-    return str(spoken.get("message", line)) if isinstance(spoken, dict) else line
+    return str(fields.get("message", line)) if isinstance(fields, dict) else line
 
 
-# -- what nobody catches ---------------------------------------------------------------------------------------------
+# -- uncaught errors ------------------------------------------------------------------------------------------------
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Orbax's threads log, with pages of traceback, what whoever waits for them is told as well."""
+    """Filter out errors that Orbax's threads log with a traceback although they also raise them to the caller."""
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
 def is_late_answer(error: BaseException | None) -> bool:
-    """Whether a library told an event loop something that is closed by now, straight from a thread of its own.
+    """Return whether a library's thread called an event loop that was already closed.
 
-    When one of several writes fails (a full disk), Orbax closes its loop and raises; tensorstore's other writes end
-    later, and find nobody. The failure itself goes its own way: nothing is lost with this echo of it.
+    When one of several writes fails (a full disk), Orbax closes its loop and raises. tensorstore's other writes end
+    later and call the closed loop. The caller already has the failure itself, so this error can be dropped.
     """
     if not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
         return False
@@ -116,34 +124,31 @@ def is_late_answer(error: BaseException | None) -> bool:
     return trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"
 
 
-def _catch_the_rest() -> None:
-    """Sees to what nobody catches: echoes go, and in JSON an error is one object with its traceback inside.
-
-    In the human form all else is as Python has it.
-    """
+def _install_hooks() -> None:
+    """Log uncaught errors as one JSON object each, and drop late answers. Otherwise Python's own hooks run."""
     if sys.unraisablehook.__module__ == __name__:
-        return  # done before
+        return  # They are installed already.
     before, before_in_thread, before_unraisable = sys.excepthook, threading.excepthook, sys.unraisablehook
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if as_json() and not issubclass(kind, KeyboardInterrupt):
-            log.critical("ended by an error that was not foreseen: %s", error, exc_info=(kind, error, trace))
+            log.critical("unexpected error: %s", error, exc_info=(kind, error, trace))
         else:
             before(kind, error, trace)
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
         if as_json() and args.exc_value is not None:
-            told = (args.exc_type, args.exc_value, args.exc_traceback)
-            log.critical("thread %s ended: %s", args.thread and args.thread.name, args.exc_value, exc_info=told)
+            about = (args.exc_type, args.exc_value, args.exc_traceback)
+            log.critical("thread %s ended: %s", args.thread and args.thread.name, args.exc_value, exc_info=about)
         else:
             before_in_thread(args)
 
     def unraisable(args: sys.UnraisableHookArgs) -> None:
         if is_late_answer(args.exc_value):
-            log.debug("a write that had failed was answered late")
+            log.debug("a write ended after its event loop was closed")
         elif as_json() and args.exc_value is not None:
-            told = (args.exc_type, args.exc_value, args.exc_traceback)
-            log.error("%s: %s", args.err_msg or "exception ignored", args.object, exc_info=told)
+            about = (args.exc_type, args.exc_value, args.exc_traceback)
+            log.error("%s: %s", args.err_msg or "exception ignored", args.object, exc_info=about)
         else:
             before_unraisable(args)
 

@@ -1,59 +1,61 @@
-"""The options of every worker about what it shows of itself: logs, curves, metrics; and what follows from them."""
+"""Options of workers about logs, curves and metrics, and the objects that follow from them."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from archipelago.broker.errors import ConfigError
+from prometheus_client import CollectorRegistry
+
 from archipelago.broker.observe import metrics
-from archipelago.broker.observe.curves import EventFile, Sink, WandbRun
+from archipelago.broker.observe.curve_sinks import EventFile, WandbRun, has_tensorboard
+from archipelago.broker.observe.curves import Sink
 from archipelago.broker.observe.logs import Origin, log_to_stderr
 from archipelago.broker.process import RUN_VARIABLE
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Endpoint:
-    """Where metrics are scraped. It answers from the first, and with nothing until `families` is set."""
-
-    families: Callable[[], Iterable[Metric]] = tuple
-
-
 @dataclass(frozen=True)
 class CurveOptions:
-    """Of whoever writes curves."""
+    """Options of processes that log and write metric curves."""
 
-    tensorboard: bool = True
-    """write curves as TensorBoard event files into a folder `tensorboard` in the worker's own"""
+    tensorboard: bool = field(default_factory=has_tensorboard)
+    """write curves as TensorBoard event files into the worker's folder `tensorboard` (needs the extra `plots`)"""
     wandb: bool = False
-    """send them to Weights & Biases too: project `archipelago`, the run as group (needs the extra `wandb`)"""
+    """also send curves to Weights & Biases: project `archipelago`, the run as group (needs the extra `wandb`)"""
     log_json: bool = False
-    """log one JSON object a line: time, level, who, run, island, round, message"""
+    """log one JSON object on each line: time, level, who, run, island, round, code, message"""
 
     def log_as(self, who: str, run: str | None, island: str = "") -> Origin:
-        """Sets the log up; the run's name may follow."""
+        """Set up logging. The returned origin takes the run's name later if it is not known yet."""
         run = run or os.environ.get(RUN_VARIABLE, "")
         return log_to_stderr(who, as_json=self.log_json, run=run, island=island)
 
     def curve_flags(self) -> list[str]:
-        """The same for a process that this one starts."""
+        """Return the flags that give a child process the same options."""
         flags = [] if self.tensorboard else ["--no-tensorboard"]
         return flags + ["--wandb"] * self.wandb + ["--log-json"] * self.log_json
 
     def sinks(self, run: str, name: str, kind: str, folder: Path, axis: str) -> list[Sink]:
-        """Where curves go. Raises ConfigError for a package that is missing."""
+        """Return where this worker's curves go.
+
+        Args:
+            name: The worker's name.
+            kind: The kind of worker.
+            folder: The worker's folder.
+            axis: What a curve's step counts.
+
+        Raises:
+            ConfigError: A package that the user asked for is not installed.
+        """
         sinks: list[Sink] = []
-        if self.tensorboard:
+        if self.tensorboard and has_tensorboard():
             sinks.append(EventFile(folder / "tensorboard"))
+        elif self.tensorboard:
+            log.warning("curves are off: tensorboardX is not installed (pip install 'archipelago-train[plots]')")
         if self.wandb:
             sinks.append(WandbRun(run, name, kind, folder, axis))
         return sinks
@@ -61,26 +63,28 @@ class CurveOptions:
 
 @dataclass(frozen=True)
 class WorkerOptions(CurveOptions):
-    """Of a worker, which can be scraped as well."""
+    """Options of workers that can also be scraped by Prometheus."""
 
     metrics_port: int | None = None
-    """serve Prometheus metrics at http://HOST:PORT/metrics; 0 takes any free port; default none"""
+    """serve Prometheus metrics at http://HOST:PORT/metrics; 0 takes a free port; default: do not serve them"""
     metrics_host: str = metrics.HOST
-    """the address to serve them on; 0.0.0.0 lets other machines scrape"""
+    """address to serve metrics on; 0.0.0.0 lets other machines scrape"""
 
     def flags(self, number: int) -> list[str]:
-        """The same for a process that this one starts, on a port of its own: `number` beyond ours."""
+        """Return the flags that give a child process the same options, with a metrics port `number` above this one."""
         if self.metrics_port is None:
             return self.curve_flags()
         port = self.metrics_port + number if self.metrics_port else 0
         return [*self.curve_flags(), "--metrics-port", str(port), "--metrics-host", self.metrics_host]
 
-    def endpoint(self) -> Endpoint:
-        """Serves metrics where that was asked for. Raises ConfigError for a port that cannot be had."""
-        endpoint = Endpoint()
+    def registry(self) -> CollectorRegistry:
+        """Return the registry for this worker's metrics, and serve it if a port was asked for.
+
+        Raises:
+            ConfigError: The port cannot be used.
+        """
+        registry = metrics.new_registry()
         if self.metrics_port is not None:
-            if not 0 <= self.metrics_port <= metrics.PORT_MAX:
-                raise ConfigError(f"--metrics-port cannot be {self.metrics_port}", "Choose 0 to 65535.")
-            port = metrics.serve(self.metrics_port, self.metrics_host, lambda: endpoint.families())
+            port = metrics.serve(self.metrics_port, self.metrics_host, registry)
             log.info("metrics at http://%s:%s/metrics", self.metrics_host, port)
-        return endpoint
+        return registry

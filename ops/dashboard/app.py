@@ -8,7 +8,6 @@ import importlib.util
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from starlette.routing import Route
 
 from archipelago.broker.control import checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
-from archipelago.broker.observe import metrics
+from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.actions import sentence, stamped
 from archipelago.ops.dashboard.watcher import Board, Watch, written
 
@@ -112,7 +111,7 @@ class _Service:
         fault, view = self.board.fault(self.clock()), self.board.view
         if fault or view is None:
             return Response(f"{fault.what if fault else 'nothing was read yet'}\n", 503, headers=FRESH)
-        text = await run_in_threadpool(metrics.render, asdict(view), self.board.round_seconds)
+        text = await run_in_threadpool(metrics.render, view, self.board.round_seconds)
         return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
 
     async def view(self, request: Request) -> Response:

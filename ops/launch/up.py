@@ -20,7 +20,7 @@ from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
-from archipelago.broker.observe.curves import require_wandb
+from archipelago.broker.observe.curve_sinks import require_wandb
 from archipelago.broker.observe.logs import as_json
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled, print_json, stop_on_signals

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
 from archipelago.broker.messages import Evaluation
-from archipelago.broker.observe.curves import Scalars
+from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.options import CurveOptions
 from archipelago.broker.process import RunAddress, keep_compiled, print_json, stop_on_signals
 from archipelago.broker.transport import Transport
@@ -40,7 +40,9 @@ def main(options: EvaluateOptions) -> int:
     origin.run = transport.run
     folder = options.folder or Path("runs") / transport.run / "evaluate"
     # One look is asked for its answer, not for a folder where it happens to be asked.
-    curves = Scalars(options.sinks(transport.run, "evaluate", "evaluate", folder, "tokens") if options.every else [])
+    curves = CurveWriter(
+        options.sinks(transport.run, "evaluate", "evaluate", folder, "tokens") if options.every else []
+    )
     evaluate = evaluator(transport, curves)
     curves.start()
     newest = evaluate()
@@ -64,7 +66,7 @@ def main(options: EvaluateOptions) -> int:
     return 0
 
 
-def evaluator(transport: Transport, curves: Scalars | None = None) -> Callable[[], Evaluation]:
+def evaluator(transport: Transport, curves: CurveWriter | None = None) -> Callable[[], Evaluation]:
     """A function that evaluates the newest parameters and records it; nothing new is not evaluated twice."""
     manifest = transport.manifest()
     keep_compiled()

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from archipelago.broker.config import InnerConfig
 from archipelago.broker.errors import UnreachableError
-from archipelago.broker.observe.metrics import registry_of
+from archipelago.broker.observe.metrics import new_registry
 from archipelago.islands import inner, telemetry
 from archipelago.islands.worker import Island
 from tests.islands.tiny import Bay
@@ -30,7 +30,9 @@ def test_the_learning_rate_is_the_one_that_it_trains_with(warmup_steps: int) -> 
 
 
 def scraped(island: Island) -> dict[str, float]:
-    text = generate_latest(registry_of(lambda: telemetry.families(island))).decode()
+    registry = new_registry()
+    registry.register(telemetry.IslandCollector(island))
+    text = generate_latest(registry).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {tuple(sorted(sample.labels.items())) for sample in samples} <= {(("island", "a"), ("run", "tiny"))}
     return {sample.name.removeprefix("archipelago_island_"): sample.value for sample in samples}

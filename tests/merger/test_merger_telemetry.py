@@ -1,4 +1,4 @@
-"""What a merger shows of itself: each round that it commits, once, and what it refuses."""
+"""A merger's metrics and curves: each committed round once, and refusals."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import CollectorRegistry
 
 from archipelago.broker.errors import UnknownRunError, UnreachableError
-from archipelago.broker.observe.curves import Scalars
-from archipelago.broker.observe.metrics import registry_of
+from archipelago.broker.messages import Member
+from archipelago.broker.observe.curves import CurveWriter
+from archipelago.broker.observe.metrics import new_registry
 from archipelago.broker.redis.transport import connect
 from archipelago.merger import main
 from archipelago.merger.service import Merger
-from archipelago.merger.telemetry import Telemetry, values
+from archipelago.merger.telemetry import RoundMetrics, Telemetry, values
 from tests import samples
 from tests.broker.observe.test_curves import events
+from tests.broker.observe.test_metrics import values as exported
 from tests.merger.simulated_broker import Faulty, SimulatedBroker, constant
 
 
-class Drawn(Scalars):
+class Drawn(CurveWriter):
     """Keeps what is put."""
 
     def __init__(self) -> None:
@@ -34,19 +35,51 @@ class Drawn(Scalars):
         self.points.append((step, values))
 
 
-def scraped(telemetry: Telemetry) -> dict[str, float]:
-    text = generate_latest(registry_of(telemetry.families)).decode()
-    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {s.name.removeprefix("archipelago_merger_"): s.value for s in found if not s.name.endswith("_bucket")}
+def scraped(registry: CollectorRegistry) -> dict[str, float]:
+    found = exported(registry)
+    return {name.removeprefix("archipelago_merger_"): value for (name, bucket), value in found.items() if not bucket}
+
+
+def member(staleness: int) -> Member:
+    return Member("a", "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
+
+
+def test_rounds_are_counted() -> None:
+    registry = new_registry()
+    rounds = RoundMetrics("sample", 2, registry)
+    assert scraped(registry)["rounds_total"] == 0
+    assert "open_seconds" not in scraped(registry), "not known before the first round"
+    commit = samples.commit([])
+    entry = replace(commit.tape, merge_seconds=0.125, bytes_up=7)
+    snapshot = replace(commit.snapshot, bytes=30, difference_bytes=4)
+    rounds.closed(replace(entry, members=(member(0), member(0), member(5))), snapshot)
+    rounds.closed(replace(entry, members=(member(99),), loss=1.5), snapshot)
+    assert scraped(registry) == {
+        "rounds_total": 2, "merged_contributions_total": 4, "merged_tokens_total": 200, "received_bytes_total": 14,
+        "published_bytes_total": 68, "quorum_seconds": 0.1, "grace_seconds": 0.2, "open_seconds": 0.3,
+        "merge_seconds": 0.125, "loss": 1.5, "staleness_versions_count": 4, "staleness_versions_sum": 104,
+    }  # fmt: skip
+    assert [value for (_, bucket), value in exported(registry).items() if bucket] == [2, 2, 2, 2, 2, 3, 3, 3, 3, 4]
+    rounds.closed(replace(entry, members=(), loss=float("nan")), snapshot)
+    assert "loss" not in scraped(registry)
+
+
+def test_a_standby_exports_only_what_it_knows() -> None:
+    registry = new_registry()
+    simulated = SimulatedBroker(quorum=2)
+    Telemetry(Merger(simulated.transport, simulated.clock), Drawn(), registry)
+    found = scraped(registry)
+    assert (found["serving"], found["epoch"], found["rounds_total"]) == (0, 0, 0)
+    assert not {"round", "live_islands", "open_seconds", "round_age_seconds"} & set(found)
 
 
 def test_rounds_are_counted_and_drawn() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger()
-    drawn = Drawn()
-    telemetry = Telemetry(merger, drawn)
+    drawn, registry = Drawn(), new_registry()
+    Telemetry(merger, drawn, registry)
     simulated.play(merger, 1, 2, 3)
-    shown = scraped(telemetry)
+    shown = scraped(registry)
     books = simulated.transport.books()
     assert (shown["serving"], shown["epoch"], shown["round"], shown["rounds_total"]) == (1, merger.epoch, 3, 3)
     assert shown["live_islands"] == 2
@@ -62,18 +95,19 @@ def test_rounds_are_counted_and_drawn() -> None:
         assert point["loss"] == entry.loss
         assert point["open_seconds"] == entry.open_seconds
     simulated.clock.now += 4.0
-    assert scraped(telemetry)["round_age_seconds"] == 4.0
+    assert scraped(registry)["round_age_seconds"] == 4.0
 
 
 def test_refusals_are_counted() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger()
-    telemetry = Telemetry(merger, Drawn())
+    registry = new_registry()
+    Telemetry(merger, Drawn(), registry)
     simulated.live("a", "b")
     simulated.send("a", 1, constant(float("nan")))
     merger.turn(0.0)
-    assert scraped(telemetry)["refused_contributions_total"] == simulated.transport.books().refused == 1
-    assert scraped(telemetry)["merged_contributions_total"] == 0
+    assert scraped(registry)["refused_contributions_total"] == simulated.transport.books().refused == 1
+    assert scraped(registry)["merged_contributions_total"] == 0
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -83,10 +117,11 @@ def test_a_round_whose_commit_broke_is_not_counted(when: str) -> None:
     merger = Merger(Faulty(simulated.broker, "sample", [("commit", 0, when)]), simulated.clock, live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
-    telemetry = Telemetry(merger, Drawn())
-    with pytest.raises(UnreachableError, match="the connection broke"):
+    registry = new_registry()
+    Telemetry(merger, Drawn(), registry)
+    with pytest.raises(UnreachableError):
         simulated.play(merger, 1)
-    assert scraped(telemetry)["rounds_total"] == 0
+    assert scraped(registry)["rounds_total"] == 0
 
 
 def test_the_curves_of_a_run_that_is_deleted_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The log: a line for people as ever, or one JSON object a record, also for what nobody catches."""
+"""Logging: a line for people or one JSON object per record, also for uncaught errors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Fields = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    """Logging and hooks belong to the process."""
+def _restored() -> Iterator[None]:
+    """Restore logging and hooks, which belong to the process."""
     root, ours = logging.getLogger(), [logging.getLogger(name) for name in (*logs.OURS, "absl")]
     handlers, levels, filters = list(root.handlers), [log.level for log in (root, *ours)], list(ours[-1].filters)
     hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
@@ -45,7 +45,7 @@ def objects(text: str) -> list[Fields]:
 def test_a_record_is_one_object_with_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
     before = datetime.now(UTC)
     origin = logs.log_to_stderr("oslo", as_json=True, island="oslo")
-    log = logging.getLogger("islands.test")
+    log = logging.getLogger("archipelago.test")
     log.info("joined %s", "a\nrun")
     origin.run = "demo"
     log.warning("refused → “%s”", "why", extra={"round": 7})
@@ -59,9 +59,9 @@ def test_a_record_is_one_object_with_its_fields(capsys: pytest.CaptureFixture[st
     }  # fmt: skip
 
 
-def test_round_zero_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_round_zero_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
     logs.log_to_stderr("merger", as_json=True)
-    logging.getLogger("merger.test").info("serving", extra={"round": 0})
+    logging.getLogger("archipelago.test").info("serving", extra={"round": 0})
     assert objects(capsys.readouterr().err)[0]["round"] == 0
 
 
@@ -70,7 +70,7 @@ def test_an_exception_is_inside_its_object(capsys: pytest.CaptureFixture[str]) -
     try:
         raise ValueError("two\nlines")
     except ValueError:
-        logging.getLogger("merger.test").exception("it failed")
+        logging.getLogger("archipelago.test").exception("it failed")
     (said,) = objects(capsys.readouterr().err)
     assert (said["level"], said["message"], said["run"]) == ("error", "it failed", "demo")
     assert said["exception"].startswith("Traceback (most recent call last):")
@@ -79,23 +79,24 @@ def test_an_exception_is_inside_its_object(capsys: pytest.CaptureFixture[str]) -
 
 def test_people_read_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     logs.log_to_stderr("merger", run="demo")
-    logging.getLogger("merger.test").info("serving from round %s", 7, extra={"round": 7})
+    logging.getLogger("archipelago.test").info("serving from round %s", 7, extra={"round": 7})
     time, rest = capsys.readouterr().err.split(" ", 1)
     assert datetime.strptime(time, "%H:%M:%S")
     assert rest == "merger serving from round 7\n"
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_sentence_that_ends_a_process(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_the_error_that_ends_a_process(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     def main() -> int:
         logs.log_to_stderr("merger", as_json=as_json, run="demo")
-        raise ConfigError("the port is taken", "Choose another.")
+        raise ConfigError("the port is taken", "Choose another.", code="config.taken")
 
     assert guarded(main) == 2
     said = capsys.readouterr().err
     if as_json:
         (said_object,) = objects(said)
-        assert (said_object["level"], said_object["message"]) == ("error", "the port is taken. Choose another.")
+        assert (said_object["level"], said_object["code"]) == ("error", "config.taken")
+        assert said_object["message"] == "the port is taken. Choose another."
     else:
         assert said == "error: the port is taken. Choose another.\n"
     assert logs.message_of(said.strip()).removeprefix("error: ") == "the port is taken. Choose another."
@@ -103,10 +104,11 @@ def test_a_sentence_that_ends_a_process(capsys: pytest.CaptureFixture[str], as_j
 
 @pytest.mark.parametrize(("line", "message"), [("error: no", "error: no"), ('{"message": "no"}', "no"), ("[1]", "[1]"),
                                                ("{}", "{}"), ("", "")])  # fmt: skip
-def test_what_a_line_says(line: str, message: str) -> None:
+def test_the_message_of_a_line(line: str, message: str) -> None:
     assert logs.message_of(line) == message
 
 
+SET_UP = "import threading; from archipelago.broker.observe import logs; logs.log_to_stderr('oslo', as_json={})"
 ENDS = {
     "main": "raise RuntimeError('the end')",
     "thread": "t = threading.Thread(target=lambda: 1 / 0, name='link-send'); t.start(); t.join()",
@@ -115,33 +117,43 @@ ENDS = {
 }
 
 
+def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("end", ENDS)
-def test_what_nobody_catches_is_one_object_too(end: str) -> None:
-    code = (
-        f"import threading; from broker import logs; logs.log_to_stderr('oslo', as_json=True, run='demo'); {ENDS[end]}"
-    )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    (said,) = objects(found.stderr)
-    assert (said["who"], said["run"]) == ("oslo", "demo")
+def test_an_uncaught_error_is_one_object_too(end: str) -> None:
+    found = ended(f"{SET_UP.format(True)}; {ENDS[end]}")
+    (record,) = objects(found.stderr)
+    assert record["who"] == "oslo"
     assert (found.returncode == 1) == (end == "main")
     if end == "warning":
-        assert "UserWarning: old" in said["message"]
+        assert "UserWarning: old" in record["message"]
     else:
-        assert said["exception"].splitlines()[-1] in ("RuntimeError: the end", "ZeroDivisionError: division by zero")
+        assert record["exception"].splitlines()[-1] in ("RuntimeError: the end", "ZeroDivisionError: division by zero")
 
 
-def test_people_see_a_traceback_as_ever() -> None:
-    code = "from broker import logs; logs.log_to_stderr('oslo'); raise RuntimeError('the end')"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_people_see_a_traceback() -> None:
+    found = ended(f"{SET_UP.format(False)}; raise RuntimeError('the end')")
     assert found.stderr.startswith("Traceback (most recent call last):")
     assert found.stderr.endswith("RuntimeError: the end\n")
 
 
-# -- echoes of a write that failed ----------------------------------------------------------------------------------
+def test_an_error_of_ours_is_logged_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.log_to_stderr("oslo", as_json=True)
+    try:
+        raise ConfigError("the port is taken", code="config.taken")
+    except ConfigError:
+        logging.getLogger("archipelago.test").exception("it failed")
+    assert objects(capsys.readouterr().err)[0]["code"] == "config.taken"
+
+
+# -- late answers to a failed write ----------------------------------------------------------------------------------
 
 
 def closed_loop_error(straight: bool) -> RuntimeError:
-    """What a closed loop raises: straight from the call, or in code that has a caller of ours."""
+    """The error of a closed loop, either with only the library's frame or with a caller's frame as well."""
     loop = asyncio.new_event_loop()
     loop.close()
     try:
@@ -150,23 +162,23 @@ def closed_loop_error(straight: bool) -> RuntimeError:
         trace = error.__traceback__
         assert trace is not None
         return error.with_traceback(trace.tb_next) if straight else error
-    raise AssertionError("it was closed")
+    raise AssertionError("the loop was closed")
 
 
-def test_only_a_late_answer_to_a_loop_that_is_closed_is_an_echo() -> None:
+def test_which_errors_are_late_answers() -> None:
     assert logs.is_late_answer(closed_loop_error(straight=True))
-    assert not logs.is_late_answer(closed_loop_error(straight=False))  # somebody of ours called it: a real error
+    assert not logs.is_late_answer(closed_loop_error(straight=False))  # Our own code called the loop.
     assert not logs.is_late_answer(RuntimeError("Event loop is closed"))
     assert not logs.is_late_answer(OSError(28, "No space left on device"))
     assert not logs.is_late_answer(None)
 
 
-def test_what_whoever_waits_is_told_is_not_logged_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_that_orbax_also_raises_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     logs.log_to_stderr("oslo")
-    chatter = logging.getLogger("absl")
-    chatter.error("[thread=x] _SignalingThread.run() raised an exception: no space")
-    chatter.warning("a file that it can do without")
-    chatter.error("something else is wrong")
+    absl = logging.getLogger("absl")
+    absl.error("[thread=x] _SignalingThread.run() raised an exception: no space")
+    absl.warning("an optional file is missing")
+    absl.error("something else is wrong")
     assert capsys.readouterr().err.split(" ", 2)[1:] == ["oslo", "something else is wrong\n"]
 
 
@@ -175,9 +187,9 @@ import resource, signal, sys
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from broker import logs
-from broker.errors import ConfigError
-from merger.checkpoint import CheckpointStore
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe import logs
+from archipelago.merger.checkpoint import CheckpointStore
 from tests import samples
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -189,19 +201,14 @@ for number in (3, 4):
     try:
         CheckpointStore(Path(sys.argv[1])).save(replace(image, number=number))
     except ConfigError as error:
-        print(error)
+        print(error.code)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits on files are Linux's")
-def test_a_full_disk_is_one_sentence_for_each_checkpoint_and_no_traceback(tmp_path: Path) -> None:
-    """Through Orbax and tensorstore as they are: their threads have more to say than whoever called them."""
-    found = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path / "kept")], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the size of files this way")
+def test_a_full_disk_is_one_error_for_each_checkpoint_and_no_traceback(tmp_path: Path) -> None:
+    """Orbax and tensorstore also report the failure from threads of their own."""
+    found = ended(FULL, str(tmp_path / "kept"))
     assert found.stderr == ""
-    assert found.stdout.splitlines() == [
-        f"checkpoint {number} cannot be written to {tmp_path / 'kept'} (File too large). Free some space there, or "
-        "name another folder with --folder. Earlier checkpoints are as they were."
-        for number in (3, 4)
-    ]
+    assert len(found.stdout.splitlines()) == 2

@@ -1,0 +1,97 @@
+"""A whole run's metrics for Prometheus, read from Redis: the dashboard's `/metrics`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import Metric
+
+from archipelago.broker.observe.metrics import family, new_registry
+from archipelago.ops.watch.run_view import RunView
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+#: Maps a metric's name to the attribute of `RunView` and its documentation. The label is `run`.
+RUN = {
+    "archipelago_run_parameters": ("parameters", "Parameters of the model."),
+    "archipelago_run_round": ("rounds", "The last round that has closed."),
+    "archipelago_run_step": ("step", "Global step."),
+    "archipelago_run_steps": ("steps", "Global step at which the run ends."),
+    "archipelago_run_islands_known": ("known", "Islands seen in the last day."),
+    "archipelago_run_islands_live": ("live", "Islands that sent a heartbeat lately and have not left."),
+    "archipelago_run_islands_participating": ("participating", "Live islands that recent rounds have merged."),
+    "archipelago_run_contributions_per_round": ("contributions_per_round", "Mean over the recent rounds."),
+    "archipelago_run_pending_contributions": ("pending", "Published and neither merged nor refused."),
+    "archipelago_run_pending_tokens": ("pending_tokens", "Tokens of the pending ones, summed over fragments."),
+    "archipelago_run_books_balanced": ("balanced", "1 if published = merged + refused + pending, else 0."),
+    "archipelago_run_memory_used_bytes": ("memory_bytes", "Memory that Redis uses."),
+    "archipelago_run_memory_limit_bytes": ("memory_limit_bytes", "Redis's maxmemory; 0 if it has none."),
+    "archipelago_run_grace_seconds": ("grace_seconds", "Grace window, mean over the recent rounds."),
+    "archipelago_run_open_seconds": ("open_seconds", "Time that a round is open, mean over the recent rounds."),
+    "archipelago_run_loss": ("loss", "Training loss in nats, mean of the last round of each fragment."),
+    "archipelago_run_bits_per_byte": ("bits_per_byte_last", "Held-out bits per byte, newest evaluation."),
+    "archipelago_run_merged_tokens_total": ("tokens_merged", "Tokens merged into every fragment."),
+    "archipelago_run_trained_tokens_total": ("tokens_trained", "Tokens trained by all islands, merged or not."),
+    "archipelago_run_lost_tokens": ("tokens_lost", "Tokens trained by islands that left before they were merged."),
+    "archipelago_run_sent_bytes_total": ("bytes_up", "Payload bytes from the islands."),
+    "archipelago_run_received_bytes_total": ("bytes_down", "Payload bytes to the islands."),
+}
+
+#: Maps a metric's name to the attribute of `Books` and its documentation. The label is `run`.
+BOOKS = {
+    "archipelago_run_published_contributions_total": ("published", "Contributions published."),
+    "archipelago_run_merged_contributions_total": ("merged", "Contributions merged."),
+    "archipelago_run_refused_contributions_total": ("refused", "Contributions refused."),
+    "archipelago_run_kept_contributions": ("kept", "Merged ones that stay until a checkpoint covers them."),
+}
+
+ROUND_AGE = "archipelago_run_round_age_seconds"
+
+#: Maps a metric's name to the attribute of `IslandView` and its documentation. The labels are `run` and `island`.
+RUN_ISLAND = {
+    "archipelago_run_island_live": ("live", "1 if the island sent a heartbeat lately and has not left, else 0."),
+    "archipelago_run_island_last_seen_seconds": ("last_seen_seconds", "Time since its last heartbeat."),
+    "archipelago_run_island_participation_ratio": ("participation", "Share of the recent rounds that merged it."),
+    "archipelago_run_island_steps_total": ("steps", "Inner steps made."),
+    "archipelago_run_island_tokens_total": ("tokens", "Tokens trained on."),
+    "archipelago_run_island_tokens_per_second": ("tokens_per_second", "Training speed."),
+    "archipelago_run_island_loss": ("loss", "Training loss in nats."),
+    "archipelago_run_island_staleness_versions": ("staleness", "Versions it is behind, mean over fragments."),
+    "archipelago_run_island_backlog_contributions": ("backlog", "Contributions that wait to be sent."),
+    "archipelago_run_island_refused_contributions_total": ("refused", "Contributions that were refused."),
+    "archipelago_run_island_sent_bytes_total": ("bytes_up", "Payload bytes sent."),
+    "archipelago_run_island_received_bytes_total": ("bytes_down", "Payload bytes received."),
+}
+
+
+@dataclass(frozen=True)
+class RunCollector:
+    """Yields a run's metrics from one reading of Redis.
+
+    Attributes:
+        seconds_since_round: Age of the newest tape entry; NaN if it is not known.
+    """
+
+    view: RunView
+    seconds_since_round: float = math.nan
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family for each metric."""
+        labels = {"run": self.view.run}
+        for table, source in ((RUN, self.view), (BOOKS, self.view.books)):
+            for name, (attribute, documentation) in table.items():
+                yield family(name, documentation, labels, [(labels, getattr(source, attribute))])
+        yield family(ROUND_AGE, "Time since the last round closed.", labels, [(labels, self.seconds_since_round)])
+        for name, (attribute, documentation) in RUN_ISLAND.items():
+            samples = [(labels | {"island": island.name}, getattr(island, attribute)) for island in self.view.islands]
+            yield family(name, documentation, [*labels, "island"], samples)
+
+
+def render(view: RunView, seconds_since_round: float = math.nan) -> bytes:
+    """Return the run's metrics in Prometheus' text format (`CONTENT_TYPE`)."""
+    registry = new_registry()
+    registry.register(RunCollector(view, seconds_since_round))
+    return generate_latest(registry)

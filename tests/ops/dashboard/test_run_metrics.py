@@ -1,0 +1,87 @@
+"""The metrics of a whole run; and that the Grafana dashboard and the alerts use only metrics that we export."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from archipelago.broker.memory import MemoryBroker
+from archipelago.islands.telemetry import IslandCollector
+from archipelago.merger.telemetry import RoundMetrics
+from archipelago.ops.dashboard import metrics
+from archipelago.ops.watch.run_view import observe
+from tests import samples
+from tests.broker.observe.test_metrics import parsed
+
+DEPLOY = Path(__file__).parents[3] / "ops" / "deploy"
+
+
+def test_a_whole_run() -> None:
+    manifest = samples.manifest()
+    transport = MemoryBroker().connect(manifest.run)
+    transport.create(manifest, samples.first_snapshots(manifest))
+    for name in ("oslo", "quito"):
+        transport.heartbeat(samples.heartbeat(name))
+    transport.publish(*samples.packed(np.ones(manifest.sizes[0], np.float32)))
+    view = observe(transport, manifest)
+    found = parsed(metrics.render(view, 2.5))
+    assert found["archipelago_run_islands_known", ""] == found["archipelago_run_islands_live", ""] == 2
+    assert found["archipelago_run_islands_participating", ""] == 0
+    assert found["archipelago_run_pending_contributions", ""] == 1
+    assert found["archipelago_run_published_contributions_total", ""] == 1
+    assert found["archipelago_run_pending_tokens", ""] == 100
+    assert found["archipelago_run_books_balanced", ""] == 1
+    assert found["archipelago_run_round_age_seconds", ""] == 2.5
+    assert found["archipelago_run_memory_used_bytes", ""] == view.memory_bytes > 0
+    assert found["archipelago_run_island_live", "quito"] == 1
+    assert found["archipelago_run_island_tokens_total", "oslo"] == 1000
+    exported = {*metrics.RUN, *metrics.BOOKS, metrics.ROUND_AGE, *metrics.RUN_ISLAND}
+    not_known = {"archipelago_run_bits_per_byte", "archipelago_run_loss"}  # No evaluation, and no round.
+    assert {name for name, _ in found} == exported - not_known
+
+
+# -- the files that ship with it --------------------------------------------------------------------------------------
+
+
+def is_exported(name: str) -> bool:
+    """Whether our workers or the dashboard export that metric."""
+    if name in {*metrics.RUN, *metrics.BOOKS, metrics.ROUND_AGE, *metrics.RUN_ISLAND}:
+        return True
+    sources = [Path(str(module.__code__.co_filename)) for module in (IslandCollector.collect, RoundMetrics.closed)]
+    for kind, source in zip(("island", "merger"), sources, strict=True):
+        short = re.sub("_(bucket|count|sum)$", "", name).removeprefix(f"archipelago_{kind}_")
+        if re.search(rf'"(archipelago_{kind}_)?{short}"', source.read_text(encoding="utf-8")):
+            return True
+    return False
+
+
+def expressions(value: object) -> list[str]:
+    """Every query in Grafana's JSON."""
+    if isinstance(value, dict):
+        own = [str(value[key]) for key in ("expr", "definition") if key in value]
+        return own + [found for part in value.values() for found in expressions(part)]
+    return [found for part in value for found in expressions(part)] if isinstance(value, list) else []
+
+
+def test_grafana_uses_exported_metrics() -> None:
+    board = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
+    used = {name for text in expressions(board) for name in re.findall(r"\barchipelago_\w+", text)}
+    assert len(used) > 30
+    assert {name for name in used if not is_exported(name)} == set()
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert all(panel["targets"] and panel["title"] for panel in panels)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+@pytest.mark.parametrize("file", ["alerts.yml", "prometheus.yml"])
+def test_alerts_use_exported_metrics(file: str) -> None:
+    text = "\n".join(
+        line for line in (DEPLOY / file).read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")
+    )
+    used = set(re.findall(r"\barchipelago_\w+", text))
+    assert {name for name in used if not is_exported(name)} == set()
+    assert (len(used) >= 8) == (file == "alerts.yml")
