@@ -1,0 +1,63 @@
+"""The wheel works without the repository, in a fresh environment and in a folder that shadows our packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: Each raises when it is imported. Children that put the working directory on their path would end here.
+SHADOWS = ("archipelago", "broker", "islands", "merger", "ops", "jax", "redis")
+SMALL = ["--islands=1", "--inner.steps=24", "--data.sequence-length=32", "--data.batch-size=4", "--no-one-process"]
+
+pytestmark = pytest.mark.full
+
+
+def run(argv: list[str], cwd: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, f"{argv}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """The session's environment with the user's home, where pip finds its configuration."""
+    return {**os.environ, "HOME": pwd.getpwuid(os.getuid()).pw_dir}
+
+
+def constraints(path: Path) -> Path:
+    """Write the versions that the lock file pins, without hashes, so that extras can be left out."""
+    pins = re.findall(r"^(\S+==\S+(?: ; [^\\\n]+)?) *\\?$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert len(pins) > 50
+    path.write_text("\n".join(pins) + "\n")
+    return path
+
+
+def test_an_installed_wheel_trains(tmp_path: Path, environment: dict[str, str]) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]
+    run(build, tmp_path, environment)
+    wheel = next((tmp_path / "dist").glob("archipelago_train-*.whl"))
+    venv.create(tmp_path / "venv", with_pip=True)
+    bin_folder = tmp_path / "venv" / "bin"
+    pins = constraints(tmp_path / "constraints.txt")
+    install = [str(bin_folder / "python"), "-m", "pip", "install", "--quiet", str(wheel), "--constraint", str(pins)]
+    run(install, tmp_path, environment)
+    work = tmp_path / "work"
+    for name in SHADOWS:
+        (work / name).mkdir(parents=True)
+        (work / name / "__init__.py").write_text("raise ImportError('the working directory is on the path')\n")
+    private = {**environment, "HOME": str(tmp_path)}  # the user's caches stay as they are
+    for name in [name for name in private if name.startswith(("PYTHON", "ARCHIPELAGO", "JAX_COMPILATION"))]:
+        del private[name]
+    printed = run([str(bin_folder / "archipelago"), "up", "--json", "--run=wheel", *SMALL], work, private)
+    report = json.loads(printed)
+    assert report["finished"]
+    assert report["last"]["bits_per_byte"] < report["first"]["bits_per_byte"]
