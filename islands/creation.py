@@ -8,14 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import numpy as np
 
-from archipelago.broker.config import BYTES, SMALLEST_RATE, RunConfig
+from archipelago.broker.config import BYTES, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Corpus, Manifest, balanced
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.interface import Params
-from archipelago.islands.models.registry import RATES, build
+from archipelago.islands.models.registry import build, learning_rate
 from archipelago.islands.sync.arrays import flatten
 
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
@@ -33,8 +33,7 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
     Unless it names them itself.
     """
     if config.inner.learning_rate is None:
-        rate = RATES.get(config.model.size, SMALLEST_RATE)
-        config = replace(config, inner=replace(config.inner, learning_rate=rate))
+        config = replace(config, inner=replace(config.inner, learning_rate=learning_rate(config.model.size)))
     if not corpus.tokenizer or config.model.vocabulary != BYTES:
         return config
     return replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))

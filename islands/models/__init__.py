@@ -1,1 +1,1 @@
-"""The models that islands train, and what they are made of."""
+"""The models that islands train, and the parts that they are made of."""

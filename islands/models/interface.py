@@ -1,6 +1,6 @@
-"""What the rest of Archipelago knows of a model: named tensors, and pure functions of them.
+"""The interface of a model: named tensors, and pure functions of them.
 
-Apart from `islands.layers`, so that who only moves tensors need not load what modules are made with.
+It is apart from `layers`, so that code that only moves tensors need not load flax.
 
 Shapes in names: B sequences, T positions, N heads, D elements of a head, V vocabulary, S places.
 """
@@ -14,56 +14,67 @@ import jax
 
 from archipelago.broker.manifest import Tensor
 
+#: Parameters by dotted name, such as `layers.0.attention.query.kernel`. All of them are float32.
 Params = dict[str, jax.Array]
-"""Parameters by dotted name, such as `layers.0.attention.query.kernel`; every one float32."""
 
 
-class Memory(NamedTuple):
-    """What attention keeps of the tokens before: S places in each layer, the first `length` of them taken."""
+class Cache(NamedTuple):
+    """The keys and values of earlier tokens. Each layer has S places, and the first `length` of them are filled.
+
+    Attributes:
+        keys: One array per layer, [B, S, N, D], rotated to their positions.
+        values: One array per layer, [B, S, N, D].
+        length: int32, [].
+    """
 
     keys: tuple[jax.Array, ...]
-    """of each layer, [B, S, N, D], rotated to their positions"""
     values: tuple[jax.Array, ...]
-    """of each layer, [B, S, N, D]"""
     length: jax.Array
-    """int32, []"""
 
 
 class Decoder(NamedTuple):
-    """A model of text that goes on from what it has read, at the cost of the new tokens alone."""
+    """The functions that generate text token by token, with a cache of keys and values.
 
-    empty: Callable[[int], Memory]
-    """from S, the most tokens that it will hold, to a memory of nothing, for B = 1"""
-    extend: Callable[[Params, Memory, jax.Array, jax.Array], tuple[jax.Array, Memory]]
-    """reads the first `count` (int32, [], at least 1) of integer tokens [1, T], which must find room: float32 logits
-    [1, V] of the token after them, and the memory with them. The rest only fills up a shape."""
+    Attributes:
+        empty: From S, the most tokens that the cache must hold, to an empty cache for B = 1.
+        extend: From parameters, a cache, integer tokens [1, T] and `count` (int32, [], at least 1) to the float32
+            logits [1, V] of the token after the first `count` tokens, and the cache with these added. The other tokens
+            only pad the shape. The cache must have room for `count` more.
+    """
+
+    empty: Callable[[int], Cache]
+    extend: Callable[[Params, Cache, jax.Array, jax.Array], tuple[jax.Array, Cache]]
 
 
 class Model(NamedTuple):
-    """One architecture at one size. All functions are pure, differentiable and can be jitted."""
+    """One architecture at one size. All functions are pure, differentiable and can be jitted.
+
+    Attributes:
+        init: From a seed to fresh parameters. Equal seeds give equal parameters.
+        loss: From integer tokens [B, T + 1] to the mean cross-entropy in nats per target (float32, []). A model of text
+            has B · T targets, each the token that follows. A model of examples has B targets, the labels at the end.
+            Islands and evaluations report this loss.
+        tensors: The shapes that `init` returns, sorted by name. Computing them allocates nothing.
+        logits: From integer tokens [B, T] to float32 logits: [B, T, V] for the token that follows each position, or
+            [B, classes] for the label of each example.
+        loss_and_penalty: From the same arguments as `loss` to that loss and the penalty that training adds to it (both
+            float32, []), in one pass. None where training adds nothing.
+        example_bytes: The bytes of one example, T + 1 with its label last. None for a model of text.
+        decoder: Generates text. None for a model of examples.
+    """
 
     init: Callable[[int], Params]
-    """from a seed to fresh parameters; equal seeds give equal parameters"""
     loss: Callable[[Params, jax.Array], jax.Array]
-    """from integer tokens [B, T + 1] to the mean cross-entropy of all targets, in nats a target (float32, []): of the
-    B · T tokens that follow each, or of the B labels at the end of examples. What islands and evaluations report."""
     tensors: tuple[Tensor, ...]
-    """what `init` returns, without allocating it; sorted by name"""
     logits: Callable[[Params, jax.Array], jax.Array]
-    """from integer tokens [B, T] to float32 logits: [B, T, V] of the token that follows each, or [B, classes] of an
-    example's label"""
-    penalised: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
-    """from the same as `loss` to that loss and what training adds to it (float32, [] both), in one pass; None: nothing
-    is added"""
+    loss_and_penalty: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
     example_bytes: int | None = None
-    """bytes of one example, T + 1, its label last, for a model that reads only these; None for a model of text"""
     decoder: Decoder | None = None
-    """what writes text, token by token; None for a model that reads only examples"""
 
     def objective(self, params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What training descends, and the loss that it reports: the same, but for what `penalised` adds."""
-        if self.penalised is None:
+        """Return the value that training minimises, and the loss that it reports. They differ by the penalty."""
+        if self.loss_and_penalty is None:
             loss = self.loss(params, tokens_BxT1)
             return loss, loss
-        loss, penalty = self.penalised(params, tokens_BxT1)
+        loss, penalty = self.loss_and_penalty(params, tokens_BxT1)
         return loss + penalty, loss

@@ -1,8 +1,8 @@
-"""Our dense transformer in the names and layouts of Llama's, as Hugging Face's files have them.
+"""Our dense transformer under the names and layouts of Llama, as Hugging Face's files have them.
 
-It is that very architecture (arXiv 2302.13971): RMSNorm before attention and MLP, rotary positions over halves, SwiGLU,
-no biases; with as many keys as queries, and the embedding again as the output. Only names differ, and that projections
-are [out, in] there and [in, out] here.
+The architecture is the same (arXiv 2302.13971): RMSNorm before attention and MLP, rotary positions over halves, SwiGLU,
+and no biases. We use as many key heads as query heads, and the embedding again as the output projection. The files
+differ only in names and in the layout of projections, which are [out, in] in a Llama and [in, out] here.
 """
 
 from __future__ import annotations
@@ -26,37 +26,44 @@ _IN_LAYER = {
     "mlp.up.kernel": "mlp.up_proj.weight",
     "mlp.down.kernel": "mlp.down_proj.weight",
 }
-_OURS = {theirs: ours for ours, theirs in _IN_LAYER.items()} | {theirs: ours for ours, theirs in _ONCE.items()}
+_FROM_LLAMA = {theirs: ours for ours, theirs in [*_IN_LAYER.items(), *_ONCE.items()]}
 _LAYER = re.compile(r"(layers\.[0-9]{1,4})\.(.+)")
+#: The output projection, which is the embedding in our models.
 OUTPUT = "lm_head.weight"
-"""the output projection, which here is the embedding again"""
 
 
 class Place(NamedTuple):
-    """Where a tensor of one naming is found in the other."""
+    """A tensor's name under the other naming, and whether its axes are swapped there."""
 
     name: str
     transposed: bool
 
 
 def to_llama(name: str) -> Place:
-    """Llama's name of our tensor. Raises KeyError for one that the dense transformer does not have."""
+    """Return Llama's name of our tensor. Raises KeyError for a tensor that the dense transformer does not have."""
     found = _LAYER.fullmatch(name)
     theirs = f"model.{found[1]}.{_IN_LAYER[found[2]]}" if found else _ONCE[name]
     return Place(theirs, name.endswith(".kernel"))
 
 
 def from_llama(name: str) -> Place:
-    """Our name of a tensor by Llama's; any other name is taken for ours."""
+    """Return our name of a tensor by Llama's name. Any other name is taken as one of ours."""
     found = _LAYER.fullmatch(name.removeprefix("model."))
-    if found and found[2] in _OURS:
-        ours = f"{found[1]}.{_OURS[found[2]]}"
+    if found and found[2] in _FROM_LLAMA:
+        ours = f"{found[1]}.{_FROM_LLAMA[found[2]]}"
         return Place(ours, ours.endswith(".kernel"))
-    return Place(_OURS.get(name, name), False)
+    return Place(_FROM_LLAMA.get(name, name), False)
 
 
 def config_of(size: Size, vocabulary: int, positions: int, dtype: str) -> dict[str, Any]:
-    """What `config.json` says of a model of this size. `dtype` is that of its file."""
+    """Return the `config.json` of a model of this size.
+
+    Args:
+        size: The dimensions of the transformer.
+        vocabulary: The number of tokens.
+        positions: The sequence length that it was trained on.
+        dtype: The dtype of the tensors in the file.
+    """
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -84,25 +91,41 @@ def config_of(size: Size, vocabulary: int, positions: int, dtype: str) -> dict[s
 
 
 def size_of(config: Mapping[str, Any]) -> Size:
-    """The size that such a `config.json` names. Raises ConfigError, with why, for what our transformer is not."""
+    """Return the size that a Llama's `config.json` describes.
+
+    Raises:
+        ConfigError: It describes no Llama (`llama.damaged`), or one that our transformer cannot be (`llama.different`).
+    """
     require_ours(config)
     try:
         width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         size = Size(width, int(config["num_hidden_layers"]), heads, int(config["intermediate_size"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"config.json describes no Llama ({error!r:.100})", "Was it written by hand?") from None
+        raise _damaged(f"{error!r:.100}") from None
     if min(size.width, size.layers, size.heads, size.hidden) < 1 or size.width % (2 * size.heads):
-        raise ConfigError(f"config.json describes no Llama: its sizes cannot be ({size})", "Was it written by hand?")
+        raise _damaged(f"impossible dimensions {size}")
     return size
 
 
+def _damaged(why: str) -> ConfigError:
+    return ConfigError(
+        f"config.json does not describe a Llama ({why})",
+        "Put back the file that the exporting program wrote.",
+        code="llama.damaged",
+    )
+
+
 def require_ours(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a Llama that computes something else than our transformer with the same tensors."""
+    """Check that our transformer computes the same as the Llama of this `config.json` with the same tensors.
+
+    Raises:
+        ConfigError: It does not (`llama.different`). The message names each setting that differs.
+    """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, Mapping) else "unknown"
     theta = rotary.get("rope_theta") if isinstance(rotary, Mapping) else None
     heads = config.get("num_attention_heads")
-    found = {
+    settings = {
         "rms_norm_eps": (config.get("rms_norm_eps", NORM_EPSILON), NORM_EPSILON),
         "rope_theta": (theta or config.get("rope_theta", ROTARY_BASE), ROTARY_BASE),
         "rope_type": (kind, "default"),
@@ -112,9 +135,12 @@ def require_ours(config: Mapping[str, Any]) -> None:
         "mlp_bias": (config.get("mlp_bias", False), False),
         "tie_word_embeddings": (config.get("tie_word_embeddings", False), True),
     }
-    other = [f"{name} is {theirs!r:.40} and not {ours!r}" for name, (theirs, ours) in found.items() if theirs != ours]
-    if other:
+    differ = [
+        f"{name} is {theirs!r:.40} instead of {ours!r}" for name, (theirs, ours) in settings.items() if theirs != ours
+    ]
+    if differ:
         raise ConfigError(
-            f"config.json describes a Llama that our transformer cannot be: {'; '.join(other)}",
-            "Name weights of a model that is shaped like ours, such as `archipelago export` writes.",
+            f"config.json describes a Llama that our transformer cannot represent: {'; '.join(differ)}",
+            "Use the weights of a model with our architecture, such as `archipelago export` writes.",
+            code="llama.different",
         )

@@ -1,69 +1,118 @@
-"""The models that islands train, by name.
+"""The models that a config can name.
 
-Another size is another row of `SIZES`, and of `RATES`. Another architecture is another entry of `BUILDERS`: a function
-from the dtype to compute in, and the vocabulary where the model reads text, to a `Model`, of `islands.layers` or of
-anything else.
+To add a model:
+
+1. Write a function that returns a `Model` (see `interface`) from a compute dtype and, if it reads text, a vocabulary.
+   The parts in `layers` help, but nothing requires them.
+2. Add a row for it to `MODELS`. Another size of an architecture is only another row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from archipelago.broker.config import BYTES, ModelConfig
+from archipelago.broker.config import BYTES, SMALLEST_RATE, ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import moe, vision
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import Size
+from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import transformer
+from archipelago.islands.models.vision import Images
 
-__all__ = ["BUILDERS", "SIZES", "Model", "Params", "build", "default_compute_dtype"]
+__all__ = ["MODELS", "Entry", "Model", "Params", "build", "default_compute_dtype", "learning_rate"]
 
-SIZES = {
-    "tiny": Size(width=64, layers=2, heads=2, hidden=176),
-    "small": Size(width=128, layers=5, heads=4, hidden=344),
-    "base": Size(width=512, layers=8, heads=8, hidden=1368),
-    "124m": Size(width=896, layers=13, heads=14, hidden=2368),
-    "1b": Size(width=2048, layers=20, heads=16, hidden=5504),
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of `MODELS`.
+
+    Attributes:
+        create: From the compute dtype to a `Model`. A model of text takes the vocabulary as a second argument.
+        learning_rate: The inner learning rate of a config that names none.
+        dense: The size of a dense transformer, which exports as a Llama. None for other architectures.
+        reads_text: False for a model of examples, which has no vocabulary.
+    """
+
+    create: Callable[..., Model]
+    learning_rate: float = SMALLEST_RATE
+    dense: Size | None = None
+    reads_text: bool = True
+
+
+def _dense(size: Size, learning_rate: float) -> Entry:
+    return Entry(partial(transformer, size), learning_rate, dense=size)
+
+
+#: The learning rate of `tiny` is the best of those that we measured (docs/results/learning.md). That of `small` is
+#: 0.4 % worse than 6e-4 on batches of 256 bytes, and meant for the default batch, which is four times as large. From
+#: `base` on they are those of GPT-3 (arXiv 2005.14165, table 2.1); we tried no others. `hidden` of a mixture is the
+#: width of one expert: two experts do the work of the MLP of the dense size.
+MODELS: dict[str, Entry] = {
+    "tiny": _dense(Size(width=64, layers=2, heads=2, hidden=176), 3e-3),
+    "small": _dense(Size(width=128, layers=5, heads=4, hidden=344), 1e-3),
+    "base": _dense(Size(width=512, layers=8, heads=8, hidden=1368), 6e-4),
+    "124m": _dense(Size(width=896, layers=13, heads=14, hidden=2368), 6e-4),
+    "1b": _dense(Size(width=2048, layers=20, heads=16, hidden=5504), 2e-4),
+    "tiny-moe": Entry(
+        partial(moe.transformer, Size(width=64, layers=2, heads=2, hidden=88), Routing(experts=8, choices=2))
+    ),
+    "small-moe": Entry(
+        partial(moe.transformer, Size(width=128, layers=5, heads=4, hidden=176), Routing(experts=8, choices=2)), 1e-3
+    ),
+    "digits": Entry(
+        partial(
+            vision.classifier,
+            Size(width=48, layers=2, heads=2, hidden=128),
+            Images(side=8, patch=2, brightest=16, classes=10),
+        ),
+        reads_text=False,
+    ),
 }
-
-RATES = {"tiny": 3e-3, "small": 1e-3, "base": 6e-4, "124m": 6e-4, "1b": 2e-4, "small-moe": 1e-3}
-"""The inner learning rate that suits a size, SMALLEST_RATE where it is not named. `tiny`: the best of those measured;
-`small`: 0.4 % worse than 6e-4 on batches of 256 bytes, and meant for the default's, four times as large
-(docs/results/learning.md). From `base` on those of GPT-3 (arXiv 2005.14165, table 2.1). No others were tried."""
 
 
 def default_compute_dtype() -> DTypeLike:
-    """bfloat16 where the default device is an accelerator, float32 on a CPU (which computes bfloat16 slowly)."""
+    """Return bfloat16 if the default device is an accelerator, else float32. CPUs compute bfloat16 slowly."""
     dtype: DTypeLike = jnp.bfloat16 if jax.default_backend() in ("gpu", "tpu") else jnp.float32
     return dtype
 
 
-BUILDERS: dict[str, Callable[..., Model]] = {
-    **{name: partial(transformer, size) for name, size in SIZES.items()},
-    **{name: partial(moe.transformer, size) for name, size in moe.SIZES.items()},
-    **{name: partial(vision.classifier, size) for name, size in vision.SIZES.items()},
-}
+def learning_rate(size: str) -> float:
+    """Return the inner learning rate that suits the model of that name."""
+    return MODELS[size].learning_rate if size in MODELS else SMALLEST_RATE
 
 
 @cache
 def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> Model:
-    """That model, computing in `compute_dtype` (default: what suits the default device); by its name alone, of bytes.
+    """Return a model by its config, or by its name alone with a vocabulary of bytes.
 
-    Raises ConfigError that lists the names when there is no such model.
+    Args:
+        model: The config's `model` section, or a name in `MODELS`.
+        compute_dtype: The dtype of activations. The default suits the default device.
+
+    Raises:
+        ConfigError: There is no such model (`model.unknown`), or it reads no text and the config names a vocabulary
+            (`model.no-vocabulary`).
     """
     size, vocabulary = (model, BYTES) if isinstance(model, str) else (model.size, model.vocabulary)
-    if size not in BUILDERS:
-        raise ConfigError(f"there is no model of size {size!r:.80}", f"Choose one of {', '.join(BUILDERS)}.")
-    dtype = default_compute_dtype() if compute_dtype is None else compute_dtype
-    if vocabulary == BYTES:
-        return BUILDERS[size](dtype)
-    if size in vision.SIZES:
+    if size not in MODELS:
         raise ConfigError(
-            f"the model {size!r} reads images and has no vocabulary of {vocabulary:,}", "Leave --model.vocabulary out."
+            f"there is no model of size {size!r:.80}", f"Choose one of {', '.join(MODELS)}.", code="model.unknown"
         )
-    return BUILDERS[size](dtype, vocabulary)
+    entry = MODELS[size]
+    dtype = default_compute_dtype() if compute_dtype is None else compute_dtype
+    if entry.reads_text:
+        return entry.create(dtype, vocabulary)
+    if vocabulary != BYTES:
+        raise ConfigError(
+            f"the model {size!r} reads examples, and has no vocabulary of {vocabulary:,}",
+            "Leave --model.vocabulary out.",
+            code="model.no-vocabulary",
+        )
+    return entry.create(dtype)

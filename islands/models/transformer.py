@@ -13,17 +13,27 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
-from archipelago.islands.models.interface import Memory, Model
-from archipelago.islands.models.layers import CreateMLP, GatedMLP, Layer, Norm, Size, decoder, next_token_model, wired
+from archipelago.islands.models.interface import Cache, Model
+from archipelago.islands.models.layers import (
+    CreateMLP,
+    GatedMLP,
+    Layer,
+    Size,
+    decoder,
+    functional,
+    language_model,
+    rms_norm,
+)
 
+#: The standard deviation of the first logits at every width. The first loss is then near ln V. Smaller embeddings
+#: learn more slowly.
 _LOGIT_DEVIATION = 0.5
-"""deviation of the first logits at every width: the first loss is near ln V, and smaller embeddings learn slower"""
 
 
 class Transformer(nnx.Module):
-    """Embedding, layers, norm, and the embedding again as the output projection.
+    """An embedding, the layers, a norm, and the embedding again as the output projection.
 
-    The layers are unrolled, not stacked, because a fragment is a set of whole tensors.
+    The layers are unrolled instead of stacked, because a fragment is a set of whole tensors.
     """
 
     def __init__(
@@ -33,31 +43,35 @@ class Transformer(nnx.Module):
         init = jax.nn.initializers.normal(_LOGIT_DEVIATION / math.sqrt(size.width))
         self.embedding = nnx.Param(init(rngs.params(), (vocabulary, size.width), jnp.float32))
         self.layers = nnx.List([Layer(size, dtype, rngs, mlp) for _ in range(size.layers)])
-        self.norm = Norm(size.width)
+        self.norm = rms_norm(size.width, dtype)
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        """Integer tokens [B, T] to float32 logits [B, T, V]."""
+        """Return the float32 logits [B, T, V] of integer tokens [B, T]."""
         embedding_VxW = self.embedding[...].astype(self.dtype)
         x_BxTxW = embedding_VxW[tokens_BxT.astype(jnp.int32)]
         for layer in self.layers:
             x_BxTxW = layer(x_BxTxW)
         return jnp.einsum("btw,vw->btv", self.norm(x_BxTxW), embedding_VxW, preferred_element_type=jnp.float32)
 
-    def extend(self, memory: Memory, tokens_BxT: jax.Array, count: jax.Array) -> tuple[jax.Array, Memory]:
-        """Logits [B, V] after the first `count` tokens, which follow on `memory`, and the memory with these."""
+    def extend(self, cache: Cache, tokens_BxT: jax.Array, count: jax.Array) -> tuple[jax.Array, Cache]:
+        """Read the first `count` tokens after those in the cache.
+
+        Returns:
+            The float32 logits [B, V] of the next token, and the cache with these tokens added.
+        """
         embedding_VxW = self.embedding[...].astype(self.dtype)
         x_BxTxW = embedding_VxW[tokens_BxT.astype(jnp.int32)]
-        kept: list[tuple[jax.Array, jax.Array]] = []
-        for layer, keys, values in zip(self.layers, memory.keys, memory.values, strict=True):
-            x_BxTxW, *new = layer.extend(x_BxTxW, keys, values, memory.length)
-            kept.append((new[0], new[1]))
+        cached: list[tuple[jax.Array, jax.Array]] = []
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            x_BxTxW, *new = layer.extend(x_BxTxW, keys, values, cache.length)
+            cached.append((new[0], new[1]))
         last_BxW = self.norm(jax.lax.dynamic_index_in_dim(x_BxTxW, count - 1, axis=1, keepdims=False))
         logits_BxV = jnp.einsum("bw,vw->bv", last_BxW, embedding_VxW, preferred_element_type=jnp.float32)
-        both = (tuple(keys for keys, _ in kept), tuple(values for _, values in kept))
-        return logits_BxV, Memory(*both, memory.length + count)
+        both = (tuple(keys for keys, _ in cached), tuple(values for _, values in cached))
+        return logits_BxV, Cache(*both, cache.length + count)
 
 
 def transformer(size: Size, compute_dtype: DTypeLike, vocabulary: int = BYTES) -> Model:
-    """The transformer of this size. Parameters, softmax and cross-entropy are float32 whatever `compute_dtype` is."""
-    network = wired(lambda rngs: Transformer(size, compute_dtype, rngs, vocabulary=vocabulary))
-    return next_token_model(network, decoder(network, size, compute_dtype))
+    """The dense transformer of this size. Parameters and cross-entropy are float32 in any `compute_dtype`."""
+    network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, vocabulary=vocabulary))
+    return language_model(network, decoder(network, size, compute_dtype))

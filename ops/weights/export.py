@@ -248,15 +248,15 @@ def _staged(out: Path) -> Iterator[Path]:
 def config_of(found: Found, dtype: str) -> dict[str, Any]:
     """`config.json`: that of a Llama where the model is one, else our own; and in both where it comes from."""
     from archipelago.islands.models.llama import config_of as llama_config
-    from archipelago.islands.models.registry import SIZES
+    from archipelago.islands.models.registry import MODELS
 
     manifest = found.manifest
     model, positions = manifest.config.model, manifest.config.data.sequence_length
     origin = {"size": model.size, "vocabulary": model.vocabulary, "sequence_length": positions, "run": manifest.run,
               "round": found.round, "step": found.step, "corpus": manifest.corpus.name,
               "corpus_digest": manifest.corpus.digest, "config_digest": manifest.config.digest()}  # fmt: skip
-    if model.size in SIZES:
-        return {**llama_config(SIZES[model.size], model.vocabulary, positions, dtype), OWN_KIND: origin}
+    if size := MODELS[model.size].dense:
+        return {**llama_config(size, model.vocabulary, positions, dtype), OWN_KIND: origin}
     return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
 
 

@@ -296,7 +296,7 @@ def test_a_penalty_is_descended_and_not_reported() -> None:
 
     config = replace(CONFIG, clip_norm=0.0)
     batch, step = jnp.asarray(TOKENS_nxBxT1[:1]), jnp.asarray(0, jnp.int32)
-    steps = compile_steps(quadratic.model._replace(penalised=penalised), config)
+    steps = compile_steps(quadratic.model._replace(loss_and_penalty=penalised), config)
     state, losses_n = steps(begin(config, fresh()), batch, step)
     plain, plain_losses = run(config, TOKENS_nxBxT1[:1])
     assert losses_n.tolist() == pytest.approx(plain_losses)

@@ -1,9 +1,10 @@
-"""Our transformer under Llama's names computes what Llama does: against a forward pass in numpy, of its own."""
+"""Our transformer under Llama's names computes what Llama does, compared with a forward pass in numpy."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import llama
 from archipelago.islands.models.layers import Size
-from archipelago.islands.models.registry import BUILDERS, SIZES, build
+from archipelago.islands.models.registry import MODELS, build
+from tests.failing import failing
 
 Doubles = NDArray[np.float64]
 
 
 def llama_logits(weights: dict[str, Doubles], config: dict[str, Any], tokens_T: NDArray[np.int64]) -> Doubles:
-    """Float64 logits [T, V]: as Hugging Face's `LlamaForCausalLM` has it, from its tensors and its config alone."""
+    """Return the float64 logits [T, V] of Hugging Face's `LlamaForCausalLM`, from its tensors and its config alone."""
     heads, size = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
     time = len(tokens_T)
     angle = np.arange(time)[:, None] / config["rope_theta"] ** (np.arange(0, size, 2) / size)
@@ -53,25 +55,26 @@ def llama_logits(weights: dict[str, Doubles], config: dict[str, Any], tokens_T: 
     return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].T
 
 
-@pytest.mark.parametrize("vocabulary", [256, 300])
-def test_the_same_logits_as_llama(vocabulary: int) -> None:
+def test_the_same_logits_as_llama() -> None:
+    vocabulary, size = 300, MODELS["tiny"].dense
+    assert size is not None
     model = build(ModelConfig("tiny", vocabulary), jnp.float32)
-    # Fresh scales are all 1, and would hide whose is whose.
+    # Fresh scales are all 1, so that scales in the wrong places would go unnoticed.
     rng = np.random.default_rng(0)
-    params = {n: p * (1 + 0.3 * jnp.asarray(rng.normal(size=p.shape), jnp.float32)) for n, p in model.init(1).items()}
+    params = {n: p * (1 + 0.3 * rng.normal(size=p.shape).astype(np.float32)) for n, p in model.init(1).items()}
     weights = {}
     for name, value in params.items():
         place = llama.to_llama(name)
         weights[place.name] = np.asarray(value.T if place.transposed else value, np.float64)
     tokens_T = rng.integers(0, vocabulary, 50)
-    config = llama.config_of(SIZES["tiny"], vocabulary, 128, "float32")
-    ours = np.asarray(model.logits(params, jnp.asarray(tokens_T[None], jnp.int32)))[0]
+    config = llama.config_of(size, vocabulary, 128, "float32")
+    ours = np.asarray(jax.jit(model.logits)(params, jnp.asarray(tokens_T[None], jnp.int32)))[0]
     np.testing.assert_allclose(ours, llama_logits(weights, config, tokens_T), atol=3e-5)
     assert np.abs(ours).max() > 1
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_names_go_there_and_back(size: str) -> None:
+@pytest.mark.parametrize("size", [name for name, entry in MODELS.items() if entry.dense])
+def test_names_convert_both_ways(size: str) -> None:
     names = [tensor.name for tensor in build(size).tensors]
     there = [llama.to_llama(name) for name in names]
     assert len({place.name for place in there}) == len(names)
@@ -81,38 +84,51 @@ def test_names_go_there_and_back(size: str) -> None:
     assert [llama.from_llama(name) for name in names] == [llama.Place(name, False) for name in names]
 
 
-@pytest.mark.parametrize("size", sorted(BUILDERS.keys() - SIZES.keys()))
-def test_what_is_no_llama_has_no_such_names(size: str) -> None:
+@pytest.mark.parametrize("size", [name for name, entry in MODELS.items() if not entry.dense])
+def test_other_architectures_have_no_llama_names(size: str) -> None:
     with pytest.raises(KeyError):
         [llama.to_llama(tensor.name) for tensor in build(size).tensors]
 
 
-def test_a_config_tells_the_size() -> None:
-    for size in SIZES.values():
-        assert llama.size_of(llama.config_of(size, 256, 128, "float32")) == size
+def test_a_config_holds_the_size() -> None:
+    for entry in MODELS.values():
+        if entry.dense:
+            assert llama.size_of(llama.config_of(entry.dense, 256, 128, "float32")) == entry.dense
 
 
 OURS = llama.config_of(Size(width=64, layers=2, heads=2, hidden=176), 256, 128, "float32")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 and not 1e-06"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type is 'llama3'"),
-        ({"rope_parameters": "wide"}, "rope_type is 'unknown'"),
-        ({"num_key_value_heads": 1}, "num_key_value_heads is 1 and not 2"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
-        ({"hidden_size": None}, "describes no Llama"),
-        ({"hidden_size": float("inf")}, "describes no Llama"),
-        ({"hidden_size": 0}, "sizes cannot be"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "sizes cannot be"),
-        ({"intermediate_size": "wide"}, "describes no Llama"),
+        {"rms_norm_eps": 1e-5},
+        {"rope_parameters": {"rope_theta": 5e5}},
+        {"rope_parameters": {"rope_type": "llama3"}},
+        {"rope_parameters": "wide"},
+        {"num_key_value_heads": 1},
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"tie_word_embeddings": False},
     ],
+    ids=str,
 )
-def test_another_llama_is_told_apart(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_llama_that_computes_something_else_is_refused(change: dict[str, Any]) -> None:
+    with failing(ConfigError, "llama.different"):
+        llama.size_of({**OURS, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": None},
+        {"hidden_size": float("inf")},
+        {"hidden_size": 0},
+        {"num_attention_heads": 3, "num_key_value_heads": 3},
+        {"intermediate_size": "wide"},
+    ],
+    ids=str,
+)
+def test_impossible_sizes_are_refused(change: dict[str, Any]) -> None:
+    with failing(ConfigError, "llama.damaged"):
         llama.size_of({**OURS, **change})

@@ -1,3 +1,5 @@
+"""The dense transformers: sizes, initial parameters, loss, causality, gradients, dtypes."""
+
 from __future__ import annotations
 
 import math
@@ -6,18 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models import layers, registry
-from archipelago.islands.models.registry import Model, Params, build
+from archipelago.islands.models.registry import MODELS, Model, Params, build
+from tests.failing import failing
+from tests.tiers import examples
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Model:
-    return build("tiny", jnp.float32)
+    made = build("tiny", jnp.float32)
+    return made._replace(loss=jax.jit(made.loss), logits=jax.jit(made.logits))
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +48,22 @@ def random_tokens(batch: int, time: int, seed: int = 0) -> jax.Array:
         ("small-moe", 2.9e6, 3.1e6),
     ],
 )
-def test_every_size_has_about_the_parameters_its_name_says(size: str, low: float, high: float) -> None:
+def test_every_size_has_about_the_parameters_that_its_name_says(size: str, low: float, high: float) -> None:
     assert low <= sum(tensor.size for tensor in build(size).tensors) <= high
 
 
-def test_an_unknown_size_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'huge'.*tiny, small, base, 124m, 1b, .*digits"):
+def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
+    with failing(ConfigError, "model.unknown") as caught:
         build("huge")
+    assert all(name in caught.value.remedy for name in MODELS)
 
 
-def test_the_tensors_say_what_init_returns(tiny: Model, params: Params) -> None:
+def test_a_model_of_images_has_no_vocabulary() -> None:
+    with failing(ConfigError, "model.no-vocabulary"):
+        build(ModelConfig("digits", 300))
+
+
+def test_the_tensors_describe_what_init_returns(tiny: Model, params: Params) -> None:
     names = [tensor.name for tensor in tiny.tensors]
     assert names == sorted(params)
     assert all(params[tensor.name].shape == tensor.shape for tensor in tiny.tensors)
@@ -62,13 +75,13 @@ def test_the_tensors_say_what_init_returns(tiny: Model, params: Params) -> None:
     ]
 
 
-def test_parameters_are_float32_even_when_it_computes_in_bfloat16() -> None:
+def test_parameters_are_float32_even_with_bfloat16_activations() -> None:
     half = build("tiny", jnp.bfloat16)
     assert {value.dtype for value in half.init(0).values()} == {jnp.dtype(jnp.float32)}
     assert half.tensors == build("tiny", jnp.float32).tensors
 
 
-def test_equal_seeds_give_equal_parameters_and_others_do_not(tiny: Model, params: Params) -> None:
+def test_parameters_depend_on_the_seed_alone(tiny: Model, params: Params) -> None:
     again, other = build("tiny", jnp.float32).init(0), tiny.init(1)
     for name, value in params.items():
         assert np.array_equal(value, again[name])
@@ -95,7 +108,7 @@ def test_the_loss_is_the_mean_over_the_targets_in_nats(tiny: Model, params: Para
     assert [float(part) for part in tiny.objective(params, tokens)] == [float(tiny.loss(params, tokens))] * 2
 
 
-def test_a_position_sees_itself_and_the_past_only(tiny: Model, params: Params) -> None:
+def test_a_position_sees_only_itself_and_the_past(tiny: Model, params: Params) -> None:
     tokens = random_tokens(2, 16)
     changed = tokens.at[:, 10].set(tokens[:, 10] ^ 1)
     before, after = tiny.logits(params, tokens), tiny.logits(params, changed)
@@ -103,7 +116,7 @@ def test_a_position_sees_itself_and_the_past_only(tiny: Model, params: Params) -
     assert np.abs(np.asarray(before - after)[:, 10:]).max(axis=(0, 2)).min() > 1e-4
 
 
-def test_every_tensor_has_a_gradient_and_sgd_learns_a_batch(tiny: Model, params: Params) -> None:
+def test_every_tensor_has_a_gradient_and_sgd_fits_a_batch(tiny: Model, params: Params) -> None:
     tokens = random_tokens(4, 33)
     gradient = jax.jit(jax.value_and_grad(tiny.loss))
     first, slopes = gradient(params, tokens)
@@ -130,7 +143,7 @@ def test_equal_shapes_trace_once(tiny: Model, params: Params) -> None:
 
 def test_bfloat16_gives_nearly_the_same_loss(tiny: Model, params: Params) -> None:
     half, tokens = build("tiny", jnp.bfloat16), random_tokens(4, 33)
-    with jax.numpy_dtype_promotion("standard"):  # jax's own attention mixes bfloat16 with its float32 softmax
+    with jax.numpy_dtype_promotion("standard"):  # attention and norms mix bfloat16 with float32
         assert half.logits(params, tokens).dtype == jnp.float32
         loss, slopes = jax.jit(jax.value_and_grad(half.loss))(params, tokens)
     assert float(loss) == pytest.approx(float(tiny.loss(params, tokens)), abs=0.01)
@@ -144,9 +157,9 @@ def test_accelerators_compute_in_bfloat16(monkeypatch: pytest.MonkeyPatch, backe
 
 
 def test_rms_norm_by_hand() -> None:
-    x = jnp.asarray([[3.0, 4.0], [-1.0, 1.0]])
-    assert layers.rms_norm(x.astype(jnp.bfloat16), jnp.ones(2)).dtype == jnp.bfloat16
-    out = layers.rms_norm(x, jnp.asarray([1.0, 2.0]))
+    x, norm = jnp.asarray([[3.0, 4.0], [-1.0, 1.0]]), layers.rms_norm(2, jnp.float32)
+    norm.scale = nnx.Param(jnp.asarray([1.0, 2.0]))
+    out = norm(x)
     # root mean squares: sqrt((9 + 16) / 2) = 3.5355339 and 1
     np.testing.assert_allclose(out, [[0.8485281, 2.2627417], [-1.0, 2.0]], rtol=1e-5)
 
@@ -155,20 +168,20 @@ def test_rotary_positions_by_hand() -> None:
     x = jnp.asarray([1.0, 0.0, 0.0, 1.0]).reshape(1, 1, 1, 4)
     assert layers.rotate(x.astype(jnp.bfloat16), jnp.arange(1)).dtype == jnp.bfloat16
     out = layers.rotate(jnp.tile(x, (1, 3, 1, 1)), jnp.arange(3))[0, :, 0]
-    # elements 0 and 2 turn by the position, 1 and 3 by the position / 100
+    # elements 0 and 2 rotate by the position, 1 and 3 by the position / 100
     np.testing.assert_allclose(out[0], [1.0, 0.0, 0.0, 1.0], atol=1e-6)
     np.testing.assert_allclose(out[1], [0.5403023, -0.0099998, 0.8414710, 0.9999500], atol=1e-6)
     np.testing.assert_allclose(out[2], [-0.4161468, -0.0199987, 0.9092974, 0.9998000], atol=1e-6)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(first=st.integers(0, 500), second=st.integers(0, 500), shift=st.integers(0, 500), seed=st.integers(0, 99))
-def test_rotated_products_depend_on_the_distance_only(first: int, second: int, shift: int, seed: int) -> None:
+def test_rotated_products_depend_only_on_the_distance(first: int, second: int, shift: int, seed: int) -> None:
     query, key = np.random.default_rng(seed).normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
 
     def product(query_at: int, key_at: int) -> float:
-        turned_query = layers.rotate(jnp.asarray(query), jnp.asarray([query_at]))
-        turned_key = layers.rotate(jnp.asarray(key), jnp.asarray([key_at]))
-        return float(jnp.sum(turned_query * turned_key))
+        rotated_query = layers.rotate(jnp.asarray(query), jnp.asarray([query_at]))
+        rotated_key = layers.rotate(jnp.asarray(key), jnp.asarray([key_at]))
+        return float(jnp.sum(rotated_query * rotated_key))
 
     assert product(first, second) == pytest.approx(product(first + shift, second + shift), abs=2e-3)

@@ -1,8 +1,9 @@
-"""Writing: the memory gives what the model would compute anew, and tokens are chosen as it was asked for."""
+"""Text generation: the cache does not change the logits, and tokens are sampled as requested."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from itertools import islice
 
 import jax
@@ -36,32 +37,36 @@ def text() -> list[int]:
     return np.random.default_rng(3).integers(0, 256, 40).tolist()  # type: ignore[no-any-return]
 
 
-ROOMY = moe.transformer((Size(width=32, layers=2, heads=2, hidden=24), Routing(4, 2, capacity_factor=2.0)), jnp.float32)
-"""has a slot for every token, whatever they choose: else who is left out depends on how many are read together"""
+#: It has a slot for every token. Otherwise the tokens without a slot would depend on how many are read together.
+ROOMY = moe.transformer(Size(width=32, layers=2, heads=2, hidden=24), Routing(4, 2, capacity_factor=2.0), jnp.float32)
 
 
 @pytest.mark.parametrize("model", [build("tiny", jnp.float32), ROOMY], ids=["dense", "experts"])
-def test_reading_on_gives_the_logits_of_reading_anew(model: Model, text: list[int]) -> None:
+def test_the_cache_gives_the_same_logits_as_a_whole_pass(model: Model, text: list[int]) -> None:
     params, decoder = model.init(0), decoder_of(model)
-    expected = np.asarray(model.logits(params, jnp.asarray([text], jnp.int32)))[0]
+    expected = np.asarray(jax.jit(model.logits)(params, jnp.asarray([text], jnp.int32)))[0]
     extend = jax.jit(decoder.extend)
-    memory = decoder.empty(len(text))
-    first = jnp.asarray([text[:9] + [7] * 7], jnp.int32)  # what fills up the shape is not read
-    logits_1xV, memory = extend(params, memory, first, jnp.int32(9))
+    cache = decoder.empty(len(text))
+    first = jnp.asarray([text[:9] + [7] * 7], jnp.int32)  # the 7s only pad the shape
+    logits_1xV, cache = extend(params, cache, first, jnp.int32(9))
     np.testing.assert_allclose(logits_1xV[0], expected[8], atol=2e-5)
     for place in range(9, len(text)):
-        logits_1xV, memory = extend(params, memory, jnp.asarray([[text[place]]], jnp.int32), jnp.int32(1))
+        logits_1xV, cache = extend(params, cache, jnp.asarray([[text[place]]], jnp.int32), jnp.int32(1))
         np.testing.assert_allclose(logits_1xV[0], expected[place], atol=2e-5)
-    assert int(memory.length) == len(text)
+    assert int(cache.length) == len(text)
+
+
+#: Compiles once for all tests that use the same model.
+jitted = cache(jax.jit)
 
 
 def naive(model: Model, prompt: list[int], context: int, count: int) -> list[int]:
-    """The most probable tokens, each from all that is seen, read anew."""
-    params, logits, seen, window = model.init(0), jax.jit(model.logits), list(prompt), len(prompt)
+    """Return the most probable tokens. Each comes from a whole pass over all visible tokens."""
+    params, logits, seen, window = model.init(0), jitted(model.logits), list(prompt), len(prompt)
     for _ in range(count):
         if window > context:
             window = context // 2
-        tokens_1xT = np.zeros((1, 64), np.int32)  # what comes later changes nothing before it
+        tokens_1xT = np.zeros((1, 64), np.int32)  # later tokens do not change earlier logits
         tokens_1xT[0, :window] = seen[-window:]
         seen.append(int(jnp.argmax(logits(params, tokens_1xT)[0, window - 1])))
         window += 1
@@ -69,18 +74,19 @@ def naive(model: Model, prompt: list[int], context: int, count: int) -> list[int
 
 
 @pytest.mark.parametrize(("prompt_length", "context"), [(1, 64), (5, 16), (16, 16), (40, 16), (3, 2)])
-def test_text_goes_on_past_the_context(tiny: Model, text: list[int], prompt_length: int, context: int) -> None:
+def test_generation_goes_on_past_the_context(tiny: Model, text: list[int], prompt_length: int, context: int) -> None:
     prompt = text[:prompt_length]
     found = list(islice(continuation(decoder_of(tiny), tiny.init(0), prompt, context, GREEDY, 0), 30))
     assert found == naive(tiny, prompt, context, 30)
 
 
-def test_a_seed_repeats_the_text(tiny: Model, text: list[int]) -> None:
-    def written(seed: int) -> list[int]:
+def test_a_seed_determines_the_text(tiny: Model, text: list[int]) -> None:
+    def generate(seed: int) -> list[int]:
         return list(islice(continuation(decoder_of(tiny), tiny.init(0), text, 64, Sampling(), seed), 20))
 
-    assert written(1) == written(1)
-    assert written(1) != written(2)
+    first = generate(1)
+    assert first == generate(1)
+    assert first != generate(2)
 
 
 def frequencies(sampling: Sampling, count: int = 4000) -> dict[int, float]:
@@ -89,8 +95,8 @@ def frequencies(sampling: Sampling, count: int = 4000) -> dict[int, float]:
     return {token: times / count for token, times in sorted(Counter(np.asarray(chosen).tolist()).items())}
 
 
-def test_chances_are_those_of_the_logits() -> None:
-    found = frequencies(Sampling(temperature=1.0))  # of keys from seed 0
+def test_tokens_have_the_probabilities_of_the_logits() -> None:
+    found = frequencies(Sampling(temperature=1.0))
     assert found == pytest.approx({0: 0.1, 1: 0.4, 2: 0.05, 3: 0.3, 4: 0.15}, abs=0.03)
     flat = frequencies(Sampling(temperature=100.0))
     assert flat == pytest.approx(dict.fromkeys(range(5), 0.2), abs=0.03)

@@ -1,3 +1,5 @@
+"""The image classifier: patches, loss, accuracy and gradients."""
+
 from __future__ import annotations
 
 import math
@@ -17,7 +19,8 @@ from archipelago.islands.models.vision import Images
 
 @pytest.fixture(scope="module")
 def digits() -> Model:
-    return build("digits", jnp.float32)
+    made = build("digits", jnp.float32)
+    return made._replace(loss=jax.jit(made.loss), logits=jax.jit(made.logits))
 
 
 def examples(count: int, seed: int = 0) -> jax.Array:
@@ -34,7 +37,7 @@ def test_patches_are_cut_row_by_row_and_scaled() -> None:
     np.testing.assert_allclose(found[0], expected)
 
 
-def test_the_loss_is_of_the_labels_alone(digits: Model) -> None:
+def test_the_loss_depends_on_the_labels_alone(digits: Model) -> None:
     params, seen = digits.init(0), examples(6)
     logits = np.asarray(digits.logits(params, seen[:, :-1]), np.float64)
     assert logits.shape == (6, 10)
@@ -44,9 +47,9 @@ def test_the_loss_is_of_the_labels_alone(digits: Model) -> None:
     assert abs(float(digits.loss(params, examples(256))) - math.log(10)) < 0.3
 
 
-def test_bits_and_accuracy_are_of_the_same_examples(digits: Model) -> None:
+def test_bits_and_accuracy_come_from_the_same_examples(digits: Model) -> None:
     params, seen = digits.init(0), examples(70)
-    first = seen[:64]  # whole batches of 32
+    first = seen[:64]  # evaluation reads whole batches of 32
     guesses = np.asarray(digits.logits(params, first[:, :-1])).argmax(-1)
     found = compile_measures(digits, np.asarray(seen))(params)
     assert found.accuracy == pytest.approx(np.mean(guesses == np.asarray(first[:, -1])))
@@ -57,13 +60,14 @@ def test_bits_and_accuracy_are_of_the_same_examples(digits: Model) -> None:
 def test_accuracy_of_text_counts_every_next_token() -> None:
     tiny = build("tiny", jnp.float32)
     params, seen = tiny.init(0), np.random.default_rng(0).integers(0, 256, (4, 17), np.uint8)
-    guesses = np.asarray(tiny.logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1)
-    seen[:, 1:9] = guesses[:, :8]  # what comes after does not change, but for the first of them
-    right = np.asarray(tiny.logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1) == seen[:, 1:]
+    logits = jax.jit(tiny.logits)
+    guesses = np.asarray(logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1)
+    seen[:, 1:9] = guesses[:, :8]
+    right = np.asarray(logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1) == seen[:, 1:]
     assert compile_measures(tiny, seen)(params).accuracy == pytest.approx(right.mean())
 
 
-def test_every_patch_matters_and_every_tensor_has_a_gradient(digits: Model) -> None:
+def test_every_patch_counts_and_every_tensor_has_a_gradient(digits: Model) -> None:
     params, seen = digits.init(0), examples(4)
     before = digits.logits(params, seen[:, :-1])
     for pixel in range(0, 64, 9):
@@ -77,7 +81,7 @@ def test_every_patch_matters_and_every_tensor_has_a_gradient(digits: Model) -> N
     assert kinds["output.kernel"] == "rest"
 
 
-def test_descent_learns_a_batch(digits: Model) -> None:
+def test_gradient_descent_fits_a_batch(digits: Model) -> None:
     params, seen = digits.init(0), examples(32)
     step = jax.jit(jax.value_and_grad(digits.loss))
     losses = []
