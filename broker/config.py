@@ -128,9 +128,7 @@ class MergeConfig:
     __pydantic_config__ = _STRICT
     embedding: Literal["average", "rda"] = "average"
     rest: Literal["average", "rda"] = "rda"
-    granularity: Literal["tensor", "row"] = "tensor"
-    """what RDA takes a norm of"""
-    staleness: Literal["none", "polynomial", "hinge"] = "polynomial"
+    staleness: Literal["none", "polynomial"] = "polynomial"
     """s(staleness), the factor on a stale contribution's weight"""
     normalise: bool = True
     """divide the round's mean s by its running mean, so that staleness re-weighs but does not slow the run"""
@@ -143,23 +141,12 @@ class OuterConfig:
     """The outer optimiser, a step of which closes a round."""
 
     __pydantic_config__ = _STRICT
-    rule: Literal[
-        "scheduled", "sgd", "nesterov", "mla", "heloco", "delayed", "adaptive", "averaging", "schedule_free",
-        "sparseloco",
-    ] = "scheduled"  # fmt: skip
+    rule: Literal["scheduled", "nesterov", "sgd"] = "scheduled"
     learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 0.7
     momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
-    """the most of it for `scheduled` and `adaptive`; `sgd`, `sparseloco` and `schedule_free` have none"""
+    """momentum of `nesterov`, and the largest momentum of `scheduled`; `sgd` has none"""
     cooldown: Share = 0.25
-    """scheduled: the last share of the run, over which momentum falls to nothing"""
-    delay: Annotated[int, Ge(1), Le(4096)] = 4
-    """delayed: rounds of a fragment from one move of the momentum to the next"""
-    interpolation: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
-    """averaging, schedule_free: the share of the average in what islands train from; the rest is the newest iterate"""
-    decay_rounds: Annotated[int, Ge(1), Le(1 << 30)] = 500
-    """sparseloco: rounds of a fragment over which the rate falls"""
-    final_share: Share = 0.65
-    """sparseloco: the rate at the end, as a share of `learning_rate`"""
+    """scheduled: the last share of the run, over which momentum falls to zero"""
 
 
 @dataclass(frozen=True)

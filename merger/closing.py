@@ -53,15 +53,12 @@ class Gathering:
         *,
         norms: NormWindow,
         version: int,
-        live: int,
         path: Callable[[Contribution], float],
     ) -> None:
-        """`version` is the fragment's before the round; `live`, how many islands lived when it closed last; `path`
-        gives what a contribution's norm is compared by.
-        """
+        """`version` is the fragment's before the round. `path` returns what a contribution's norm is compared by."""
         self.waiting: list[Waiting] = []
         self.total_weight = 0.0
-        self.version, self.live = version, live
+        self.version = version
         self._groups, self._config = groups, config
         self._limit = clip.limit(norms, config.clip)
         self._path = path
@@ -71,7 +68,7 @@ class Gathering:
     def take(self, entry: str, contribution: Contribution, body: Body) -> None:
         """Decodes it into the sum. Raises WireError, with the sum as it was, where a value is none or too large."""
         c = contribution
-        own = weights.effective((c.tokens, c.steps, self.version - c.base), self._config, self.live)
+        own = weights.effective((c.tokens, c.steps, self.version - c.base), self._config)
         largest = max(own, self._largest)
         weight, keep = own / largest, self._largest / largest
         acc = self._acc or merge_rules.begin(self._groups)
@@ -81,7 +78,7 @@ class Gathering:
         if not taken.is_sound:
             known = math.isfinite(taken.norm)
             what = f"a norm of {taken.norm:.1e}" if known else "NaN or infinity among the values, or a norm that"
-            raise WireError(f"{what} is over the most that can be merged, {merge_rules.NORM_MAX:.0e}")
+            raise WireError(f"{what} is over the most that can be merged, {merge_rules.NORM_MAX:.0e}", code="wire.norm")
         self._largest, self.total_weight = largest, keep * self.total_weight + weight
         self.waiting.append(Waiting(entry, contribution, taken.norm, taken.clip, path))
 
@@ -127,17 +124,15 @@ def close_fragment(
     present = len({w.contribution.island for w in waiting})
     islands = max(live, present)
     parts = [(w.contribution.tokens, w.contribution.steps, version - w.contribution.base) for w in waiting]
-    weighed = weights.weigh(parts, config, gathered.live, staleness)
+    weighed = weights.weigh(parts, config, staleness)
     merged_N = gathered.merged(weighed.gain)
     now = now._replace(participation=present / islands, islands=float(present))
-    params_N, outer_state, published_N = outer.step(state.params_N, state.outer, merged_N, now)
+    params_N, outer_state = outer.step(state.params_N, state.outer, merged_N, now)
     norms = state.norms
     for w in waiting:
         norms = norms.with_norm(w.norm * w.clip / w.path)
     members = [_member(w, version, share) for w, share in zip(waiting, weighed.shares, strict=True)]
-    return Closed(
-        FragmentState(params_N, outer_state, norms, published_N), weighed.running, tuple(members), weighed.gain
-    )
+    return Closed(FragmentState(params_N, outer_state, norms, params_N), weighed.running, tuple(members), weighed.gain)
 
 
 def _member(waiting: Waiting, version: int, share: float) -> Member:

@@ -49,15 +49,14 @@ class Rules:
         """The outer optimiser with what is steered of it."""
         return outer.build(control.steered(self.manifest.config, state.steered).outer)
 
-    def gather(self, p: int, fragment: FragmentState, state: RunState, version: int) -> Gathering:
+    def gather(self, p: int, fragment: FragmentState, version: int) -> Gathering:
         """The sum of what will wait for the fragment's next round, with nothing in it yet."""
-        config, live = self.manifest.config, state.live.get(p, 1)
+        config = self.manifest.config
         return Gathering(
             self.groups[p],
             config.merge,
             norms=fragment.norms,
             version=version,
-            live=live,
             path=lambda c: path(config, c.steps, c.global_step),
         )
 
@@ -89,10 +88,10 @@ class Rules:
         held_N, difference = sent_down(config.wire, fragment.published_N, closed.state.published_N)
         return replace(closed, state=replace(closed.state, published_N=held_N), difference=difference)
 
-    def take_in(self, number: int, closed: Closed, state: RunState, gathered: Gathering, live: int) -> None:
+    def take_in(self, number: int, closed: Closed, state: RunState, gathered: Gathering) -> None:
         """Brings the run's state up to the closed round, but for its pace, which is made of wall-clock times."""
         p = self.manifest.fragment_of(number)
-        state.staleness, state.norms[p], state.live[p] = closed.staleness, closed.state.norms, live
+        state.staleness, state.norms[p] = closed.staleness, closed.state.norms
         state.after_round(number, [w.contribution for w in gathered.waiting], state.pace)
 
 
@@ -117,7 +116,7 @@ def redo(
         raise DifferenceError(f"round {tape.round}: a contribution cannot be read ({error.reason})") from None
     if difference := first_difference(tape, closed):
         raise DifferenceError(difference)
-    rules.take_in(tape.round, closed, state, gathered, tape.live)
+    rules.take_in(tape.round, closed, state, gathered)
     return closed.state
 
 
@@ -136,7 +135,7 @@ def again(
     """
     places = {member.identity_text: place for place, member in enumerate(tape.members)}
     known = [(places.get(d.contribution.identity_text, len(places)) if d.contribution else -1, d) for d in deliveries]
-    gathered = rules.gather(tape.fragment, fragment, state, tape.version - 1)
+    gathered = rules.gather(tape.fragment, fragment, tape.version - 1)
     for _, delivery in sorted(known, key=lambda each: each[0]):
         rules.take(gathered, delivery)
     return rules.close(tape.round, fragment, state, gathered, tape.live), gathered

@@ -86,7 +86,7 @@ def _fragment(rules: Rules, p: int, payload: bytes, outer_state: bytes) -> Fragm
         return fresh
     params_N, state = outer.load(fresh.outer, outer_state, size)
     wire = rules.manifest.config.wire
-    exact = not rules.outer.looks_ahead and wire.full == "float32" and not wire.sends_differences
+    exact = wire.full == "float32" and not wire.sends_differences
     return FragmentState(params_N, state, NormWindow(), params_N if exact else fresh.params_N)
 
 

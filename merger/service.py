@@ -157,10 +157,10 @@ class Merger:
         for p, size in enumerate(self.manifest.sizes):
             zeros_N = np.zeros(size, np.float32)
             fragment = new_state(zeros_N, self.rules.outer)
-            gathered = self.rules.gather(p, fragment, self.state, 0)
+            gathered = self.rules.gather(p, fragment, 0)
             for codec in {self.config.wire.up, self.config.wire.thin} - {""}:
                 gathered.warm_up(encoded(zeros_N, codec))
-            params_N, _, _ = self.rules.outer.step(fragment.params_N, fragment.outer, gathered.merged(1.0), Round())
+            params_N, _ = self.rules.outer.step(fragment.params_N, fragment.outer, gathered.merged(1.0), Round())
             sent_down(self.config.wire, fragment.published_N, params_N)
 
     # -- one turn ---------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class Merger:
 
     def _gathering(self, p: int) -> Gathering:
         if p not in self.gathered:
-            self.gathered[p] = self.rules.gather(p, self.fragments[p], self.state, self._version(p))
+            self.gathered[p] = self.rules.gather(p, self.fragments[p], self._version(p))
         return self.gathered[p]
 
     def _is_waiting(self, identity: tuple[str, str, int]) -> bool:
@@ -311,7 +311,7 @@ class Merger:
         merge_seconds = self.clock() - began
         before = dict(self.state.cursors)
         self.state.pace = self.rounds.pace_after(close)
-        self.rules.take_in(close.round, closed, self.state, gathered, len(self.live))
+        self.rules.take_in(close.round, closed, self.state, gathered)
         difference = self._difference(closed)
         snapshot, payload = self._snapshot(close.round, closed, difference)
         tape = replace(

@@ -26,8 +26,7 @@ INCARNATIONS_MAX = 4096
 class FragmentState:
     """One fragment: exact parameters (float32, N elements), the outer optimiser's state, and the norms it has seen.
 
-    `published_N` is what islands train from: `params_N` itself unless the outer optimiser looks ahead, rounded where
-    the codec of snapshots rounds.
+    `published_N` is what the islands hold: `params_N`, rounded where the codec of snapshots rounds.
     """
 
     params_N: jax.Array
@@ -46,8 +45,6 @@ class RunState:
     staleness: RunningMean = field(default_factory=RunningMean)
     pace: Pace = field(default_factory=Pace)
     norms: dict[int, NormWindow] = field(default_factory=dict)
-    live: dict[int, int] = field(default_factory=dict)
-    """islands that lived when a round of the fragment closed last"""
     seen: dict[str, Sequences] = field(default_factory=dict)
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
     """pass and sequence from which each shard of the data is to be read"""
@@ -97,8 +94,7 @@ class RunState:
             "tokens": self.tokens,
             "staleness": asdict(self.staleness),
             "pace": asdict(self.pace),
-            "norms_by_path": {p: list(window.norms) for p, window in self.norms.items()},
-            "live": self.live,
+            "norms": {p: list(window.norms) for p, window in self.norms.items()},
             "seen": {who: [s.floor, *sorted(s.above)] for who, s in self.seen.items()},
             "cursors": {shard: list(cursor) for shard, cursor in self.cursors.items()},
             "step_seconds": self.step_seconds,
@@ -116,25 +112,24 @@ class RunState:
             return cls()
         try:
             values = json.loads(text)
-            # Runs from before have `norms` of another unit: they gather new ones.
-            by_path = {} if "norms" in values else values["norms_by_path"]
             return cls(
                 closed=int(values["closed"]),
                 step=int(values["step"]),
                 tokens=int(values["tokens"]),
                 staleness=RunningMean(**values["staleness"]),
                 pace=Pace(**values["pace"]),
-                norms={int(p): NormWindow(tuple(norms)) for p, norms in by_path.items()},
-                live={int(p): int(islands) for p, islands in values["live"].items()},
+                norms={int(p): NormWindow(tuple(norms)) for p, norms in values["norms"].items()},
                 seen={who: Sequences(floor, set(above)) for who, (floor, *above) in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
                 step_seconds={str(who): float(seconds) for who, seconds in values["step_seconds"].items()},
                 island_tokens={str(who): int(tokens) for who, tokens in values["island_tokens"].items()},
                 covered=int(values["covered"]),
-                steered=read_settings(values.get("steered", {})),
-                control=read_fields(values.get("control", {})),
+                steered=read_settings(values["steered"]),
+                control=read_fields(values["control"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"the merger's state cannot be read ({error!r})", "Was it written by another version of archipelago?"
+                f"the merger's state cannot be read ({error!r})",
+                "Was it written by another version of archipelago?",
+                code="config.merger-state",
             ) from None

@@ -21,24 +21,17 @@ GAIN_MAX = 2.0
 """A fresh round after many stale ones is enlarged by at most this factor."""
 
 
-def _none(staleness: int, islands: int) -> float:
+def _none(staleness: int) -> float:
     return 1.0
 
 
-def _polynomial(staleness: int, islands: int) -> float:
+def _polynomial(staleness: int) -> float:
     return float((1.0 + staleness) ** -0.5)
 
 
-def _hinge(staleness: int, islands: int) -> float:
-    excess = staleness - max(islands, 1)
-    return 1.0 if excess <= 0 else 1.0 / (0.5 * excess + 1.0)
-
-
-STALENESS: dict[str, Callable[[int, int], float]] = {"none": _none, "polynomial": _polynomial, "hinge": _hinge}
-"""s(staleness τ in versions, live islands M) in (0, 1], by name. `none`: 1. `polynomial`: (1 + τ)^−½. `hinge`: 1 up to
-M, then 1/(½(τ − M) + 1). Both are FedAsync's (arXiv 1903.03934). To add one: a function here, its name in
-`MergeConfig.staleness`."""
-
+#: The staleness factor s in (0, 1] by name, from the staleness τ in versions. `none`: 1. `polynomial`: (1 + τ)^−½, from
+#: FedAsync (arXiv 1903.03934). To add one, write a function here and add its name to `MergeConfig.staleness`.
+STALENESS: dict[str, Callable[[int], float]] = {"none": _none, "polynomial": _polynomial}
 
 Part = tuple[int, int, int]
 """What decides one contribution's weight: tokens ≥ 0, inner steps ≥ 1, staleness ≥ 0 in versions."""
@@ -97,14 +90,14 @@ def gain(mean_staleness_factor: float, running: RunningMean) -> float:
     return min(mean_staleness_factor / running.value, GAIN_MAX)
 
 
-def effective(part: Part, config: MergeConfig, islands: int) -> float:
+def effective(part: Part, config: MergeConfig) -> float:
     """A contribution's weight before its round is known: positive, so that a round of idle ones has a mean, too."""
     tokens, steps, staleness = part
-    return max(raw_weight(tokens, steps), _IDLE) * STALENESS[config.staleness](staleness, islands)
+    return max(raw_weight(tokens, steps), _IDLE) * STALENESS[config.staleness](staleness)
 
 
-def weigh(parts: Sequence[Part], config: MergeConfig, islands: int, running: RunningMean) -> Weighed:
-    """Shares and gain of one round, from its parts (at least one) and the number of live islands.
+def weigh(parts: Sequence[Part], config: MergeConfig, running: RunningMean) -> Weighed:
+    """Shares and gain of one round, from its parts (at least one).
 
     The gain is `gain(mean s, running)`, with the mean weighted by `raw_weight`; or mean s itself when
     `config.normalise` is off, so that stale rounds take smaller steps. Raises ValueError for a round without parts.
@@ -113,7 +106,7 @@ def weigh(parts: Sequence[Part], config: MergeConfig, islands: int, running: Run
         raise ValueError("a round without contributions has no weights")
     s = STALENESS[config.staleness]
     raw = _scaled([raw_weight(tokens, steps) for tokens, steps, _ in parts])
-    stale = [weight * s(staleness, islands) for weight, (_, _, staleness) in zip(raw, parts, strict=True)]
+    stale = [weight * s(staleness) for weight, (_, _, staleness) in zip(raw, parts, strict=True)]
     mean = math.fsum(stale) / math.fsum(raw)
     return Weighed(
         shares=tuple(shares(stale)),

@@ -144,7 +144,7 @@ def _merger_and_bare(
     arrived = [(str(n), _contribution(n), unpack_encoded(payload, elements)) for n, payload in enumerate(payloads)]
 
     def ours() -> object:
-        gathered = rules.gather(0, fragment, state, 0)
+        gathered = rules.gather(0, fragment, 0)
         for each in arrived:
             gathered.take(*each)
         return rules.close(1, fragment, state, gathered, contributions)

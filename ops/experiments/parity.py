@@ -14,14 +14,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
-import numpy as np
 import tyro
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.evaluation import assemble, compile_validation, published
+from archipelago.islands.evaluation import published
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.baselines import (
     EVALUATIONS,
@@ -238,12 +237,6 @@ def staleness(run: VirtualRun) -> tuple[float, int]:
     """Mean and most of what was merged, in versions of a fragment."""
     found = [member.staleness for entry in run.transport.tape(1 << 30) for member in entry.members]
     return sum(found) / max(1, len(found)), max(found, default=0)
-
-
-def own_bits_per_byte(run: VirtualRun, corpus: OpenCorpus) -> float:
-    """Loss of the merger's own parameters, which a rule that looks ahead does not publish."""
-    params = assemble(run.manifest, [np.asarray(fragment.params_N) for fragment in run.merger.fragments])
-    return compile_validation(run.manifest.config, corpus)(params)
 
 
 def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:

@@ -137,7 +137,7 @@ class Again:
         p = tape.fragment
         steer(self.rules, self.state, tape, pinned)
         closed, gathered = close_again(self.rules, self.state, self.fragments[p], tape, deliveries)
-        self.rules.take_in(tape.round, closed, self.state, gathered, tape.live)
+        self.rules.take_in(tape.round, closed, self.state, gathered)
         self.fragments[p] = closed.state
 
     def _publish(self, tape: TapeEntry) -> None:

@@ -188,15 +188,14 @@ Note = Callable[[Any], None]
 
 
 def _islands(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
-    from archipelago.ops.experiments.parity import islands, own_bits_per_byte, participation, staleness
+    from archipelago.ops.experiments.parity import islands, participation, staleness
 
     if trial.chips:
         return _along_tape(trial, config, corpus, note)
     _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed, trial.sending, trial.late)
     rounds, per_round = participation(run)
     mean, most = staleness(run)
-    found = {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}
-    return found | ({"own_bits_per_byte": own_bits_per_byte(run, corpus)} if run.merger.rules.outer.looks_ahead else {})
+    return {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}
 
 
 def _along_tape(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:

@@ -176,7 +176,6 @@ WRONG = [
     ("sync.smoothing", 1.0, "1.0"),
     ("sync.staleness_cap", -1, "-1"),
     ("merge.rest", "mean", "'mean'"),
-    ("merge.granularity", "column", "'column'"),
     ("merge.staleness", "linear", "'linear'"),
     ("merge.normalise", "perhaps", "'perhaps'"),
     ("outer.rule", "adam", "'adam'"),

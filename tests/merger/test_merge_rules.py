@@ -23,9 +23,9 @@ from archipelago.merger.merge_rules import MERGE_RULES, NORM_MAX, Group, MergeRu
 
 Vector = NDArray[np.float32]
 LAYOUT = ((Tensor("bias", (3,)), 0), (Tensor("embed", (4, 2), "embedding"), 3), (Tensor("kernel", (3, 2, 2)), 11))
-AVERAGE = (Group(0, 1, 6, "average"),)
-RDA = (Group(0, 1, 6, "rda"),)
-ROWS = (Group(0, 2, 3, "rda"),)
+AVERAGE = (Group(0, 6, "average"),)
+RDA = (Group(0, 6, "rda"),)
+TWO = (Group(0, 3, "rda"), Group(3, 3, "average"))
 
 
 def elements(smallest: float, largest: float) -> st.SearchStrategy[float]:
@@ -65,25 +65,16 @@ def norm(values: Vector) -> float:
 
 
 def test_groups_of_whole_tensors() -> None:
-    assert groups(LAYOUT, MergeConfig(embedding="average", rest="rda", granularity="tensor")) == (
-        Group(0, 1, 3, "rda"),
-        Group(3, 1, 8, "average"),
-        Group(11, 1, 12, "rda"),
-    )
-
-
-def test_groups_of_rows() -> None:
-    assert groups(LAYOUT, MergeConfig(embedding="rda", rest="average", granularity="row")) == (
-        Group(0, 1, 3, "average"),  # one axis: one vector
-        Group(3, 4, 2, "rda"),
-        Group(11, 3, 4, "average"),  # rows run along the first axis
+    assert groups(LAYOUT, MergeConfig(embedding="average", rest="rda")) == (
+        Group(0, 3, "rda"),
+        Group(3, 8, "average"),
+        Group(11, 12, "rda"),
     )
 
 
 def test_scalars_have_a_group_and_empty_tensors_have_none() -> None:
     layout = ((Tensor("nothing", (0, 5)), 0), (Tensor("scale", ()), 0), (Tensor("none", (5, 0)), 1))
-    for granularity in ("tensor", "row"):
-        assert groups(layout, MergeConfig(granularity=granularity)) == (Group(0, 1, 1, "rda"),)
+    assert groups(layout, MergeConfig()) == (Group(0, 1, "rda"),)
 
 
 def test_the_config_and_the_registry_name_the_same_rules() -> None:
@@ -96,7 +87,7 @@ def test_the_config_and_the_registry_name_the_same_rules() -> None:
 
 def test_average_by_hand() -> None:
     # ¼·1 + ¾·3 = 2.5 and ¼·2 − ¾·2 = −1
-    result = merged([vector(1, 2), vector(3, -2)], [0.25, 0.75], (Group(0, 1, 2, "average"),))
+    result = merged([vector(1, 2), vector(3, -2)], [0.25, 0.75], (Group(0, 2, "average"),))
     assert result.tolist() == [2.5, -1.0]
 
 
@@ -116,14 +107,8 @@ def test_average_keeps_the_sign_of_zero() -> None:
 def test_rda_by_hand() -> None:
     # Norms 7 and 14, unit vectors (1, 0) and (0, 1), shares 3/7 and 4/7. Mean norm: 3 + 8 = 11.
     # Mean of the units: (3/7, 4/7), of norm 5/7, so the direction is (0.6, 0.8).
-    result = merged([vector(7, 0), vector(0, 14)], [3 / 7, 4 / 7], (Group(0, 1, 2, "rda"),))
+    result = merged([vector(7, 0), vector(0, 14)], [3 / 7, 4 / 7], (Group(0, 2, "rda"),))
     np.testing.assert_allclose(result, [6.6, 8.8], rtol=3e-7)
-
-
-def test_rda_by_rows_by_hand() -> None:
-    # First rows (2, 0), (0, 2): mean norm 2 along (1, 1)/√2. Second rows (0, 0), (0, 6): mean norm 3 along (0, 1).
-    result = merged([vector(2, 0, 0, 0), vector(0, 2, 0, 6)], [0.5, 0.5], (Group(0, 2, 2, "rda"),))
-    np.testing.assert_allclose(result, [math.sqrt(2), math.sqrt(2), 0, 3], rtol=3e-7)
 
 
 def test_each_tensor_has_its_own_rule_and_norm() -> None:
@@ -132,19 +117,14 @@ def test_each_tensor_has_its_own_rule_and_norm() -> None:
     # The embedding: average (1, 1). The kernel: mean norm (1 + 3)/2 = 2 along (1, 1)/√2.
     result = merged(deltas, [0.5, 0.5], groups(layout, MergeConfig(embedding="average", rest="rda")))
     np.testing.assert_allclose(result, [1, 1, math.sqrt(2), math.sqrt(2)], rtol=3e-7)
-    # The kernel by rows: each row is one number, of mean norm ½ and 1½.
-    result = merged(deltas, [0.5, 0.5], groups(layout, MergeConfig(granularity="row")))
-    np.testing.assert_allclose(result, [1, 1, 0.5, 1.5], rtol=3e-7)
 
 
 def test_rda_keeps_the_length_of_orthogonal_contributions_where_average_shrinks_it() -> None:
     islands = 9
     deltas = list(np.eye(islands, 16, dtype=np.float32) * np.float32(5))
     shares = [1 / islands] * islands
-    assert norm(merged(deltas, shares, (Group(0, 1, 16, "average"),))) == pytest.approx(
-        5 / math.sqrt(islands), rel=1e-6
-    )
-    assert norm(merged(deltas, shares, (Group(0, 1, 16, "rda"),))) == pytest.approx(5, rel=1e-6)
+    assert norm(merged(deltas, shares, (Group(0, 16, "average"),))) == pytest.approx(5 / math.sqrt(islands), rel=1e-6)
+    assert norm(merged(deltas, shares, (Group(0, 16, "rda"),))) == pytest.approx(5, rel=1e-6)
 
 
 @COMPILES
@@ -169,19 +149,18 @@ def test_scaling_all_contributions_by_a_power_of_two_scales_the_result_exactly(
     deltas: list[Vector], weights: list[float], exponent: int
 ) -> None:
     shares, scale = [w / sum(weights) for w in weights], np.float32(2.0**exponent)
-    assert bits(merged([d * scale for d in deltas], shares, ROWS)) == bits(merged(deltas, shares, ROWS) * scale)
+    assert bits(merged([d * scale for d in deltas], shares, TWO)) == bits(merged(deltas, shares, TWO) * scale)
 
 
 def test_zero_vectors_are_no_trouble() -> None:
     zero, one = np.zeros(6, np.float32), vector(3, 0, 0, 0, 4, 0)
     assert merged([zero, zero], [0.5, 0.5], RDA).tolist() == [0.0] * 6
     np.testing.assert_allclose(merged([zero, one], [0.5, 0.5], RDA), one / 2, rtol=3e-7)  # norm (0 + 5)/2
-    np.testing.assert_allclose(merged([zero, one], [0.5, 0.5], ROWS), one / 2, rtol=3e-7)
     assert merged([one, zero], [0.0, 1.0], RDA).tolist() == [0.0] * 6
 
 
 def test_directions_that_cancel_leave_no_noise_of_full_length() -> None:
-    plane = (Group(0, 1, 2, "rda"),)
+    plane = (Group(0, 2, "rda"),)
     turns = [2 * math.pi * third / 3 for third in range(3)]
     deltas = [vector(math.cos(turn), math.sin(turn)) for turn in turns]
     assert merged(deltas, [1 / 3] * 3, plane).tolist() == [0.0, 0.0]
@@ -199,22 +178,23 @@ def test_no_square_overflows_or_vanishes(size: float) -> None:
 def test_the_norm_of_many_elements_is_exact_enough() -> None:
     delta_N = np.full(1 << 22, 0.7, np.float32)
     delta_N[0] = 1.0  # so that the scaled squares are no round numbers; added one by one they would be 3 % off
-    result = merged([delta_N], [1.0], (Group(0, 1, 1 << 22, "rda"),))
+    result = merged([delta_N], [1.0], (Group(0, 1 << 22, "rda"),))
     np.testing.assert_allclose(result, delta_N, rtol=1e-6)
 
 
 # -- of every rule -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", [AVERAGE, RDA, ROWS])
+@pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_the_order_of_contributions_changes_only_rounding(of: tuple[Group, ...], data: st.DataObject) -> None:
     deltas, weights = data.draw(st.lists(SMALL, min_size=5, max_size=5)), data.draw(WEIGHTS)
     order = data.draw(st.permutations(range(5)))
     shares = [w / sum(weights) for w in weights]
-    for row in np.array(deltas).reshape(5, of[0].rows, of[0].length).swapaxes(0, 1):
-        units = row / np.maximum(np.linalg.norm(row, axis=1, keepdims=True), 1e-30)
+    for group in of:
+        part = np.array(deltas)[:, group.start : group.end]
+        units = part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-30)
         direction = np.linalg.norm(np.array(shares) @ units)
         assume(direction == 0 or direction > 0.1)  # a short mean of units turns far with a little rounding
     straight = merged(deltas, shares, of)
@@ -226,12 +206,12 @@ def test_the_order_of_contributions_changes_only_rounding(of: tuple[Group, ...],
 @COMPILES
 @given(DELTA, st.floats(0.01, 0.99))
 def test_alike_contributions_merge_to_themselves(delta_N: Vector, share: float) -> None:
-    for of in (AVERAGE, RDA, ROWS):
+    for of in (AVERAGE, RDA, TWO):
         result = merged([delta_N, delta_N], [share, 1 - share], of)
         np.testing.assert_allclose(result, delta_N, rtol=2e-6, atol=float(1e-6 * abs(delta_N).max()))
 
 
-@pytest.mark.parametrize("of", [AVERAGE, RDA, ROWS])
+@pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 def test_what_was_added_before_can_be_made_to_count_for_less(of: tuple[Group, ...]) -> None:
     first, second = vector(1, 2, 3, 4, 5, 6), vector(-6, 5, -4, 3, -2, 1)
     acc = merge_rules.take(merge_rules.begin(of), encoded(first, "float32"), of).acc
@@ -240,7 +220,7 @@ def test_what_was_added_before_can_be_made_to_count_for_less(of: tuple[Group, ..
     np.testing.assert_allclose(found, 2 * merged([first, second], [0.2, 0.8], of), rtol=1e-6)
 
 
-@pytest.mark.parametrize("of", [AVERAGE, RDA, ROWS])
+@pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4", "e3m0", "top3"])
 def test_it_is_the_codecs_values_that_are_added(codec: str, of: tuple[Group, ...]) -> None:
     body = encoded(vector(3, -1, 0, 0.5, 7, 2), codec)
@@ -250,7 +230,7 @@ def test_it_is_the_codecs_values_that_are_added(codec: str, of: tuple[Group, ...
     np.testing.assert_allclose(np.asarray(merge_rules.finish(taken.acc, of)), values, rtol=1e-6)
 
 
-@pytest.mark.parametrize("of", [AVERAGE, RDA, ROWS])
+@pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 def test_a_norm_over_the_limit_is_clipped_to_it(of: tuple[Group, ...]) -> None:
     taken = merge_rules.take(merge_rules.begin(of), encoded(vector(3, 0, 0, 0, 4, 0), "float32"), of, limit=0.5)
     assert taken.norm == 5.0
@@ -258,7 +238,7 @@ def test_a_norm_over_the_limit_is_clipped_to_it(of: tuple[Group, ...]) -> None:
     np.testing.assert_allclose(np.asarray(merge_rules.finish(taken.acc, of)), [0.3, 0, 0, 0, 0.4, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("of", [AVERAGE, RDA, ROWS])
+@pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.1 * NORM_MAX, 1e38])
 def test_what_is_not_sound_is_not_added(bad: float, of: tuple[Group, ...]) -> None:
     good = vector(1, 2, 3, 4, 5, 6)
@@ -271,12 +251,12 @@ def test_what_is_not_sound_is_not_added(bad: float, of: tuple[Group, ...]) -> No
 def test_a_rule_can_be_added_and_is_traced_once_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[str] = []
 
-    def add(acc: jax.Array, delta_RxL: jax.Array, norm_Rx1: jax.Array, weight: jax.Array) -> jax.Array:
+    def add(acc: jax.Array, delta_L: jax.Array, norm: jax.Array, weight: jax.Array) -> jax.Array:
         traces.append("add")
-        return acc + delta_RxL
+        return acc + delta_L
 
     monkeypatch.setitem(MERGE_RULES, "sum", MergeRule(MERGE_RULES["average"].init, add, lambda acc, inverse: acc))
-    of = (Group(0, 1, 5, "sum"),)
+    of = (Group(0, 5, "sum"),)
     for count in (1, 2, 7):
         deltas = [np.full(5, 2.0, np.float32)] * count
         shares = [0.1 * i for i in range(count)]

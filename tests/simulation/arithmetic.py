@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,9 +28,15 @@ from archipelago.broker.wire import Body
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.adoption import build
 from archipelago.merger.merge_rules import NORM_MAX, Taken
-from archipelago.merger.outer import MlaState, OuterOptimizer, Round
+from archipelago.merger.outer import OuterOptimizer, Round
 
 Vector = NDArray[np.float32]
+
+
+class Momentum(NamedTuple):
+    """State of the outer optimiser."""
+
+    momentum: Any
 
 
 class OnDevice(np.ndarray[Any, Any]):
@@ -100,21 +106,14 @@ def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1
 
 
 def _outer(config: OuterConfig) -> OuterOptimizer:
-    if config.rule == "mla":
-        rule = archipelago.merger.outer.look_ahead(config)
-        return OuterOptimizer(rule.init, lambda p, s, d, now: rule.step(p, s, d, _float32(now)), looks_ahead=True)
-    rate, mu = np.float32(config.learning_rate), np.float32(config.momentum)
+    rate, mu = np.float32(config.learning_rate), np.float32(config.momentum if config.rule == "nesterov" else 0.0)
 
     def step(params_N: Vector, state: Any, delta_N: Vector, now: Round) -> Any:
         momentum_N = mu * state.momentum + delta_N
         params_N = params_N - rate * (delta_N + mu * momentum_N)
-        return params_N, MlaState(momentum_N), params_N
+        return params_N, Momentum(momentum_N)
 
-    return OuterOptimizer(lambda params_N: MlaState(np.zeros_like(params_N)), step)
-
-
-def _float32(now: Round) -> Round:
-    return Round(*map(np.float32, now))
+    return OuterOptimizer(lambda params_N: Momentum(np.zeros_like(params_N)), step)
 
 
 def _begin(config: InnerConfig, params: dict[str, Any]) -> InnerState:

@@ -224,7 +224,7 @@ class World:
         self.weather = Weather.of(self.random)
         self.manifest = manifest_of(
             self.random.choice(["overwrite", "carry"]),
-            self.random.choice(["nesterov", "mla"]),
+            self.random.choice(["nesterov", "sgd"]),
             self.random.choice([6, 10, 16]),
             self.random.random() < 0.3,
         )

@@ -134,7 +134,13 @@ def test_a_study_that_cannot_be_is_said_before_anything_runs(folder: Path, text:
 
 
 def test_baselines_are_shared_among_what_does_not_matter_to_them() -> None:
-    settings = {"outer.rule": "mla", "outer.momentum": 0.5, "sync.interval": 6, "sync.fragments": 2, "inner.steps": 9}
+    settings = {
+        "outer.rule": "nesterov",
+        "outer.momentum": 0.5,
+        "sync.interval": 6,
+        "sync.fragments": 2,
+        "inner.steps": 9,
+    }
     keys = {kind: dict(Trial.of(kind, 4, 3.0, 0, settings).settings) for kind in sweep_trial.KINDS}
     assert keys["islands"] == settings
     assert keys["parallel"] == keys["one"] == {"inner.steps": 9}
@@ -200,7 +206,7 @@ def test_a_line_that_was_cut_off_is_measured_again_and_spoils_no_other(folder: P
 def test_trials_run_in_processes_of_their_own_and_learn(folder: Path, corpus: OpenCorpus) -> None:
     """The whole way, with real runs of every kind: `archipelago sweep`, twice."""
     study = 'base = "base.toml"\n[[grid]]\nkind = ["parallel", "diloco", "one", "islands"]\nislands = 2\n'
-    (folder / "kinds.toml").write_text(study + '"outer.rule" = "mla"\n', encoding="utf-8")
+    (folder / "kinds.toml").write_text(study + '"outer.rule" = "nesterov"\n', encoding="utf-8")
     assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
     before = (folder / "kinds.jsonl").read_bytes()
     records = [json.loads(line) for line in before.splitlines()]
@@ -212,7 +218,6 @@ def test_trials_run_in_processes_of_their_own_and_learn(folder: Path, corpus: Op
         assert r["version"].count("+") == 1
     ours = next(r for r in records if r["kind"] == "islands")
     assert ours["rounds"] >= 12
-    assert ours["own_bits_per_byte"] != ours["bits_per_byte"], "this rule publishes where it will have gone"
     assert (folder / "kinds.png").stat().st_size > 1000
     assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
     assert (folder / "kinds.jsonl").read_bytes() == before
@@ -360,7 +365,7 @@ def test_only_what_differs_within_a_kind_is_shown() -> None:
     rows = results(
         (trial("parallel", inner__steps=5), 2.0, 1000),
         (trial(inner__steps=5, outer__rule="sgd"), 2.0, 1000),
-        (trial(inner__steps=5, outer__rule="mla"), 2.0, 1000),
+        (trial(inner__steps=5, outer__rule="nesterov"), 2.0, 1000),
     )
     assert sweep_study.varying([row.settings for row in rows]) == ["outer.rule"]
 
