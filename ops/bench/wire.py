@@ -28,7 +28,8 @@ from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest
 from archipelago.ops.bench.output import OutputOptions, finish, with_picture
 from archipelago.ops.bench.process import Child, child
-from archipelago.ops.launch.embedded_redis import LOOPBACK, Server, start_server
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.redis_probe import LOOPBACK
 from archipelago.ops.settings import say
 
 RUN = "bench-wire"

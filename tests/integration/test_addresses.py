@@ -29,7 +29,9 @@ from archipelago.broker.redis import connection as redis_connection
 from archipelago.broker.redis.connection import HUGE_FROM_BYTES
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.ops.launch.embedded_redis import LOOPBACK, Server, find_program
+from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.redis_probe import LOOPBACK
+from archipelago.ops.launch.redis_program import find_program
 from tests import samples
 from tests.conftest import Until
 

@@ -39,7 +39,8 @@ from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START, Memory
 from archipelago.broker.wire import digest
-from archipelago.ops.launch.embedded_redis import Server, find_program, start_server
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.redis_program import find_program
 from tests import samples
 from tests.conftest import Until
 

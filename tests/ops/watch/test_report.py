@@ -19,7 +19,8 @@ from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.cli import run
 from archipelago.ops.dashboard.app import PAGE
 from archipelago.ops.dashboard.watcher import Watch
-from archipelago.ops.launch.embedded_redis import Server, find_program, start_server
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.redis_program import find_program
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.report import SCRIPTS, ReportOptions, everything, html, of_image, of_watch

@@ -1,0 +1,74 @@
+"""Ask a starting Redis server for its state, before there is a client for it.
+
+The client library retries, pools connections and raises on LOADING. A start needs three plain questions, so this module
+speaks the protocol (RESP) itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from typing import IO, Literal
+
+LOOPBACK = "127.0.0.1"
+
+#: `silent`: no answer. `foreign`: something that does not accept the password. `loading`: our server reads its data.
+State = Literal["silent", "foreign", "loading", "ready"]
+
+
+def server_state(port: int, password: str) -> State:
+    """Return what answers on that port of this machine."""
+    try:
+        *greeting, reply = ask(port, password, "PING")
+    except (OSError, ValueError):
+        return "silent"
+    if any(line != b"+OK" for line in greeting):
+        return "foreign"
+    if reply == b"+PONG":
+        return "ready"
+    return "loading" if reply.startswith(b"-LOADING") else "foreign"
+
+
+def server_pid(port: int, password: str) -> int | None:
+    """Return the process ID that the server states, or None (fakeredis has no INFO)."""
+    with contextlib.suppress(OSError, ValueError):
+        if match := re.search(rb"^process_id:(\d+)", ask(port, password, "INFO", "server")[-1], re.MULTILINE):
+            return int(match[1])
+    return None
+
+
+def ask(port: int, password: str, *words: str) -> list[bytes]:
+    """Return the replies to AUTH (if there is a password) and to one command."""
+    commands = [("AUTH", password), words] if password else [words]
+    with socket.create_connection((LOOPBACK, port), timeout=1.0) as connection, connection.makefile("rb") as replies:
+        for command in commands:
+            parts = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in command)
+            connection.sendall(f"*{len(command)}\r\n{parts}".encode())
+        return [read_reply(replies) for _ in commands]
+
+
+def read_reply(replies: IO[bytes]) -> bytes:
+    """Return the next line, or the next bulk string."""
+    line = replies.readline()
+    return replies.read(int(line[1:]) + 2)[:-2] if line.startswith(b"$") else line.rstrip()
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on that port of this machine."""
+    with socket.socket() as probe:
+        # As the server does: connections in TIME_WAIT, left over from the last server, do not block the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port() -> int:
+    """Return a port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
