@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.util import find_spec
 
 from archipelago.broker.errors import ConfigError
 
+#: The packages of each extra of `pip install archipelago-train[EXTRA]` that we import.
+PACKAGES = {
+    "dash": ("plotly", "starlette", "uvicorn"),
+    "plots": ("matplotlib", "tensorboardX"),
+    "torch": ("torch",),
+    "wandb": ("wandb",),
+}
+
 
 def is_installed(package: str) -> bool:
-    """Return whether `package` can be imported. A folder without `__init__.py` does not count as a package."""
-    spec = importlib.util.find_spec(package)
+    """Return whether a package can be imported. A folder without `__init__.py` does not count as one."""
+    spec = find_spec(package)
     return spec is not None and spec.loader is not None
 
 
-def require(extra: str, *packages: str, purpose: str) -> None:
-    """Raise ConfigError unless all packages are installed.
+def has(extra: str) -> bool:
+    """Return whether all packages of an extra are installed."""
+    return all(map(is_installed, PACKAGES[extra]))
+
+
+def require(extra: str, purpose: str) -> None:
+    """Raise ConfigError unless all packages of an extra are installed.
 
     Args:
-        extra: The extra of our distribution that installs them.
-        packages: Names of modules.
-        purpose: What needs them, as the subject of a sentence.
+        extra: The extra.
+        purpose: What needs it, as the subject of a sentence: "The dashboard".
     """
-    if missing := [package for package in packages if not is_installed(package)]:
-        raise ConfigError(
-            f"{purpose} needs {' and '.join(missing)}, which this Python does not have",
-            f"Install them with: pip install 'archipelago-train[{extra}]'",
-            code="config.missing-extra",
-        )
+    if missing := [package for package in PACKAGES[extra] if not is_installed(package)]:
+        said = f"{purpose} needs {' and '.join(missing)}, which this Python does not have"
+        raise ConfigError(said, hint(extra), code="config.extra")
+
+
+def hint(extra: str) -> str:
+    """Return the sentence that says how to install an extra."""
+    return f"Run: pip install 'archipelago-train[{extra}]'."

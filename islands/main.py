@@ -170,7 +170,8 @@ def _run(
     rejoin = Rejoin(transport, store, island, arrivals)
     rejoin.ask()
     island.beat("joining")
-    registry.register(telemetry.IslandCollector(island))
+    if registry is not None:
+        registry.register(telemetry.IslandCollector(island))
     curves = CurveWriter(sinks, lambda: telemetry.point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from prometheus_client.core import Metric
+from typing import TYPE_CHECKING
 
 from archipelago.broker.observe.metrics import family
 from archipelago.islands.worker import Island
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 
 def point(island: Island) -> tuple[int, Mapping[str, float]] | None:

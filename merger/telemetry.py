@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import Metric
+from typing import TYPE_CHECKING
 
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import family
 from archipelago.merger.service import Merger
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter
+    from prometheus_client.core import Metric
 
 #: Upper bounds of the histogram's buckets, in versions.
 STALENESS_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -35,6 +37,8 @@ class RoundMetrics:
     """Counts the rounds that this process has closed. The gauges are absent until the first of them."""
 
     def __init__(self, run: str, fragments: int, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
         self._fragments = fragments
 
         def counter(name: str, documentation: str) -> Counter:
@@ -84,19 +88,22 @@ class RoundMetrics:
 
 
 class Telemetry:
-    """Records what one merger does, and reads its state when Prometheus asks."""
+    """Records what one merger does, and reads its state when Prometheus asks. Without a registry it only draws."""
 
-    def __init__(self, merger: Merger, curves: CurveWriter, registry: CollectorRegistry) -> None:
+    def __init__(self, merger: Merger, curves: CurveWriter, registry: CollectorRegistry | None) -> None:
         self.merger, self.curves = merger, curves
-        self._rounds = RoundMetrics(merger.manifest.run, len(merger.manifest.fragments), registry)
+        self._rounds: RoundMetrics | None = None
         self._closed_at = math.nan
-        registry.register(self)
+        if registry is not None:
+            self._rounds = RoundMetrics(merger.manifest.run, len(merger.manifest.fragments), registry)
+            registry.register(self)
         merger.on_round = self.closed
 
     def closed(self, entry: TapeEntry, snapshot: Snapshot) -> None:
         """Record a round that was committed."""
         self._closed_at = self.merger.clock()
-        self._rounds.closed(entry, snapshot)
+        if self._rounds is not None:
+            self._rounds.closed(entry, snapshot)
         self.curves.put(entry.round, values(entry))
 
     def collect(self) -> Iterator[Metric]:

@@ -106,4 +106,4 @@ class WandbRun:
 
 def require_wandb() -> None:
     """Raise ConfigError unless wandb is installed. A folder named `wandb`, which it makes itself, does not count."""
-    extras.require("wandb", "wandb", purpose="--wandb")
+    extras.require("wandb", "--wandb")

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-
-import prometheus_client
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from typing import TYPE_CHECKING
 
 from archipelago.broker.errors import ConfigError
+
+if TYPE_CHECKING:  # Importing prometheus_client takes a noticeable part of a worker's start.
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
 
 HOST = "127.0.0.1"
 PORT_MAX = 65535
@@ -25,13 +26,17 @@ Samples = Iterable[tuple[Mapping[str, str], float]]
 
 def new_registry() -> CollectorRegistry:
     """Return an empty registry. Two workers in one process share nothing."""
+    import prometheus_client
+
     # `_created` series would double the size of each scrape.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    return CollectorRegistry(auto_describe=False)
+    return prometheus_client.CollectorRegistry(auto_describe=False)
 
 
 def family(name: str, documentation: str, labels: Iterable[str], samples: Samples) -> Metric:
     """Return a counter (if the name ends with `_total`) or a gauge with these samples, without those that are NaN."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     out = kind(name, documentation, labels=list(labels))
     for values, number in samples:
@@ -54,8 +59,10 @@ def serve(port: int, host: str, registry: CollectorRegistry) -> int:
     """
     if not 0 <= port <= PORT_MAX:
         raise ConfigError(f"--metrics-port cannot be {port}", f"Choose 0 to {PORT_MAX}.", code="config.metrics-port")
+    from prometheus_client import start_http_server
+
     try:
-        server, _ = prometheus_client.start_http_server(port, host, registry=registry)
+        server, _ = start_http_server(port, host, registry=registry)
     except OSError as error:
         raise ConfigError(
             f"metrics cannot be served on {host}:{port} ({error.strerror or error})",

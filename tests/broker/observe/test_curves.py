@@ -271,7 +271,7 @@ def test_a_service_that_refuses_is_a_warning(wandb: StandIn, tmp_path: Path, cap
 
 def test_wandb_that_is_not_installed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with failing(ConfigError, "config.missing-extra"):
+    with failing(ConfigError, "config.extra"):
         CurveOptions(wandb=True).sinks("demo", "oslo", "island", tmp_path, "global_step")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def test_a_result_is_written_as_json_and_ratios_are_drawn(tmp_path: Path) -> Non
 
 
 def test_a_result_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "is_installed", lambda extra: False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     options = OutputOptions(output=tmp_path)
     found = with_picture("wire", {"rows": [WIRE_ROW]}, options)
     assert finish("wire", found, options) == 0
