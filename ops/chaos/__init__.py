@@ -1,1 +1,1 @@
-"""`archipelago chaos`: faults on real processes, baselines under the same faults, and their report."""
+"""`archipelago chaos`: run real processes under a schedule of faults, run baselines under the same faults, and report."""

@@ -1,7 +1,7 @@
-"""Which process meets which fault when: seeded, from a file, or as a spot market did it. Pure.
+"""Schedules: which process meets which fault at what time. They come from a seed, a file or a spot-market trace. Pure.
 
-A schedule is a list of faults in the order of time. As text it is one JSON object a line, so that a storm can be
-looked at, changed and run again:
+A schedule is a list of faults, ordered by time. Its text form has one JSON object a line, so that a storm can be
+read, edited and run again:
 
     {"at": 12.5, "kind": "kill", "target": "island-1", "seconds": 2.0}
     {"at": 20, "kind": "throttle", "target": "merger", "seconds": 5, "value": 1.0}
@@ -25,102 +25,121 @@ from archipelago.broker.errors import ConfigError
 from archipelago.ops.simulation.failures import Delays
 
 Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk", "clock"]
+#: What each kind of fault does to a process.
 KINDS: dict[str, str] = {
-    "kill": "SIGKILL; started again after `seconds`",
-    "stop": "SIGSTOP; SIGCONT after `seconds`",
-    "partition": "its connections stall without a word and new ones are refused, for `seconds`",
-    "reset": "its connections are reset and new ones are refused, for `seconds`",
-    "half-open": "its connections go silent for ever, and new ones work at once",
-    "throttle": "its link carries `value` Mbit/s each way, for `seconds`",
-    "delay": "its link takes `value` seconds longer each way, for `seconds`",
-    "disk": "no file of it may grow past `value` bytes, for `seconds`: as when the disk is full",
-    "clock": "the Redis' time of day jumps `value` seconds ahead, and back after `seconds` (needs libfaketime)",
+    "kill": "SIGKILL; the process starts again after `seconds`",
+    "stop": "SIGSTOP; SIGCONT follows after `seconds`",
+    "partition": "for `seconds`, its connections stall silently and new ones are refused",
+    "reset": "for `seconds`, its connections are reset and new ones are refused",
+    "half-open": "its connections go silent for ever; new ones work at once",
+    "throttle": "for `seconds`, its link carries `value` Mbit/s each way",
+    "delay": "for `seconds`, its link takes `value` seconds longer each way",
+    "disk": "for `seconds`, none of its files may grow by more than `value` bytes, as on a full disk",
+    "clock": "the time of day of Redis jumps ahead by `value` seconds, and back after `seconds` (needs libfaketime)",
 }
-"""Each kind of fault, and what it does to a process."""
+#: The kinds that need a proxy between the process and Redis.
 ON_LINKS = frozenset({"partition", "reset", "half-open", "throttle", "delay"})
-"""kinds that need a proxy between the process and the Redis"""
+#: The `value` of faults from a seed, and of lines of a file that give none.
 VALUES = {"throttle": 1.0, "delay": 0.2, "disk": float(1 << 18), "clock": 3600.0}
-"""what a seeded schedule, or a line without a `value`, takes"""
 REDIS, MERGER = "redis", "merger"
 SECONDS_MAX = 1e6
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong with one process, and for how long."""
+    """One fault of one process.
+
+    Attributes:
+        at: When it begins, in seconds after the start of the storm.
+        kind: One of KINDS.
+        target: `redis`, `merger` or the name of an island.
+        seconds: How long it lasts.
+        value: The rate, delay, size or offset that some kinds need.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     at: float
-    """seconds from the storm's begin"""
     kind: Kind
     target: str
-    """`redis`, `merger` or an island's name"""
     seconds: float = 0.0
-    """until it is over"""
     value: float = 0.0
 
     @property
     def until(self) -> float:
-        """Seconds from the storm's begin."""
-        return round(self.at + self.seconds, 6)  # both are of whole milliseconds, as their sum is then
+        """When it ends, in seconds after the start of the storm, in whole microseconds."""
+        return round(self.at + self.seconds, 6)
 
 
 @dataclass(frozen=True)
-class Weather:
-    """How faults come to each process: as a Poisson process while it is well, over after an exponentiated Weibull
-    delay (Decoupled DiLoCo, Appendix E).
+class FaultRates:
+    """The distribution of faults of each process (Decoupled DiLoCo, Appendix E).
+
+    Faults are a Poisson process while the target is up. Each lasts for an exponentiated Weibull delay.
+
+    Attributes:
+        mean_seconds_between: Mean time that a process is up before its next fault.
+        kinds: The kinds to choose from.
+        return_seconds: Mean duration of a fault.
+        return_shape: The shape k of the duration's distribution.
+        return_power: The exponent α of the duration's distribution.
     """
 
     mean_seconds_between: float
-    """mean time that a process is well"""
     kinds: tuple[str, ...] = ("kill", "stop")
     return_seconds: float = 2.0
-    """mean"""
     return_shape: float = 2.0
-    """k"""
     return_power: float = 4.0
-    """α"""
 
 
-def may_meet(kind: str, target: str) -> bool:
-    """Whether there is such a fault: the Redis has no link to itself, and nobody else decides by the time of day."""
+def applies_to(kind: str, target: str) -> bool:
+    """Whether a target can meet that kind of fault.
+
+    Redis has no link to itself. It is also the only process whose decisions depend on the time of day.
+    """
     return kind not in ON_LINKS if target == REDIS else kind != "clock"
 
 
-def poisson(weather: Weather, targets: Sequence[str], seconds: float, seed: int) -> list[Fault]:
-    """A storm of so many seconds. What happens to a process does not depend on which others there are."""
-    delays = Delays(weather.return_seconds, weather.return_shape, weather.return_power)
-    found = [_poisson(weather, target, seconds, delays, _generator(seed, target)) for target in targets]
+def poisson(rates: FaultRates, targets: Sequence[str], seconds: float, seed: int) -> list[Fault]:
+    """Draw the faults of a storm of `seconds`. The faults of one target do not depend on the other targets."""
+    delays = Delays(rates.return_seconds, rates.return_shape, rates.return_power)
+    found = [_poisson(rates, target, seconds, delays, _generator(seed, target)) for target in targets]
     return in_order(itertools.chain.from_iterable(found))
 
 
 def _poisson(
-    weather: Weather, target: str, seconds: float, delays: Delays, rng: np.random.Generator
+    rates: FaultRates, target: str, seconds: float, delays: Delays, rng: np.random.Generator
 ) -> Iterator[Fault]:
-    kinds = [kind for kind in weather.kinds if may_meet(kind, target)]
-    now = rng.exponential(weather.mean_seconds_between) if kinds else math.inf
+    kinds = [kind for kind in rates.kinds if applies_to(kind, target)]
+    now = rng.exponential(rates.mean_seconds_between) if kinds else math.inf
     while now < seconds:
         kind = kinds[int(rng.integers(len(kinds)))]
         fault = _fault(round(now, 3), kind, target, round(delays(rng), 3))
         yield fault
-        now = fault.until + rng.exponential(weather.mean_seconds_between)
+        now = fault.until + rng.exponential(rates.mean_seconds_between)
 
 
 def periodic(every: float, targets: Sequence[str], away_seconds: float, seconds: float, seed: int) -> list[Fault]:
-    """A kill of one of the targets every so many seconds, each a chance choice.
+    """Kill a random target every `every` seconds.
 
-    The first one comes after half of that, so that a window of n times as long has n kills.
+    The first kill comes after half a period, so that a window of n periods has n kills.
     """
     rng = _generator(seed, "periodic")
     times = itertools.takewhile(lambda at: at < seconds, (every * (n + 0.5) for n in itertools.count()))
     return [_fault(at, "kill", targets[int(rng.integers(len(targets)))], away_seconds) for at in times]
 
 
-def from_spot(text: str, targets: Sequence[str], seconds: float, faster: float) -> list[Fault]:
-    """Kills as a spot market did it, played so many times faster: a target for each zone, in the order of their names.
+def from_spot(text: str, targets: Sequence[str], seconds: float, speed: float) -> list[Fault]:
+    """Read the preemptions of a spot market as kills.
 
-    The text is JSON: `{"ZONE": {"metadata": {"gap_seconds": 600}, "data": [0, 0, 1, …]}, …}`, or one zone without its
-    name, with a sample each gap: 1 where the zone's machine was taken away. Raises ConfigError for anything else.
+    Args:
+        text: JSON: `{"ZONE": {"metadata": {"gap_seconds": 600}, "data": [0, 0, 1, …]}, …}`, or one zone without its
+            name. A sample of 1 says that the zone's machine was preempted.
+        targets: One target for each zone, in the order of the zones' names. Zones repeat where they are too few.
+        seconds: Length of the storm.
+        speed: How many times faster than real time the trace is played.
+
+    Raises:
+        ConfigError: The text is no such trace.
     """
     try:
         found = json.loads(text)
@@ -130,11 +149,12 @@ def from_spot(text: str, targets: Sequence[str], seconds: float, faster: float) 
             raise ValueError("it has no samples")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"that is no spot-market trace ({error!r:.80})",
+            f"the file is no spot-market trace ({error!r:.80})",
             'Give JSON: {"ZONE": {"metadata": {"gap_seconds": 600}, "data": [0, 0, 1]}}.',
+            code="chaos.spot-trace",
         ) from None
     pairs = zip(targets, itertools.cycle(traces), strict=False)
-    return in_order(f for target, (gap, away) in pairs for f in _from_trace(target, gap / faster, away, seconds))
+    return in_order(f for target, (gap, away) in pairs for f in _from_trace(target, gap / speed, away, seconds))
 
 
 def _from_trace(target: str, gap: float, away: Sequence[bool], seconds: float) -> Iterator[Fault]:
@@ -156,17 +176,17 @@ def _kind(text: str) -> Kind:
 
 
 def in_order(faults: Iterable[Fault]) -> list[Fault]:
-    """By time; what begins at once in the order of the targets' names."""
+    """Sort faults by time, then by the name of the target."""
     return sorted(faults, key=lambda fault: (fault.at, fault.target, fault.kind))
 
 
 def to_text(faults: Sequence[Fault]) -> str:
-    """One JSON object a line, which `from_text` reads back."""
+    """Return one JSON object a line. `from_text` reads it."""
     return "".join(json.dumps(dataclasses.asdict(fault)) + "\n" for fault in faults)
 
 
 def from_text(text: str, targets: Sequence[str]) -> list[Fault]:
-    """The faults of `to_text`'s lines; empty lines and ones that begin with # are none. Raises ConfigError."""
+    """Read the lines of `to_text`. Skip empty lines and those that begin with #. Raise ConfigError for others."""
     numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"]
     return in_order(_from_line(number, line, targets) for number, line in numbered)
 
@@ -187,11 +207,11 @@ def _from_line(number: int, line: str, targets: Sequence[str]) -> Fault:
     if fault.kind in VALUES and not fault.value:
         fault = dataclasses.replace(fault, value=VALUES[fault.kind])
     if fault.target not in targets:
-        raise _unreadable(number, f"there is no {fault.target!r} among {', '.join(targets)}")
-    if not may_meet(fault.kind, fault.target):
-        raise _unreadable(number, f"there is no {fault.kind} of {fault.target}")
+        raise _unreadable(number, f"the target {fault.target!r} is none of {', '.join(targets)}")
+    if not applies_to(fault.kind, fault.target):
+        raise _unreadable(number, f"the fault {fault.kind} does not apply to {fault.target}")
     if not (0 <= fault.at <= SECONDS_MAX and 0 <= fault.seconds <= SECONDS_MAX and fault.value >= 0):
-        raise _unreadable(number, "times and values are not negative")
+        raise _unreadable(number, f"times must be from 0 to {SECONDS_MAX:g} and values not negative")
     return fault
 
 
@@ -199,6 +219,7 @@ def _unreadable(number: int, why: str) -> ConfigError:
     return ConfigError(
         f"line {number} of the schedule cannot be used ({why})",
         'Write {"at": 12.5, "kind": "kill", "target": "island-1", "seconds": 2}; kinds: ' + ", ".join(KINDS) + ".",
+        code="chaos.schedule-line",
     )
 
 

@@ -1,0 +1,170 @@
+"""Processes that faults are done to, and the injector that does kills and stops, and undoes them, when they are due.
+
+Subclasses add the faults that need to know more about a process: those of links, disks and clocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from archipelago.ops.chaos.report.record import ProcessEvent
+from archipelago.ops.chaos.schedule import Fault
+from archipelago.ops.settings import say
+
+TICK_SECONDS = 0.01
+#: A process that ends although no fault killed it is started again after this time.
+UNPLANNED_SECONDS = 1.0
+
+
+class FaultTarget:
+    """A process that faults are done to.
+
+    Attributes:
+        name: The name by which schedules refer to it.
+        started: How many times it was started.
+        stopped: Whether SIGSTOP holds it.
+        dead: Whether it has no running process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.started = 0
+        self.stopped = False
+        self.dead = True
+
+    @property
+    def pid(self) -> int:
+        """The process ID of the newest process."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start a process."""
+        raise NotImplementedError
+
+    def alive(self) -> bool:
+        """Whether its process runs. Reaps a process that has ended."""
+        raise NotImplementedError
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it still exists."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+class FaultInjector:
+    """Injects faults into targets when they are due. Call `poll` often, from the main thread.
+
+    Attributes:
+        events: Everything that happened to the processes, in order.
+        targets: The targets by name.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[ProcessEvent] = []
+        self.targets: dict[str, FaultTarget] = {}
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._faults: deque[tuple[float, Fault]] = deque()
+        self._count = itertools.count()
+        self._reported = 0
+
+    def note(self, process: str, what: str, detail: str = "") -> None:
+        """Record an event that happened just now."""
+        self.events.append(ProcessEvent(time.monotonic(), process, what, detail))
+
+    def report_events(self, begin: float) -> None:
+        """Print each new event on a line, with its time since `begin`."""
+        for event in self.events[self._reported :]:
+            say(f"  {event.at - begin:6.1f} s  {event.process:<9} {event.what} {event.detail}".rstrip())
+        self._reported = len(self.events)
+
+    def start(self, target: FaultTarget) -> None:
+        """Start a target for the first time, or again."""
+        self.note(target.name, "start")
+        target.start()
+        target.dead, target.stopped, target.started = False, False, target.started + 1
+
+    def schedule(self, faults: Iterable[Fault], begin: float) -> None:
+        """Inject these faults, whose times count from `begin`. Earlier events are not reported any more."""
+        self._reported = len(self.events)
+        self._faults = deque((begin + fault.at, fault) for fault in faults)
+
+    def poll(self) -> None:
+        """Do everything that is due, and start processes again that ended on their own."""
+        while self._due and self._due[0][0] <= time.monotonic():
+            heapq.heappop(self._due)[2]()
+        while self._faults and self._faults[0][0] <= time.monotonic():
+            fault = self._faults.popleft()[1]
+            self.inject(self.targets[fault.target], fault)
+        for target in self.targets.values():
+            if target.started and not target.dead and not target.alive():
+                target.dead = True
+                self.note(target.name, "died")
+                self._start_later(target, UNPLANNED_SECONDS)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a fault is still scheduled or still active."""
+        return bool(self._faults or self._due) or any(target.dead or target.stopped for target in self.targets.values())
+
+    def inject(self, target: FaultTarget, fault: Fault) -> None:
+        """Inject a fault now. Subclasses handle the other kinds."""
+        match fault.kind:
+            case "kill":
+                self._kill(target, fault)
+            case "stop":
+                self._stop(target, fault)
+            case _:
+                raise NotImplementedError(fault.kind)
+
+    def end_faults(self) -> None:
+        """Drop the faults that are still scheduled, and undo the active ones now."""
+        self._faults.clear()
+        while self._due:
+            heapq.heappop(self._due)[2]()
+
+    def call_later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call `action` after `seconds`, or earlier when the faults end."""
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._count), action))
+
+    def _kill(self, target: FaultTarget, fault: Fault) -> None:
+        if target.dead:
+            self.note(target.name, "spared", "kill: it is dead")
+            return
+        self.note(target.name, "kill")
+        target.signal(signal.SIGKILL)
+        target.dead = True
+        while target.alive():  # The next process needs its name and folder, so we wait until it is reaped.
+            time.sleep(0.001)
+        self._start_later(target, fault.seconds)
+
+    def _start_later(self, target: FaultTarget, seconds: float) -> None:
+        started = target.started
+
+        def start_again() -> None:
+            if target.dead and target.started == started:
+                self.start(target)
+
+        self.call_later(seconds, start_again)
+
+    def _stop(self, target: FaultTarget, fault: Fault) -> None:
+        if target.dead or target.stopped:
+            self.note(target.name, "spared", "stop: it is dead or stopped")
+            return
+        self.note(target.name, "stop")
+        target.signal(signal.SIGSTOP)
+        target.stopped = True
+        started = target.started
+        self.call_later(fault.seconds, lambda: self._continue(target, started))
+
+    def _continue(self, target: FaultTarget, started: int) -> None:
+        if target.stopped and not target.dead and target.started == started:
+            target.signal(signal.SIGCONT)
+            target.stopped = False
+            self.note(target.name, "continue")

@@ -1,0 +1,1 @@
+"""From the record of a storm to figures, checks of the invariants, plots and an HTML page."""

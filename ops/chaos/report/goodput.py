@@ -1,0 +1,212 @@
+"""Goodput: the share of the islands' time that became merged inner steps, and where the rest of it went. Pure.
+
+The islands' *allocated* time is the window times their number. *Useful* inner steps are those that were merged.
+*Possible* ones are those that fit into the allocated time at the run's step duration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from archipelago.ops.chaos.report.record import ProcessEvent, StormRecord, Turn, has_member
+from archipelago.ops.chaos.report.timelines import RECOVERING, SERVING, STOPPED, Span, Timelines, seconds_in
+
+STALL_SECONDS = 0.01
+#: An island participates while one of its contributions was merged within this time.
+PARTICIPATION_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the islands' allocated time went. The shares sum to one, up to rounding.
+
+    Attributes:
+        useful: Inner steps that were merged.
+        lost: Inner steps that were trained and never merged.
+        idle: Training slower than the step duration allows: stalls, a loaded machine, a slow island.
+        stopped: Stopped by SIGSTOP.
+        recovering: Started and not yet training: imports, compilation, joining.
+        dead: No process.
+    """
+
+    useful: float
+    lost: float
+    idle: float
+    stopped: float
+    recovering: float
+    dead: float
+
+
+def shares(storm: StormRecord, states: Timelines) -> Shares:
+    """Return the shares of all islands together."""
+    allocated = storm.seconds * len(storm.islands)
+    step = storm.shortest_step_seconds
+
+    def share(state: str) -> float:
+        return sum(seconds_in(states[i], state, storm.begin, storm.end) for i in storm.islands) / allocated
+
+    trained = sum(storm.steps_between(i, storm.begin, storm.end) for i in storm.islands) * step / allocated
+    useful = merged_steps(storm) * step / allocated
+    return Shares(
+        useful, trained - useful, share(SERVING) - trained, share(STOPPED), share(RECOVERING),
+        1.0 - sum(share(state) for state in (SERVING, STOPPED, RECOVERING)),
+    )  # fmt: skip
+
+
+def merged_steps(storm: StormRecord) -> float:
+    """Return the inner steps of the window that were merged, as a mean over the fragments.
+
+    Steps outside of the window are subtracted as if all of them had been merged, so the result is never too large.
+    """
+    merged = sum(member.steps for entry in storm.tape for member in entry.members) / storm.fragments
+    outside = sum(
+        storm.steps_between(i, -math.inf, storm.begin) + storm.steps_between(i, storm.end, math.inf)
+        for i in storm.islands
+    )
+    return merged - outside
+
+
+def possible_while_live(storm: StormRecord, states: Timelines) -> float:
+    """Return how many inner steps fit into the time in which islands trained, each at its own step duration."""
+    fallback = storm.shortest_step_seconds
+    return sum(
+        seconds_in(states[i], SERVING, storm.begin, storm.end) / (storm.step_seconds[i] or fallback)
+        for i in storm.islands
+    )
+
+
+# -- stalls -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How often a wait took longer than 10 ms, and the longest one.
+
+    Attributes:
+        over_10_ms: Number of waits over 10 ms.
+        worst_seconds: The longest wait.
+        net_over_10_ms: The number without the time that the thread waited for a core of this machine.
+        net_worst_seconds: The longest wait without that time.
+    """
+
+    over_10_ms: int
+    worst_seconds: float
+    net_over_10_ms: int
+    net_worst_seconds: float
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """How long islands without a fault were kept from their steps.
+
+    Attributes:
+        turns: Number of turns of their loops in the window.
+        idle: Times in which the device had no work.
+        between: Times in which the training thread was busy between two steps, while the device may work.
+    """
+
+    turns: int
+    idle: Waits
+    between: Waits
+
+
+def stalls(storm: StormRecord, states: Timelines) -> Stalls:
+    """Return the stalls of all islands. Turns that overlap a SIGSTOP of the island do not count."""
+    pairs = [pair for island in storm.islands for pair in _undisturbed(storm, island, states[island])]
+    # An idle time may begin in the turn before, so that turn's waits for a core count as well.
+    idle = _waits([(turn.idle, turn.waited + before.waited) for before, turn in pairs])
+    return Stalls(len(pairs), idle, _waits([(turn.between, turn.waited) for _, turn in pairs]))
+
+
+def _waits(seconds_waited: Sequence[tuple[float, float]]) -> Waits:
+    gross = [seconds for seconds, _ in seconds_waited]
+    net = [max(0.0, seconds - waited) for seconds, waited in seconds_waited]
+    return Waits(
+        sum(s > STALL_SECONDS for s in gross), max(gross, default=0.0),
+        sum(s > STALL_SECONDS for s in net), max(net, default=0.0),
+    )  # fmt: skip
+
+
+def _undisturbed(storm: StormRecord, island: str, spans: Sequence[Span]) -> Iterator[tuple[Turn, Turn]]:
+    """Yield each turn of the window after the previous turn of its incarnation; the first turn follows itself."""
+    stops = [span for span in spans if span.state == STOPPED]
+    newest: dict[str, Turn] = {}
+    for turn in storm.turns.get(island, ()):
+        before = newest.get(turn.who, turn)
+        newest[turn.who] = turn
+        slack = max(turn.idle, turn.between) + storm.step_seconds[island]
+        disturbed = any(span.begin <= turn.at and span.end >= before.at - slack for span in stops)
+        if storm.begin <= turn.at < storm.end and not disturbed:
+            yield before, turn
+
+
+# -- islands that were killed -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """How long each part of an island's return took after a kill.
+
+    A part is NaN if it did not happen before the end of the storm or the next kill.
+
+    Attributes:
+        island: Its name.
+        at: When it was killed, in seconds after the begin of the window.
+        away_seconds: Until it was started again.
+        start_seconds: From there to its first inner step.
+        merge_seconds: From there until a round with a contribution of the new incarnation closed.
+        total_seconds: From the kill until then.
+    """
+
+    island: str
+    at: float
+    away_seconds: float
+    start_seconds: float
+    merge_seconds: float
+    total_seconds: float
+
+
+def rejoins(storm: StormRecord) -> list[Rejoin]:
+    """Return one for each kill of an island."""
+    kills = [e for e in storm.events if e.what in ("kill", "died") and e.process in storm.islands]
+    return [_rejoin(storm, kill) for kill in kills]
+
+
+def _rejoin(storm: StormRecord, kill: ProcessEvent) -> Rejoin:
+    later = [e for e in storm.events if e.process == kill.process and e.at > kill.at]
+    next_kill = min((e.at for e in later if e.what in ("kill", "died")), default=math.inf)
+    started = min((e.at for e in later if e.what == "start"), default=math.nan)
+    at, away = kill.at - storm.begin, started - kill.at
+    turns = [turn for turn in storm.turns.get(kill.process, ()) if kill.at < turn.at < next_kill]
+    if not turns:
+        return Rejoin(kill.process, at, away, math.nan, math.nan, math.nan)
+    first, incarnation = turns[0].at, turns[0].who
+    merged = [storm.closed_at.get(e.round, math.inf) for e in storm.tape if has_member(e, kill.process, incarnation)]
+    contributed = min(merged, default=math.nan)
+    return Rejoin(kill.process, at, away, first - started, contributed - first, contributed - kill.at)
+
+
+# -- over time --------------------------------------------------------------------------------------------------------
+
+
+def participation(storm: StormRecord, points: int = 240) -> list[tuple[float, int, int, int]]:
+    """Return (seconds, islands of the run, live islands, participating islands) at even times over the window."""
+    merged = {
+        island: sorted(storm.closed_at[e.round] for e in storm.tape if e.round in storm.closed_at and has_member(e, island))
+        for island in storm.islands
+    }  # fmt: skip
+    out = []
+    for n in range(points + 1):
+        at = storm.begin + storm.seconds * n / points
+        live = next((sample.live for sample in reversed(storm.samples) if sample.at <= at), 0)
+        taking_part = sum(any(at - PARTICIPATION_SECONDS < t <= at for t in times) for times in merged.values())
+        out.append((round(at - storm.begin, 3), len(storm.islands), live, taking_part))
+    return out
+
+
+def staleness(storm: StormRecord) -> dict[int, int]:
+    """Return the number of merged contributions at each staleness."""
+    return dict(sorted(Counter(member.staleness for entry in storm.tape for member in entry.members).items()))

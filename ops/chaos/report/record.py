@@ -1,0 +1,157 @@
+"""Everything that is known of one run under faults. All times are seconds of one monotonic clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from archipelago.broker.messages import Books, Pending, TapeEntry
+from archipelago.ops.chaos.schedule import Fault
+
+#: The event of an island that a standby became.
+STANDBY_USED = "was a standby"
+#: Island, incarnation and sequence number of a contribution.
+Identity = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class ProcessEvent:
+    """Something that was done to a process, or that it did.
+
+    Attributes:
+        at: Its time.
+        process: `redis`, `merger` or the name of an island.
+        what: `start`, `ready`, `kill`, `stop`, `continue`, `died`, or a fault of its link, disk or clock that begins
+            or is over.
+        detail: More, for people.
+    """
+
+    at: float
+    process: str
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of an island's training loop, from its turn log.
+
+    Attributes:
+        at: When it ended.
+        who: The incarnation of the island.
+        steps: Inner steps of that incarnation so far.
+        versions: Sum of the fragment versions that the island holds. It grows with each adoption.
+        between: Seconds that the training thread was busy between two steps.
+        idle: Seconds that the device had no work before this step.
+        waited: Seconds that the training thread was ready to run and had no core.
+    """
+
+    at: float
+    who: str
+    steps: int
+    versions: int
+    between: float
+    idle: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The state of the run in Redis at one moment.
+
+    Attributes:
+        at: Its time.
+        live: Islands whose heartbeats are recent.
+        round: The last closed round.
+    """
+
+    at: float
+    live: int
+    round: int
+
+
+@dataclass(frozen=True)
+class StormRecord:
+    """One run under faults.
+
+    Attributes:
+        begin, end: The measured window, from when all islands train until the faults end.
+        islands: The names of the islands.
+        step_seconds: Minimum duration of an inner step, by island; 0 where none is set.
+        tokens_per_step: Tokens of one inner step of one island.
+        fragments: Number of fragments.
+        faults: The schedule.
+        events: What happened to the processes.
+        turns: The turn log of each island.
+        closed_at: When each round was first seen closed.
+        samples: The state of the run over time.
+        tape: All rounds.
+        books: Counts of published, merged and refused contributions.
+        pending: Contributions that were still waiting at the end.
+        refused: Refused contributions, as far as the stream still holds the refusals.
+        bits_per_byte: Held-out loss of the final parameters.
+        interval: The sync interval H in inner steps.
+        checkpoint_seconds: Time between two checkpoints.
+        standbys: Number of standby processes.
+    """
+
+    begin: float
+    end: float
+    islands: tuple[str, ...]
+    step_seconds: Mapping[str, float]
+    tokens_per_step: int
+    fragments: int
+    faults: tuple[Fault, ...]
+    events: tuple[ProcessEvent, ...]
+    turns: Mapping[str, Sequence[Turn]]
+    closed_at: Mapping[int, float]
+    samples: tuple[Sample, ...]
+    tape: tuple[TapeEntry, ...]
+    books: Books
+    pending: Pending
+    refused: frozenset[Identity] = frozenset()
+    bits_per_byte: float = math.nan
+    interval: int = 24
+    checkpoint_seconds: float = 10.0
+    standbys: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Length of the window."""
+        return self.end - self.begin
+
+    @property
+    def shortest_step_seconds(self) -> float:
+        """The run's step duration: the shortest that was set, or else the median of the measured ones."""
+        given = min(self.step_seconds.values())
+        if given > 0:
+            return given
+        return statistics.median([s for turns in self.turns.values() for s in _step_seconds(turns)] or [math.nan])
+
+    @property
+    def rounds_in_window(self) -> int:
+        """Rounds that closed within the window."""
+        return sum(self.begin <= at < self.end for at in self.closed_at.values())
+
+    def steps_between(self, island: str, begin: float, end: float) -> int:
+        """Count the inner steps that the island ended in that time."""
+        out, last = 0, Counter[str]()
+        for turn in self.turns.get(island, ()):
+            out += turn.steps - last[turn.who] if begin <= turn.at < end else 0
+            last[turn.who] = turn.steps
+        return out
+
+
+def _step_seconds(turns: Sequence[Turn]) -> Iterable[float]:
+    for before, after in itertools.pairwise(turns):
+        if before.who == after.who and after.steps > before.steps:
+            yield (after.at - before.at) / (after.steps - before.steps)
+
+
+def has_member(entry: TapeEntry, island: str, incarnation: str = "") -> bool:
+    """Whether a contribution of that island, or of that incarnation, was merged into a round."""
+    return any(m.island == island and incarnation in ("", m.incarnation) for m in entry.members)
