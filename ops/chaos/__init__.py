@@ -1,1 +1,1 @@
-"""`archipelago chaos`: run real processes under a schedule of faults, run baselines under the same faults, and report."""
+"""`archipelago chaos`: real processes, and baselines, under a schedule of faults."""

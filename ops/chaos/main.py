@@ -48,7 +48,7 @@ class ChaosOptions:
     """Train through a storm of faults in real processes. Report goodput and uptime; fail if an invariant breaks.
 
     `storm` is one run under a schedule of faults. `peers` is the benchmark that other projects report: 3 islands,
-    H = 40 steps of 50 ms, 1 M parameters; without faults, with a SIGKILL every 15 s, and with one island 2 times slower.
+    H = 40 steps of 50 ms, 1 M parameters; without faults, with a SIGKILL every 15 s, and with one island half as fast.
     """
 
     what: Annotated[Literal["storm", "peers"], tyro.conf.Positional] = "storm"
@@ -147,7 +147,7 @@ def _names(options: ChaosOptions) -> list[str]:
 
 
 def _faults(options: ChaosOptions) -> list[Fault]:
-    """Return the schedule. Raise ConfigError for a file that cannot be read and for faults that need what is missing."""
+    """Return the schedule. Raise ConfigError for a file that cannot be read, or a fault that this machine lacks."""
     islands = _names(options)
     everything = [REDIS, MERGER, *islands]
     if unknown := set(options.spare) - set(everything):

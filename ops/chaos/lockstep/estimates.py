@@ -119,4 +119,6 @@ def _pieces(states: Timelines, begin: float, end: float) -> list[tuple[float, fl
 
 
 def _up(states: Timelines, at: float) -> frozenset[str]:
-    return frozenset(i for i, spans in states.items() if any(s.begin <= at < s.end and s.state == SERVING for s in spans))
+    return frozenset(
+        i for i, spans in states.items() if any(s.begin <= at < s.end and s.state == SERVING for s in spans)
+    )

@@ -82,7 +82,9 @@ def _return_seconds(kills: Iterable[tuple[float, str]], steps: Sequence[tuple[fl
     out = []
     for at, worker in ordered:
         next_kill = min((later for later, other in ordered if other == worker and later > at), default=math.inf)
-        out += [min((step - at for step, other in steps if other == worker and at < step < next_kill), default=math.nan)]
+        out += [
+            min((step - at for step, other in steps if other == worker and at < step < next_kill), default=math.nan)
+        ]
     return [seconds for seconds in out if not math.isnan(seconds)]
 
 

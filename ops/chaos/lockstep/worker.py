@@ -120,7 +120,9 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error})", "`archipelago chaos --baselines` writes it.", code="chaos.unreadable-file"
+            f"{path} cannot be read ({error})",
+            "`archipelago chaos --baselines` writes it.",
+            code="chaos.unreadable-file",
         ) from None
 
 

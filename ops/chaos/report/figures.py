@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from archipelago.ops.chaos.lockstep.estimates import Estimates, estimate
@@ -25,7 +25,7 @@ from archipelago.ops.chaos.report.goodput import (
     stalls,
 )
 from archipelago.ops.chaos.report.invariants import Check, checks
-from archipelago.ops.chaos.report.record import STANDBY_USED, StormRecord
+from archipelago.ops.chaos.report.record import STANDBY_USED, ProcessEvent, StormRecord
 from archipelago.ops.chaos.report.timelines import timelines, uptime
 
 #: The name of our own run among the methods.
@@ -58,6 +58,7 @@ class Figures:
         shares: Where the allocated time went.
         rounds: Rounds that closed in the window.
         faults: Number of faults by kind and target.
+        events: What happened to the processes, in seconds after the begin of the window.
         rejoins: The return of each killed island.
         stalls: How long islands without a fault were kept from their steps.
         staleness: Merged contributions by staleness.
@@ -103,6 +104,7 @@ class Figures:
     participation: list[tuple[float, int, int, int]] = field(default_factory=list)
     standbys: int = 0
     standbys_used: int = 0
+    events: list[ProcessEvent] = field(default_factory=list)
 
 
 def figures(storm: StormRecord, control: Control | None = None, baselines: Sequence[MethodResult] = ()) -> Figures:
@@ -148,6 +150,7 @@ def figures(storm: StormRecord, control: Control | None = None, baselines: Seque
         participation=participation(storm),
         standbys=storm.standbys,
         standbys_used=sum(event.what == STANDBY_USED for event in storm.events),
+        events=[replace(event, at=round(event.at - storm.begin, 3)) for event in storm.events],
     )
 
 

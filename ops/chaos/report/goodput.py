@@ -194,10 +194,8 @@ def _rejoin(storm: StormRecord, kill: ProcessEvent) -> Rejoin:
 
 def participation(storm: StormRecord, points: int = 240) -> list[tuple[float, int, int, int]]:
     """Return (seconds, islands of the run, live islands, participating islands) at even times over the window."""
-    merged = {
-        island: sorted(storm.closed_at[e.round] for e in storm.tape if e.round in storm.closed_at and has_member(e, island))
-        for island in storm.islands
-    }  # fmt: skip
+    closed = [(storm.closed_at[entry.round], entry) for entry in storm.tape if entry.round in storm.closed_at]
+    merged = {island: sorted(at for at, e in closed if has_member(e, island)) for island in storm.islands}
     out = []
     for n in range(points + 1):
         at = storm.begin + storm.seconds * n / points

@@ -74,13 +74,13 @@ def page(storm: StormRecord, found: Figures, pictures: Sequence[bytes], command:
 def _note(storm: StormRecord, found: Figures) -> str:
     if any(storm.step_seconds.values()):
         text = (
-            f"Inner steps had a minimum duration of {found.step_seconds * 1e3:g} ms, so that the islands do not compete "
+            f"Inner steps had a minimum duration of {found.step_seconds * 1e3:g} ms, so that islands do not compete "
             "for this machine's cores. The time that a step takes beyond it counts as idle."
         )
     else:
         text = (
-            f"Inner steps had no minimum duration; their median, {found.step_seconds * 1e3:.1f} ms, is used as the step "
-            "duration. The islands compete for this machine's cores, so goodput says little. Set --step-seconds."
+            f"Inner steps had no minimum duration; their median, {found.step_seconds * 1e3:.1f} ms, is used as the "
+            "step duration. The islands compete for this machine's cores, so goodput says little. Set --step-seconds."
         )
     if found.standbys:
         text += (

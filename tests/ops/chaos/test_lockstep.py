@@ -1,4 +1,4 @@
-"""Baselines under a storm's faults: real processes, the socket between them, and what is made of what they did."""
+"""Baselines under the faults of a storm: real processes, the coordinator's socket, and the results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.chaos import main
-from archipelago.ops.chaos.baselines import Ran, longest_pause, ran, sampled
-from archipelago.ops.chaos.lockstep import Fleet, Hub, ride_in_step, theirs
-from archipelago.ops.chaos.lockstep_worker import LockstepOptions, first_in, params_in
-from archipelago.ops.chaos.lockstep_worker import main as follow
+from archipelago.ops.chaos.lockstep.coordinator import METHODS, Coordinator, Ledger, Method, Order, Step
+from archipelago.ops.chaos.lockstep.data_parallel import DataParallel
+from archipelago.ops.chaos.lockstep.driver import CoordinatorServer, WorkerGroup, run_baseline, worker_faults
+from archipelago.ops.chaos.lockstep.files import first_in, params_in
+from archipelago.ops.chaos.lockstep.group import GroupSettings
+from archipelago.ops.chaos.lockstep.results import MethodResult, longest_pause, sampled, summarise
+from archipelago.ops.chaos.lockstep.worker import WorkerOptions
+from archipelago.ops.chaos.lockstep.worker import main as worker_main
 from archipelago.ops.chaos.main import ChaosOptions
-from archipelago.ops.chaos.page import COLUMNS, compared, page, ways, write
-from archipelago.ops.chaos.rendezvous import WAYS, DataParallel, Group, Ledger, Order, Setting, Step, Way
-from archipelago.ops.chaos.report import Storm, as_ran, figures
+from archipelago.ops.chaos.processes import Plan, await_training
+from archipelago.ops.chaos.report.figures import as_method_result, figures
+from archipelago.ops.chaos.report.page import page, write
+from archipelago.ops.chaos.report.record import StormRecord
+from archipelago.ops.chaos.report.tables import COLUMNS, comparison, methods
 from archipelago.ops.chaos.schedule import Fault, Kind
-from archipelago.ops.chaos.storm import Plan, await_training
 from tests.conftest import Until
-from tests.ops.chaos.test_chaos_report import storm
+from tests.failing import failing
+from tests.ops.chaos.test_storm_report import storm
 from tests.small import SMALL
 
 NAMES = ("island-0", "island-1")
@@ -47,7 +53,7 @@ def config() -> RunConfig:
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where compiled programs outlive their workers."""
+    """Return a folder in which compiled programs are shared by all workers."""
     return tmp_path_factory.mktemp("programs")
 
 
@@ -56,89 +62,90 @@ def keeps_compiled(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(programs))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.usefixtures("keeps_compiled", "corpus")
-@pytest.mark.parametrize("way", WAYS)
-def test_real_workers_come_through_a_kill_a_stop_and_a_cut(
-    way: Way, config: RunConfig, tmp_path: Path, until: Until
+@pytest.mark.parametrize("method", METHODS)
+def test_real_workers_survive_a_kill_a_stop_and_a_cut(
+    method: Method, config: RunConfig, tmp_path: Path, until: Until
 ) -> None:
     plan = Plan("storm", tmp_path / "storm", config, dict.fromkeys(NAMES, 0.05), 1.0, checkpoint_seconds=0.1)
     with ExitStack() as stack:
-        fleet = Fleet(plan, way, config, stack)
-        for worker in fleet.workers:
-            fleet.start(worker)
-        await_training(fleet, fleet.workers, fleet.trains)
-        ledger = fleet.group.ledger
+        group = WorkerGroup(plan, method, config, stack)
+        for worker in group.workers:
+            group.start(worker)
+        await_training(group, group.workers, group.is_training)
+        ledger = group.coordinator.ledger
 
-        def tended(holds: Callable[[], bool], what: str) -> None:
+        def polled(holds: Callable[[], bool], what: str) -> None:
             def look() -> bool:
-                fleet.tend()
+                group.poll()
                 return holds()
 
             until(look, what, 60)
 
         def meets(name: str, kind: Kind, seconds: float, over: str) -> None:
-            """The fault, its end, a step of that worker's own after it, and one that is in the parameters."""
-            fleet.befall(fleet.targets[name], Fault(0.0, kind, name, seconds))
-            begun = len(fleet.happenings)
-            tended(lambda: over in [h.what for h in fleet.happenings[begun:]], f"{name} {over}")
-            made, merged = len(ledger.made), fleet.group.n
-            tended(lambda: name in {s.worker for s in ledger.made[made:]}, f"a step of {name}")
-            tended(lambda: fleet.group.n > merged, "an exchange")
+            """Inject the fault; wait for its end, for a step of that worker, and for an exchange."""
+            group.inject(group.targets[name], Fault(0.0, kind, name, seconds))
+            begun = len(group.events)
+            polled(lambda: over in [h.what for h in group.events[begun:]], f"{name} {over}")
+            made, merged = len(ledger.made), group.coordinator.n
+            polled(lambda: name in {s.worker for s in ledger.made[made:]}, f"a step of {name}")
+            polled(lambda: group.coordinator.n > merged, "an exchange")
 
         meets("island-1", "kill", 0.2, "start")
         meets("island-0", "stop", 0.2, "continue")
         meets("island-1", "partition", 0.2, "partition over")
-        fleet.calm()
-        final = fleet.finish()
+        group.end_faults()
+        final = group.finish()
     files = plan.folder / "files"
     first, last = first_in(files), params_in(files, final)
     assert {name: tensor.shape for name, tensor in last.items()} == {n: tensor.shape for n, tensor in first.items()}
     assert all(bool(jnp.all(jnp.isfinite(last[name])) and jnp.any(last[name] != first[name])) for name in last)
-    exchange = json.loads((plan.folder / "setting.json").read_text())["exchange"]
-    assert not Path(exchange).exists(), "memory is given back"
+    exchange = json.loads((plan.folder / "settings.json").read_text())["exchange"]
+    assert not Path(exchange).exists(), "the memory was not freed"
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("keeps_compiled", "corpus")
-def test_a_ride_is_told_in_figures(config: RunConfig, tmp_path: Path) -> None:
-    """What they come to, not how fast: that depends on what else the machine does."""
+def test_a_baseline_has_a_result(config: RunConfig, tmp_path: Path) -> None:
+    """The test asserts no speed, which depends on the load of the machine."""
     faults = (Fault(0.2, "throttle", "island-0", 5.0), Fault(0.3, "kill", "merger", 0.2),
               Fault(0.5, "stop", "island-0", 0.5))  # fmt: skip
     plan = Plan("storm", tmp_path / "storm", config, dict.fromkeys(NAMES, 0.05), 3.0, faults, checkpoint_seconds=0.1)
-    found = ride_in_step(plan, "data-parallel", lambda: False)
+    found = run_baseline(plan, "data-parallel", lambda: False)
     assert found.seconds >= 3.0
     assert 0 < found.steps_useful <= found.steps_made
     assert found.goodput == pytest.approx(found.steps_useful * 0.05 / (2 * found.seconds))
     assert found.tokens >= found.steps_useful * config.tokens_per_step
     assert math.isfinite(found.bits_per_byte)
-    assert found.pause_seconds_worst >= 0.4, "all wait for one that is stopped"
+    assert found.pause_seconds_worst >= 0.4, "the others did not wait for the stopped worker"
     assert found.curve[-1][1] == found.steps_useful
 
 
 @pytest.mark.processes
-def test_a_worker_that_cannot_begin_ends_it_with_its_last_words(
+def test_a_worker_that_cannot_start_ends_the_baseline(
     config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = Plan("storm", tmp_path / "storm", config, dict.fromkeys(NAMES, 0.02), 5.0)
-    monkeypatch.setattr(Setting, "to_text", lambda self: "{}")
-    with pytest.raises(ArchipelagoError, match=r"does not train.*no setting of a group"):
-        ride_in_step(plan, "data-parallel", lambda: False)
+    monkeypatch.setattr(GroupSettings, "to_text", lambda self: "{}")
+    with failing(ArchipelagoError, "chaos.no-training"):
+        run_baseline(plan, "data-parallel", lambda: False)
 
 
-def test_a_worker_without_its_setting_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        follow(LockstepOptions(tmp_path / "none.json", "island-0"))
+def test_a_worker_needs_its_settings(tmp_path: Path) -> None:
+    with failing(ConfigError, "chaos.unreadable-file"):
+        worker_main(WorkerOptions(tmp_path / "none.json", "island-0"))
 
 
-# -- which faults are theirs ------------------------------------------------------------------------------------------
+# -- faults of workers ------------------------------------------------------------------------------------------------
 
 
-def test_only_kills_stops_and_cuts_of_workers_are_theirs() -> None:
+def test_only_kills_stops_and_cuts_apply_to_workers() -> None:
     kinds = ("kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk")
     faults = [Fault(float(n), kind, "island-0", 30.0) for n, kind in enumerate(kinds)]  # type: ignore[arg-type]
     others = [Fault(1.0, "kill", "redis", 1.0), Fault(1.0, "stop", "merger", 1.0), Fault(2.0, "clock", "redis", 1.0)]
-    found = theirs([*faults, *others], NAMES)
+    found = worker_faults([*faults, *others], NAMES)
     assert [(fault.kind, fault.seconds) for fault in found] == [
         ("kill", 30.0), ("stop", 30.0), ("partition", 30.0), ("reset", 30.0), ("half-open", 20.0),
     ]  # fmt: skip
@@ -148,7 +155,7 @@ def test_only_kills_stops_and_cuts_of_workers_are_theirs() -> None:
 
 
 class Client:
-    """What a worker is to the hub."""
+    """A worker as the server sees it."""
 
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -169,41 +176,41 @@ class Client:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="hub-") as folder:  # a socket's path is to be short
+    with tempfile.TemporaryDirectory(prefix="socket-") as folder:  # The path of a socket must be short.
         yield f"{folder}/socket"
 
 
 @pytest.fixture
-def group() -> Group:
+def coordinator() -> Coordinator:
     return DataParallel(("a", "b"), 10)
 
 
-def test_workers_hear_what_to_do_and_are_heard(address: str, group: Group, until: Until) -> None:
-    with Hub(group, address) as hub:
+def test_workers_receive_orders_and_report(address: str, coordinator: Coordinator, until: Until) -> None:
+    with CoordinatorServer(coordinator, address) as server:
         a, b = Client(address), Client(address)
         a.say(name="a")
         b.say(name="b")
         first = [a.hear(), b.hear()]
-        assert [order["what"] for order in first[0]["orders"]] == ["begin", "work", "offer"]
+        assert [order["what"] for order in first[0]["orders"]] == ["begin", "step", "share"]
         for client, bundle in zip((a, b), first, strict=True):
             client.say(ticket=bundle["ticket"], steps=1)
         merge = Order(**a.hear()["orders"][0])
         assert (merge.what, merge.n, tuple(merge.members)) == ("merge", 1, ("a", "b"))
         assert b.hear()["orders"][0]["what"] == "merge"
-        a.socket.sendall(b'{"ticket": ')  # killed in the middle of a word
+        a.socket.sendall(b'{"ticket": ')  # It is killed in the middle of a message.
         a.end()
-        until(lambda: group.n == 0, "the group has noticed")
+        until(lambda: coordinator.n == 0, "the coordinator to notice")
         again = Client(address)
         again.say(name="a")
-        assert [order["what"] for order in again.hear()["orders"]] == ["begin", "work", "offer"]
-        hub.tell(lambda group, now: group.end(now))
-        assert [order["what"] for order in again.hear()["orders"]] == ["keep"]
+        assert [order["what"] for order in again.hear()["orders"]] == ["begin", "step", "share"]
+        server.call(lambda coordinator, now: coordinator.end(now))
+        assert [order["what"] for order in again.hear()["orders"]] == ["save"]
         for client in (again, b):
             client.end()
 
 
-def test_a_new_process_may_come_before_the_end_of_the_old_one_is_seen(address: str, group: Group) -> None:
-    with Hub(group, address):
+def test_a_new_process_may_connect_before_the_old_one_has_ended(address: str, coordinator: Coordinator) -> None:
+    with CoordinatorServer(coordinator, address):
         clients = [Client(address) for _ in range(3)]
         for client, name in zip(clients, "aba", strict=True):
             client.say(name=name)
@@ -212,14 +219,14 @@ def test_a_new_process_may_come_before_the_end_of_the_old_one_is_seen(address: s
                 client.hear()
         assert clients[2].hear()["orders"][0]["what"] == "begin"
         clients[0].say(ticket=1, steps=0)
-        clients[0].end()  # whoever that was: it is not the one of today
+        clients[0].end()  # This connection was replaced already.
         assert clients[1].hear()["orders"][0]["what"] == "begin"
         for client in clients[1:]:
             client.end()
 
 
-def test_a_stranger_and_noise_are_nobody(address: str, group: Group, until: Until) -> None:
-    with Hub(group, address):
+def test_unknown_workers_and_noise_are_ignored(address: str, coordinator: Coordinator, until: Until) -> None:
+    with CoordinatorServer(coordinator, address):
         for noise in (b'{"name": "z"}\n', b"noise\n", b""):
             client = Client(address)
             client.socket.sendall(noise)
@@ -230,30 +237,30 @@ def test_a_stranger_and_noise_are_nobody(address: str, group: Group, until: Unti
         assert a.hear()["ticket"] == 1
         for client in (a, b):
             client.end()
-        until(lambda: not group._up, "both are gone")
+        until(lambda: not coordinator._up, "both to be removed")
 
 
-# -- what is made of it -----------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def ledger() -> Ledger:
-    """Two workers, steps of 1 s from second 10 on; at 15 it goes back to what was at 12, and on from 17."""
+    """Return two workers' steps of 1 s from 10 s on. At 15 s they roll back to the state of 12 s, and go on at 17 s."""
     found = Ledger()
     for n in range(1, 6):
         steps = [Step(9.0 + n, name) for name in "ab"]
         found.made += steps
-        found.put(n, steps, 9.0 + n)
-    found.back_to(3, 15.0)
+        found.commit(n, steps, 9.0 + n)
+    found.roll_back(3, 15.0)
     for n in (4, 5):
         steps = [Step(13.0 + n, name) for name in "ab"]
         found.made += steps
-        found.put(n, steps, 13.0 + n)
+        found.commit(n, steps, 13.0 + n)
     return found
 
 
-def test_what_was_taken_back_is_not_useful() -> None:
-    found = ran("data-parallel", ledger(), [(14.5, "b")], 10.5, 18.5, {"a": 1.0, "b": 2.0}, 7, 3.0)
-    # Of the window: seconds 11, 12, 17 and 18 of both; 13 and 14 went with the kill; second 10 is before it.
+def test_steps_that_were_rolled_back_are_not_useful() -> None:
+    found = summarise("data-parallel", ledger(), [(14.5, "b")], 10.5, 18.5, {"a": 1.0, "b": 2.0}, 7, 3.0)
+    # The steps of seconds 11, 12, 17 and 18 count. Those of 13 and 14 were rolled back, and that of 10 is too early.
     assert (found.steps_useful, found.steps_made) == (8, 12)
     assert found.goodput == pytest.approx(8 * 1.0 / (8.0 * 2))
     assert found.tokens == 10 * 7
@@ -263,59 +270,65 @@ def test_what_was_taken_back_is_not_useful() -> None:
     assert (by_second[0.0], by_second[4.0], by_second[4.8], by_second[8.0]) == (0, 8, 4, 8)
 
 
-def test_who_was_not_killed_or_did_not_return_has_no_time_for_it() -> None:
+def test_without_a_return_there_is_no_return_time() -> None:
     for kills in ([], [(18.2, "a")], [(15.0, "c")]):
-        assert math.isnan(ran("x", ledger(), kills, 10.5, 18.5, {"a": 1.0, "b": 1.0}, 7, 3.0).return_seconds_median)
-    twice = ran("x", ledger(), [(14.5, "b"), (16.0, "b")], 10.5, 18.5, {"a": 1.0, "b": 1.0}, 7, 3.0)
+        assert math.isnan(
+            summarise("x", ledger(), kills, 10.5, 18.5, {"a": 1.0, "b": 1.0}, 7, 3.0).return_seconds_median
+        )
+    twice = summarise("x", ledger(), [(14.5, "b"), (16.0, "b")], 10.5, 18.5, {"a": 1.0, "b": 1.0}, 7, 3.0)
     assert twice.return_seconds_worst == 1.0
 
 
-def test_a_pause_may_be_at_an_edge() -> None:
+def test_a_pause_may_touch_the_edge_of_the_window() -> None:
     assert longest_pause([1.0, 2.0], 0.0, 5.0) == 3.0
     assert longest_pause([], 0.0, 5.0) == 5.0
     assert longest_pause([-1.0, 4.5, 9.0], 0.0, 5.0) == 4.5
     assert sampled([], 0.0, 1.0, 3)[-1] == (1.0, 3)
 
 
-def test_ours_is_told_as_theirs_are() -> None:
+def test_our_run_has_the_same_figures_as_baselines() -> None:
     one = storm()
-    found = as_ran(one, figures(one))
+    found = as_method_result(one, figures(one))
     assert (found.steps_useful, found.steps_made, found.tokens) == (170, 180, 1900)
     assert found.goodput == pytest.approx(0.85)
     assert found.return_seconds_median == pytest.approx(2.05)
     assert found.pause_seconds_worst == pytest.approx(0.1)
     assert found.curve[-1][1] == 170
-    assert found.curve[-2][1] == 140, "of 190 that were seen to be merged 50 were so before the window"
+    assert found.curve[-2][1] == 140, "50 of the 190 steps were merged before the window"
 
 
-def theirs_ran(storm: Storm) -> list[Ran]:
-    return [replace(as_ran(storm, figures(storm)), way=way, goodput=0.1 * n) for n, way in enumerate(WAYS, 2)]
+def baseline_results(storm: StormRecord) -> list[MethodResult]:
+    return [
+        replace(as_method_result(storm, figures(storm)), method=method, goodput=0.1 * n)
+        for n, method in enumerate(METHODS, 2)
+    ]
 
 
-def test_report_and_page_have_a_row_for_each_that_ran(tmp_path: Path) -> None:
+def test_report_and_page_have_a_row_for_each_method(tmp_path: Path) -> None:
     one = storm()
-    found = figures(one, None, theirs_ran(one))
-    assert [way.way for way in ways(one, found)] == ["islands", *reversed(WAYS)]
-    rows = compared(one, found)
+    found = figures(one, None, baseline_results(one))
+    assert [result.method for result in methods(one, found)] == ["islands", *reversed(METHODS)]
+    rows = comparison(one, found)
     assert all(len(row) == len(COLUMNS) for row in rows)
     assert [row[1] for row in rows] == ["85.0%", "40.0%", "30.0%", "20.0%"]
     write(tmp_path, one, found, "archipelago chaos --baselines")
     data = json.loads((tmp_path / "report.json").read_text())
-    assert [entry["way"] for entry in data["baselines"]] == list(WAYS)
+    assert [entry["method"] for entry in data["baselines"]] == list(METHODS)
     assert (tmp_path / "baselines.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "storm.html").read_text()
     assert text.count("data:image/png") == 2
-    assert "computed" not in text
     for row in rows:
         assert all(cell in text for cell in row)
 
 
-def test_where_none_ran_the_computed_ones_are_called_that(tmp_path: Path) -> None:
+def test_without_baselines_the_page_shows_estimates(tmp_path: Path) -> None:
     one = storm()
     write(tmp_path, one, figures(one), "archipelago chaos")
     assert not (tmp_path / "baselines.png").exists()
     text = page(one, figures(one), [b""], "archipelago chaos")
-    assert "synchronous DiLoCo, computed" in text
+    found = figures(one).estimates
+    assert found is not None
+    assert f"<td class=n>{found.diloco:.1%}</td>" in text
     assert json.loads((tmp_path / "report.json").read_text())["baselines"] == []
 
 
@@ -324,21 +337,21 @@ def test_where_none_ran_the_computed_ones_are_called_that(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("asked", [False, True])
-def test_the_command_rides_them_under_the_storms_own_faults(
+def test_the_command_runs_baselines_under_the_faults_of_the_storm(
     asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plans: list[Plan] = []
 
-    def ride(plan: Plan, stopped: Callable[[], bool]) -> Storm:
+    def run(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
         plans.append(plan)
         return storm()
 
-    def in_step(plan: Plan, way: Way, stopped: Callable[[], bool]) -> Ran:
+    def baseline(plan: Plan, method: Method, stopped: Callable[[], bool]) -> MethodResult:
         plans.append(plan)
-        return theirs_ran(storm())[WAYS.index(way)]
+        return baseline_results(storm())[METHODS.index(method)]
 
-    monkeypatch.setattr(main, "ride", ride)
-    monkeypatch.setattr(main, "ride_in_step", in_step)
+    monkeypatch.setattr(main, "run_storm", run)
+    monkeypatch.setattr(main, "run_baseline", baseline)
     monkeypatch.setattr(main, "require_usable", lambda config: None)
     assert main.main(ChaosOptions(islands=2, slow=2.0, undisturbed=False, baselines=asked)) == 0
     ours, *others = plans
@@ -354,18 +367,18 @@ def test_the_command_rides_them_under_the_storms_own_faults(
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_baseline_that_fails_leaves_the_storms_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def in_step(plan: Plan, way: Way, stopped: Callable[[], bool]) -> Ran:
-        raise ArchipelagoError("the storm was interrupted")
+def test_a_failed_baseline_leaves_the_report_of_the_storm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def baseline(plan: Plan, method: Method, stopped: Callable[[], bool]) -> MethodResult:
+        raise ArchipelagoError("interrupted", code="chaos.interrupted")
 
-    monkeypatch.setattr(main, "ride", lambda plan, stopped: storm())
-    monkeypatch.setattr(main, "ride_in_step", in_step)
+    monkeypatch.setattr(main, "run_storm", lambda plan, stopped: storm())
+    monkeypatch.setattr(main, "run_baseline", baseline)
     monkeypatch.setattr(main, "require_usable", lambda config: None)
-    with pytest.raises(ArchipelagoError, match="interrupted"):
+    with failing(ArchipelagoError, "chaos.interrupted"):
         main.main(ChaosOptions(islands=2, undisturbed=False, baselines=True))
     assert json.loads((tmp_path / "runs/chaos/report.json").read_text())["goodput"] == pytest.approx(0.85)
 
 
-def test_without_a_steps_duration_there_is_nothing_to_count_by() -> None:
-    with pytest.raises(ConfigError, match="--baselines"):
+def test_baselines_need_a_step_duration() -> None:
+    with failing(ConfigError, "chaos.no-step-seconds"):
         main.main(ChaosOptions(step_seconds=0.0, baselines=True))

@@ -1,4 +1,4 @@
-"""The proxy: the bucket in a time of its own, and real sockets through a link that is thin, cut, healed and changed."""
+"""The proxy: the token bucket with its own time, and real sockets through a link that is throttled, cut and healed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from archipelago.ops.chaos.proxy import PIECE_BYTES, Bucket, Proxy, bytes_per_second
 from tests.conftest import Until
 
+#: Timeout of sockets that should receive something.
 PATIENCE = 30.0
-"""for a socket that should have something to say"""
 
 
 # -- the bucket ----------------------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ COUNTS = st.lists(st.integers(0, PIECE_BYTES), min_size=1, max_size=60)
 
 
 def played(bucket: Bucket, counts: list[int], now: float) -> float:
-    """Sends all these in turn, as early as the bucket lets them; when the last one went."""
+    """Send all these in turn, as early as the bucket allows. Return the time of the last one."""
     for count in counts:
         while wait := bucket.wait_seconds(count, now):
             now += wait
@@ -35,7 +35,7 @@ def played(bucket: Bucket, counts: list[int], now: float) -> float:
 
 
 @given(COUNTS, st.floats(1e3, 1e9), st.floats(0.0, 1e6))
-def test_nothing_goes_faster_than_the_rate_nor_much_slower(counts: list[int], rate: float, began: float) -> None:
+def test_bytes_go_neither_faster_than_the_rate_nor_much_slower(counts: list[int], rate: float, began: float) -> None:
     bucket = Bucket(rate, filled_at=began)
     took = played(bucket, counts, began) - began
     least = (sum(counts) - bucket.burst_bytes) / rate
@@ -44,10 +44,10 @@ def test_nothing_goes_faster_than_the_rate_nor_much_slower(counts: list[int], ra
     assert took <= sum(counts) / rate + 2e-6 * len(counts) + slack
 
 
-def test_what_was_idle_for_long_sends_a_burst_and_no_more() -> None:
+def test_an_idle_bucket_allows_one_burst() -> None:
     bucket = Bucket(1e6, filled_at=0.0)
     idle = played(bucket, [], 1000.0)
-    assert played(bucket, [PIECE_BYTES] * 2, idle) == idle, "a fiftieth of a second's worth goes at once"
+    assert played(bucket, [PIECE_BYTES] * 2, idle) == idle, "a burst must go at once"
     assert played(bucket, [PIECE_BYTES] * 100, idle) - idle == pytest.approx(0.8192, rel=0.05)
 
 
@@ -56,7 +56,7 @@ def test_a_slow_bucket_holds_a_piece() -> None:
 
 
 @given(st.floats(1e3, 1e6), st.floats(1e3, 1e6))
-def test_a_changed_rate_holds_from_then_on(before: float, after: float) -> None:
+def test_a_new_rate_applies_at_once(before: float, after: float) -> None:
     bucket = Bucket(before, filled_at=0.0)
     now = played(bucket, [PIECE_BYTES] * 10, 0.0)
     bucket.set_rate(after, now)
@@ -64,18 +64,18 @@ def test_a_changed_rate_holds_from_then_on(before: float, after: float) -> None:
     assert (19 * PIECE_BYTES - bucket.burst_bytes) / after <= took <= 20 * PIECE_BYTES / after + 1e-3
 
 
-def test_no_limit_is_no_wait() -> None:
+def test_an_infinite_rate_never_waits() -> None:
     bucket = Bucket(math.inf)
     assert played(bucket, [PIECE_BYTES] * 100, 5.0) == 5.0
     bucket.set_rate(1e6, 6.0)
-    assert bucket.wait_seconds(PIECE_BYTES, 6.0) > 0.0, "an endless past does not fill it"
+    assert bucket.wait_seconds(PIECE_BYTES, 6.0) > 0.0, "a time without a limit does not fill the bucket"
 
 
 @pytest.mark.parametrize("megabits", [0.0, -1.0, math.nan])
-def test_a_rate_is_more_than_nothing(megabits: float) -> None:
-    with pytest.raises(ValueError, match="is no rate"):
+def test_a_rate_must_be_positive(megabits: float) -> None:
+    with pytest.raises(ValueError):
         bytes_per_second(megabits)
-    with pytest.raises(ValueError, match="is no rate"):
+    with pytest.raises(ValueError):
         Proxy("127.0.0.1", 1, megabits)
     assert bytes_per_second(8.0) == 1e6
 
@@ -84,7 +84,7 @@ def test_a_rate_is_more_than_nothing(megabits: float) -> None:
 
 
 class Echo:
-    """A server that sends back what it gets, connection by connection, and remembers how each ended."""
+    """A server that echoes each connection and remembers how it ended."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -124,7 +124,7 @@ def connected(proxy: Proxy) -> socket.socket:
 
 
 def asked(client: socket.socket, data: bytes) -> bytes:
-    """What comes back for it."""
+    """Send data and return the answer."""
     sender = threading.Thread(target=client.sendall, args=(data,))
     sender.start()
     found = b""
@@ -137,7 +137,7 @@ def asked(client: socket.socket, data: bytes) -> bytes:
 
 
 def seconds_for(client: socket.socket, size: int) -> float:
-    """How long so many bytes take there and back."""
+    """Return the seconds that `size` bytes take there and back."""
     data = bytes(range(256)) * (size // 256)
     began = time.perf_counter()
     assert asked(client, data) == data
@@ -161,12 +161,12 @@ def test_everything_arrives_in_order_both_ways(echo: Echo) -> None:
 
 def test_a_tenth_of_the_rate_takes_about_ten_times_as_long(echo: Echo) -> None:
     with linked(echo, 40.0) as (proxy, client):
-        seconds_for(client, 1 << 18)  # what was saved up is spent
+        seconds_for(client, 1 << 18)  # This uses up the burst.
         fast = seconds_for(client, 1 << 18)
         proxy.set_rates(4.0, math.inf)
         slow = seconds_for(client, 1 << 18)
-        assert slow >= 0.9 * (1 << 18) / bytes_per_second(4.0), "it is never faster than it may be"
-        assert slow / fast > 2.0, "and the change is felt, however busy the machine"
+        assert slow >= 0.9 * (1 << 18) / bytes_per_second(4.0), "it was faster than the rate"
+        assert slow / fast > 2.0, "the new rate made no difference"
 
 
 def test_each_direction_has_its_own_rate(echo: Echo) -> None:
@@ -185,12 +185,12 @@ def test_connections_share_the_rate(echo: Echo) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert max(took) >= 0.9 * 2 * (1 << 18) / bytes_per_second(8.0), "together they are no faster than one"
-        assert max(took) / min(took) < 1.6, "neither waits for the other to end"
+        assert max(took) >= 0.9 * 2 * (1 << 18) / bytes_per_second(8.0), "together they were faster than the rate"
+        assert max(took) / min(took) < 1.6, "one waited for the other to end"
 
 
-def test_a_higher_rate_frees_what_waits_already(echo: Echo) -> None:
-    with linked(echo, 0.001) as (proxy, client):  # a piece takes a minute
+def test_a_higher_rate_applies_to_waiting_bytes(echo: Echo) -> None:
+    with linked(echo, 0.001) as (proxy, client):  # A piece takes a minute.
         client.sendall(bytes(4 * PIECE_BYTES))
         proxy.set_rates(100.0, 100.0)
         left = 4 * PIECE_BYTES
@@ -205,7 +205,7 @@ def test_the_delay_is_added_each_way(echo: Echo) -> None:
         assert asked(client, b"more") == b"more"
 
 
-def test_a_partition_stalls_what_exists_refuses_what_comes_and_heals(echo: Echo) -> None:
+def test_a_partition_stalls_old_connections_refuses_new_ones_and_heals(echo: Echo) -> None:
     with linked(echo) as (proxy, client):
         assert asked(client, b"before") == b"before"
         proxy.cut()
@@ -218,7 +218,7 @@ def test_a_partition_stalls_what_exists_refuses_what_comes_and_heals(echo: Echo)
         assert proxy.connections == 1
         proxy.heal()
         client.settimeout(PATIENCE)
-        assert client.recv(9, socket.MSG_WAITALL) == b"meanwhile", "nothing is lost to it"
+        assert client.recv(9, socket.MSG_WAITALL) == b"meanwhile", "the partition lost bytes"
         with closing(connected(proxy)) as another:
             assert asked(another, b"after") == b"after"
 
@@ -229,16 +229,16 @@ def test_a_partition_may_reset(echo: Echo, until: Until) -> None:
         proxy.cut(reset=True)
         with pytest.raises(ConnectionResetError):
             client.recv(1)
-        until(lambda: echo.ends == ["reset"], "the server felt it")
-        until(lambda: proxy.connections == 0, "the proxy let go of it")
+        until(lambda: echo.ends == ["reset"], "the server to see the reset")
+        until(lambda: proxy.connections == 0, "the proxy to close it")
         proxy.heal()
         with closing(connected(proxy)) as another:
             assert asked(another, b"after") == b"after"
 
 
-def test_cutting_and_healing_twice_does_no_more_than_once(echo: Echo) -> None:
+def test_cutting_and_healing_are_idempotent(echo: Echo) -> None:
     with linked(echo) as (proxy, client):
-        assert asked(client, b"before") == b"before", "else it waits to be accepted, and the cut resets it"
+        assert asked(client, b"before") == b"before", "the connection must be accepted before the cut"
         proxy.cut()
         proxy.cut()
         proxy.heal()
@@ -254,11 +254,11 @@ def test_one_direction_may_end_before_the_other(echo: Echo, until: Until) -> Non
         while part := client.recv(1 << 16):
             found += part
         assert found == b"x" * 1000 + b"goodbye"
-        until(lambda: proxy.connections == 0 and echo.ends == ["end"], "both ends are seen")
+        until(lambda: proxy.connections == 0 and echo.ends == ["end"], "both ends to close")
 
 
-def test_who_leaves_during_a_partition_is_missed_after_it(echo: Echo, until: Until) -> None:
-    """The server's half stays open until the link is back: it hears nothing of the client's end before."""
+def test_the_server_learns_after_a_partition_that_its_client_has_left(echo: Echo, until: Until) -> None:
+    """The server's half of the connection stays open until the link heals."""
     with linked(echo) as (proxy, client):
         assert asked(client, b"before") == b"before"
         proxy.cut()
@@ -266,29 +266,33 @@ def test_who_leaves_during_a_partition_is_missed_after_it(echo: Echo, until: Unt
         with closing(socket.create_connection(("127.0.0.1", echo.port), timeout=PATIENCE)) as direct:
             assert asked(direct, b"the server is there") == b"the server is there"
         assert echo.ends == ["end"] * len(echo.ends)
-        assert len(echo.ends) <= 1, "only the direct one"
+        assert len(echo.ends) <= 1, "only the direct connection ended"
         proxy.heal()
-        until(lambda: len(echo.ends) == 2, "it hears that both are gone")
+        until(lambda: len(echo.ends) == 2, "the server to see both ends")
 
 
-def test_a_target_that_is_not_there_resets() -> None:
-    with Proxy("127.0.0.1", _nobody()) as proxy, pytest.raises(ConnectionResetError), closing(connected(proxy)) as one:
+def test_without_a_target_connections_are_reset() -> None:
+    with (
+        Proxy("127.0.0.1", _free_port()) as proxy,
+        pytest.raises(ConnectionResetError),
+        closing(connected(proxy)) as one,
+    ):
         one.recv(1)
 
 
-def _nobody() -> int:
-    """A port that nobody listens on."""
+def _free_port() -> int:
+    """Return a port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     return port
 
 
-def test_stopping_ends_everything(echo: Echo, until: Until) -> None:
+def test_stop_ends_all_connections(echo: Echo, until: Until) -> None:
     threads = threading.active_count()
     proxy = Proxy("127.0.0.1", echo.port, 0.001).start()
     with closing(connected(proxy)) as client:
         client.sendall(bytes(4 * PIECE_BYTES))
-        until(lambda: proxy.connections == 1, "the connection stands")
+        until(lambda: proxy.connections == 1, "the connection")
         proxy.stop()
         proxy.stop()
         with pytest.raises(ConnectionResetError):
@@ -296,5 +300,50 @@ def test_stopping_ends_everything(echo: Echo, until: Until) -> None:
                 pass
     with pytest.raises(ConnectionRefusedError):
         connected(proxy)
-    until(lambda: echo.ends, "the server felt it")
-    until(lambda: threading.active_count() <= threads, "its thread has ended")
+    until(lambda: echo.ends, "the server to see the reset")
+    until(lambda: threading.active_count() <= threads, "its thread to end")
+
+
+# -- half-open connections, and a delay that changes ----------------------------------------------------------------
+
+
+def test_a_half_open_connection_stays_silent_and_new_ones_work(echo: Echo, until: Until) -> None:
+    with linked(echo) as (proxy, client):
+        assert asked(client, b"before") == b"before"
+        proxy.half_open()
+        until(lambda: proxy.connections == 0, "the proxy to forget it")
+        with closing(connected(proxy)) as another:
+            assert asked(another, b"after") == b"after"
+            client.sendall(b"into the void")  # The sender gets no error.
+            proxy.cut()
+            proxy.heal()
+            client.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+            assert asked(another, b"still there") == b"still there"
+        until(lambda: echo.ends == ["end"], "the server to see the other connection end")
+
+
+def test_stop_ends_half_open_connections(echo: Echo, until: Until) -> None:
+    with linked(echo) as (proxy, client):
+        assert asked(client, b"before") == b"before"
+        proxy.half_open()
+        proxy.half_open()
+        until(lambda: proxy.connections == 0, "the proxy to forget it")
+        proxy.stop()
+        client.settimeout(PATIENCE)
+        with pytest.raises(ConnectionResetError):
+            client.recv(1)
+        until(lambda: echo.ends == ["reset"], "the server to see the reset")
+
+
+def test_the_delay_may_change(echo: Echo) -> None:
+    with linked(echo) as (proxy, client):
+        assert asked(client, b"before") == b"before"
+        proxy.delay_seconds = 0.2
+        began = time.monotonic()
+        assert asked(client, b"late") == b"late"
+        assert time.monotonic() - began >= 0.4
+        proxy.delay_seconds = 0.0
+        assert asked(client, b"after") == b"after"
+        client.shutdown(socket.SHUT_WR)
