@@ -1,6 +1,6 @@
-"""NumPy in the place of JAX, for a process that plays storms: the same rules on tiny arrays, a hundred times as quick.
+"""NumPy in place of JAX, for processes that play storms: a hundred times faster on tiny arrays.
 
-What is replaced is arithmetic only. Who owes, sends, merges, fences, trims and recovers is the real code.
+Only arithmetic is replaced. The ledger, the link, merging, fencing, trimming and recovery are the real code.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class Momentum(NamedTuple):
 
 
 class OnDevice(np.ndarray[Any, Any]):
-    """An array with the two methods of JAX's that the island calls."""
+    """An array with the two methods of JAX arrays that an island calls."""
 
     def block_until_ready(self) -> OnDevice:
-        """It is."""
+        """Return the array, which is always ready."""
         return self
 
     def copy_to_host_async(self) -> None:
-        """It is there."""
+        """Do nothing: the array is on the host."""
 
 
 _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 
 
 def install() -> None:
-    """Replaces JAX in this process, for good: only for processes that do nothing else."""
+    """Replace JAX in this process for good. Only call this in a process that does nothing else."""
     for module in (archipelago.islands.sync.replica, archipelago.merger.outer):
         _replace(module, jnp=np)
     host = SimpleNamespace(device_put=_put, device_get=_put, devices=jax.devices, tree=jax.tree, jit=lambda f: f)
@@ -72,7 +72,7 @@ def install() -> None:
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(
         archipelago.islands.data.batches, windows=cache(archipelago.islands.data.batches.windows)
-    )  # all storms read the same text
+    )  # All storms read the same text.
     np.seterr(all="raise", under="ignore")
 
 
@@ -96,7 +96,7 @@ def _take(
     if not norm <= NORM_MAX:
         return Taken(acc, norm, 1.0)
     clip = min(1.0, limit / norm) if norm else 1.0
-    # In this order: another one gives other bits.
+    # Another order would give other bits.
     return Taken((np.float32(keep) * acc[0] + np.float32(weight * clip) * delta_N,), norm, clip)
 
 
@@ -121,7 +121,7 @@ def _begin(config: InnerConfig, params: dict[str, Any]) -> InnerState:
 
 
 def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any) -> tuple[InnerState, Any]:
-    """A stand-in for training: the parameters move a little, another way for each step and text."""
+    """Stand in for an inner step: the parameters move a little, depending on the step and the text."""
     shift = np.float32(1e-3 * math.cos(int(global_step) + int(tokens_nxBxT1[0, 0, 0])))
     params = {name: value + shift for name, value in state.params.items()}
     return InnerState(params, state.optimizer + shift), _LOSSES_n

@@ -1,4 +1,4 @@
-"""Disks and background threads of simulated processes: they outlive a process, or die with it, as real ones do."""
+"""Disks and background threads of simulated processes. A disk outlives its process; a thread may."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from archipelago.broker.transport import Image
 from archipelago.islands.checkpoint import KEPT, IslandStore
 from archipelago.merger.record import Segment
 
+#: Called at each point of a write. It raises Crash if the process dies there, or OSError if the disk is full.
 Fail = Callable[[str], None]
-"""may raise: the process dies here, or the disk is full"""
 
 
 class _Job(Future[Any]):
@@ -29,7 +29,7 @@ class _Job(Future[Any]):
         self._work = work
 
     def run(self) -> None:
-        """What the thread does; a crash of the process goes through."""
+        """Do the work. A crash of the process is not caught."""
         if self.done():
             return
         try:
@@ -38,7 +38,7 @@ class _Job(Future[Any]):
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for the thread, which takes no virtual time."""
+        """Wait for the thread, which takes no virtual time."""
         self.run()
         return super().result(0)
 
@@ -50,46 +50,46 @@ class Jobs:
         self.waiting: list[_Job] = []
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """As a thread pool's."""
+        """Add a job, like `ThreadPoolExecutor.submit`."""
         self.waiting = [job for job in self.waiting if not job.done()]
         self.waiting.append(_Job(lambda: work(*args)))
         return self.waiting[-1]
 
     def run_one(self) -> None:
-        """The oldest job, if there is one."""
+        """Do the oldest job, if there is one."""
         if self.waiting:
             self.waiting.pop(0).run()
 
     def shutdown(self) -> None:
-        """Nothing to tidy up."""
+        """Do nothing: there is no thread to end."""
 
 
 class MergerDisk:
-    """Finished checkpoints of a run by number; what is being written is not there."""
+    """The finished checkpoints of a run, by number."""
 
     def __init__(self) -> None:
         self.images: dict[int, Image] = {}
 
 
 class Store:
-    """One process's `CheckpointStore` on that disk."""
+    """The `CheckpointStore` of one process on that disk."""
 
     def __init__(self, disk: MergerDisk, fail: Fail, keep: int = 3) -> None:
         self._disk, self._fail, self._keep = disk, fail, keep
 
     def numbers(self) -> list[int]:
-        """Finished ones."""
+        """Return the numbers of the finished checkpoints."""
         return sorted(self._disk.images)
 
     def next_number(self) -> int:
-        """Greater than any that is here."""
+        """Return a number greater than all others."""
         return max(self._disk.images, default=0) + 1
 
     def save(self, image: Image) -> None:
-        """Whole or not at all."""
+        """Write a checkpoint as a whole or not at all."""
         self._fail("checkpoint.before")
         if image.number <= max(self._disk.images, default=0):
-            raise ConfigError(f"checkpoint {image.number} comes too late")
+            raise ConfigError(f"checkpoint {image.number} is older than the newest")
         self._fail("checkpoint.written")
         self._disk.images[image.number] = image
         self._fail("checkpoint.done")
@@ -97,7 +97,7 @@ class Store:
             del self._disk.images[number]
 
     def load(self, number: int | None = None) -> Image | None:
-        """The newest, or that one."""
+        """Return the newest checkpoint, or that of a number."""
         if number is None:
             number = max(self._disk.images, default=None)
         return None if number is None else self._disk.images[number]
@@ -112,27 +112,27 @@ class Record:
         self.segments: dict[tuple[int, int], Segment] = {}
 
     def begin(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
-        """Where the run began."""
+        """Store the first snapshots."""
         self.beginning = self.beginning or snapshots
 
     def append(self, segment: Segment) -> None:
-        """A segment, whole or not at all."""
+        """Write a segment as a whole or not at all."""
         self._fail("record.before")
         if segment.rounds:
             self.segments[segment.rounds[0][0].round, segment.rounds[-1][0].round] = segment
         self._fail("record.after")
 
     def last_round(self) -> int:
-        """The last one in it."""
+        """Return the last recorded round."""
         return max((last for _, last in self.segments), default=0)
 
     def go_back(self, last_round: int) -> None:
-        """As the real one."""
+        """Forget the rounds after `last_round`."""
         self.segments = {span: segment for span, segment in self.segments.items() if span[1] <= last_round}
 
 
 class _Orbax:
-    """As much of Orbax's CheckpointManager as `IslandStore` uses, over a dictionary that is the disk."""
+    """The part of Orbax's CheckpointManager that `IslandStore` uses, with a dictionary as the disk."""
 
     def __init__(self, disk: dict[int, dict[str, Any]], fail: Fail) -> None:
         self._disk, self._fail = disk, fail
@@ -145,7 +145,7 @@ class _Orbax:
 
     def save(self, step: int, args: Any, force: bool) -> None:
         self._fail("island checkpoint.before")
-        items = {name: item.item for name, item in args.items()}  # arrays never change
+        items = {name: item.item for name, item in args.items()}  # Arrays are immutable.
         self._disk[step] = {**items, "rest": json.loads(json.dumps(items["rest"]))}
         self._fail("island checkpoint.after")
         for old in sorted(self._disk)[:-KEPT]:
@@ -159,7 +159,7 @@ class _Orbax:
 
 
 class IslandDisk(IslandStore):
-    """An island's store whose Orbax is a dictionary, and whose thread works when it is told to."""
+    """An island's store with a dictionary in place of Orbax, and with explicit background jobs."""
 
     def __init__(self, disk: dict[int, dict[str, Any]], manifest: Manifest, fail: Fail) -> None:
         super().__init__(Path("/"), manifest)

@@ -1,4 +1,4 @@
-"""What may go wrong between a process and the broker, and a connection on which it does."""
+"""The faults of a simulation, and a connection to the broker on which calls fail."""
 
 from __future__ import annotations
 
@@ -12,52 +12,59 @@ from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.memory import MemoryTransport
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Process, World
+    from tests.simulation.processes import Process
+    from tests.simulation.simulated_run import Simulation
 
 REPEATED = frozenset(["publish", "heartbeat", "record_actions", "hand_over"])
 FENCED = frozenset(["renew", "announce", "refuse", "commit", "trim", "release"])
+#: `updates` is among them: an entry that it delivers to a process that no longer waits goes to no other process.
 WRITES = REPEATED | FENCED | {"lease_shard", "ask", "promise", "withdraw", "acquire", "updates"}
-"""`updates` too: what it delivers to somebody who does not wait for it any more, nobody else is given"""
 
 
-class Crash(Exception):  # noqa: N818 - not an error of anyone's: the process is gone
-    """The process died in the middle of its I/O."""
+NOTHING, TAIL, EVERYTHING = "nothing", "tail", "everything"
+
+
+class Crash(Exception):  # noqa: N818 - a process has died, which is no error
+    """A process died in the middle of its I/O."""
 
 
 @dataclass(frozen=True)
-class Weather:
-    """How likely each fault is, at each call or each event."""
+class FaultRates:
+    """The probability of each fault, at each call or each event.
+
+    Attributes:
+        lost: The request or the answer of a call is lost.
+        crash: The process dies at a call.
+        repeat: The broker executes a call twice.
+        garble: The payload of a contribution is damaged on its way.
+        late: The caller gets an error, and the broker gets the request later.
+        lag: A process sees only some of the events.
+        stall: A process stands still in the middle of a call while others act.
+        cut: A process is cut off for a while.
+        pause: A process does nothing for a while.
+        loses: What the broker may lose: nothing, its tail or everything.
+        checkpoints: Whether mergers write checkpoints.
+        damage: Whether the merger's own state may be gone when the next merger loads it.
+        steered: The operator changes a setting, sometimes to nonsense.
+    """
 
     lost: float
-    """a call's request or its answer"""
     crash: float
-    """of the process, at a call"""
     repeat: float
-    """the broker does it twice"""
     garble: float
-    """a contribution's payload is damaged on its way"""
     late: float
-    """the caller hears of an error, and the broker gets the request later"""
     lag: float
-    """of the events that are there, only some are seen yet"""
     stall: float
-    """a process stands still in the middle of a call, while others go on"""
     cut: float
-    """a process is cut off for a while"""
     pause: float
-    """a process does nothing for a while"""
     loses: str
-    """what the broker may lose: nothing, its tail, or everything"""
     checkpoints: bool
-    """whether mergers take any"""
     damage: bool
-    """whether the merger's own state may be gone when the next one loads"""
     steered: float
-    """the operator wishes something else, or somebody writes nonsense there"""
 
     @classmethod
-    def of(cls, rng: random.Random) -> Weather:
-        """Calm or wild, each fault on its own."""
+    def draw(cls, rng: random.Random) -> FaultRates:
+        """Draw the rate of each fault."""
         checkpoints = rng.random() < 0.85
         loses = rng.choice(["nothing", "nothing", "tail", "everything"])
         return cls(
@@ -77,49 +84,49 @@ class Weather:
         )
 
 
-class Connection:
-    """A process's connection to the broker. Its calls may be lost, repeated, late, or the process's last."""
+class FaultyConnection:
+    """A process's connection to the broker. Its calls may be lost, repeated or late, or end with a crash."""
 
-    def __init__(self, world: World, process: Process, inner: MemoryTransport) -> None:
-        self._world, self._process, self._inner = world, process, inner
+    def __init__(self, simulation: Simulation, process: Process, inner: MemoryTransport) -> None:
+        self._world, self._process, self._inner = simulation, process, inner
         self.run = inner.run
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
         call = self._events if name == "events" else partial(self._call, name, method)
-        setattr(self, name, call)  # found directly from now on
+        setattr(self, name, call)  # Later accesses find it without this method.
         return call
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        world = self._world
-        if not world.faults:
-            return world.execute(self._process, name, method, args, kwargs)
-        world.before(self._process, name)
-        if name in WRITES and world.happens(world.weather.late):
-            world.late.append((self._process, name, method, args, kwargs))
+        simulation = self._world
+        if not simulation.faults:
+            return simulation.execute(self._process, name, method, args, kwargs)
+        simulation.before(self._process, name)
+        if name in WRITES and simulation.happens(simulation.rates.late):
+            simulation.late.append((self._process, name, method, args, kwargs))
             raise UnreachableError(f"no answer to {name}")
-        answer = world.execute(self._process, name, method, args, kwargs)
-        if name in REPEATED and world.happens(world.weather.repeat):
-            answer = world.execute(self._process, name, method, args, kwargs)
-        world.after(self._process, name)
+        answer = simulation.execute(self._process, name, method, args, kwargs)
+        if name in REPEATED and simulation.happens(simulation.rates.repeat):
+            answer = simulation.execute(self._process, name, method, args, kwargs)
+        simulation.after(self._process, name)
         return answer
 
     def _events(self, after: str, block_seconds: float, count: int = 256) -> Any:
-        world = self._world
-        if not world.faults:
+        simulation = self._world
+        if not simulation.faults:
             return self._inner.events(after, 0.0, count)
-        world.before(self._process, "events")
+        simulation.before(self._process, "events")
         found = self._inner.events(after, 0.0, count)
-        if found and world.happens(world.weather.lag):
-            found = found[: world.random.randrange(len(found))]  # an older view than that of the fragments
-        world.after(self._process, "events")
+        if found and simulation.happens(simulation.rates.lag):
+            found = found[: simulation.random.randrange(len(found))]  # The process sees fewer events than snapshots.
+        simulation.after(self._process, "events")
         return found
 
 
-def deliver(world: World) -> None:
-    """One of the late requests reaches the broker, in any order; nobody hears the answer."""
-    process, name, method, args, kwargs = world.late.pop(world.random.randrange(len(world.late)))
+def deliver(simulation: Simulation) -> None:
+    """Let one late request reach the broker. The order is random, and its answer is lost."""
+    process, name, method, args, kwargs = simulation.late.pop(simulation.random.randrange(len(simulation.late)))
     try:
-        world.execute(process, name, method, args, kwargs)
+        simulation.execute(process, name, method, args, kwargs)
     except BrokerError:
         return

@@ -1,4 +1,7 @@
-"""One storm, from its seed; many, on all cores; and storms without end, as `python -m tests.simulation.storm`."""
+"""Simulated storms, one a seed: a single one, many on all cores, or an endless series.
+
+`python -m tests.simulation.storm` plays new seeds until one fails.
+"""
 
 from __future__ import annotations
 
@@ -13,76 +16,76 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.simulated_run import Simulation
 
 EVENTS = 150
+#: Number of seeds that a process plays at once.
 BLOCK = 25
-"""seeds that a process takes at once"""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed that breaks an invariant, and where."""
+    """A seed that breaks an invariant, and the traceback."""
 
     seed: int
     text: str
 
     def __str__(self) -> str:
         again = f"ARCHIPELAGO_FIRST_SEED={self.seed} ARCHIPELAGO_SEEDS=1 make test ARGS=tests/simulation"
-        return f"the storm of seed {self.seed} broke an invariant\n{self.text}\nthe same again: {again}"
+        return f"the storm of seed {self.seed} broke an invariant\n{self.text}\nRepeat it with: {again}"
 
 
 class Goal:
-    """What must come about once nothing goes wrong any more."""
+    """The progress that a run must make once its faults have ended."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.closed = world.watch.round
-        self.sent = world.watch.unresolved()
-        self.cursors = dict(world.watch.cursors)
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.closed = simulation.invariants.round
+        self.sent = simulation.invariants.unresolved()
+        self.cursors = dict(simulation.invariants.cursors)
 
     def unmet(self) -> str:
-        """What has not come about yet, empty when all has."""
-        world = self.world
-        if world.run is None or world.watch.round < self.closed + 3:
-            return "the run stands still"
-        islands = {island.name for island in world.islands}
-        part = {member.island for entry in world.run.tape if entry.round > self.closed for member in entry.members}
-        if islands != set(world.wanted) or not part >= islands:
-            return f"of {world.wanted} only {sorted(islands)} live and {sorted(part)} take part"
-        if waits := self.sent & world.watch.unresolved():
-            return f"pending for ever: {sorted(waits)}"
-        if world.watch.cursors == self.cursors:
-            return "nobody reads on in the text"
-        if stale := world.watch.never_let_go():
-            return f"covered by a checkpoint, and never let go: {stale[:3]}"
-        backlog = len(world.run.updates) - len(world.run.kept)
+        """Return what has not happened yet, or ""."""
+        simulation = self.simulation
+        if simulation.run is None or simulation.invariants.round < self.closed + 3:
+            return "no rounds close"
+        islands = {island.name for island in simulation.islands}
+        part = {member.island for entry in simulation.run.tape if entry.round > self.closed for member in entry.members}
+        if islands != set(simulation.wanted) or not part >= islands:
+            return f"of {simulation.wanted} only {sorted(islands)} live and {sorted(part)} take part"
+        if waits := self.sent & simulation.invariants.unresolved():
+            return f"still pending: {sorted(waits)}"
+        if simulation.invariants.cursors == self.cursors:
+            return "the text cursors do not move"
+        if stale := simulation.invariants.not_deleted():
+            return f"covered by a checkpoint, and not deleted: {stale[:3]}"
+        backlog = len(simulation.run.updates) - len(simulation.run.kept)
         return "contributions pile up" if backlog > 4 * len(islands) else ""
 
 
 def play(seed: int) -> list[str]:
-    """What must always hold, holds after every event; and when the storm is over, the run goes on. Its digests."""
-    from tests.simulation.world import World
+    """Play a storm. Assert the invariants after every event, and progress after the storm. Return the digests."""
+    from tests.simulation.simulated_run import Simulation
 
-    world = World(seed)
+    simulation = Simulation(seed)
     for _ in range(EVENTS):
-        world.play()
-        world.check()
-    world.watch.check_nothing_lost()
-    world.calm(60)
-    goal = Goal(world)
+        simulation.play()
+        simulation.check()
+    simulation.invariants.check_nothing_lost()
+    simulation.settle(60)
+    goal = Goal(simulation)
     for _ in range(12):
-        world.calm(25)
+        simulation.settle(25)
         if not goal.unmet():
             break
     assert not goal.unmet(), goal.unmet()
-    world.watch.check_nothing_lost()
-    world.watch.check_redo()
-    return [f"{world.clock.now} {world.random.random()}", *(entry.digest for entry in world.run.tape)]
+    simulation.invariants.check_nothing_lost()
+    simulation.invariants.check_replay()
+    return [f"{simulation.clock.now} {simulation.random.random()}", *(entry.digest for entry in simulation.run.tape)]
 
 
 def begin() -> None:
-    """Readies a process that plays storms."""
+    """Prepare a process that plays storms."""
     import gc
     import logging
 
@@ -94,30 +97,30 @@ def begin() -> None:
 
 
 def play_block(first: int, count: int) -> Failure | None:
-    """Plays that many seeds; the first that fails."""
+    """Play `count` seeds. Return the first failure."""
     for seed in range(first, first + count):
         try:
             play(seed)
-        except Exception:  # noqa: BLE001 - whatever it is, it is this seed's
+        except Exception:  # noqa: BLE001 - any exception is a failure of this seed
             return Failure(seed, traceback.format_exc())
     return None
 
 
 def pool() -> ProcessPoolExecutor:
-    """Processes of their own, as many as there are cores: they have NumPy where others have JAX."""
+    """Return a pool with a process for each core. These processes use NumPy in place of JAX."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(os.cpu_count() or 1, context, initializer=begin)
 
 
 def spread(workers: ProcessPoolExecutor, first: int, count: int) -> list[Future[Failure | None]]:
-    """Those seeds over the processes."""
+    """Distribute `count` seeds over the processes."""
     starts = range(first, first + count, BLOCK)
     return [workers.submit(play_block, start, min(BLOCK, first + count - start)) for start in starts]
 
 
 def main() -> int:
-    """New seeds until one fails: from 10,000 on, or from the number that is given."""
+    """Play new seeds until one fails, from 10,000 or from the number in the first argument."""
     first = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
     began = time.monotonic()
     with pool() as workers:

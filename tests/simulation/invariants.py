@@ -1,4 +1,4 @@
-"""What must always hold, checked after every event: books, tape, fence, snapshots, kept entries, and the data."""
+"""The invariants of a run, checked after every event: books, tape, fencing, snapshots, kept entries and data."""
 
 from __future__ import annotations
 
@@ -21,44 +21,52 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.simulated_run import Simulation
 
 
 @dataclass(eq=False)
 class Reader:
-    """One reading of a pass over a shard by one incarnation: from `start`, of which all before `merged` is merged."""
+    """One incarnation's reading of a pass over a shard.
+
+    Attributes:
+        who: The island and its incarnation.
+        start: Where it began to read.
+        size: Number of sequences of the pass.
+        merged: All sequences from `start` up to here are merged.
+        is_excused: Whether another island took the lease while the reader was only unreachable, or the broker lost
+            data. Then sequences may be merged twice.
+    """
 
     who: str
     start: int
     size: int
     merged: int
     is_excused: bool = False
-    """somebody else took the lease while the reader was only away, or the broker lost data"""
 
 
+#: A shard, and the number of a pass over it.
 Key = tuple[str, int]
-"""a shard and a pass over it"""
 
 
-class Watch:
-    """Sees what the broker does, and remembers what it must not forget."""
+class Invariants:
+    """Observes what the broker does and asserts what must hold."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
         self.entries: dict[str, tuple[Contribution, bytes]] = {}
         self.acknowledged: dict[str, None] = {}
         self.trained: Counter[str] = Counter()
         self.readers: dict[Key, list[Reader]] = defaultdict(list)
         self.said: dict[str, list[tuple[Key, Reader, int]]] = {}
+        #: Whether a lease was ever taken from a living incarnation that was only unreachable.
         self.has_taken = False
-        """whether a lease was ever taken from one that was only away"""
+        #: By incarnation and shard: how often the broker had lost data before the lease.
         self.leases: dict[tuple[str, str], int] = {}
-        """by whom and of what: how often the broker had lost something before"""
         self.forget()
 
     def forget(self) -> None:
-        """The broker lost something: from here on, what it holds now must hold."""
-        run = self.world.run
+        """The broker has lost data. From now on, the invariants apply to what it holds now."""
+        run = self.simulation.run
         for reader in (reader for readers in self.readers.values() for reader in readers):
             reader.is_excused = True
         self.epoch = 0
@@ -67,35 +75,35 @@ class Watch:
         self.tokens: Counter[tuple[str, int]] = Counter()
         self.uncovered: deque[tuple[int, list[int]]] = deque()
         self.cursors: dict[str, tuple[int, int]] = dict(run.cursors) if run else {}
-        self.versions = [0] * len(self.world.manifest.fragments)
+        self.versions = [0] * len(self.simulation.manifest.fragments)
         self.round = 0
         self.tape_epoch = 0
         self._resumes = run.next_event if run else 0
         if run is not None:
             self._read_tape(run, again=True)
 
-    # -- what is told -----------------------------------------------------------------------------------------------
+    # -- observations -----------------------------------------------------------------------------------------------
 
     def published(self, entry: str, contribution: Contribution, payload: bytes) -> None:
-        """The broker has taken a contribution."""
+        """The broker has accepted a contribution."""
         self.entries[entry] = (contribution, payload)
         self.acknowledged[contribution.identity_text] = None
 
     def wrote(self, epoch: int) -> None:
-        """A merger of that epoch wrote, and the broker took it."""
+        """The broker has accepted a write of a merger with that epoch."""
         assert epoch >= self.epoch, f"a merger of epoch {epoch} wrote after one of epoch {self.epoch}"
         self.epoch = epoch
 
     def began(self, who: str, text: str, size: int) -> None:
-        """An island begins a pass, as `Batches.on_begin` says it."""
+        """An island begins a pass. `text` is what `Batches.on_begin` receives."""
         shard, pass_number, position, repeat = text.rstrip("!").rsplit(":", 3)
         if repeat == "0" and int(pass_number) < 1 << 41:
             start = min(int(position), size)
-            is_excused = self.leases.get((who, shard)) != self.world.losses
+            is_excused = self.leases.get((who, shard)) != self.simulation.losses
             self.readers[shard, int(pass_number)].append(Reader(who, start, size, start, is_excused))
 
     def sent(self, who: str, contribution: Contribution) -> None:
-        """An island says how far it has read."""
+        """An island sends a contribution, which says how far it has read."""
         said = []
         for place in parse_places(contribution.data):
             key = (place.shard, place.pass_number)
@@ -104,30 +112,30 @@ class Watch:
         self.said[contribution.identity_text] = said
 
     def leased(self, before: str, shard: str, by: str) -> None:
-        """A lease went from one to another."""
-        self.leases[by, shard] = self.world.losses
+        """The broker has leased a shard `by` an incarnation; `before` is its previous holder."""
+        self.leases[by, shard] = self.simulation.losses
         if before in ("", by):
             return
-        run, (island, _, incarnation) = self.world.run, before.partition("/")
+        run, (island, _, incarnation) = self.simulation.run, before.partition("/")
         busy = {f"{c.island}/{c.incarnation}" for number, (c, _) in run.updates.items() if number not in run.kept}
         assert before not in busy, f"{by} leases shard {shard}, while contributions of {before} wait"
         beat, seen = run.islands.get(island, (None, 0.0))
         heard = beat is not None and beat.incarnation == incarnation and beat.state != "left"
-        is_gone = self.world.clock.now - seen >= LIVE_SECONDS or is_expelled(run.control, before)
+        is_gone = self.simulation.clock.now - seen >= LIVE_SECONDS or is_expelled(run.control, before)
         assert not heard or is_gone, f"{by} leases shard {shard} from {before}"
         self.leases.pop((before, shard), None)
-        on_their_way = {process.who for process, name, *_ in self.world.late if name == "publish"}
-        if before in self.world.alive | on_their_way:
+        on_their_way = {process.who for process, name, *_ in self.simulation.late if name == "publish"}
+        if before in self.simulation.alive | on_their_way:
             self.has_taken = True
             for (of, _), readers in self.readers.items():
                 for reader in readers:
                     reader.is_excused |= of == shard and reader.who == before
 
-    # -- what must always hold --------------------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """All of it, for what is new since the last time."""
-        run = self.world.run
+        """Check everything that is new since the last check."""
+        run = self.simulation.run
         if run is None:
             return
         waiting = [contribution for number, (contribution, _) in run.updates.items() if number not in run.kept]
@@ -140,15 +148,17 @@ class Watch:
         self._check_kept(run)
         self._check_resumes(run)
         assert run.cursors == self.cursors, f"cursors {run.cursors} where what was merged gives {self.cursors}"
-        passes = [run.cursors.get(str(shard), (0, 0))[0] for shard in range(self.world.manifest.config.data.shards)]
-        # One more where an island did not know yet that another has the shard that it was away from.
-        assert self.world.losses or max(passes) - min(passes) <= 2 + self.has_taken, f"passes {passes}"
+        passes = [
+            run.cursors.get(str(shard), (0, 0))[0] for shard in range(self.simulation.manifest.config.data.shards)
+        ]
+        # One more is possible while an island does not know yet that another one has taken its shard.
+        assert self.simulation.losses or max(passes) - min(passes) <= 2 + self.has_taken, f"passes {passes}"
 
     def _read_tape(self, run: Any, again: bool = False) -> None:
         for entry in run.tape[self._known(run) :]:
             assert entry.round == self.round + 1, f"round {entry.round} after {self.round}"
             assert entry.epoch >= self.tape_epoch or again, f"epoch {entry.epoch} after {self.tape_epoch}"
-            assert entry.version == self.world.manifest.version_after(entry.round)
+            assert entry.version == self.simulation.manifest.version_after(entry.round)
             self.round = entry.round
             self.tape_epoch = 0 if again else entry.epoch
             for member in entry.members:
@@ -189,21 +199,21 @@ class Watch:
         self.versions[entry.fragment] = snapshot.version
         if snapshot.round == entry.round:
             assert snapshot.version == entry.version
-            size = self.world.manifest.sizes[entry.fragment]
+            size = self.simulation.manifest.sizes[entry.fragment]
             assert digest_of(unpack(payload, size)) == entry.digest, f"round {entry.round}: a torn snapshot"
         else:
             assert snapshot.round > entry.round
 
     def _check_kept(self, run: Any) -> None:
-        if not self.world.weather.checkpoints or self.world.weather.loses == "tail":
+        if not self.simulation.rates.checkpoints or self.simulation.rates.loses == "tail":
             return
-        images = self.world.disk.images
+        images = self.simulation.disk.images
         covered = max(s.round for s, _ in images[max(images)].snapshots) if images else 0
         while self.uncovered and self.uncovered[0][0] <= covered:
             self.uncovered.popleft()
         for number, entries in self.uncovered:
             gone = [entry for entry in entries if entry not in run.updates]
-            assert not gone, f"round {number} is in no checkpoint, and its entries {gone} are gone"
+            assert not gone, f"round {number} is in no checkpoint, and its entries {gone} were deleted"
 
     def _check_resumes(self, run: Any) -> None:
         for number, event in reversed(run.events):
@@ -213,35 +223,35 @@ class Watch:
         self._resumes = run.next_event
 
     def check_loaded(self, merger: Merger, damaged: dict[int, tuple[int, bytes]]) -> None:
-        """A merger that has loaded knows all that was merged, and has the bits that the broker had."""
-        run = self.world.run
-        for identity in self.merged if not self.world.losses else ():
+        """Check that a merger has loaded all merged contributions and the same bits as the broker."""
+        run = self.simulation.run
+        for identity in self.merged if not self.simulation.losses else ():
             island, incarnation, sequence = identity.split("/")
-            assert merger.state.has_seen((island, incarnation, int(sequence))), f"{identity} is forgotten"
+            assert merger.state.has_seen((island, incarnation, int(sequence))), f"{identity} is unknown to the merger"
         assert merger.state.cursors == run.cursors
         for p, (version, data) in damaged.items():
             if run.fragments[p][0].version == version:
                 now = outer.dump(merger.fragments[p].params_N, merger.fragments[p].outer)
                 assert now == data, f"fragment {p} was rebuilt to other bits"
         for p, entry in {entry.fragment: entry for entry in run.tape[-2:]}.items():
-            assert digest_of(np.asarray(merger.fragments[p].published_N)) == entry.digest, f"fragment {p} is another"
+            assert digest_of(np.asarray(merger.fragments[p].published_N)) == entry.digest, f"fragment {p} differs"
 
     def check_heard(self, island: Island) -> None:
-        """An island knows of no round before it has heard all that was said before that round closed."""
+        """Check that an island knows of a round only after it has received all events before the round closed."""
         known, heard = island.ledger.closed, island.link._closed
-        assert known <= heard, f"{island.name} knows round {known}, and has heard up to round {heard}"
+        assert known <= heard, f"{island.name} knows round {known}, and has received the events up to round {heard}"
 
     def check_whole(self, island: Island, whole: Any) -> None:
-        """An island that went back with the run knows nothing that the run has not seen."""
-        image = self.world.disk.images.get(whole.number)
+        """Check that an island which was restored with the run knows no later round than the run."""
+        image = self.simulation.disk.images.get(whole.number)
         if image is not None:
             assert whole.rest["ledger"]["closed"] <= image.round, f"{island.name} knows more than {whole.number}"
 
     # -- at the end -------------------------------------------------------------------------------------------------
 
     def check_nothing_lost(self) -> None:
-        """Every contribution that the broker took was merged, refused, or still waits."""
-        run = self.world.run
+        """Check that every accepted contribution was merged, refused, or still waits."""
+        run = self.simulation.run
         if run is None:
             return
         told = {contribution.identity_text for contribution, _ in run.updates.values()} | self.merged
@@ -251,25 +261,25 @@ class Watch:
         lost = [identity for identity in self.acknowledged if identity not in told]
         assert not lost, f"lost: {lost[:3]}"
 
-    def check_redo(self) -> None:
-        """The whole tape, done again from version 0 and the contributions, gives the published bits."""
-        world = self.world
-        rules, state = Rules.of(world.manifest), RunState()
-        sizes = world.manifest.sizes
-        fragments = [new_state(unpack(payload, sizes[s.fragment]), rules.outer) for s, payload in world.first]
-        for entry in world.run.tape:
+    def check_replay(self) -> None:
+        """Check that replaying the tape from version 0 and the contributions gives the published bits."""
+        simulation = self.simulation
+        rules, state = Rules.of(simulation.manifest), RunState()
+        sizes = simulation.manifest.sizes
+        fragments = [new_state(unpack(payload, sizes[s.fragment]), rules.outer) for s, payload in simulation.first]
+        for entry in simulation.run.tape:
             deliveries = [Delivery(m.entry, *self.entries[m.entry]) for m in entry.members]
             p = entry.fragment
             fragments[p] = redo(rules, state, fragments[p], entry, deliveries)
 
-    def never_let_go(self) -> list[int]:
-        """Merged entries that the serving merger need not keep, and does."""
-        serving = [process.merger for process in self.world.mergers if process.loaded]
+    def not_deleted(self) -> list[int]:
+        """Return the merged entries that the serving merger keeps without need."""
+        serving = [process.merger for process in self.simulation.mergers if process.loaded]
         covered = max((merger.state.covered for merger in serving), default=0)
-        tape = self.world.run.tape if self.world.weather.checkpoints else ()
+        tape = self.simulation.run.tape if self.simulation.rates.checkpoints else ()
         needed = {m.entry for entry in tape if entry.round > covered for m in entry.members}
-        return [number for number in self.world.run.kept if f"{number}-0" not in needed]
+        return [number for number in self.simulation.run.kept if f"{number}-0" not in needed]
 
     def unresolved(self) -> set[str]:
-        """What islands have sent and not heard about."""
-        return {identity for process in self.world.islands for identity in process.island.link._unresolved}
+        """Return what islands have sent and not yet seen resolved."""
+        return {identity for process in self.simulation.islands for identity in process.island.link._unresolved}

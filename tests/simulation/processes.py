@@ -1,0 +1,186 @@
+"""The processes of a simulated run: mergers and islands, which run the real code one event at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
+from archipelago.islands.data.batches import Batches, shard_order
+from archipelago.islands.inner import InnerSteps
+from archipelago.islands.sync.link import Draft, Link
+from archipelago.islands.sync.rejoin import Rejoin
+from archipelago.islands.worker import Island
+from archipelago.merger.checkpointer import Checkpointer
+from archipelago.merger.service import Merger
+from archipelago.merger.storage import MergerFolder
+from tests.simulation.arithmetic import walk
+from tests.simulation.disks import IslandDisk, Jobs, Store
+from tests.simulation.faults import EVERYTHING, Crash, FaultyConnection
+
+if TYPE_CHECKING:
+    from tests.simulation.simulated_run import Simulation
+
+RUN = "storm"
+TEXT = np.arange(181, dtype=np.uint8)
+
+
+class Process:
+    """A process that acts, and that may stall, be cut off, sleep or die.
+
+    Attributes:
+        who: The island and its incarnation; "" for a merger.
+        is_stalled: Whether it stands still in the middle of a call.
+        cut_until: Until when the broker is out of its reach.
+        asleep_until: Until when it does nothing.
+        jobs: Its background thread.
+        connection: Its faulty connection to the broker.
+    """
+
+    who = ""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.simulation, self.name = simulation, name
+        self.is_stalled = False
+        self.cut_until = self.asleep_until = float("-inf")
+        self.jobs = Jobs()
+        self.connection: Any = FaultyConnection(simulation, self, simulation.broker.connect(RUN))
+
+    def act(self) -> None:
+        """Do one thing. A Crash ends the process."""
+        raise NotImplementedError
+
+
+class MergerProcess(Process):
+    """Does one turn at a time of what `merger.main` and `merger.service.serve` do."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        super().__init__(simulation, name)
+        folder = MergerFolder(Path("/"))
+        store = Store(simulation.disk, lambda where: simulation.may_crash(where))
+        folder.store, folder.recorder = cast(Any, store), cast(Any, simulation.record)
+        manifest = folder.find_or_bring_back(self.connection, resume=simulation.rates.loses == EVERYTHING)
+        checkpointer = (
+            Checkpointer(
+                self.connection,
+                cast(Any, store),
+                folder.recorder if manifest.config.record else None,
+                6.0,
+                self.jobs.submit,
+            )
+            if simulation.rates.checkpoints
+            else None
+        )
+        self.merger = Merger(
+            self.connection,
+            simulation.clock,
+            holder=name,
+            live_poll_seconds=0.5,
+            checkpointer=checkpointer,
+            wall=simulation.clock,
+        )
+        self.loaded = False
+
+    def act(self) -> None:
+        merger, simulation = self.merger, self.simulation
+        try:
+            if simulation.faults and simulation.happens(0.005):
+                self._leave()
+            if not merger.epoch and not merger.acquire():
+                return
+            if not self.loaded:
+                simulation.damage()
+                merger.load()
+                self.loaded = True
+                simulation.check_loaded(merger)
+            merger.turn(0.0)
+        except (FencedError, UnknownRunError) as error:
+            raise Crash(str(error)) from error
+        except BrokerError:
+            self.loaded, merger.epoch = False, 0
+
+    def _leave(self) -> None:
+        if self.merger.epoch:
+            if self.loaded:
+                self.merger.finish()
+            self.connection.release(self.merger.epoch)
+        raise Crash("it left")
+
+
+class IslandProcess(Process):
+    """Does one step at a time of what `islands.main` and `islands.worker.train` do."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        super().__init__(simulation, name)
+        config = simulation.manifest.config
+        simulation.births += 1
+        self.store = IslandDisk(simulation.island_disks.setdefault(name, {}), simulation.manifest, simulation.may_crash)
+        self.jobs = self.store.jobs
+        returned = self.connection.claim_return(name)
+        whole = self.store.find(*returned) if returned else None
+        self.incarnation = f"i{simulation.births}"
+        self.who = f"{name}/{self.incarnation}"
+        simulation.alive.add(self.who)
+        shards = shard_order(config.data.shards, config.seed)
+        link = Link(self.connection, simulation.manifest, self.who, shards, simulation.clock, wall=simulation.clock)
+        arrivals = link.join()
+        batches = Batches(TEXT, config, link.lease, fallback=simulation.births)
+        self.island = Island(
+            name,
+            simulation.manifest,
+            cast(InnerSteps, walk),
+            batches,
+            link,
+            arrivals,
+            simulation.clock,
+            self.incarnation,
+        )
+        self.island.on_marker = self.store.on_marker
+        self._observe(simulation, link, batches)
+        rejoin = Rejoin(self.connection, self.store, self.island, arrivals, seconds=2.0, pause=self._wait)
+        rejoin.ask()
+        self.island.beat("joining")
+        self._pump()
+        rejoin.complete(whole)
+        if whole is not None:
+            simulation.check_whole(self, whole)
+            simulation.invariants.trained[self.who] += max(count.tokens for count in self.island.ledger.counts)
+
+    def _observe(self, simulation: Simulation, link: Link, batches: Batches) -> None:
+        said, send = batches.on_begin, link.send
+
+        def began(text: str) -> None:
+            if said is not None:
+                said(text)
+            assert batches._pass is not None
+            simulation.invariants.began(self.who, text, len(batches._pass.starts))
+
+        def sent(draft: Draft) -> None:
+            simulation.invariants.sent(self.who, draft.contribution)
+            send(draft)
+
+        batches.on_begin, link.send = began, sent  # type: ignore[method-assign]
+
+    def _wait(self, seconds: float) -> None:
+        self._pump()
+        self.simulation.go_on_without(self, 2)
+
+    def _pump(self) -> None:
+        self.island.link.pump()
+        if self.island.link.failure is not None:
+            raise self.island.link.failure
+
+    def act(self) -> None:
+        simulation, island = self.simulation, self.island
+        self._pump()
+        if island.is_sent_away or (simulation.faults and simulation.happens(0.01)):
+            island.leave(flush_seconds=0.0)
+            self._pump()
+            self.store.finish(island)
+            raise Crash("it left")
+        island.boundary()
+        simulation.invariants.check_heard(island)
+        island.advance()
+        simulation.invariants.trained[self.who] += simulation.manifest.config.tokens_per_step

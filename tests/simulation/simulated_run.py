@@ -1,0 +1,327 @@
+"""A whole run under faults: real mergers and islands on a virtual clock, with a broker in memory and lost answers.
+
+One seed determines everything random, so a failing seed fails again in the same place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from typing import Any, cast
+
+from archipelago.broker.config import (
+    AdoptConfig,
+    DataConfig,
+    InnerConfig,
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+    WireConfig,
+)
+from archipelago.broker.control import SETTINGS
+from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.messages import Contribution
+from archipelago.merger.service import LEASE_SECONDS, Merger
+from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests import samples
+from tests.simulation.disks import Jobs, MergerDisk, Record
+from tests.simulation.faults import EVERYTHING, FENCED, NOTHING, Crash, FaultRates, deliver
+from tests.simulation.invariants import Invariants
+from tests.simulation.processes import RUN, IslandProcess, MergerProcess, Process
+
+NAMES = ("ada", "bea", "cyd", "dot", "eve")
+
+
+@cache
+def manifest_of(rule: str, outer: str, shards: int, record: bool) -> Manifest:
+    """Return the manifest of a run of two fragments, whose data shards are read in a few steps."""
+    config = RunConfig(
+        record=record,
+        data=DataConfig(batch_size=1, sequence_length=4, shards=shards),
+        inner=InnerConfig(steps=1 << 20),
+        sync=SyncConfig(interval=4, fragments=2, window=2, staleness_cap=4),
+        outer=OuterConfig(rule=outer, momentum=0.5),  # type: ignore[arg-type]
+        adopt=AdoptConfig(rule=rule),  # type: ignore[arg-type]
+        wire=WireConfig(thin="int4", down="float32", zstd_level=0),
+    )
+    return samples.manifest(RUN, config)
+
+
+def _copied(run: Any) -> Any:
+    """Copy what the broker holds. Messages and payloads are immutable, so they are shared."""
+    values = {f.name: getattr(run, f.name) for f in fields(run)}
+    return type(run)(**{k: v.copy() if isinstance(v, dict | list | set) else v for k, v in values.items()})
+
+
+class Simulation:
+    """A run and its processes. `play` plays one event, and `check` asserts the invariants."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.rates = FaultRates.draw(self.random)
+        self.manifest = manifest_of(
+            self.random.choice(["overwrite", "carry"]),
+            self.random.choice(["nesterov", "sgd"]),
+            self.random.choice([6, 10, 16]),
+            self.random.random() < 0.3,
+        )
+        self.first = samples.first_snapshots(self.manifest, value=1.0)
+        self.broker.connect(RUN).create(self.manifest, self.first)
+        self.faults = False
+        self.births = self.losses = 0
+        self.late: list[tuple[Process, str, Callable[..., Any], Any, Any]] = []
+        self.disk = MergerDisk()
+        self.record = Record(self.may_crash)
+        self.island_disks: dict[str, dict[int, dict[str, Any]]] = {}
+        self.saved: tuple[float, Any] | None = None
+        self.lost_at: tuple[int, int] | None = None
+        self.damaged: dict[int, tuple[int, bytes]] = {}
+        self.invariants = Invariants(self)
+        self.wanted = list(NAMES[: self.random.randint(1, 4)])
+        self.processes: list[Process] = []
+        self.alive: set[str] = set()
+        self.left_behind: list[Jobs] = []
+        self._nested = False
+        self._start_merger()
+        for name in self.wanted:
+            self._start(IslandProcess, name)
+        self.faults = True
+
+    @property
+    def run(self) -> Any:
+        """What the broker holds; None after it has lost the run."""
+        return self.broker.runs.get(RUN)
+
+    @property
+    def mergers(self) -> list[MergerProcess]:
+        """The living ones."""
+        return [process for process in self.processes if isinstance(process, MergerProcess)]
+
+    @property
+    def islands(self) -> list[IslandProcess]:
+        """The living ones."""
+        return [process for process in self.processes if isinstance(process, IslandProcess)]
+
+    # -- faults -----------------------------------------------------------------------------------------------------
+
+    def happens(self, rate: float) -> bool:
+        """Draw whether an event of that probability happens."""
+        return rate > 0.0 and self.random.random() < rate
+
+    def may_crash(self, where: str) -> None:
+        """Sometimes let the process die here, and sometimes let its disk be full."""
+        if self.faults and self.happens(8 * self.rates.crash):
+            raise Crash(where)
+        if self.faults and self.happens(self.rates.lost):
+            raise OSError(f"no room for {where}")
+
+    def before(self, process: Process, name: str) -> None:
+        """Inject faults before a call takes effect."""
+        if self.happens(self.rates.stall) and not self._nested:
+            self.clock.now += self.random.choice([0.0, 6.0, 11.0])
+            self.go_on_without(process, self.random.randint(1, 12))
+        if self.clock.now < process.cut_until:
+            raise UnreachableError("cut off")
+        if self.happens(self.rates.cut):
+            process.cut_until = self.clock.now + self.random.choice([1.0, 7.0, 14.0])
+        self.after(process, name)
+
+    def after(self, process: Process, name: str) -> None:
+        """Inject faults after a call has taken effect."""
+        if self.happens(self.rates.crash):
+            raise Crash(name)
+        if self.happens(self.rates.lost):
+            raise UnreachableError(f"lost {name}")
+
+    def execute(self, process: Process, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Let the broker execute a call, and let the invariants observe it."""
+        before = dict(self.run.holders) if name == "lease_shard" and self.run else {}
+        if self.faults and name == "publish" and self.happens(self.rates.garble):
+            args = (args[0], args[1][:-1] + bytes([args[1][-1] ^ 1]), *args[2:])
+        answer = method(*args, **kwargs)
+        if name == "publish":
+            self.invariants.published(answer, cast(Contribution, args[0]), args[1])
+        elif name in FENCED:
+            self.invariants.wrote(args[0])
+        elif name == "lease_shard" and answer is not None:
+            self.invariants.leased(before.get(answer.shard, ""), answer.shard, args[1])
+        elif name == "restore":
+            self._restored()
+        return answer
+
+    def go_on_without(self, process: Process, events: int) -> None:
+        """Play events of the other processes in the middle of an action of `process`."""
+        if self._nested:
+            return
+        self._nested = process.is_stalled = True
+        try:
+            for _ in range(events):
+                self.play()
+                self.check()
+        finally:
+            self._nested = process.is_stalled = False
+
+    def _lose(self) -> None:
+        """Lose data of the broker. Entry ids derive from the time, so they continue; every connection breaks."""
+        if self.rates.loses == EVERYTHING:
+            if self.disk.images and self.run is not None:
+                self.lost_at = (self.run.next_event, self.run.next_update)
+                del self.broker.runs[RUN]
+                self._forget()
+            return
+        if self.saved is None:
+            self.saved = (self.clock.now, _copied(self.run))
+        elif self.clock.now - self.saved[0] >= 2.0:
+            now, (_, then) = self.run, self.saved
+            then.next_event, then.next_update = now.next_event, now.next_update
+            self.broker.runs[RUN], self.saved = then, None
+            self._forget()
+
+    def _forget(self) -> None:
+        self.losses += 1
+        self.invariants.forget()
+        for process in self.mergers:
+            process.loaded, process.merger.epoch = False, 0  # Its connection broke.
+
+    def _restored(self) -> None:
+        assert self.lost_at is not None
+        run, (events, updates) = self.run, self.lost_at
+        run.updates = {number + updates: kept for number, kept in run.updates.items()}
+        run.next_update += updates
+        run.next_event = events
+        for number, (contribution, payload) in run.updates.items():
+            self.invariants.published(f"{number}-0", contribution, payload)
+        self.invariants.forget()
+
+    def damage(self) -> None:
+        """Sometimes delete the merger's own state from the broker before a merger loads it."""
+        if not (self.faults and self.rates.damage and self.disk.images and self.happens(0.5)):
+            return
+        for p in list(self.run.outer):
+            if self.happens(0.6):
+                self.damaged[p] = (self.run.fragments[p][0].version, self.run.outer.pop(p))
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """Let time pass, inject faults, and let one process act."""
+        self.clock.now += self.random.random() * 0.5
+        if self.late and self.happens(0.2):
+            deliver(self)
+        if self.happens(0.3):
+            self._background()
+        if self.faults:
+            self._inject_faults()
+        self._keep_staffed()
+        able = [p for p in self.processes if not p.is_stalled and p.asleep_until <= self.clock.now]
+        mergers = [p for p in able if isinstance(p, MergerProcess)]
+        islands = [p for p in able if isinstance(p, IslandProcess)]
+        if who := (mergers if self.happens(0.4) else islands) or able:
+            self._act(self.random.choice(who))
+
+    def _inject_faults(self) -> None:
+        if self.happens(0.02) and self.rates.loses != NOTHING:
+            self._lose()
+        if self.happens(0.01) and len(self.mergers) < 3:
+            self._start_merger()
+        if self.happens(0.01) and len(self.wanted) < len(NAMES):
+            self.wanted.append(NAMES[len(self.wanted)])
+        if self.run is not None and self.happens(self.rates.steered):
+            self._steer()
+        if self.happens(self.rates.pause) and self.processes:
+            process = self.random.choice(self.processes)
+            process.asleep_until = self.clock.now + self.random.choice([2.0, 7.0, 13.0])
+
+    def _steer(self) -> None:
+        """Change a setting of the operator, sometimes to nonsense."""
+        name, values = self.random.choice(
+            [
+                ("outer.learning_rate", ["", "0.5", "0.25", "fast"]),
+                ("sync.quorum", ["", "2", "3", "0"]),
+                ("sync.grace", ["", "0", "0.5"]),
+                ("merging", ["", "", "paused", "perhaps"]),
+                ("checkpoint", ["", str(self.births), "now"]),
+                (f"island.{self.random.choice(self.wanted)}", ["", "", "drain", "expel", "dance"]),
+            ]
+        )
+        self.broker.connect(RUN).steer({name: self.random.choice(values)})
+
+    def _keep_staffed(self) -> None:
+        if self._nested:
+            return
+        if not self.mergers:
+            self._start_merger()
+        missing = set(self.wanted) - {island.name for island in self.islands}
+        if missing and self.happens(0.3):
+            self._start(IslandProcess, min(missing))
+
+    def _start_merger(self) -> None:
+        self.births += 1
+        self._start(MergerProcess, f"merger-{self.births}")
+
+    def _start(self, kind: type[Process], name: str) -> None:
+        before = set(self.alive)
+        try:
+            self.processes.append(kind(self, name))
+        except (Crash, BrokerError, ConfigError):  # The last one: the operator has expelled the island.
+            self.alive &= before  # It is started again later.
+
+    def _act(self, process: Process) -> None:
+        try:
+            process.act()
+        except Crash:
+            self._end(process)
+            if self.happens(0.5):
+                self.left_behind.append(process.jobs)  # A fenced merger, say, lets its thread end its work.
+
+    def _end(self, process: Process) -> None:
+        self.processes.remove(process)
+        self.alive.discard(process.who)
+
+    def _background(self) -> None:
+        """Let the background thread of one process do a job."""
+        busy = [process for process in self.processes if process.jobs.waiting and not process.is_stalled]
+        if busy:
+            process = self.random.choice(busy)
+            try:
+                process.jobs.run_one()
+            except Crash:
+                self._end(process)
+        elif self.left_behind:
+            try:
+                self.left_behind.pop(0).run_one()
+            except Crash:
+                return
+
+    def settle(self, events: int) -> None:
+        """Play events without faults. The holder of the lease keeps it, and every contribution is merged or refused."""
+        self.faults = False
+        if self.run is not None:
+            self.run.control = {name: value for name, value in self.run.control.items() if name in SETTINGS}
+        self.clock.now += LEASE_SECONDS + 1
+        for process in self.processes:
+            process.cut_until = process.asleep_until = float("-inf")
+        for _ in range(events):
+            self.play()
+            self.check()
+
+    # -- invariants ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert what must hold after every event."""
+        self.invariants.check()
+
+    def check_loaded(self, merger: Merger) -> None:
+        """Assert that a merger has loaded what the broker had."""
+        self.invariants.check_loaded(merger, self.damaged)
+        self.damaged.clear()
+
+    def check_whole(self, process: IslandProcess, whole: Any) -> None:
+        """Assert that an island did not return to a later state than the run."""
+        self.invariants.check_whole(process.island, whole)
