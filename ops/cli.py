@@ -38,5 +38,5 @@ def run(args: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The entry point `archipelago`."""
+    """Run the command `archipelago`."""
     return guarded(lambda: run(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`archipelago init`: creates a run in a Redis, whole or not at all."""
+"""`archipelago init`: create a run in a Redis, in one transaction."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from archipelago.ops.weights.safetensors_files import WeightFiles
 
 @dataclass(frozen=True)
 class InitOptions:
-    """Create a run: its config, its corpus and its first parameters. Workers then join it by URL and name."""
+    """Create a run: its config, its corpus and its first parameters. Workers then join it with its URL and name."""
 
     url: Annotated[str | None, tyro.conf.Positional] = None
     """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL"""
     run: str = "demo"
     """name of the run"""
     config: Path | None = None
-    """a TOML file with settings; flags win over it"""
+    """a TOML file with settings; flags override it"""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """weights to begin with: a .safetensors file, or a folder with one, such as `archipelago export` writes"""
+    """weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes"""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
     """print one JSON object"""
 
 
 def main(options: InitOptions) -> int:
-    """Creates the run, or says that it is there already."""
+    """Create the run, or report that it exists already."""
     config = checked(options.settings)
     transport = connect_to(options.url, checked_name(options.run, "the run name"))
     manifest, created = create(transport, config, options.from_)
@@ -45,7 +45,7 @@ def main(options: InitOptions) -> int:
         print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
     else:
-        done = "created" if created else "is there already, with this very config"
+        done = "created" if created else "exists already, with this config"
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
         say(f"  serve it:  archipelago merger URL --run {manifest.run}")
         say(f"  join it:   archipelago island URL --run {manifest.run}")
@@ -53,9 +53,11 @@ def main(options: InitOptions) -> int:
 
 
 def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunConfig, OpenCorpus]:
-    """The config with the vocabulary of its corpus, and that corpus; prepares the default one.
+    """Return the config with the vocabulary of its corpus, and that corpus. Prepare the default corpus if needed.
 
-    Raises ConfigError or DataError unless it is here and large enough, the model known, and shaped like the weights.
+    Raises:
+        ConfigError: The model is not known.
+        DataError: The corpus is missing or too small, or the weights do not fit the model.
     """
     from archipelago.islands.creation import fitted, require_readable
     from archipelago.islands.data.batches import Batches, held_out
@@ -73,9 +75,11 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
 
 
 def create(transport: Transport, config: RunConfig, weights: Path | None = None) -> tuple[Manifest, bool]:
-    """The run's manifest, and whether it was created just now, from fresh parameters or from those `weights`.
+    """Return the run's manifest, and whether this call created it, from `weights` or from fresh parameters.
 
-    Raises MismatchError if it is there with another, and DataError for weights that do not fit the model.
+    Raises:
+        MismatchError: The run exists with another config.
+        DataError: The weights do not fit the model.
     """
     keep_compiled()
 
@@ -98,7 +102,7 @@ def create(transport: Transport, config: RunConfig, weights: Path | None = None)
 
 
 def require_same(found: Manifest, config: RunConfig) -> None:
-    """Raises MismatchError, in the words of who starts a run, unless that run has this config on this corpus."""
+    """Raise MismatchError, with a remedy for the user who starts a run, unless that run has this config."""
     from archipelago.islands.creation import describe
 
     try:

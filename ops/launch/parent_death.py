@@ -1,15 +1,15 @@
-"""Starts a program that dies with its launcher, even when the launcher is killed and can clean up nothing.
+"""Start a program that ends with its launcher, even if the launcher is killed and cannot clean up.
 
     python -m archipelago.ops.launch.parent_death PROGRAM ARGS...
 
-On Linux the kernel does it: this process asks for SIGKILL at its parent's death and becomes PROGRAM; the request
-survives exec. Elsewhere, and with `--watch`, it stays as a small supervisor that looks for its parent every quarter of
-a second, passes SIGTERM and SIGINT on, and ends with the program's status.
+On Linux the kernel does this: the process asks for SIGKILL at its parent's death and then becomes PROGRAM; the request
+survives exec. On other systems, and with `--watch`, the process stays as a supervisor. It checks every quarter of a
+second whether its parent lives, passes on SIGTERM and SIGINT, and ends with the program's status.
 
-Linux means the *thread* that started the child, not its process: launchers start children from their main thread, or
-the child dies when that thread ends. What PROGRAM itself starts is not tethered.
+For Linux the parent is the *thread* that started the child. A launcher must therefore start children from its main
+thread, or they die when that thread ends. Processes that PROGRAM starts do not end with the launcher.
 
-This runs before every child of a launcher, so it imports next to nothing.
+This module runs before every child of a launcher, so it imports almost nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # importing `typing` for this would cost as much as all the rest
+TYPE_CHECKING = False  # Importing `typing` would take as long as everything else here.
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,15 +25,18 @@ HAS_DEATH_SIGNAL = sys.platform == "linux"
 POLL_SECONDS = 0.25
 
 _PR_SET_PDEATHSIG = 1
-_SIGKILL = 9  # `signal` takes as long to import as `ctypes`
-_ORPHANED, _NOT_EXECUTABLE, _NOT_FOUND = 1, 126, 127  # the last two as a shell says it
+_SIGKILL = 9  # Importing `signal` takes as long as `ctypes`.
+_ORPHANED, _NOT_EXECUTABLE, _NOT_FOUND = 1, 126, 127  # The last two are a shell's.
 
 
 def command(argv: Sequence[str], *, watch: bool | None = None) -> list[str]:
-    """The command line that runs `argv` tethered to the calling process, which must also be the one that starts it.
+    """Return the command line that runs `argv` and ends it with the calling process, which must also start it.
 
-    Works from any folder and any kind of install: it names this file, and leaves out the site packages that this file
-    does not need. `watch` forces the supervisor or the death signal; None takes what the system has.
+    The command names this file and skips site packages, so it works from any folder and with any kind of install.
+
+    Args:
+        argv: The program and its arguments.
+        watch: Force the supervisor (True) or the death signal (False). None takes the signal if the system has it.
     """
     supervised = not HAS_DEATH_SIGNAL if watch is None else watch
     options = [f"--parent={os.getpid()}", *(["--watch"] if supervised else [])]
@@ -41,24 +44,24 @@ def command(argv: Sequence[str], *, watch: bool | None = None) -> list[str]:
 
 
 def become(parent: int, argv: Sequence[str]) -> None:
-    """Turns this process into the program, with a death signal set. Returns only if `parent` is gone already."""
+    """Turn this process into the program, with a death signal set. Return only if `parent` is already gone."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_SIGKILL)) != 0:
         raise OSError(ctypes.get_errno(), "the kernel refuses a parent-death signal")
-    # A parent that died before the call above sends nothing any more; this process has another parent by now.
+    # If the parent died before the call above, there is no signal, and this process already has another parent.
     if os.getppid() == parent:
         os.execvp(argv[0], list(argv))  # noqa: S606
 
 
 def watch(parent: int, argv: Sequence[str]) -> int:
-    """Runs the program as a child until it ends or `parent` is gone; returns the exit status."""
+    """Run the program as a child until it ends or `parent` is gone. Return the exit status."""
     import select
     import signal
     import subprocess
 
-    # Signals become bytes in a pipe: none is lost before the child exists, and the wait below ends at each of them.
+    # Signals become bytes in a pipe. None is lost before the child exists, and each ends the wait below.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -78,7 +81,7 @@ def watch(parent: int, argv: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Reads `[--parent=PID] [--watch] PROGRAM ARGS...` and runs it."""
+    """Parse `[--parent=PID] [--watch] PROGRAM ARGS...` and run the program."""
     rest = list(arguments)
     parent, supervised = os.getppid(), not HAS_DEATH_SIGNAL
     while rest and rest[0].startswith("--"):

@@ -1,4 +1,4 @@
-"""Standbys: processes that have loaded all that an island runs, and take the place of whichever island dies."""
+"""Standbys: processes that have loaded and compiled all that an island runs, and replace an island that dies."""
 
 from __future__ import annotations
 
@@ -17,113 +17,118 @@ from archipelago.ops.launch.supervisor import Child
 
 ISLAND = ("-m", "archipelago.islands")
 STANDBYS_MAX = 64
+#: Pause before the next standby is loaded, so that the island that has just joined can use the core.
 REPLACED_SECONDS = 1.0
-"""before another is loaded: whoever has just joined may need the core"""
 
 
 def require_standbys(count: int) -> None:
-    """Raises ConfigError for a number of them that cannot be."""
+    """Raise ConfigError unless there can be that many standbys."""
     if not 0 <= count <= STANDBYS_MAX:
-        raise ConfigError(f"--standbys cannot be {count}", f"Choose 0 to {STANDBYS_MAX}; one is enough for most.")
+        raise ConfigError(
+            f"--standbys cannot be {count}",
+            f"Choose 0 to {STANDBYS_MAX}; one is usually enough.",
+            code="config.standbys",
+        )
 
 
 @dataclass
 class Standby(Child):
-    """One of them. Once its process is an island's there is none, until the next is loaded."""
+    """One standby. When its process becomes an island, it loads another process after a pause."""
 
-    _said: bytes = field(default=b"", repr=False)
+    _output: bytes = field(default=b"", repr=False)
 
     def start(self) -> None:
-        """Begins to load another. Call from the main thread."""
-        self._hang_up()
+        """Begin to load a process. Call this from the main thread."""
+        self._close_pipes()
         self.launch(piped=True)
-        self._said = b""
+        self._output = b""
 
     def tend(self, now: float) -> str:
-        """Looks after it; says what happened, if anything did."""
+        """Restart the process if it has died. Return what happened, or an empty string."""
         if self.is_ready():
-            self.restarts = 0  # it can be loaded: a later failure is another matter
+            self.restarts = 0  # It can be loaded, so earlier failures do not count.
         return super().tend(now)
 
     def is_ready(self) -> bool:
-        """Whether it waits for an assignment."""
+        """Return whether it waits for an assignment."""
         process = self.process
         if process is None or process.poll() is not None or process.stdout is None:
             return False
-        while READY not in self._said and select.select([process.stdout], [], [], 0.0)[0]:
+        while READY not in self._output and select.select([process.stdout], [], [], 0.0)[0]:
             more = os.read(process.stdout.fileno(), 1 << 12)
             if not more:
                 return False
-            self._said = (self._said + more)[-(1 << 13) :]
-        return READY in self._said
+            self._output = (self._output + more)[-(1 << 13) :]
+        return READY in self._output
 
-    def become(self, assigned: Assignment) -> subprocess.Popen[bytes] | None:
-        """Its process, which is that island's from now on; None where it has died just now."""
+    def become(self, assignment: Assignment) -> subprocess.Popen[bytes] | None:
+        """Turn the process into that island's and return it; None if it has just died."""
         process = self.process
         if process is None or process.stdin is None or process.stdout is None:
             return None
         try:
-            process.stdin.write(assigned.line())
+            process.stdin.write(assignment.line())
             process.stdin.flush()
         except OSError:
             return None
-        self._hang_up()
+        self._close_pipes()
         self.process = None
         self.start_later(time.monotonic() + REPLACED_SECONDS)
         return process
 
     def end(self) -> None:
-        """At once: it has nothing to lose."""
+        """End the process at once: it has nothing to lose."""
         self.stop(0.0)
-        self._hang_up()
+        self._close_pipes()
 
-    def _hang_up(self) -> None:
+    def _close_pipes(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout) if self.process else ():
             if pipe is not None:
-                with suppress(OSError):  # what a dead one was told cannot be flushed
+                with suppress(OSError):  # Closing flushes, which fails if the process is dead.
                     pipe.close()
 
 
 class Standbys:
-    """So many of them for one run. `tend` again and again, from the main thread."""
+    """The standbys of one run. Call `tend` regularly, from the main thread."""
 
     def __init__(self, count: int, flags: Sequence[str], environment: Mapping[str, str], logs: Path) -> None:
-        """`flags`: of an island without a name or a folder."""
+        """`flags` are options of `archipelago island`, without a name or a folder."""
         self.all = [
             Standby(name, [*ISLAND, "--standby", *flags], environment, logs / f"{name}.log")
             for name in (f"standby-{number}" for number in range(count))
         ]
 
     def start(self) -> None:
-        """Begins to load all of them."""
+        """Begin to load all of them."""
         for standby in self.all:
             standby.start()
 
     def tend(self, now: float) -> list[str]:
-        """Looks after them; says what happened, if anything did."""
-        return [news for standby in self.all if (news := standby.tend(now))]
+        """Restart those that have died. Return what happened."""
+        return [event for standby in self.all if (event := standby.tend(now))]
 
     def are_ready(self) -> bool:
-        """Whether each of them waits for an assignment. Raises ArchipelagoError for one that cannot be had."""
+        """Return whether all of them wait for an assignment. Raise ArchipelagoError if one cannot be loaded."""
         for standby in self.all:
             if standby.failed or standby.done:
                 raise ArchipelagoError(
-                    f"{standby.name} cannot be had: {standby.last_words().removeprefix('error: ')}",
+                    f"{standby.name} cannot be loaded: {standby.last_words().removeprefix('error: ')}",
                     f"Its log is {standby.log}.",
+                    code="up.standby-failed",
                 )
         return all(standby.is_ready() for standby in self.all)
 
     def stand_in(self, island: Child) -> bool:
-        """Gives the island the process of one that is ready; False where none is."""
+        """Give the island the process of a standby that is ready. Return False if none is."""
         arguments = island.argv[len(ISLAND) :]
-        assigned = Assignment(tuple(arguments), island.environment, str(island.log.absolute()))
+        assignment = Assignment(tuple(arguments), island.environment, str(island.log.absolute()))
         for standby in self.all:
-            if standby.is_ready() and (process := standby.become(assigned)) is not None:
+            if standby.is_ready() and (process := standby.become(assignment)) is not None:
                 island.process = process
                 return True
         return False
 
     def end(self) -> None:
-        """All of them that are no islands."""
+        """End all of them that have not become islands."""
         for standby in self.all:
             standby.end()

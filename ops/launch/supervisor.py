@@ -1,4 +1,4 @@
-"""Child processes that are kept alive: each with a log file, tethered to this process, started again when it dies."""
+"""Child processes that are restarted when they die. Each has a log file and ends with this process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from archipelago.broker.observe.logs import message_of
 from archipelago.ops.launch import parent_death
 
 RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0)
+#: A child that has lived for longer than this is treated as if it had never died.
 LONG_SECONDS = 60.0
-"""After a life as long as this, how often it died before does not matter."""
 USER_ERROR = 2
+#: A child that ends with a user's error more often is not restarted. Up to this number it may be an outage of Redis.
 USER_ERRORS_MAX = 3
-"""A worker that ends with a user's error so often is not started again: fewer may be an outage of the Redis."""
 
-
+#: The environment of a process that computes on one core only, in XLA and in numpy.
 ONE_THREAD = {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
     "OMP_NUM_THREADS": "1",
@@ -30,24 +30,36 @@ ONE_THREAD = {
     "NPROC": "1",
     "JAX_PLATFORMS": "cpu",
 }
-"""For a process that is to compute on one core and nothing else, XLA and numpy alike."""
 
 
 def thread_environment(workers: int) -> dict[str, str]:
-    """Threads of each of so many workers that share this machine's cores."""
+    """Return the environment that gives each of `workers` workers its share of this machine's cores."""
     threads = max(1, (os.cpu_count() or 1) // max(1, workers))
     flags = f"--xla_cpu_multi_thread_eigen={'true' if threads > 1 else 'false'} intra_op_parallelism_threads={threads}"
     return {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         "OMP_NUM_THREADS": str(threads),
-        # Several islands may share one accelerator: none takes its whole memory.
+        # Islands on one machine may share an accelerator, so none takes all of its memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
 
 
 @dataclass
 class Child:
-    """One process by name. `done` once it ended as it should; `failed` holds why it cannot go on."""
+    """One process.
+
+    Attributes:
+        name: Its name in messages.
+        argv: Arguments for the Python interpreter.
+        environment: Variables that are added to this process's own.
+        log: The file that its output goes to.
+        restarts: Restarts since it last lived for `LONG_SECONDS`.
+        done: Whether it ended with status 0.
+        failed: Why it cannot continue; empty if it can.
+        process: The running process, or the last one.
+        stand_in: Tries to give this child the process of a standby, and returns whether it did.
+        stood_in: Whether the newest process was a standby.
+    """
 
     name: str
     argv: Sequence[str]
@@ -58,21 +70,22 @@ class Child:
     failed: str = ""
     process: subprocess.Popen[bytes] | None = None
     stand_in: Callable[[Child], bool] | None = None
-    """gives it the process of a standby, if one is ready"""
     stood_in: bool = False
-    """whether its newest process was a standby"""
     _again_at: float = field(default=0.0, repr=False)
     _began: float = field(default=math.inf, repr=False)
 
     def start(self) -> None:
-        """Lets a standby become it, or starts it. Call from the main thread."""
+        """Let a standby take its place, or start a new process. Call this from the main thread."""
         if not self._takes_stand_in():
             self.launch()
 
     def launch(self, *, piped: bool = False) -> None:
-        """Starts it in a session of its own, so that Ctrl-C reaches the launcher alone.
+        """Start the process in a session of its own, so that Ctrl-C reaches only the launcher.
 
-        `piped`: its standard input and output are the launcher's; else nothing, and its log.
+        The interpreter runs with -P, so packages in the working directory are not imported.
+
+        Args:
+            piped: Connect standard input and output to the launcher. Otherwise output goes to the log.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -86,7 +99,7 @@ class Child:
             )
 
     def tend(self, now: float) -> str:
-        """Looks after it; says what happened, if anything did."""
+        """Restart the process if it has died. Return what happened, or an empty string."""
         if self.done or self.failed:
             return ""
         if self._again_at:
@@ -102,16 +115,16 @@ class Child:
             self.restarts = 0
         if status == USER_ERROR and self.restarts >= USER_ERRORS_MAX:
             self.failed = self.last_words()
-            return f"{self.name} cannot go on: {self.failed}"
+            return f"{self.name} cannot continue: {self.failed}"
         if not self.restarts and self._takes_stand_in():
             self.restarts += 1
-            return f"{self.name} died ({_cause(status)}), and a standby takes its place; its log: {self.log}"
+            return f"{self.name} died ({_cause(status)}), a standby takes its place; its log: {self.log}"
         pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS) - 1)]
         self.start_later(now + pause)
-        return f"{self.name} died ({_cause(status)}) and starts again in {pause:.0f} s; its log: {self.log}"
+        return f"{self.name} died ({_cause(status)}) and restarts in {pause:.0f} s; its log: {self.log}"
 
     def start_later(self, at: float) -> None:
-        """Starts it when it is tended at that time or later."""
+        """Start the process at the first `tend` at that time or later."""
         self._again_at = at
 
     def _start_again(self) -> None:
@@ -125,17 +138,17 @@ class Child:
         return self.stood_in
 
     def stop(self, seconds: float) -> None:
-        """SIGTERM, then SIGKILL once `seconds` have passed."""
+        """Send SIGTERM, and SIGKILL once `seconds` have passed."""
         self.signal(signal.SIGTERM)
         self.wait(seconds)
 
     def signal(self, number: signal.Signals) -> None:
-        """Passes a signal on, if it runs."""
+        """Send a signal to the process if it runs."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
     def wait(self, seconds: float) -> None:
-        """Waits for its end, and brings it about once `seconds` have passed."""
+        """Wait for the process to end, and kill it once `seconds` have passed."""
         if self.process is None:
             return
         try:
@@ -145,7 +158,7 @@ class Child:
             self.process.wait()
 
     def last_words(self) -> str:
-        """What the last line of its log says."""
+        """Return the message in the last line of the log."""
         try:
             lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         except OSError:
@@ -154,7 +167,7 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], seconds: float) -> None:
-    """SIGTERM to all at once, then waits for each until `seconds` have passed in all."""
+    """Send SIGTERM to all children at once, and SIGKILL to those that still run after `seconds`."""
     for child in children:
         child.signal(signal.SIGTERM)
     deadline = time.monotonic() + seconds

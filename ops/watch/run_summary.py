@@ -1,4 +1,4 @@
-"""What is left of a run: `report.json` and the loss curve beside it."""
+"""The report of `archipelago up`: `report.json`, and the loss curve in `loss.png`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from archipelago.broker.extras import is_installed
+from archipelago.broker.files import write_atomically
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import finite
+from archipelago.ops.extras import pyplot
 from archipelago.ops.watch.run_view import RunView
 
 TEXT, PICTURE = "report.json", "loss.png"
+#: Pairs of tokens and bits per byte, in order.
 Curve = Sequence[tuple[int, float]]
-"""(tokens, bits per byte), in order"""
 
 
 def summary(
@@ -27,14 +30,22 @@ def summary(
     seconds: float,
     server: str,
 ) -> dict[str, Any]:
-    """The report as plain data. `seconds` of training in this session; `one_process` is empty where it did not run."""
-    alone = one_process[-1][1] if one_process else math.nan
+    """Return the report as plain data.
+
+    Args:
+        view: The run at its end.
+        evaluations: All evaluations, oldest first.
+        one_process: The comparison's results; empty if it did not run.
+        tokens_per_second: Training speed in this session.
+        seconds: Seconds of training in this session.
+        server: The Redis server, in words.
+    """
     return {
         "run": view.run,
         "finished": view.step >= view.steps,
         "bits_per_byte_first": view.bits_per_byte_first,
         "bits_per_byte_last": view.bits_per_byte_last,
-        "bits_per_byte_one_process": alone,
+        "bits_per_byte_one_process": one_process[-1][1] if one_process else math.nan,
         "rounds": view.rounds,
         "steps": view.step,
         "islands": view.known,
@@ -61,15 +72,17 @@ def summary(
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
-    """Writes report.json and loss.png into the folder."""
+    """Write report.json, and loss.png if matplotlib is installed, into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TEXT).write_text(json.dumps(finite(report), indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / TEXT, json.dumps(finite(report), indent=2) + "\n")
+    if not is_installed("matplotlib"):
+        return
     curves = {f"{report['islands']} islands": report["curve"], "one process, same tokens": report["curve_one_process"]}
     draw(folder / PICTURE, f"{report['run']}: {report['parameters']:,} parameters", curves)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The report that was written there, if any; what was null is NaN again."""
+    """Return the report in the folder, with null as NaN, or None if there is none."""
     try:
         found = json.loads((folder / TEXT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -86,20 +99,21 @@ def draw(
     xlabel: str = "million tokens (bytes)",
     unit: float = 1e6,
 ) -> None:
-    """Held-out bits per byte over tokens, or over another measure of how far each has come, in that unit.
+    """Draw held-out bits per byte over tokens, or over another measure of progress.
 
-    One line a curve; the untrained model, far above all, is left out.
+    Args:
+        path: The file to write.
+        title: The title.
+        curves: Pairs of progress and bits per byte by label. Progress 0, the untrained model, is left out.
+        xlabel: What the x axis shows.
+        unit: The progress that is drawn as 1.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for label, points in curves.items():
         if trained := [point for point in points if point[0] > 0]:
-            come, bits = zip(*trained, strict=True)
-            axes.plot([x / unit for x in come], bits, marker="o", markersize=3, label=f"{label}: {bits[-1]:.3f}")
+            progress, bits = zip(*trained, strict=True)
+            axes.plot([x / unit for x in progress], bits, marker="o", markersize=3, label=f"{label}: {bits[-1]:.3f}")
     axes.set(title=title, xlabel=xlabel, ylabel="held-out bits per byte")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -110,23 +124,19 @@ def draw(
 
 
 def draw_ratios(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A bar for each row's ratio to what it is held against, and a mark where it was to come."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Draw a bar for each row's ratio to what it is compared with, and a mark at its goal."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(rows)), dpi=120, layout="constrained")
     names = [f"{row.get('server', '')} {row['what']} / {row['against']}".strip() for row in rows]
     places = range(len(rows))
     axes.barh(places, [row["ratio"] for row in rows], color="tab:blue", height=0.6)
-    aimed = [(place, row["goal"]) for place, row in zip(places, rows, strict=True) if row.get("goal")]
-    if aimed:
+    goals = [(place, row["goal"]) for place, row in zip(places, rows, strict=True) if row.get("goal")]
+    if goals:
         axes.scatter(
-            [goal for _, goal in aimed], [place for place, _ in aimed], marker="|", s=260, color="black", label="goal"
+            [goal for _, goal in goals], [place for place, _ in goals], marker="|", s=260, color="black", label="goal"
         )
         axes.legend(frameon=False, loc="lower right")
-    axes.set(title=title, xlabel="ours to theirs; more is better", yticks=list(places), yticklabels=names)
+    axes.set(title=title, xlabel="ours / theirs; more is better", yticks=list(places), yticklabels=names)
     axes.invert_yaxis()
     axes.grid(alpha=0.3, axis="x")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,234 @@
+"""One call of `archipelago up`: the processes of a run, their supervision, and their orderly end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
+from archipelago.broker.redis.transport import RedisTransport
+from archipelago.ops.launch.comparison import compare
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.standbys import ISLAND, Standbys
+from archipelago.ops.launch.supervisor import Child, stop_all, thread_environment
+from archipelago.ops.settings import say
+from archipelago.ops.watch import formatting, run_summary
+from archipelago.ops.watch.run_view import RunView, observe
+
+LOOK_SECONDS = 1.0
+LINE_SECONDS = 10.0
+LEAVE_SECONDS = 30.0
+DRAIN_SECONDS = 20.0
+KILL_SECONDS = 5.0
+POLL_SECONDS = 0.1
+
+
+class RedisSupervisor:
+    """Restarts the run's embedded server when it dies. Its folder keeps data, port and password."""
+
+    def __init__(self, server: Server, stack: ExitStack) -> None:
+        self._server, self._stack = server, stack
+
+    def tend(self) -> str:
+        """Restart the server if it has died. Return what happened, or an empty string."""
+        if self._server.alive():
+            return ""
+        self._server.stop()
+        self._server = self._stack.enter_context(start_server(self._server.folder))
+        return "Redis died and was restarted from its append-only file"
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a session needs to know beyond its run.
+
+    Attributes:
+        islands: Number of islands on this machine.
+        standbys: Number of standbys on this machine.
+        checkpoint_every: Seconds between two checkpoints; 0 for none.
+        evaluate_every: Seconds between two evaluations.
+        weights: The weights that the run began with, for the comparison; None for fresh ones.
+        worker: Options that all workers share.
+    """
+
+    islands: int
+    standbys: int
+    checkpoint_every: float
+    evaluate_every: float
+    weights: Path | None
+    worker: WorkerOptions
+
+
+class Session:
+    """The merger, the islands, the standbys and the evaluator of a run on this machine.
+
+    Attributes:
+        seconds: How long this session trained; 0 if the run was already complete.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        manifest: Manifest,
+        transport: RedisTransport,
+        url: str,
+        folder: Path,
+        stopped: Callable[[], bool],
+        redis: RedisSupervisor | None,
+    ) -> None:
+        self.options, self.manifest, self.transport = options, manifest, transport
+        self.folder, self.stopped, self.redis = folder, stopped, redis
+        worker = options.worker
+        environment = {URL_VARIABLE: url, RUN_VARIABLE: manifest.run, **thread_environment(options.islands)}
+
+        def child(name: str, *argv: str) -> Child:
+            return Child(name, argv, environment, folder / "logs" / f"{name}.log")
+
+        merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
+        self.merger = child("merger", "-m", "archipelago.merger", *merger, *worker.flags(0))
+        evaluate = ["--every", str(options.evaluate_every), "--folder", str(folder / "evaluate")]
+        self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate", *evaluate, *worker.curve_flags())
+        self.islands = []
+        for number in range(options.islands):
+            name = f"island-{number}"
+            where = ["--name", name, "--folder", str(folder / "islands" / name)]
+            self.islands.append(child(name, *ISLAND, *where, *worker.flags(number + 1)))
+        self.standbys = Standbys(options.standbys, worker.curve_flags(), environment, folder / "logs")
+        for island in self.islands:
+            island.stand_in = self.standbys.stand_in
+        self.seconds = 0.0
+        self._view: RunView | None = None
+        self._tokens_before = 0
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Train until the islands are done or a signal arrives. Return whether the run has made all its steps."""
+        view = self._look()
+        self._tokens_before = view.tokens_trained
+        if view.step >= view.steps:
+            say(f"the run has already made all its {view.steps:,} steps")
+            return True
+        children = [self.merger, self.evaluator, *self.islands]
+        began = time.monotonic()
+        try:
+            for child in children:
+                child.start()
+            self.standbys.start()
+            self._watch(children)
+            self.standbys.end()
+            self._end()
+        finally:
+            self.standbys.end()
+            stop_all(children, KILL_SECONDS)
+        self.seconds = time.monotonic() - began
+        return self._last_look().step >= view.steps
+
+    def _watch(self, children: list[Child]) -> None:
+        """Supervise the children and show the run until all islands have ended or a signal arrives."""
+        console = Console(stderr=True, highlight=False)
+        on_screen = console.is_terminal and not self.options.worker.log_json
+        live = Live(console=console, refresh_per_second=4, transient=False) if on_screen else None
+        with ExitStack() as stack:
+            if live:
+                stack.enter_context(live)
+            line_due = look_due = 0.0
+            while not self.stopped() and not all(child.done or child.failed for child in self.islands):
+                now = time.monotonic()
+                events = [self.redis.tend()] if self.redis else []
+                events += [*(child.tend(now) for child in children), *self.standbys.tend(now)]
+                for event in filter(None, events):
+                    (console.print if live else say)(f"  {event}")
+                self._require_hope()
+                if now >= look_due:
+                    look_due = now + LOOK_SECONDS
+                    line_due = self._display(live, now, line_due)
+                time.sleep(POLL_SECONDS)
+
+    def _display(self, live: Live | None, now: float, line_due: float) -> float:
+        """Show the run now, and return when its next line is due. During an outage the islands train on."""
+        try:
+            view = self._look()
+        except UnreachableError:
+            return line_due
+        if live:
+            live.update(formatting.render(view))
+        elif now >= line_due:
+            say(f"  {formatting.line(view)}")
+            return now + LINE_SECONDS
+        return line_due
+
+    def _require_hope(self) -> None:
+        """Raise ArchipelagoError if the merger or all islands have failed for good."""
+        broken = [child for child in [self.merger, *self.islands] if child.failed]
+        if self.merger.failed or all(island.failed for island in self.islands):
+            raise ArchipelagoError(
+                f"{broken[0].name} cannot continue: {broken[0].failed.removeprefix('error: ')}",
+                f"Its log is {broken[0].log}.",
+                code="up.worker-failed",
+            )
+
+    def _end(self) -> None:
+        """Let the islands send what they have and leave, the merger merge it, and the evaluator measure the result."""
+        stop_all(self.islands, LEAVE_SECONDS)
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self.merger.process is not None and self.merger.process.poll() is None and time.monotonic() < deadline:
+            with suppress(BrokerError):  # If Redis is away, contributions may still wait in it.
+                if self.redis:
+                    self.redis.tend()
+                if self.transport.backlog() == 0:
+                    break
+            time.sleep(POLL_SECONDS)
+        stop_all([self.evaluator], LEAVE_SECONDS)
+        stop_all([self.merger], LEAVE_SECONDS)
+
+    def _look(self) -> RunView:
+        self._view = observe(self.transport, self.manifest)
+        return self._view
+
+    def _last_look(self) -> RunView:
+        """Return the run as it is now, or as it was last seen if Redis died during the shutdown."""
+        try:
+            return self._look()
+        except BrokerError as error:
+            if self._view is None:
+                raise
+            say(f"the report shows the run as it was last seen: {error.what}")
+            return self._view
+
+    # -- the report -------------------------------------------------------------------------------------------------
+
+    def report(self, server: str, with_comparison: bool) -> dict[str, Any]:
+        """Return the report as plain data.
+
+        Args:
+            server: The Redis server, in words.
+            with_comparison: Whether to train one process on as many tokens first.
+        """
+        view = self._last_look()
+        curve: run_summary.Curve = []
+        if with_comparison:
+            curve = compare(self.folder, view.tokens_trained, self.options.weights, self.stopped)
+        evaluations = []
+        with suppress(BrokerError):
+            evaluations = self.transport.evaluations()
+        tokens = view.tokens_trained - self._tokens_before
+        return run_summary.summary(
+            view,
+            evaluations,
+            curve,
+            tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
+            seconds=self.seconds,
+            server=server,
+        )
