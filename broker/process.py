@@ -190,7 +190,7 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         return connect(url, run)
     finder = connect(url, "any")
     try:
-        runs = finder.runs()
+        runs = finder.reader.runs()
     finally:
         finder.close()
     if len(runs) != 1:

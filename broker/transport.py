@@ -1,10 +1,17 @@
-"""`Transport`: everything that islands, mergers and operators say to each other, as one small interface.
+"""What processes say to each other through the broker, as three protocols, one for each role.
 
-Two implementations keep it: `broker.memory` (dictionaries; tests and virtual time) and `broker.redis_transport`
-(Redis, Valkey, and fakeredis for tests). `tests/contract` runs the same suite over all of them.
+| protocol | used by |
+| --- | --- |
+| `IslandClient` | islands: contributions, heartbeats, shard leases, optimiser state for newcomers |
+| `MergerClient` | mergers: the lease, the updates stream, commits |
+| `ReaderClient` | every process that reads a run, and operators, who steer it |
 
-Methods may raise UnreachableError at any time; then nothing is known about whether the write happened, and the caller
-says it again with the same identity. Nothing here retries by itself.
+A `Transport` is one connection to one run and has a client of each role. `broker.memory` implements it in dictionaries
+(for tests and virtual time), and `broker.redis` for Redis, Valkey and fakeredis. `tests/contract` runs the same suite
+over all of them.
+
+Every method may raise UnreachableError. Whether a write happened is then unknown, and the caller repeats it with the
+same identity. Nothing here retries.
 """
 
 from __future__ import annotations
@@ -34,14 +41,14 @@ from archipelago.broker.messages import (
     TapeEntry,
 )
 
+#: Differences of each fragment. An island that missed more of them downloads the full snapshot.
 DIFFERENCES_KEPT = 32
-"""of each fragment: whoever missed more takes the full snapshot"""
+#: The newest notes.
 NOTES_KEPT = 1000
-"""the newest"""
+#: How many of the newest events are searched for refusals. Dashboards ask often, and the stream is long.
 REFUSALS_AMONG = 2048
-"""events, the newest, that refusals are looked for in: a dashboard asks often, and the stream is long"""
+#: The id before the first event of a run.
 START = "0-0"
-"""The id before the first event of a run."""
 
 
 @dataclass(frozen=True)
@@ -117,225 +124,290 @@ class Image:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the broker's data takes, in bytes; a limit of 0 is none, or none that is known."""
+    """Memory of the broker's data in bytes. A limit of 0 means that there is none, or that it is unknown."""
 
     used: int
     limit: int
 
 
-class Transport(Protocol):
-    """A connection to one run. `run` need not exist yet."""
+@dataclass(frozen=True)
+class Standing:
+    """Which merger serves a run, and how long ago it last merged something. All times are of the server's clock."""
 
-    run: str
+    #: The merger that holds the lease; empty when the lease is free.
+    holder: str = ""
+    #: The epoch of that merger, or of the last one.
+    epoch: int = 0
+    #: Time left until the lease expires, unless it is renewed.
+    lease_seconds: float = 0.0
+    #: Time since the last round closed, or since the first contribution arrived if none has closed; 0 before that.
+    still_seconds: float = 0.0
 
-    # the broker
+
+class ReaderClient(Protocol):
+    """What every process may read of a run, and what operators write."""
+
     def instance(self) -> str:
-        """Another text once the broker was started again, and may have lost what it was told last; may be empty."""
+        """Return an id that changes when the broker restarts and may have lost recent writes; it may be empty."""
         ...
 
-    # the run
     def runs(self) -> list[str]:
-        """Names of the runs that live here."""
-        ...
-
-    def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
-        """Makes the run, whole or not at all, with version 0 of every fragment. Raises RunExistsError."""
+        """Return the names of all runs of this broker."""
         ...
 
     def manifest(self) -> Manifest:
-        """Raises UnknownRunError."""
+        """Return the manifest. Raises UnknownRunError."""
         ...
 
-    def restore(self, image: Image) -> None:
-        """Makes the run as a checkpoint holds it, whole or not at all. Raises RunExistsError.
+    def last_event(self) -> str:
+        """Return the id of the newest event; START where there is none."""
+        ...
 
-        What the image holds as pending is published again; the books balance.
+    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
+        """Return events after that id, oldest first. Waits at most `block_seconds` for the first one."""
+        ...
+
+    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+        """Return the newest full snapshot, never torn. `account` adds its size to the downloaded bytes in the books."""
+        ...
+
+    def presences(self) -> list[Presence]:
+        """Return every island that sent a heartbeat during the last day, by name."""
+        ...
+
+    def books(self) -> Books:
+        """Return the run's counters."""
+        ...
+
+    def backlog(self) -> int:
+        """Return how many published contributions are neither merged nor refused."""
+        ...
+
+    def pending(self) -> Pending:
+        """Return the same with their tokens, counted entry by entry."""
+        ...
+
+    def cursors(self) -> dict[str, tuple[int, int]]:
+        """Return the resume position (pass, sequences read) of each started shard."""
+        ...
+
+    def tape(self, count: int) -> list[TapeEntry]:
+        """Return the newest `count` rounds, oldest first."""
+        ...
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return all evaluations, oldest first."""
+        ...
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Append an evaluation."""
+        ...
+
+    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
+        """Return the newest `count` refusals among the newest REFUSALS_AMONG events, oldest first.
+
+        Each comes with its time in seconds of the broker's clock.
         """
         ...
 
-    # islands
+    def control(self) -> dict[str, str]:
+        """Return the operator's requests as they were written; `broker.control` parses them."""
+        ...
+
+    def steer(self, changes: Mapping[str, str]) -> None:
+        """Change the operator's requests in one step. An empty value removes a field."""
+        ...
+
+    def note(self, note: Note) -> None:
+        """Append a note. The newest NOTES_KEPT remain."""
+        ...
+
+    def notes(self, count: int) -> list[Note]:
+        """Return the newest `count` notes, oldest first."""
+        ...
+
+    def memory(self) -> Memory:
+        """Return how much memory the broker uses."""
+        ...
+
+    def merger_state(self) -> str:
+        """Return the merger's state at the last commit as JSON; empty before the first one."""
+        ...
+
+    def standing(self) -> Standing | None:
+        """Return which merger serves the run now; None for a broker that does not know, as in virtual time."""
+        ...
+
+
+class IslandClient(Protocol):
+    """What an island sends, and what is sent to it alone."""
+
     def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
-        """Its entry, once the broker has it. Saying it twice makes two entries; the merger merges one."""
+        """Return the contribution's entry once the broker has it.
+
+        Publishing twice makes two entries, of which the merger merges one.
+        """
         ...
 
     def holds(self, entry: str) -> bool:
-        """Whether a published entry is still there: not refused, not lost with a broker that died."""
+        """Whether a published entry is still there: neither refused nor lost with a broker that died."""
         ...
 
     def record_actions(self, actions: Actions) -> None:
-        """Puts down what an island did, without a contribution."""
+        """Record what an island did, without a contribution."""
         ...
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
-        """Replaces the island's last one; what the operator wishes of it (`broker.control`), empty for nothing."""
+        """Replace the island's last heartbeat. Returns the operator's request to this island, or an empty string."""
+        ...
+
+    def difference(self, fragment: int, version: int) -> bytes | None:
+        """Return the payload that leads from the previous version to this one; None if it is gone.
+
+        Its size is added to the downloaded bytes in the books.
+        """
         ...
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
-        """A shard for `me` (island/incarnation) by `broker.data.choose`, and where to read on; None when all are held.
+        """Lease a shard for `me` (island/incarnation), see `corpus_shards.choose`; None when all are held.
 
-        A holder is gone when no heartbeat of that incarnation came for LIVE_SECONDS, or it left, or it is expelled; but
-        not while a contribution of it waits to be merged, which may yet move the cursor. Who is expelled gets none.
+        A lease ends when its holder sent no heartbeat for LIVE_SECONDS, left, or is expelled. It does not end while a
+        contribution of the holder waits to be merged, because that may still move the cursor. Expelled islands get no
+        lease.
         """
         ...
 
     def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
-        """Which of these shards `me` still holds: not those whose pass ended, or that went to another."""
+        """Return which of these shards `me` still holds. Its pass may have ended, or another island has it."""
         ...
 
     def register_corpus(self, name: str, digest: str) -> str:
-        """The digest of the text of that name that is known to the run: the one given, if none was."""
+        """Return the digest that the run knows for the corpus of that name; an unknown name gets this digest."""
         ...
 
     def claim_return(self, island: str) -> tuple[int, int] | None:
-        """Number and last round of the checkpoint that the run was restored from, for the first to ask in that name."""
+        """Return number and last round of the checkpoint that the run was restored from, once for each island."""
         ...
 
-    def memory(self) -> Memory: ...
-
-    # between islands: a newcomer gets inner optimiser state from a healthy peer
     def ask(self, who: str) -> None:
-        """`who` (island/incarnation) asks its peers for inner optimiser state."""
+        """Ask the other islands for inner optimiser state, for `who` (island/incarnation)."""
         ...
 
     def asks(self) -> list[str]:
-        """Who asked, is alive, and was not promised an answer yet."""
+        """Return which live islands have asked and were not yet promised an answer."""
         ...
 
     def promise(self, who: str, giver: str) -> bool:
-        """Whether `giver` is the one to answer: the first that offers."""
+        """Whether `giver` is the first to offer an answer to `who`, and should send it."""
         ...
 
     def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
-        """The answer. It waits some minutes."""
+        """Send the answer. It is kept for some minutes."""
         ...
 
     def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
-        """The answer if it is here. Raises WireError for one that is damaged."""
+        """Return the answer if it has arrived. Raises WireError for a damaged one."""
         ...
 
     def withdraw(self, who: str) -> None:
-        """`who` needs no answer, or has it: question and answer go."""
+        """Delete the question of `who` and its answer."""
         ...
 
-    # anyone
-    def last_event(self) -> str:
-        """The id of the newest event, START where there is none."""
-        ...
 
-    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        """Events after that id, oldest first; waits up to `block_seconds` for the first one (0 does not wait)."""
-        ...
+class MergerClient(Protocol):
+    """What a merger reads and writes. A write with an epoch that is not the newest raises FencedError."""
 
-    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
-        """The newest full snapshot, never torn. `account` adds its bytes to the books as sent down."""
-        ...
-
-    def difference(self, fragment: int, version: int) -> bytes | None:
-        """What leads from the version before to that one; None where it is gone. The books count it as sent down."""
-        ...
-
-    def presences(self) -> list[Presence]:
-        """Every island that was heard of in the last day, by name."""
-        ...
-
-    def books(self) -> Books: ...
-
-    def backlog(self) -> int:
-        """Contributions that are published and neither merged nor refused."""
-        ...
-
-    def pending(self) -> Pending:
-        """The same with their tokens, counted entry by entry."""
-        ...
-
-    def cursors(self) -> dict[str, tuple[int, int]]:
-        """Where each shard that was begun is to be read on."""
-        ...
-
-    def tape(self, count: int) -> list[TapeEntry]:
-        """The newest `count` entries, oldest first."""
-        ...
-
-    def evaluations(self) -> list[Evaluation]:
-        """Oldest first."""
-        ...
-
-    def evaluated(self, evaluation: Evaluation) -> None: ...
-
-    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
-        """The newest `count` among the newest REFUSALS_AMONG events, oldest first, each with the broker's seconds."""
-        ...
-
-    def control(self) -> dict[str, str]:
-        """What the operator wishes, as it was written: `broker.control` reads it."""
-        ...
-
-    def steer(self, changes: Mapping[str, str]) -> None:
-        """Changes what the operator wishes, all of it at once; an empty value removes a field."""
-        ...
-
-    def note(self, note: Note) -> None:
-        """Puts down what happened. The newest NOTES_KEPT stay."""
-        ...
-
-    def notes(self, count: int) -> list[Note]:
-        """The newest `count`, oldest first."""
-        ...
-
-    # the merger
     def acquire(self, holder: str, seconds: float) -> int | None:
-        """A new epoch when the lease is free (or `holder`'s own), else None."""
+        """Take the lease if it is free or already held by `holder`. Returns a new epoch, or None."""
         ...
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
-        """Raises FencedError when a newer epoch exists; so do the writes below."""
+        """Extend the lease."""
         ...
 
     def release(self, epoch: int) -> None:
-        """Gives the lease back, so that another merger need not wait for it to expire."""
+        """Give the lease back, so that another merger need not wait until it expires."""
         ...
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        """Entries that no merger has read yet, oldest first."""
+        """Return entries that no merger has read yet, oldest first. Waits at most `block_seconds` for the first one."""
         ...
 
     def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
-        """Entries beyond `after` that a merger has read but neither merged nor refused, oldest first: what a restart
-        begins with.
-        """
-        ...
+        """Return entries after `after` that a merger has read but neither merged nor refused, oldest first.
 
-    def merger_state(self) -> str:
-        """The state of the last commit as JSON, empty where there was none."""
-        ...
-
-    def outer(self, fragment: int) -> bytes:
-        """The merger's own state of the fragment at the last commit, empty where there was none."""
-        ...
-
-    def announce(self, epoch: int, event: Call | Resume | Marker) -> None: ...
-
-    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
-        """Ends entries of the updates stream, each with its reason, and tells the islands."""
-        ...
-
-    def commit(self, epoch: int, commit: Commit) -> None:
-        """Closes a round: all of it, or none. Merged entries stay in the stream, acknowledged, until trimmed.
-
-        Raises BrokerError when another round than `after_round` was closed last: the merger has to begin from there.
+        A merger begins with them after a restart.
         """
         ...
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
-        """Those entries of the updates stream, merged or not; one that is gone has a fault."""
+        """Return these entries of the updates stream, merged or not. A missing one has a fault."""
+        ...
+
+    def outer(self, fragment: int) -> bytes:
+        """Return the merger's own state of the fragment at the last commit; empty before the first one."""
+        ...
+
+    def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
+        """Append an event."""
+        ...
+
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+        """Delete entries of the updates stream, and announce why."""
+        ...
+
+    def commit(self, epoch: int, commit: Commit) -> None:
+        """Close a round in one transaction. Merged entries stay in the stream, acknowledged, until they are trimmed.
+
+        Raises:
+            BrokerError: The last closed round is not `commit.after_round`. The merger must reload its state.
+        """
         ...
 
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
-        """Lets go of merged entries that a checkpoint covers, and of actions up to that id."""
+        """Delete merged entries that a checkpoint covers, and actions up to that id."""
         ...
 
     def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
-        """What islands did, oldest first, with ids."""
+        """Return what islands did, oldest first, with ids."""
         ...
 
-    def close(self) -> None: ...
+
+class IslandTransport(Protocol):
+    """What an island uses of a connection."""
+
+    @property
+    def island(self) -> IslandClient: ...
+    @property
+    def reader(self) -> ReaderClient: ...
+
+
+class MergerTransport(Protocol):
+    """What a merger uses of a connection."""
+
+    @property
+    def merger(self) -> MergerClient: ...
+    @property
+    def reader(self) -> ReaderClient: ...
+
+
+class Transport(IslandTransport, MergerTransport, Protocol):
+    """A connection to one run. The run need not exist yet."""
+
+    @property
+    def run(self) -> str: ...
+
+    def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
+        """Make the run, with version 0 of every fragment, whole or not at all. Raises RunExistsError."""
+        ...
+
+    def restore(self, image: Image) -> None:
+        """Make the run from a checkpoint, whole or not at all. Raises RunExistsError.
+
+        Contributions that were pending are published again, and the books balance.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...

@@ -98,7 +98,7 @@ def assemble(manifest: Manifest, vectors: Sequence[Vector]) -> Params:
 
 def published(transport: Transport, manifest: Manifest) -> tuple[Params, int, int]:
     """The newest published parameters, the last round in them, and the global step stamped on it."""
-    found = [transport.fragment(p) for p in range(len(manifest.fragments))]
+    found = [transport.reader.fragment(p) for p in range(len(manifest.fragments))]
     vectors = [unpack(payload, size) for (_, payload), size in zip(found, manifest.sizes, strict=True)]
     newest = max((snapshot for snapshot, _ in found), key=lambda s: s.round)
     return assemble(manifest, vectors), newest.round, max(snapshot.step for snapshot, _ in found)

@@ -93,7 +93,7 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     try:
-        manifest = awaited(transport.manifest)
+        manifest = awaited(transport.reader.manifest)
         keep_compiled()
 
         import orbax.checkpoint  # noqa: F401 - with the modules below, what `_run` would wait for
@@ -143,8 +143,8 @@ def _run(
     folder = options.folder or Path("runs") / transport.run / "islands" / name
     registry = options.registry()
     sinks = options.sinks(transport.run, name, "island", folder, "global_step")
-    manifest = awaited(transport.manifest)  # before JAX loads: a wrong name is answered at once
-    require_welcome(awaited(transport.control), name, manifest.run)  # before anything is claimed in that name
+    manifest = awaited(transport.reader.manifest)  # before JAX loads: a wrong name is answered at once
+    require_welcome(awaited(transport.reader.control), name, manifest.run)  # before anything is claimed in that name
     keep_compiled()
 
     from archipelago.islands import telemetry
@@ -159,7 +159,7 @@ def _run(
         prepared = prepare(manifest, options.corpus)
     awaited(partial(register_text, prepared.corpus, transport, options.corpus))
     store = IslandStore(folder, manifest)
-    returned = awaited(lambda: transport.claim_return(name))
+    returned = awaited(lambda: transport.island.claim_return(name))
     whole = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
     link = prepared.link(transport, f"{name}/{incarnation}")

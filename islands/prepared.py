@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from archipelago.broker.errors import MismatchError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import Patience
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import IslandTransport
 from archipelago.islands.creation import describe, require_readable
 from archipelago.islands.data.batches import Batches, shard_order
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
@@ -43,7 +43,7 @@ class PreparedIsland:
         """Whether an island of that run can use it."""
         return (self.manifest, self.pinned) == (manifest, pinned)
 
-    def link(self, transport: Transport, who: str) -> Link:
+    def link(self, transport: IslandTransport, who: str) -> Link:
         """Of an island with that name and incarnation."""
         config = self.manifest.config
         return Link(transport, self.manifest, who, shard_order(config.data.shards, config.seed, self.pinned or ""))
@@ -61,7 +61,7 @@ class PreparedIsland:
         island.scan_steps = self.scan_steps
         island.warm_up()
 
-    def rehearse(self, transport: Transport, awaited: Patience, scan_steps: int) -> None:
+    def rehearse(self, transport: IslandTransport, awaited: Patience, scan_steps: int) -> None:
         """Builds an island from the run's snapshots and warms it up. Nobody hears of it: its link never starts."""
         link = self.link(transport, "")
         island = self.island(REHEARSING, "", link, awaited(link.join))
@@ -86,9 +86,9 @@ def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
     return corpus
 
 
-def register_text(corpus: OpenCorpus, transport: Transport, pinned: str | None) -> None:
+def register_text(corpus: OpenCorpus, transport: IslandTransport, pinned: str | None) -> None:
     """Says which text an island reads under that name, if it is its own. Raises MismatchError where that is another."""
-    theirs = transport.register_corpus(pinned, corpus.digest) if pinned else corpus.digest
+    theirs = transport.island.register_corpus(pinned, corpus.digest) if pinned else corpus.digest
     if theirs != corpus.digest:
         raise MismatchError(
             f"corpus {pinned!r}", theirs, corpus.digest,

@@ -17,7 +17,7 @@ import numpy as np
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Actions, Books, Snapshot, TapeEntry
-from archipelago.broker.transport import START, Image, Transport
+from archipelago.broker.transport import START, Image, MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore
@@ -80,7 +80,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: MergerTransport,
         store: CheckpointStore,
         recorder: Recorder | None,
         every_seconds: float,
@@ -148,7 +148,7 @@ class Checkpointer:
         log.log(logging.DEBUG if again else logging.WARNING, "no checkpoint, training goes on: %s", error)
 
     def _keep(self, cut: CheckpointCut, manifest: Manifest) -> Covered:
-        newest = self.transport.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
+        newest = self.transport.reader.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
         tape = [entry for entry in newest if entry.round <= cut.round]
         _require_same(cut, tape)
         actions_until = START
@@ -161,7 +161,7 @@ class Checkpointer:
 
     def _actions(self) -> tuple[str, list[Actions]]:
         after, out = START, []
-        while found := self.transport.actions(after):
+        while found := self.transport.merger.actions(after):
             after = found[-1][0]
             out += [actions for _, actions in found]
         return after, out
@@ -169,7 +169,7 @@ class Checkpointer:
     def _record(self, recorder: Recorder, tape: Sequence[TapeEntry], logged: Sequence[Actions]) -> None:
         rounds = []
         for entry in tape:
-            members = self.transport.read([member.entry for member in entry.members])
+            members = self.transport.merger.read([member.entry for member in entry.members])
             if any(delivery.contribution is None for delivery in members):
                 what = "round %s goes without its contributions into the record: they are gone"
                 log.warning(what, entry.round, extra={"round": entry.round})
@@ -193,9 +193,11 @@ class Checkpointer:
             books=cut.books,
             cursors=cut.cursors,
             tape=tuple(tape),
-            evaluations=tuple(self.transport.evaluations()),
+            evaluations=tuple(self.transport.reader.evaluations()),
             pending=tuple(
-                (d.contribution, d.payload) for d in self.transport.read(cut.waiting) if d.contribution is not None
+                (d.contribution, d.payload)
+                for d in self.transport.merger.read(cut.waiting)
+                if d.contribution is not None
             ),
         )
 

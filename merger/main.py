@@ -91,7 +91,7 @@ def main(options: MergerOptions) -> int:
 def _merged(transport: Transport) -> int | None:
     """Contributions that were merged in all; None where the broker is away."""
     try:
-        return transport.books().merged
+        return transport.reader.books().merged
     except BrokerError as error:
         log.warning("how many contributions were merged is not known: %s", error.what)
         return None

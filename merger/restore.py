@@ -10,7 +10,7 @@ import numpy as np
 
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.transport import Image, Transport
+from archipelago.broker.transport import Image, MergerTransport
 from archipelago.broker.wire import digest_of, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore
@@ -32,7 +32,7 @@ class Loaded:
 
 
 def load(
-    transport: Transport, rules: Rules, store: CheckpointStore | None, between: Callable[[], None] = lambda: None
+    transport: MergerTransport, rules: Rules, store: CheckpointStore | None, between: Callable[[], None] = lambda: None
 ) -> Loaded:
     """The run as its last commit left it; calls `between` now and then, since large fragments take their time.
 
@@ -41,10 +41,10 @@ def load(
     state, fault = _state(transport)
     snapshots, fragments, lost = [], [], []
     for p in range(len(rules.manifest.fragments)):
-        snapshot, payload = transport.fragment(p)
+        snapshot, payload = transport.reader.fragment(p)
         snapshots.append(snapshot)
         try:
-            outer_state = transport.outer(p)
+            outer_state = transport.merger.outer(p)
             if snapshot.version and not (outer_state and state.closed):
                 raise WireError("it is gone" if state.closed else "the merger's state is gone, or cannot be read")
             fragments.append(_fragment(rules, p, payload, outer_state))
@@ -70,10 +70,10 @@ def load(
     return found
 
 
-def _state(transport: Transport) -> tuple[RunState, ConfigError | None]:
+def _state(transport: MergerTransport) -> tuple[RunState, ConfigError | None]:
     """The merger's state, and what is wrong with it: then it is a fresh one."""
     try:
-        return RunState.from_json(transport.merger_state()), None
+        return RunState.from_json(transport.reader.merger_state()), None
     except ConfigError as error:
         return RunState(), error
 
@@ -94,7 +94,7 @@ def _with_norms(fragment: FragmentState, state: RunState, p: int) -> FragmentSta
     return replace(fragment, norms=state.norms.get(p, NormWindow()))
 
 
-def _recovered(transport: Transport, rules: Rules, store: CheckpointStore | None, found: Loaded) -> Loaded | None:
+def _recovered(transport: MergerTransport, rules: Rules, store: CheckpointStore | None, found: Loaded) -> Loaded | None:
     """The run from the newest checkpoint and what came after it; None where they do not bring it back."""
     try:
         image = store.load() if store else None
@@ -114,7 +114,7 @@ def _recovered(transport: Transport, rules: Rules, store: CheckpointStore | None
     return Loaded(found.state if known else state, fragments, found.snapshots)
 
 
-def rebuild(rules: Rules, image: Image, transport: Transport) -> tuple[RunState, list[FragmentState]]:
+def rebuild(rules: Rules, image: Image, transport: MergerTransport) -> tuple[RunState, list[FragmentState]]:
     """The run at the end of the tape: the checkpoint's rounds, and those after it done again from their entries.
 
     Raises DifferenceError where the tape has a gap, where an entry is gone, or where a bit differs; WireError for an
@@ -123,10 +123,10 @@ def rebuild(rules: Rules, image: Image, transport: Transport) -> tuple[RunState,
     state = RunState.from_json(image.state)
     fragments = of_image(rules, image)
     state.covered = state.closed
-    for tape in transport.tape(1 << 20):
+    for tape in transport.reader.tape(1 << 20):
         if tape.round > state.closed:
             p = rules.manifest.fragment_of(tape.round)
-            deliveries = transport.read([member.entry for member in tape.members])
+            deliveries = transport.merger.read([member.entry for member in tape.members])
             fragments[p] = redo(rules, state, fragments[p], tape, deliveries)
     return state, fragments
 
@@ -140,11 +140,13 @@ def of_image(rules: Rules, image: Image) -> list[FragmentState]:
     return [_with_norms(_fragment(rules, p, payload, o), state, p) for p, ((_, payload), o) in enumerate(both)]
 
 
-def _require_published(rules: Rules, transport: Transport, state: RunState, fragments: list[FragmentState]) -> None:
+def _require_published(
+    rules: Rules, transport: MergerTransport, state: RunState, fragments: list[FragmentState]
+) -> None:
     """Raises DifferenceError unless the fragments are those that the islands have seen."""
     full, newest = rules.manifest.config.wire.full, 0
     for p, fragment in enumerate(fragments):
-        snapshot, payload = transport.fragment(p)
+        snapshot, payload = transport.reader.fragment(p)
         seen_N = unpack(pack(np.asarray(fragment.published_N), full, 0), rules.manifest.sizes[p])
         if digest_of(seen_N) != digest_of(unpack(payload, rules.manifest.sizes[p])):
             raise DifferenceError(f"fragment {p} is not what round {snapshot.round} published")

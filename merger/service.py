@@ -18,7 +18,7 @@ import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, WireError
 from archipelago.broker.messages import Call, Marker, Refusal, Resume, Snapshot, TapeEntry
-from archipelago.broker.transport import START, Commit, Delivery, Transport
+from archipelago.broker.transport import START, Commit, Delivery, MergerTransport
 from archipelago.broker.wire import digest, digest_of, encoded, pack, pack_body, payload_bytes_max
 from archipelago.merger import outer
 from archipelago.merger.admission import Rejected, admit
@@ -60,7 +60,7 @@ class Merger:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: MergerTransport,
         clock: Clock = time.monotonic,
         holder: str = "",
         live_poll_seconds: float = LIVE_POLL_SECONDS,
@@ -81,7 +81,7 @@ class Merger:
         self.linger_seconds = linger_seconds
         self.lease_seconds = lease_seconds
         self.checkpointer = checkpointer
-        self.manifest = transport.manifest()
+        self.manifest = transport.reader.manifest()
         self.config = self.manifest.config
         self.rules = Rules.of(self.manifest)
         self.controls = OperatorControls(transport, self.config, wall)
@@ -108,7 +108,7 @@ class Merger:
 
     def acquire(self) -> bool:
         """Takes the lease if it is free; nothing may be written without it."""
-        epoch = self.transport.acquire(self.holder, self.lease_seconds)
+        epoch = self.transport.merger.acquire(self.holder, self.lease_seconds)
         if epoch is not None:
             self.epoch = epoch
             self._renewed_at = self.clock()
@@ -116,7 +116,7 @@ class Merger:
 
     def load(self) -> None:
         """Forgets everything, and takes up the run where its last commit left it."""
-        self._instance = self.transport.instance()  # first: if it dies while we read, we read again
+        self._instance = self.transport.reader.instance()  # first: if it dies while we read, we read again
         store = self.checkpointer.store if self.checkpointer else None
         found = load(self.transport, self.rules, store, self._keep_lease)
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
@@ -135,20 +135,22 @@ class Merger:
         for delivery in self._unacknowledged():
             self._receive(delivery)
         self.controls.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
-        self.transport.announce(self.epoch, Resume(self.state.closed, self.epoch))  # last: what was overtaken ends here
+        self.transport.merger.announce(
+            self.epoch, Resume(self.state.closed, self.epoch)
+        )  # last: what was overtaken ends here
 
     def _take_up_record(self, recorder: Recorder | None) -> None:
         if recorder is None:
             return
         if self.state.closed == 0:
-            recorder.begin(self.manifest, [self.transport.fragment(p) for p in range(len(self.fragments))])
+            recorder.begin(self.manifest, [self.transport.reader.fragment(p) for p in range(len(self.fragments))])
         recorder.go_back(self.state.closed)  # a Redis that died may have lost the rounds after that
 
     def _load_kept(self) -> None:
         """What was merged and still lies in the stream: where nothing covers it, that is all right."""
         self.kept.clear()
-        if self.transport.books().kept:
-            for entry in self.transport.tape(1 << 20):
+        if self.transport.reader.books().kept:
+            for entry in self.transport.reader.tape(1 << 20):
                 if entry.round > self.state.covered:
                     self.kept.append(Kept(entry.round, tuple(m.entry for m in entry.members), entry.bytes_up))
 
@@ -170,10 +172,12 @@ class Merger:
         self._keep_lease()
         self._look_around()
         self._let_go(wait=False)  # first: the next commit keeps that a checkpoint holds so much
-        for delivery in self.transport.updates(self._patience(block_seconds), self._read_count) or self._orphans():
+        for delivery in (
+            self.transport.merger.updates(self._patience(block_seconds), self._read_count) or self._orphans()
+        ):
             self._receive(delivery)
         for number in self.rounds.calls():
-            self.transport.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
+            self.transport.merger.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
         if not self.live and self.clock() - self._heard_at < self.linger_seconds:
             return False  # islands that leave together send their last over some time: one round is to have it all
         closed = False
@@ -191,31 +195,31 @@ class Merger:
 
     def _unacknowledged(self) -> Iterator[Delivery]:
         after = START
-        while found := self.transport.unacknowledged(after, self._read_count):
+        while found := self.transport.merger.unacknowledged(after, self._read_count):
             yield from found
             after = found[-1].entry
 
     def _orphans(self) -> Iterator[Delivery]:
         """What a merger that we overtook read after we had loaded: nobody but us can end it."""
         known = {w.entry for w in self._all_waiting()}
-        if self.transport.backlog() > len(known):
+        if self.transport.reader.backlog() > len(known):
             yield from (delivery for delivery in self._unacknowledged() if delivery.entry not in known)
 
     def _keep_lease(self) -> None:
         if self.clock() - self._renewed_at >= self.lease_seconds / 4:
-            self.transport.renew(self.epoch, self.holder, self.lease_seconds)
+            self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
             self._renewed_at = self.clock()
             self._require_same_broker()
 
     def _require_same_broker(self) -> None:
         """A broker that died and came back between two calls looks as before, and may have lost what it had."""
-        if self.transport.instance() != self._instance:
+        if self.transport.reader.instance() != self._instance:
             raise UnreachableError("the Redis was started again, and may have lost its newest writes")
 
     def _look_around(self) -> None:
         if self.clock() - self._live_at >= self.live_poll_seconds:
             self._follow()
-            training = (p.heartbeat.island for p in self.transport.presences() if p.is_training)
+            training = (p.heartbeat.island for p in self.transport.reader.presences() if p.is_training)
             self.live = frozenset(island for island in training if not self.controls.refuses(island))
             self._live_at = self.clock()
 
@@ -296,7 +300,7 @@ class Merger:
         )
         about = {"round": refusal.round}
         log.warning("refused a contribution of %s to round %s: %s", refusal.island, refusal.round, reason, extra=about)
-        self.transport.refuse(self.epoch, [(delivery.entry, refusal)])
+        self.transport.merger.refuse(self.epoch, [(delivery.entry, refusal)])
         self.refused += 1
 
     # -- closing ----------------------------------------------------------------------------------------------------
@@ -321,7 +325,7 @@ class Merger:
             steered=steered,
         )
         kept = Kept(close.round, tuple(w.entry for w in gathered.waiting), tape.bytes_up)
-        self.transport.commit(
+        self.transport.merger.commit(
             self.epoch,
             Commit(
                 snapshot,
@@ -435,10 +439,10 @@ class Merger:
             fragments=tuple(self.fragments),
             snapshots=tuple(self.snapshots),
             cursors=dict(self.state.cursors),
-            books=self.transport.books(),
+            books=self.transport.reader.books(),
             waiting=tuple(w.entry for w in self._all_waiting()),
         )
-        self.transport.announce(self.epoch, Marker(cut.number, cut.round))
+        self.transport.merger.announce(self.epoch, Marker(cut.number, cut.round))
         self.checkpointer.begin(cut, self.manifest, self.clock())
 
     def _let_go(self, wait: bool) -> None:
@@ -449,7 +453,7 @@ class Merger:
         entries: list[str] = []
         while self.kept and self.kept[0].round <= covered.round:
             entries += self.kept.popleft().entries
-        self.transport.trim(self.epoch, entries, covered.actions_until)
+        self.transport.merger.trim(self.epoch, entries, covered.actions_until)
         self.state.covered = max(self.state.covered, covered.round)
         if self._asked:
             self.controls.took_checkpoint(self.state, self._asked)
@@ -504,7 +508,7 @@ def _leave(merger: Merger, loaded: bool) -> None:
     try:
         if loaded:
             merger.finish()
-        merger.transport.release(merger.epoch)
+        merger.transport.merger.release(merger.epoch)
         merger.controls.note("left", f"it was stopped after round {merger.rounds.closed}")
     except BrokerError as error:
         log.info("the lease runs out by itself: %s", error.what)

@@ -14,7 +14,7 @@ from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import NOTE_MAX, Note
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import MergerTransport
 from archipelago.merger.state import RunState
 
 EXPELLED = IN_WORDS[EXPEL]
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class OperatorControls:
     """The operator's wishes. `wall` gives the wall clock's seconds, for notes."""
 
-    def __init__(self, transport: Transport, config: RunConfig, wall: Callable[[], float]) -> None:
+    def __init__(self, transport: MergerTransport, config: RunConfig, wall: Callable[[], float]) -> None:
         self.transport, self.config, self.wall = transport, config, wall
         self.control = Control()
         self._fields: dict[str, str] | None = None
@@ -36,7 +36,7 @@ class OperatorControls:
 
     def look(self, state: RunState) -> bool:
         """Reads the wishes; whether they are others than they were."""
-        fields = self.transport.control()
+        fields = self.transport.reader.control()
         if fields == self._fields:
             return False
         before, self.control, self._fields = self.control, Control.of(fields), fields
@@ -75,7 +75,7 @@ class OperatorControls:
     def note(self, kind: str, text: str) -> None:
         """Writes it down for whoever looks; the run goes on where that fails."""
         try:
-            self.transport.note(Note(self.wall(), "merger", kind, text[:NOTE_MAX]))
+            self.transport.reader.note(Note(self.wall(), "merger", kind, text[:NOTE_MAX]))
         except BrokerError as error:
             log.warning("a note is lost (%s): %s", error.what, text)
 

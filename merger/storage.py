@@ -64,7 +64,7 @@ class MergerFolder:
         Raises UnknownRunError where there is no run to be had; it says so when a checkpoint could bring it back.
         """
         try:
-            return transport.manifest()
+            return transport.reader.manifest()
         except UnknownRunError as error:
             numbers = self.store.numbers()
             if not numbers:
@@ -77,4 +77,4 @@ class MergerFolder:
             self.bring_back(transport)
         except RunExistsError:
             log.info("another one has brought the run back already")
-        return transport.manifest()
+        return transport.reader.manifest()

@@ -10,7 +10,7 @@ import numpy as np
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
-from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
     Actions,
     Books,
@@ -92,14 +92,14 @@ def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
     transport = MemoryBroker(clock=lambda: 100.0).connect("sample")
     found = manifest()
     transport.create(found, first_snapshots(found))
-    transport.heartbeat(heartbeat("a"))
+    transport.island.heartbeat(heartbeat("a"))
     for sequence in range(3):
-        transport.publish(contribution(sequence=sequence), b"payload")
-    epoch = transport.acquire("merger", 10.0)
+        transport.island.publish(contribution(sequence=sequence), b"payload")
+    epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
-    first, *_ = transport.updates(0.0)
-    transport.commit(epoch, commit([first.entry]))
-    transport.evaluated(evaluation)
+    first, *_ = transport.merger.updates(0.0)
+    transport.merger.commit(epoch, commit([first.entry]))
+    transport.reader.evaluated(evaluation)
     return transport
 
 

@@ -141,7 +141,7 @@ def loaded_by(*modules: str) -> set[str]:
 
 
 def test_looking_at_a_run_loads_no_jax() -> None:
-    watching = ("broker.redis.transport", "broker.memory", "broker.process", "ops.watch.status", "ops.cli")
+    watching = ("broker.redis.transport", "broker.memory.transport", "broker.process", "ops.watch.status", "ops.cli")
     loaded = loaded_by(*(f"archipelago.{module}" for module in watching))
     assert "archipelago.broker.redis.connection" in loaded
     assert not tops(loaded) & (ACCELERATED | {"fakeredis", "matplotlib"})

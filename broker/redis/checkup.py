@@ -16,9 +16,9 @@ from typing import Any
 
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.redis.chunks import CHUNK_BYTES
-from archipelago.broker.redis.connection import Client, RedisConnection
+from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.replies import GROUP, entry_id
+from archipelago.broker.redis.replies import GROUP
 
 INFO_SECTIONS = ("server", "memory", "persistence", "stats", "clients", "replication", "cluster")
 SETTINGS = ("appendonly", "appendfsync", "save", "maxmemory-policy", "client-output-buffer-limit", "maxclients")
@@ -61,31 +61,13 @@ class ServerFacts:
     """commands that we need and may not use on the run's keys"""
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Who serves a run, and for how long nothing was merged. All times by the server's own clock."""
-
-    holder: str = ""
-    """process of the merger that holds the lease; empty when nobody does"""
-    epoch: int = 0
-    """of that merger, or of the last one"""
-    lease_seconds: float = 0.0
-    """that the lease is still good for, unless it is renewed"""
-    still_seconds: float = 0.0
-    """since the last round closed, or since the first contribution came where none has; 0 before that"""
-
-
-class RedisCheckup(RedisConnection):
+class RedisCheckup:
     """Looks at the server of another connection, beside it."""
 
-    def __init__(self, client: Client, run: str, where: str = "the Redis", clock: Clock = time.monotonic) -> None:
-        super().__init__(client, run, where)
+    def __init__(self, connection: RedisConnection, clock: Clock = time.monotonic) -> None:
+        self._connection = connection
+        self._redis, self._keys = connection.redis, connection.keys
         self._clock = clock
-
-    @classmethod
-    def beside(cls, other: RedisConnection) -> RedisCheckup:
-        """With the other one's pool of connections."""
-        return cls(other._redis, other.run, other._where)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -102,7 +84,7 @@ class RedisCheckup(RedisConnection):
     def round_trips(self, seconds: float, count: int) -> list[float]:
         """Seconds of each of at most `count` pings, one after the other, for about so long."""
         out: list[float] = []
-        with self._translated():
+        with self._connection.translated():
             self._redis.ping()  # connects
             end = self._clock() + seconds
             while len(out) < count and (self._clock() < end or not out):
@@ -123,11 +105,11 @@ class RedisCheckup(RedisConnection):
         data = secrets.token_bytes(CHUNK_BYTES)  # nothing on the way can compress it
         try:
             up = self._rate(seconds, round_trip_seconds, lambda pipe, size: pipe.set(key, data[:size], ex=KEY_SECONDS))
-            with self._translated():
+            with self._connection.translated():
                 self._redis.set(key, data if up * seconds > CHUNK_BYTES else data[:FIRST_BURST_BYTES], ex=KEY_SECONDS)
             down = self._rate(seconds, round_trip_seconds, lambda pipe, size: pipe.getrange(key, 0, size - 1))
         finally:
-            with self._translated():
+            with self._connection.translated():
                 self._redis.unlink(key)
         return Bandwidth(up, down)
 
@@ -144,7 +126,7 @@ class RedisCheckup(RedisConnection):
         """Bytes a second of the last burst."""
         size, rate, end = FIRST_BURST_BYTES, 0.0, self._clock() + seconds
         while True:
-            with self._translated(), self._redis.pipeline(transaction=False) as pipe:
+            with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
                 for start in range(0, size, CHUNK_BYTES):
                     say(pipe, min(CHUNK_BYTES, size - start))
                 began = self._clock()
@@ -178,7 +160,7 @@ class RedisCheckup(RedisConnection):
     def _if_allowed(self) -> Iterator[None]:
         """Leaves out what a server does not know or does not let us do."""
         try:
-            with self._translated():
+            with self._connection.translated():
                 yield
         except UnreachableError:
             raise
@@ -188,7 +170,7 @@ class RedisCheckup(RedisConnection):
     def _info_or_nothing(self, section: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         with self._if_allowed():
-            found |= self._info(section)
+            found |= self._connection.info(section)
         return found
 
     def _needs_password(self) -> bool | None:
@@ -197,7 +179,7 @@ class RedisCheckup(RedisConnection):
         options = {k: v for k, v in pool.connection_kwargs.items() if k not in ("username", "password")}
         stranger = pool.connection_class(**options)
         try:
-            with self._translated():
+            with self._connection.translated():
                 stranger.connect()
                 stranger.send_command("PING")
                 stranger.read_response()
@@ -240,36 +222,13 @@ class RedisCheckup(RedisConnection):
     def _answer(self, connection: Any, *command: Any) -> Any:
         """The answer, or the error that it is. Raises UnreachableError."""
         try:
-            with self._translated():
+            with self._connection.translated():
                 connection.send_command(*command)
                 return connection.read_response()
         except UnreachableError:
             raise
         except BrokerError as error:
             return error
-
-    # -- who serves the run -----------------------------------------------------------------------------------------
-
-    def standing(self) -> Standing:
-        """Of this connection's run, just now."""
-        keys = self._keys
-        with self._translated(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.get(keys.lease)
-            pipe.pttl(keys.lease)
-            pipe.get(keys.epoch)
-            pipe.xrevrange(keys.tape, count=1)
-            pipe.xrange(keys.updates, count=1)
-            pipe.time()
-            holder, ttl_ms, mark, closed, waiting, (seconds, microseconds) = pipe.execute()
-        epoch = (mark or b"0").partition(b" ")[0].decode("utf-8", "replace")
-        last = (closed or waiting or [(None,)])[0][0]
-        still = seconds + microseconds / 1e6 - entry_id(last.decode())[0] / 1e3 if last else 0.0
-        return Standing(
-            (holder or b"").decode("utf-8", "replace"),
-            int(epoch) if epoch.isdigit() else 0,
-            max(0.0, ttl_ms / 1e3),
-            max(0.0, still),
-        )
 
 
 def needed_commands(keys: Keys) -> list[tuple[Any, ...]]:

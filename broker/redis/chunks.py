@@ -1,7 +1,7 @@
-"""Where payloads lie in Redis: small ones inline, large ones as chunks of about 1 MiB under keys of their own.
+"""Store payloads in Redis: small ones inline, large ones as chunks of about 1 MiB under separate keys.
 
-A monolithic value would stall everyone else for as long as it takes to copy. Chunks are written first and the pointer
-to them last, so a torn upload is never seen; until a pointer keeps them, they expire.
+One large value would stall all other clients while the server copies it. Chunks are written first and the pointer to
+them last, so readers never see an incomplete upload. Chunks expire unless a pointer keeps them.
 """
 
 from __future__ import annotations
@@ -11,45 +11,40 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.replies import Raw
 
+#: Payloads up to this size lie inline in the entry or hash.
 INLINE_BYTES = 16 << 10
 CHUNK_BYTES = (1 << 20) - 64  # exactly 1 MiB takes 1.25 times its size under jemalloc
 CHUNKS_MAX = 1 << 20
+#: Chunks sent before their answers are read.
 SENT_AHEAD = 16
-"""chunks sent before their answers are read"""
+#: Chunks requested before the first one has arrived. A small number keeps the server's output buffers small.
 READ_AHEAD = 3
-"""chunks asked for before the first of them is here: keeps the server's buffers small"""
+#: Payloads of up to this many chunks are read without asking for the chunks' lengths first.
 FEW = 4
-"""up to so many chunks a payload is not worth asking for their lengths first"""
+#: Time to live of chunks that no pointer keeps.
 ORPHAN_SECONDS = 24 * 3600
-"""how long chunks that nothing points to live on"""
+#: How long readers can finish with a payload that was replaced, unless it is replaced once more.
 PREVIOUS_SECONDS = 600
-"""how long readers may go on with a payload that was replaced, if it is not replaced again before"""
 PAYLOAD, CHUNKS, NAME = "payload", "chunks", "chunks_name"
 PREVIOUS = "previous_"
-
-Raw = Mapping[bytes, bytes]
 
 
 class ChunkStore:
     """The payloads of one run.
 
-    `payload_max` says how many bytes an honest one has at most; `joined(commands, sizes, ahead)` gives the answers
-    to commands end to end, or None; see `RedisConnection`.
+    Args:
+        connection: The connection to the run.
+        payload_max: Returns the size in bytes of the largest payload that the run's manifest allows.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        keys: Keys,
-        payload_max: Callable[[], int],
-        joined: Callable[[Sequence[tuple[Any, ...]], Sequence[int], int], bytes | None],
-    ) -> None:
-        self._redis = client
-        self._joined = joined
-        self._keys = keys
-        self._payload_max = payload_max
+    def __init__(self, connection: RedisConnection, payload_max: Callable[[], int]) -> None:
+        self._connection = connection
+        self._redis = connection.redis
+        self._keys = connection.keys
+        self.payload_max = payload_max
 
     def place(self, name: str, payload: bytes, seconds: int = ORPHAN_SECONDS) -> dict[str, str | bytes]:
         """Uploads a large payload as chunks that expire unless kept; the fields that say where, or the payload.
@@ -108,7 +103,7 @@ class ChunkStore:
         chunks = [self._keys.chunk(name, index) for index in range(count)]
         sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
         wanted = self._bounded(chunks, sizes)
-        payload = self._joined(wanted, sizes, READ_AHEAD) if len(wanted) == count else None
+        payload = self._connection.joined(wanted, sizes, READ_AHEAD) if len(wanted) == count else None
         if payload is None:
             raise WireError(f"a chunk of the payload is missing, or they are not {size} bytes in all")
         return payload
@@ -139,8 +134,15 @@ class ChunkStore:
             return []  # forged: not worth a transaction of that size
         return [self._keys.chunk(name, index) for index in range(count)]
 
+    def found_keys(self, raw: Raw, limit: int | None = None) -> list[str]:
+        """The same as `keys_of`; empty for a pointer that cannot be read."""
+        try:
+            return self.keys_of(raw, limit=limit)
+        except WireError:
+            return []
+
     def _limit(self, limit: int | None) -> int:
-        return self._payload_max() if limit is None else limit
+        return self.payload_max() if limit is None else limit
 
 
 def _pointer(raw: Raw, prefix: str = "") -> tuple[str, int]:

@@ -11,18 +11,35 @@ from archipelago.broker.corpus_shards import Place, choose
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import Actions, Contribution, Handover, Heartbeat, from_fields, to_fields
-from archipelago.broker.redis.reader import CORPUS, HOLDER, REMEMBER_SECONDS, RedisReader
+from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.data_hash import CORPUS, HOLDER, parse_cursors
+from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import text_fields
+from archipelago.broker.redis.stored_run import StoredRun
+from archipelago.broker.redis.updates import UpdatesStream
 
 HANDOVER_SECONDS = 600
 """how long an answer between islands waits for the one who asked"""
 
 
-class RedisIslands(RedisReader):
-    """The part of the transport that islands write with."""
+class RedisIsland:
+    """See `broker.transport.IslandClient`."""
+
+    def __init__(
+        self,
+        connection: RedisConnection,
+        stored: StoredRun,
+        chunks: ChunkStore,
+        updates: UpdatesStream,
+        reader: RedisReader,
+    ) -> None:
+        self._connection = connection
+        self._redis, self._keys = connection.redis, connection.keys
+        self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
 
     def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
-        with self._translated():
+        with self._connection.translated():
             where = self._chunks.place(chunks_name(contribution), payload)
             failpoint("publish.placed")
             with self._redis.pipeline(transaction=True) as pipe:
@@ -38,17 +55,17 @@ class RedisIslands(RedisReader):
         return entry.decode()
 
     def holds(self, entry: str) -> bool:
-        with self._translated():
+        with self._connection.translated():
             return bool(self._redis.xrange(self._keys.updates, entry, entry))
 
     def record_actions(self, actions: Actions) -> None:
-        with self._translated():
+        with self._connection.translated():
             self._redis.xadd(self._keys.actions, to_fields(actions))
         failpoint("actions.done")
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
         key = self._keys.island(heartbeat.island)
-        with self._translated(), self._redis.pipeline(transaction=False) as pipe:
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(key, mapping=to_fields(heartbeat))
             pipe.pexpire(key, REMEMBER_SECONDS * 1000)
             pipe.sadd(self._keys.islands, heartbeat.island)
@@ -62,13 +79,13 @@ class RedisIslands(RedisReader):
     # -- leases on data ---------------------------------------------------------------------------------------------
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
-        if is_expelled(self.control(), me):
+        if is_expelled(self._reader.control(), me):
             return None
         live, busy = cache(self._live), cache(self._busy)  # looked at once, and only if a lease is in the way
 
         def lease(pipe: Any) -> Place | None:
             fields = text_fields(pipe.hgetall(self._keys.data))
-            cursors = self._cursors(fields)
+            cursors = parse_cursors(self._connection, fields)
             holders = {name.removesuffix(HOLDER): by for name, by in fields.items() if name.endswith(HOLDER)}
             chosen = choose(shards, cursors, holders, me, lambda who: who not in live() and who not in busy())
             if chosen is None:
@@ -78,33 +95,33 @@ class RedisIslands(RedisReader):
             return Place(chosen, *cursors.get(chosen, (0, 0)))
 
         # A commit in between moves cursors, and so disturbs: nobody reads again what was merged in that moment.
-        return self._attempted(self._keys.data, lease)
+        return self._connection.attempted(self._keys.data, lease)
 
     def _live(self) -> frozenset[str]:
-        beats = (presence.heartbeat for presence in self.presences() if presence.is_live)
-        wishes = self.control()
+        beats = (presence.heartbeat for presence in self._reader.presences() if presence.is_live)
+        wishes = self._reader.control()
         who = (f"{beat.island}/{beat.incarnation}" for beat in beats)
         return frozenset(each for each in who if not is_expelled(wishes, each))
 
     def _busy(self) -> frozenset[str]:
         """Whose contributions wait to be merged."""
-        waiting = (contribution for contribution in self._waiting() if contribution is not None)
+        waiting = (contribution for contribution in self._updates.waiting() if contribution is not None)
         return frozenset(f"{c.island}/{c.incarnation}" for c in waiting)
 
     def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
         if not shards:
             return frozenset()
-        with self._translated():
+        with self._connection.translated():
             holders = self._redis.hmget(self._keys.data, [shard + HOLDER for shard in shards])
         return frozenset(shard for shard, by in zip(shards, holders, strict=True) if by == me.encode())
 
     def register_corpus(self, name: str, digest: str) -> str:
-        with self._translated():
+        with self._connection.translated():
             self._redis.hsetnx(self._keys.data, CORPUS + name, digest)
             return str(self._redis.hget(self._keys.data, CORPUS + name).decode())
 
     def claim_return(self, island: str) -> tuple[int, int] | None:
-        with self._translated():
+        with self._connection.translated():
             number, last_round = self._redis.hmget(self._keys.restored, "number", "round")
             if number is None or not self._redis.hsetnx(self._keys.restored, f"by.{island}", 1):
                 return None
@@ -113,13 +130,13 @@ class RedisIslands(RedisReader):
     # -- between islands --------------------------------------------------------------------------------------------
 
     def ask(self, who: str) -> None:
-        with self._translated(), self._redis.pipeline(transaction=True) as pipe:
+        with self._connection.transaction() as pipe:
             pipe.hsetnx(self._keys.asks, who, "")
             pipe.expire(self._keys.asks, REMEMBER_SECONDS)  # whoever asked and died leaves nothing for good
             pipe.execute()
 
     def asks(self) -> list[str]:
-        with self._translated():
+        with self._connection.translated():
             found = text_fields(self._redis.hgetall(self._keys.asks))
         waiting = [who for who, giver in found.items() if not giver]
         live = self._live() if waiting else frozenset()
@@ -133,10 +150,10 @@ class RedisIslands(RedisReader):
             pipe.hset(self._keys.asks, who, giver)
             return True
 
-        return bool(self._attempted(self._keys.asks, offer))
+        return bool(self._connection.attempted(self._keys.asks, offer))
 
     def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
-        with self._translated():
+        with self._connection.translated():
             if not self._redis.hexists(self._keys.asks, who):
                 return
             where = self._chunks.place(f"h.{handover.giver}.{handover.incarnation}", payload, HANDOVER_SECONDS)
@@ -151,10 +168,10 @@ class RedisIslands(RedisReader):
             for name in (key, *self._chunks.placed(where)):  # from now on, however long the upload took
                 pipe.expire(name, HANDOVER_SECONDS)
 
-        self._attempted(self._keys.asks, answer)
+        self._connection.attempted(self._keys.asks, answer)
 
     def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
-        with self._translated():
+        with self._connection.translated():
             raw = self._redis.hgetall(self._keys.handover(who))
             if not raw:
                 return None
@@ -166,15 +183,26 @@ class RedisIslands(RedisReader):
 
     def withdraw(self, who: str) -> None:
         key = self._keys.handover(who)
-        with self._translated():
-            chunks = self._chunks_of(self._redis.hgetall(key), self._handover_max())
+        with self._connection.translated():
+            chunks = self._chunks.found_keys(self._redis.hgetall(key), self._handover_max())
             with self._redis.pipeline(transaction=True) as pipe:
                 pipe.hdel(self._keys.asks, who)
                 pipe.unlink(key, *chunks)
                 pipe.execute()
 
     def _handover_max(self) -> int:
-        return 4 * 3 * sum(self._elements()) + (1 << 20)  # two float32 moments a parameter, and some more
+        return 4 * 3 * sum(self._stored.sizes()) + (1 << 20)  # two float32 moments a parameter, and some more
+
+    def difference(self, fragment: int, version: int) -> bytes | None:
+        with self._connection.translated():
+            raw = self._redis.hgetall(self._keys.difference(fragment, version))
+            try:
+                payload = self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else None
+            except (WireError, KeyError, ValueError):
+                return None  # it goes while we read, or somebody damaged it: there is the full snapshot
+            if payload is not None:
+                self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
+            return payload
 
 
 def chunks_name(contribution: Contribution) -> str:

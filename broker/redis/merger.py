@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.corpus_shards import cursor_text
@@ -15,7 +14,6 @@ from archipelago.broker.messages import (
     KINDS,
     Actions,
     Call,
-    Contribution,
     Event,
     Marker,
     Refusal,
@@ -23,19 +21,21 @@ from archipelago.broker.messages import (
     from_fields,
     to_fields,
 )
-from archipelago.broker.redis.chunks import Raw
-from archipelago.broker.redis.connection import block_ms, is_full, is_gone
-from archipelago.broker.redis.lease import RedisLease
-from archipelago.broker.redis.reader import HOLDER
+from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.connection import RedisConnection, block_ms
+from archipelago.broker.redis.data_hash import HOLDER, parse_cursors
+from archipelago.broker.redis.failures import is_full, is_gone
+from archipelago.broker.redis.lease import Lease
+from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import (
     GROUP,
-    entry_id,
     group_of,
-    last_delivered,
     next_id,
     stream_entries,
     text_fields,
 )
+from archipelago.broker.redis.stored_run import StoredRun
+from archipelago.broker.redis.updates import FoundEntry, UpdatesStream
 from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery
 
 FAKE_POLL_SECONDS = 0.005
@@ -56,24 +56,30 @@ return 1
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """One entry of the updates stream as it is just now: its fields, None where it is gone."""
+class RedisMerger:
+    """See `broker.transport.MergerClient`."""
 
-    raw: Raw | None
-    waiting: bool
-    """it is neither merged nor refused; also when somebody deleted it while the merger had it"""
-    given: bool
-    """the group has given it to a merger; a group that was made anew since has not"""
+    def __init__(
+        self,
+        connection: RedisConnection,
+        stored: StoredRun,
+        chunks: ChunkStore,
+        updates: UpdatesStream,
+        reader: RedisReader,
+    ) -> None:
+        self._connection = connection
+        self._redis, self._keys = connection.redis, connection.keys
+        self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
+        self.lease = Lease(connection, stored)
 
-    @property
-    def kept(self) -> bool:
-        """It is merged, and lies there until it is trimmed."""
-        return self.raw is not None and not self.waiting
+    def acquire(self, holder: str, seconds: float) -> int | None:
+        return self.lease.acquire(holder, seconds)
 
+    def renew(self, epoch: int, holder: str, seconds: float) -> None:
+        self.lease.renew(epoch, holder, seconds)
 
-class RedisMerger(RedisLease):
-    """The part of the transport that mergers read and write with."""
+    def release(self, epoch: int) -> None:
+        self.lease.release(epoch)
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
         deadline = time.monotonic() + block_seconds
@@ -89,16 +95,16 @@ class RedisMerger(RedisLease):
     def _read_updates(self, after: str, count: int, block_seconds: float) -> list[Delivery]:
         block = block_ms(block_seconds)
         try:
-            with self._translated():
+            with self._connection.translated():
                 found = self._redis.xreadgroup(GROUP, GROUP, {self._keys.updates: after}, count=count, block=block)
         except BrokerError as error:
             if not is_gone(error):
                 raise
-            self._require_run()
+            self._stored.require()
             self._begin_anew()
             return []
-        with self._translated():
-            return [self._delivery(entry, raw) for entry, raw in stream_entries(found)]
+        with self._connection.translated():
+            return [self._updates.delivery(entry, raw) for entry, raw in stream_entries(found)]
 
     def _begin_anew(self) -> None:
         """Makes the group that somebody deleted by hand, maybe with its stream; loses nothing that is left.
@@ -110,7 +116,7 @@ class RedisMerger(RedisLease):
         def begin(pipe: Any) -> None:
             if pipe.exists(self._keys.updates) and group_of(pipe.xinfo_groups(self._keys.updates)):
                 return  # somebody was quicker
-            books, left = self.books(), list(self._waiting())  # without a group, everything waits
+            books, left = self._reader.books(), list(self._updates.waiting())  # without a group, everything waits
             tokens = sum(contribution.tokens for contribution in left if contribution)
             balanced = {
                 "kept": 0,
@@ -121,26 +127,10 @@ class RedisMerger(RedisLease):
             pipe.xgroup_create(self._keys.updates, GROUP, id="0", mkstream=True)
             pipe.hset(self._keys.books, mapping=balanced)
 
-        self._attempted(self._keys.updates, begin)
-
-    def _delivery(self, entry: str, raw: Raw) -> Delivery:
-        if not raw:
-            return Delivery(entry, None, b"", "the entry was deleted before it was merged")
-        try:
-            contribution = from_fields(Contribution, text_fields(raw))
-        except WireError as error:
-            return Delivery(entry, None, b"", error.reason)
-        try:
-            return Delivery(entry, contribution, self._chunks.fetch(raw, contribution.bytes))
-        except WireError as error:
-            return Delivery(entry, contribution, b"", error.reason)
-
-    def merger_state(self) -> str:
-        with self._translated():
-            return (self._redis.get(self._keys.state) or b"").decode()
+        self._connection.attempted(self._keys.updates, begin)
 
     def outer(self, fragment: int) -> bytes:
-        with self._translated():
+        with self._connection.translated():
             raw = self._redis.hgetall(self._keys.outer(fragment))
             try:
                 return self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else b""
@@ -150,15 +140,15 @@ class RedisMerger(RedisLease):
     # -- writes -----------------------------------------------------------------------------------------------------
 
     def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
-        with self._fenced(epoch) as pipe:
+        with self.lease.fenced(epoch) as pipe:
             failpoint("announce.before")
             self._announce(pipe, event)
         failpoint("announce.done")
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
-        found = self._look([entry for entry, _ in refusals])
+        found = self._updates.look([entry for entry, _ in refusals])
         failpoint("refuse.before")
-        with self._fenced(epoch) as pipe:
+        with self.lease.fenced(epoch) as pipe:
             for entry, refusal in refusals:
                 if not found[entry].waiting:
                     continue  # merged, or refused before
@@ -171,17 +161,17 @@ class RedisMerger(RedisLease):
 
     def commit(self, epoch: int, commit: Commit) -> None:
         p, version = commit.snapshot.fragment, commit.snapshot.version
-        with self._translated():
+        with self._connection.translated():
             old_snapshot = self._redis.hgetall(self._keys.fragment(p))
-            old_outer = self._chunks_of(self._redis.hgetall(self._keys.outer(p)))
-            found = self._look([*commit.entries, *commit.trim])
+            old_outer = self._chunks.found_keys(self._redis.hgetall(self._keys.outer(p)))
+            found = self._updates.look([*commit.entries, *commit.trim])
             ended = self._ended(commit.cursors)
             snapshot_at = self._chunks.place(f"f{p}.{version}.e{epoch}", commit.payload)
             failpoint("commit.placed-snapshot")
             outer_at = self._chunks.place(f"o{p}.{version}.e{epoch}", commit.outer)
             failpoint("commit.placed-outer")
             differ = self._difference(commit, epoch) if commit.difference else None
-        with self._fenced(epoch, commit.after_round) as pipe:
+        with self.lease.fenced(epoch, commit.after_round) as pipe:
             failpoint("commit.watched")
             pipe.hset(self._keys.books, "round", commit.tape.round)
             self._chunks.keep(pipe, self._keys.fragment(p), to_fields(commit.snapshot), snapshot_at, old_snapshot)
@@ -202,7 +192,7 @@ class RedisMerger(RedisLease):
         p, version = commit.snapshot.fragment, commit.snapshot.version
         where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference, DIFFERENCE_SECONDS)
         key, old = self._keys.difference(p, version), self._keys.difference(p, version - DIFFERENCES_KEPT)
-        old_chunks = self._chunks_of(self._redis.hgetall(old))
+        old_chunks = self._chunks.found_keys(self._redis.hgetall(old))
 
         def differ(pipe: Any) -> None:
             pipe.hset(key, mapping={"bytes": len(commit.difference), **where})
@@ -211,7 +201,7 @@ class RedisMerger(RedisLease):
 
         return differ
 
-    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, _Found]) -> None:
+    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry]) -> None:
         """Acknowledges what is merged, lets go of what is no longer needed, and puts both in the books."""
         fresh = [entry for entry in dict.fromkeys(commit.entries) if found[entry].raw is not None]
         if commit.entries:
@@ -232,7 +222,7 @@ class RedisMerger(RedisLease):
             return []
         stored = self._redis.hmget(self._keys.data, list(cursors))
         fields = {shard: text.decode("utf-8", "replace") for shard, text in zip(cursors, stored, strict=True) if text}
-        before = self._cursors(fields)
+        before = parse_cursors(self._connection, fields)
         return [shard for shard, cursor in cursors.items() if cursor[0] > before.get(shard, (0, 0))[0]]
 
     def _move_on(self, pipe: Any, cursors: Mapping[str, tuple[int, int]], ended: Sequence[str]) -> None:
@@ -245,20 +235,20 @@ class RedisMerger(RedisLease):
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
         out = []
-        with self._translated():
+        with self._connection.translated():
             for entry in entries:
                 found = self._redis.xrange(self._keys.updates, entry, entry)
                 gone = Delivery(entry, None, b"", "the entry is gone")
-                out.append(self._delivery(entry, found[0][1]) if found else gone)
+                out.append(self._updates.delivery(entry, found[0][1]) if found else gone)
         return out
 
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
-        found = self._look(entries)
+        found = self._updates.look(entries)
         gone = {entry: found[entry] for entry in found if found[entry].kept}
         minid = "" if actions_until == START else next_id(actions_until)
         failpoint("trim.before")
         try:
-            with self._fenced(epoch) as pipe:
+            with self.lease.fenced(epoch) as pipe:
                 for entry in gone:
                     self._delete(pipe, entry, gone[entry])
                 if gone:
@@ -271,18 +261,18 @@ class RedisMerger(RedisLease):
             self._trim_when_full(epoch, gone, minid)
         failpoint("trim.done")
 
-    def _trim_when_full(self, epoch: int, gone: Mapping[str, _Found], minid: str) -> None:
+    def _trim_when_full(self, epoch: int, gone: Mapping[str, FoundEntry], minid: str) -> None:
         """The same at the memory's limit, where a server takes no transaction: else it would stay full for good."""
-        chunks = [chunk for found in gone.values() for chunk in self._chunks_of(found.raw or {})]
+        chunks = [chunk for found in gone.values() for chunk in self._chunks.found_keys(found.raw or {})]
         keys = [self._keys.epoch, self._keys.updates, self._keys.books, self._keys.actions, *chunks]
-        with self._translated():
-            done = self._redis.eval(_TRIM, len(keys), *keys, self._mark(epoch), minid, *gone)
+        with self._connection.translated():
+            done = self._redis.eval(_TRIM, len(keys), *keys, self.lease.mark(epoch), minid, *gone)
         if not done:
-            raise self._overtaken(epoch)
+            raise self.lease.overtaken(epoch)
 
     def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
         out: list[tuple[str, Actions]] = []
-        for entry, raw in self._pages(self._keys.actions, after, count):
+        for entry, raw in self._connection.pages(self._keys.actions, after, count):
             try:
                 out.append((entry, from_fields(Actions, text_fields(raw))))
             except WireError as error:
@@ -293,23 +283,9 @@ class RedisMerger(RedisLease):
 
     # -- entries ----------------------------------------------------------------------------------------------------
 
-    def _look(self, entries: Iterable[str]) -> dict[str, _Found]:
-        """How entries of the updates stream are just now. Only the merger that holds the lease changes that."""
-        key, wanted = self._keys.updates, list(dict.fromkeys(entries))
-        there = [("xrange", key, entry, entry) for entry in wanted]
-        unanswered = [("xpending_range", key, GROUP, entry, entry, 1) for entry in wanted]
-        with self._translated():
-            groups, *answers = self._tolerant(("xinfo_groups", key), *there, *unanswered)
-        last = last_delivered(groups)
-        out = {}
-        for entry, found, pending in zip(wanted, answers, answers[len(wanted) :], strict=False):
-            waiting = bool(pending) or (bool(found) and entry_id(entry) > last)
-            out[entry] = _Found(found[0][1] if found else None, waiting, entry_id(entry) <= last)
-        return out
-
-    def _delete(self, pipe: Any, entry: str, found: _Found) -> None:
+    def _delete(self, pipe: Any, entry: str, found: FoundEntry) -> None:
         pipe.xdel(self._keys.updates, entry)
-        if chunks := self._chunks_of(found.raw or {}):
+        if chunks := self._chunks.found_keys(found.raw or {}):
             pipe.unlink(*chunks)
 
     def _announce(self, pipe: Any, event: Event) -> None:

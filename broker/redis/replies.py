@@ -6,17 +6,19 @@ Nothing here speaks to a server.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import EVENTS, Event, from_fields
-from archipelago.broker.redis.chunks import Raw
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.transport import START
 
+#: The consumer group of the updates stream.
 GROUP = "merger"
-"""the consumer group of the updates stream"""
+
+#: The fields of an entry or hash as the server returns them.
+Raw = Mapping[bytes, bytes]
 
 log = logging.getLogger(__name__)
 

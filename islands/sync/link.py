@@ -34,7 +34,7 @@ from archipelago.broker.messages import (
     Resume,
     Snapshot,
 )
-from archipelago.broker.transport import START, Transport
+from archipelago.broker.transport import START, IslandTransport
 from archipelago.broker.wire import digest, digest_of, pack_body, unpack
 from archipelago.islands.data.batches import shard_order
 from archipelago.islands.sync import recovery
@@ -112,7 +112,7 @@ class Link:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: IslandTransport,
         manifest: Manifest,
         who: str = "",
         shards: Sequence[str] | None = None,
@@ -261,8 +261,8 @@ class Link:
 
         Raises ConfigError where the operator does not want the island.
         """
-        require_welcome(self.transport.control(), self.name, self.manifest.run)
-        self._after = self.transport.last_event()
+        require_welcome(self.transport.reader.control(), self.name, self.manifest.run)
+        self._after = self.transport.reader.last_event()
         arrivals = [self._fetch(p) for p in range(len(self.manifest.fragments))]
         self._closed = max(arrival.snapshot.round for arrival in arrivals)
         return arrivals
@@ -286,7 +286,7 @@ class Link:
         _, contribution, payload = self._ready  # once: what is said again must be the same, to the byte
         if self._may_be_new(contribution, payload):
             began = self.clock()
-            entry = self.transport.publish(contribution, payload, draft.actions)
+            entry = self.transport.island.publish(contribution, payload, draft.actions)
             self.uplink.sent(len(payload), self.clock() - began)
             self._note_entry(contribution.identity_text, entry)
         self.bytes_up += len(payload)
@@ -306,7 +306,7 @@ class Link:
         return contribution, payload
 
     def _require_room(self) -> None:
-        memory = self.transport.memory()
+        memory = self.transport.reader.memory()
         if memory.limit and memory.used > MEMORY_SHARE_MAX * memory.limit:
             raise BrokerError(
                 f"the Redis is nearly full ({memory.used >> 20} of {memory.limit >> 20} MiB), nothing more is sent",
@@ -356,7 +356,7 @@ class Link:
 
     def _listen(self, block_seconds: float = 0.0) -> None:
         """Hears what has been announced."""
-        news = self.transport.events(self._after, block_seconds, EVENTS_AT_ONCE)
+        news = self.transport.reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
         for entry, event in news:
             self._hear(event)
             with self._lock:
@@ -404,8 +404,8 @@ class Link:
         with self._lock:
             acknowledged = {identity: p for identity, p in self._unresolved.items() if p.entry}
         for identity, published in acknowledged.items():
-            if published.entry == LOST or not self.transport.holds(published.entry):
-                entry = self.transport.publish(published.contribution, published.payload)
+            if published.entry == LOST or not self.transport.island.holds(published.entry):
+                entry = self.transport.island.publish(published.contribution, published.payload)
                 self._note_entry(identity, entry)
 
     def pump_heartbeat(self) -> None:
@@ -414,7 +414,7 @@ class Link:
         if beat is None:
             return
         began = self.clock()
-        wish = self.transport.heartbeat(beat)
+        wish = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
         if wish in (DRAIN, EXPEL):  # and it stays so: who was told to leave, leaves
             self.wish = wish
@@ -430,7 +430,7 @@ class Link:
         """Writes the notes that wait. One that the broker does not take is lost: nothing else may wait for it."""
         while self._notes:
             try:
-                self.transport.note(self._notes[0])
+                self.transport.reader.note(self._notes[0])
             except UnreachableError:
                 raise  # an outage ends
             except BrokerError as error:
@@ -442,8 +442,8 @@ class Link:
         while self._gifts:
             gift = self._gifts[0]
             if gift.actions is not None:
-                self.transport.record_actions(gift.actions)
-            self.transport.hand_over(gift.who, *recovery.encode(gift, self.who))
+                self.transport.island.record_actions(gift.actions)
+            self.transport.island.hand_over(gift.who, *recovery.encode(gift, self.who))
             self._gifts.popleft()
 
     def pump(self) -> None:
@@ -454,12 +454,12 @@ class Link:
     def _keep_leases(self) -> None:
         with self._lock:
             watched = sorted({place.shard for place in self._leases} | self._reading)
-        lost = frozenset(watched) - self.transport.leased(watched, self.who) if watched else frozenset()
+        lost = frozenset(watched) - self.transport.island.leased(watched, self.who) if watched else frozenset()
         with self._lock:
             self._leases = deque(place for place in self._leases if place.shard not in lost)
             self._lost |= lost & self._reading
             free = [] if self._leases else [shard for shard in self.shards if shard not in self._reading]
-        if free and (place := self.transport.lease_shard(free, self.who)) is not None:
+        if free and (place := self.transport.island.lease_shard(free, self.who)) is not None:
             with self._lock:
                 if place.shard not in self._reading:  # an island that returned may have taken it up again meanwhile
                     self._leases.append(place)
@@ -467,8 +467,8 @@ class Link:
     def _offer_help(self) -> None:
         if self._beat is None or self._beat.state != "training":
             return
-        for who in self.transport.asks():
-            if who != self.who and self.transport.promise(who, self.who):
+        for who in self.transport.island.asks():
+            if who != self.who and self.transport.island.promise(who, self.who):
                 with self._lock:
                     self._asked_by.append(who)
 
@@ -479,7 +479,7 @@ class Link:
         return arrival
 
     def _fetch(self, p: int) -> Arrival:
-        snapshot, payload = self.transport.fragment(p, account=True)
+        snapshot, payload = self.transport.reader.fragment(p, account=True)
         if digest(payload) != snapshot.digest or snapshot.fragment != p:
             raise WireError(f"the snapshot of fragment {p} is not the announced one")
         self.bytes_down += len(payload)
@@ -508,7 +508,7 @@ class Link:
             return None
         vector_N = held.params_N
         for snapshot in known:
-            payload = self.transport.difference(p, snapshot.version)
+            payload = self.transport.island.difference(p, snapshot.version)
             if payload is None or len(payload) != snapshot.difference_bytes:
                 return None
             self.bytes_down += len(payload)

@@ -18,7 +18,7 @@ from optax.tree_utils import tree_get_all_with_path
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Actions, Handover, Presence
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest
 from archipelago.islands.sync.arrays import device_copy
 
@@ -99,7 +99,7 @@ def peers(presences: list[Presence], name: str) -> list[str]:
 
 
 def receive(
-    transport: Transport,
+    transport: IslandTransport,
     who: str,
     like: OptState,
     beat: Callable[[], None],
@@ -113,10 +113,10 @@ def receive(
     try:
         while True:
             beat()
-            if (found := transport.handed_over(who)) is not None:
+            if (found := transport.island.handed_over(who)) is not None:
                 return Received(found[0], decode(*found, like))
-            if clock() >= deadline or not peers(transport.presences(), name):
+            if clock() >= deadline or not peers(transport.reader.presences(), name):
                 return None
             pause(POLL_SECONDS)
     finally:
-        transport.withdraw(who)
+        transport.island.withdraw(who)

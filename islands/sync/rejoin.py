@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from archipelago.broker.errors import BrokerError, WireError
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import IslandTransport
 from archipelago.islands.checkpoint import Found, IslandStore
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.link import Arrival
@@ -27,7 +27,7 @@ class Rejoin:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: IslandTransport,
         store: IslandStore | None,
         island: Island,
         arrivals: Sequence[Arrival],
@@ -51,9 +51,9 @@ class Rejoin:
         """Looks around, and asks the peers if the run has begun: at its beginning fresh moments are right."""
         island = self.island
         try:
-            presences = self.transport.presences()
+            presences = self.transport.reader.presences()
             if peers and island.ledger.global_step and recovery.peers(presences, island.name):
-                self.transport.ask(self.who)
+                self.transport.island.ask(self.who)
                 self._asked = True
         except BrokerError as error:
             log.warning("no peer can be asked for optimiser state: %s", error.what)
@@ -95,7 +95,7 @@ class Rejoin:
         """What an earlier incarnation did before that checkpoint, for the record of the run."""
         try:
             for actions in found.untold:
-                self.transport.record_actions(actions)
+                self.transport.island.record_actions(actions)
         except (BrokerError, WireError) as error:
             log.warning("the record of the run may have a gap: %s", error.what)
 
@@ -103,7 +103,7 @@ class Rejoin:
         """Nobody need answer any more."""
         try:
             if self._asked:
-                self.transport.withdraw(self.who)
+                self.transport.island.withdraw(self.who)
         except BrokerError as error:
             log.warning("a peer may answer in vain: %s", error.what)
 
@@ -113,9 +113,9 @@ class Rejoin:
         link.hold(batches.held())  # first: else the link leases them as something to read next
         try:
             for place in batches.places():
-                self.transport.lease_shard([place.shard], self.who)
-                ours = self.transport.leased([place.shard], self.who)
-                pass_number, _ = self.transport.cursors().get(place.shard, (0, 0))
+                self.transport.island.lease_shard([place.shard], self.who)
+                ours = self.transport.island.leased([place.shard], self.who)
+                pass_number, _ = self.transport.reader.cursors().get(place.shard, (0, 0))
                 if not ours or pass_number != place.pass_number:
                     batches.forget([place.shard])
         except BrokerError as error:  # the link will find that they are not ours

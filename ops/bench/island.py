@@ -282,7 +282,7 @@ def _join(url: str) -> Island:
     from archipelago.islands.worker import Island
 
     transport = connect(url, RUN)
-    manifest = transport.manifest()
+    manifest = transport.reader.manifest()
     config = manifest.config
     link = Link(transport, manifest, "island/bench")
     steps = compile_steps(build(config.model), config.inner)

@@ -240,7 +240,7 @@ def _ours(config: SyncConfig, size: Size, proxied: bool = False) -> Iterator[Our
         ]
         for process in processes:
             process.hear()
-        _await(lambda: len(made.presences()) == len(ISLANDS), "heartbeat of both islands")
+        _await(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands")
         yield Ours(made, proxy, processes[1:], size)
 
 
@@ -281,7 +281,7 @@ class Ours:
 
     def _both_in_all(self) -> bool:
         """Whether all islands are in each of the newest rounds of all fragments."""
-        return all(len(entry.members) == len(ISLANDS) for entry in self.transport.tape(FRAGMENTS))
+        return all(len(entry.members) == len(ISLANDS) for entry in self.transport.reader.tape(FRAGMENTS))
 
     def train(self, say: Say, link: str) -> dict[str, Any]:
         """Both train, the second one first without and then with a throttle, for so many syncs of all fragments."""
@@ -318,7 +318,7 @@ class Ours:
 
     def _round(self) -> int:
         """The last one that closed."""
-        newest = self.transport.tape(1)
+        newest = self.transport.reader.tape(1)
         return newest[-1].round if newest else 0
 
 
@@ -346,7 +346,7 @@ def _train(pipe: Connection, url: str, name: str, step_seconds: float) -> None:
     """An island's process, which does what it is told."""
     _share_the_cores()
     transport = connect(url, "sync")
-    manifest = transport.manifest()
+    manifest = transport.reader.manifest()
     link = Link(transport, manifest, f"{name}/bench")
     batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
     steps = stand_in(manifest, sum(name.encode()), 0.0 if manifest.config.sync == AT_ONCE else step_seconds)

@@ -156,25 +156,25 @@ def _publish(pipe: Connection, url: str, size: int, island: str) -> None:
     while True:
         count, began = pipe.recv(), time.monotonic()
         for sequence in range(count):
-            transport.publish(replace(contribution, sequence=sequence), payload)
+            transport.island.publish(replace(contribution, sequence=sequence), payload)
         pipe.send(began)
 
 
 def _take(pipe: Connection, url: str) -> None:
     """Reads each payload whole, then acknowledges and deletes it."""
     transport = connect(url, RUN)
-    epoch = transport.acquire("bench", 3600.0)
+    epoch = transport.merger.acquire("bench", 3600.0)
     if epoch is None:
         raise BrokerError("another merger has the lease")
     while True:
         count = pipe.recv()
         while count > 0:
-            for delivery in transport.updates(1.0, count=1):
+            for delivery in transport.merger.updates(1.0, count=1):
                 sent = delivery.contribution
                 if sent is None or delivery.fault:
                     raise WireError(delivery.fault)
                 done = Refusal(sent.island, sent.incarnation, sent.sequence, 1, 0, sent.tokens, "measured")
-                transport.refuse(epoch, [(delivery.entry, done)])
+                transport.merger.refuse(epoch, [(delivery.entry, done)])
                 count -= 1
         pipe.send(time.monotonic())
 

@@ -253,7 +253,7 @@ class RunProcesses(FaultInjector):
         if self.is_busy or last_round_at < max(event.at for event in self.events):
             return False
         try:
-            training = {p.heartbeat.island: p.heartbeat.pid for p in self.transport.presences() if p.is_training}
+            training = {p.heartbeat.island: p.heartbeat.pid for p in self.transport.reader.presences() if p.is_training}
         except BrokerError:
             return False
         return all(training.get(island.name) == island.pid for island in self.islands)
@@ -277,7 +277,7 @@ class RunProcesses(FaultInjector):
         while time.monotonic() < deadline:
             self.poll()
             with suppress(BrokerError):
-                if self.transport.backlog() == 0 and self.transport.pending().contributions == 0:
+                if self.transport.reader.backlog() == 0 and self.transport.reader.pending().contributions == 0:
                     return True
             time.sleep(0.05)
         return False

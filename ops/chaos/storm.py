@@ -65,16 +65,16 @@ class Observer:
 
     def _observe(self, transport: RedisTransport, *, with_presences: bool) -> None:
         last = max(self.closed_at, default=0)
-        entries = transport.tape(RECENT)
+        entries = transport.reader.tape(RECENT)
         if entries and entries[0].round > last + 1:
-            entries = transport.tape(EVERYTHING)
+            entries = transport.reader.tape(EVERYTHING)
         now = time.monotonic()
         for entry in entries:
             self.closed_at.setdefault(entry.round, now)
         if with_presences:
-            live = sum(presence.is_live for presence in transport.presences())
+            live = sum(presence.is_live for presence in transport.reader.presences())
             self.samples.append(Sample(time.monotonic(), live, max(self.closed_at, default=0)))
-        self.merged_tokens = transport.books().merged_tokens
+        self.merged_tokens = transport.reader.books().merged_tokens
 
 
 def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
@@ -151,9 +151,9 @@ def _record(
         turns={island.name: read_turn_log(processes.turn_log(island.name)) for island in processes.islands},
         closed_at=dict(observer.closed_at),
         samples=tuple(observer.samples),
-        tape=tuple(transport.tape(EVERYTHING)),
-        books=transport.books(),
-        pending=transport.pending(),
+        tape=tuple(transport.reader.tape(EVERYTHING)),
+        books=transport.reader.books(),
+        pending=transport.reader.pending(),
         refused=_refused(transport),
         bits_per_byte=bits_per_byte,
         interval=plan.config.sync.interval,
@@ -163,7 +163,7 @@ def _record(
 
 
 def _refused(transport: RedisTransport) -> frozenset[Identity]:
-    events = [event for _, event in transport.events(START, 0.0, EVERYTHING)]
+    events = [event for _, event in transport.reader.events(START, 0.0, EVERYTHING)]
     return frozenset((e.island, e.incarnation, e.sequence) for e in events if isinstance(e, Refusal) and not e.repeat)
 
 

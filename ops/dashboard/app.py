@@ -165,7 +165,7 @@ class _Service:
             changes = checked_changes(self.watch.manifest.config, stamped(wanted, self.wall()))
             if not changes:
                 return _said(200, "The token fits.")
-            await run_in_threadpool(self.watch.transport.steer, changes)
+            await run_in_threadpool(self.watch.transport.reader.steer, changes)
         except ConfigError as error:
             return _said(400, str(error))
         except ArchipelagoError as error:

@@ -53,7 +53,7 @@ def main(options: DashOptions) -> int:
     token = _token(options.token)
     transport = options.connect()
     try:
-        watch = Watch(transport, transport.manifest())
+        watch = Watch(transport, transport.reader.manifest())
         if options.screenshot is not None:
             from archipelago.ops.dashboard.screenshot import take
 

@@ -10,7 +10,7 @@ from typing import Any
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import MERGING, PAUSED, SETTINGS, island_field, own
 from archipelago.broker.messages import Evaluation, Note, Refusal
-from archipelago.broker.redis.checkup import Standing
+from archipelago.broker.transport import Standing
 from archipelago.ops.dashboard.history import (
     POINTS_DRAWN,
     History,

@@ -16,7 +16,6 @@ from archipelago.broker.messages import Evaluation, Refusal
 from archipelago.broker.transport import Transport
 from archipelago.ops.dashboard.history import History, QueueRow, Trail, joined_queues
 from archipelago.ops.dashboard.page_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
-from archipelago.ops.watch.health import standing
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, RunView, glance
 
 LOOK_SECONDS = 1.0
@@ -122,8 +121,10 @@ class Watch:
         self._queues: Trail[QueueRow] = Trail(joined_queues)
         self._history = History(len(manifest.fragments))
         self._token_books = Seldom(self._read_token_books, clock)
-        self._evaluations: Seldom[list[Evaluation]] = Seldom(transport.evaluations, clock)
-        self._refusals: Seldom[list[tuple[float, Refusal]]] = Seldom(lambda: transport.refusals(REFUSALS_READ), clock)
+        self._evaluations: Seldom[list[Evaluation]] = Seldom(transport.reader.evaluations, clock)
+        self._refusals: Seldom[list[tuple[float, Refusal]]] = Seldom(
+            lambda: transport.reader.refusals(REFUSALS_READ), clock
+        )
         self._round_at = wall()
         self._charts_due = -math.inf
 
@@ -164,9 +165,9 @@ class Watch:
             unix_seconds=now,
             round_seconds=max(0.0, now - self._round_at),
             epoch=newest.epoch if newest else 0,
-            standing=standing(transport),
-            control=transport.control(),
-            notes=transport.notes(NOTES_READ),
+            standing=transport.reader.standing(),
+            control=transport.reader.control(),
+            notes=transport.reader.notes(NOTES_READ),
             refusals=self._refusals.newest(),
             evaluations=evaluations,
             token_books=self._token_books.newest(),
@@ -183,9 +184,9 @@ class Watch:
 
     def _follow(self) -> list[Any]:
         """The recent tape, taken into the history; where that does not go on from it, history is read anew."""
-        tape = self.transport.tape(RECENT_ROUNDS)
+        tape = self.transport.reader.tape(RECENT_ROUNDS)
         if not self._history.follows(tape):
-            whole = self.transport.tape(TAPE_MOST)
+            whole = self.transport.reader.tape(TAPE_MOST)
             if not self._history.follows(whole):
                 self._begin_again(whole)
             tape = whole
@@ -195,9 +196,9 @@ class Watch:
 
     def _begin_again(self, tape: list[Any]) -> None:
         """The first look, or a run that went back to a checkpoint, or one that was made again under its name."""
-        self.manifest = self.transport.manifest()
+        self.manifest = self.transport.reader.manifest()
         self._history = History(len(self.manifest.fragments))
-        self._history.begin(self.transport.books().merged_tokens, tape)
+        self._history.begin(self.transport.reader.books().merged_tokens, tape)
         self._token_books.forget()
         self._evaluations.forget()
         self._charts_due = -math.inf
@@ -213,7 +214,7 @@ class Watch:
         return found
 
     def _token_books_now(self) -> TokenBooks:
-        books, pending = self.transport.books(), self.transport.pending()
+        books, pending = self.transport.reader.books(), self.transport.reader.pending()
         balanced = books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
         return TokenBooks(
             self.wall(), books.published_tokens, books.merged_tokens, books.refused_tokens, pending.tokens, balanced

@@ -229,13 +229,13 @@ def islands(
 
 def participation(run: VirtualRun) -> tuple[int, float]:
     """How many rounds a run had, and the mean number of contributions in one."""
-    members = [len(entry.members) for entry in run.transport.tape(1 << 30)]
+    members = [len(entry.members) for entry in run.transport.reader.tape(1 << 30)]
     return len(members), sum(members) / max(1, len(members))
 
 
 def staleness(run: VirtualRun) -> tuple[float, int]:
     """Mean and most of what was merged, in versions of a fragment."""
-    found = [member.staleness for entry in run.transport.tape(1 << 30) for member in entry.members]
+    found = [member.staleness for entry in run.transport.reader.tape(1 << 30) for member in entry.members]
     return sum(found) / max(1, len(found)), max(found, default=0)
 
 

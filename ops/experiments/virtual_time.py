@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import START, Transport
 from archipelago.islands.creation import describe, first_snapshots
@@ -52,14 +52,14 @@ class Distant:
 
     def last_event(self) -> str:
         """Where who joins now begins to hear."""
-        self._after = self._transport.last_event()
+        self._after = self._transport.reader.last_event()
         self._on_the_way.clear()
         return self._after
 
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         """Those of them that have arrived."""
         now = self._clock()
-        for entry, event in self._transport.events(self._after, 0.0, count):
+        for entry, event in self._transport.reader.events(self._after, 0.0, count):
             self._on_the_way.append((now + self._seconds, entry, event))
             self._after = entry
         known = [entry for _, entry, _ in self._on_the_way]

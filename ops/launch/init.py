@@ -88,7 +88,7 @@ def create(transport: Transport, config: RunConfig, weights: Path | None = None)
     fitting, corpus = require_usable(config)
     manifest = describe(transport.run, fitting, corpus.identity)
     params = None
-    if weights is not None and transport.run not in transport.runs():
+    if weights is not None and transport.run not in transport.reader.runs():
         files = WeightFiles(weights)
         params = files.load(manifest.tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
@@ -96,7 +96,7 @@ def create(transport: Transport, config: RunConfig, weights: Path | None = None)
         transport.create(manifest, first_snapshots(manifest, params))
         return manifest, True
     except RunExistsError:
-        found = transport.manifest()
+        found = transport.reader.manifest()
     require_same(found, config)
     return found, False
 

@@ -187,7 +187,7 @@ class Session:
             with suppress(BrokerError):  # If Redis is away, contributions may still wait in it.
                 if self.redis:
                     self.redis.tend()
-                if self.transport.backlog() == 0:
+                if self.transport.reader.backlog() == 0:
                     break
             time.sleep(POLL_SECONDS)
         stop_all([self.evaluator], LEAVE_SECONDS)
@@ -222,7 +222,7 @@ class Session:
             curve = compare(self.folder, view.tokens_trained, self.options.weights, self.stopped)
         evaluations = []
         with suppress(BrokerError):
-            evaluations = self.transport.evaluations()
+            evaluations = self.transport.reader.evaluations()
         tokens = view.tokens_trained - self._tokens_before
         return run_summary.summary(
             view,

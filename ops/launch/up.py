@@ -141,7 +141,7 @@ def _find_or_create(transport: Transport, config: RunConfig, folder: Path, optio
     """Return the run's manifest, and whether it was created now. Checkpoints of a run are never overwritten."""
     kept = MergerFolder(folder / "merger")
     if numbers := kept.store.numbers():
-        known = transport.run in transport.runs()
+        known = transport.run in transport.reader.runs()
         require_same(kept.find_or_bring_back(transport, resume=options.resume), config)
         if not known:
             say(f"this Redis did not have the run: it continues from checkpoint {numbers[-1]} in {kept.path}")

@@ -68,7 +68,7 @@ def main(options: EvaluateOptions) -> int:
 
 def evaluator(transport: Transport, curves: CurveWriter | None = None) -> Callable[[], Evaluation]:
     """A function that evaluates the newest parameters and records it; nothing new is not evaluated twice."""
-    manifest = transport.manifest()
+    manifest = transport.reader.manifest()
     keep_compiled()
 
     from archipelago.islands.data.batches import held_out
@@ -85,15 +85,15 @@ def evaluator(transport: Transport, curves: CurveWriter | None = None) -> Callab
 
     def evaluate() -> Evaluation:
         params, number, step = published(transport, manifest)
-        known = transport.evaluations()
+        known = transport.reader.evaluations()
         if known and known[-1].round == number:
             return known[-1]
-        tokens = sum(presence.heartbeat.tokens for presence in transport.presences())
+        tokens = sum(presence.heartbeat.tokens for presence in transport.reader.presences())
         measured = measure(params)
         right = 100 * measured.accuracy
         log.info("round %s: %.4f bits a target, %.1f %% right", number, measured.bits, right, extra={"round": number})
         found = Evaluation(number, step, tokens, time.time(), measured.bits)
-        transport.evaluated(found)
+        transport.reader.evaluated(found)
         if curves is not None:
             curves.put(tokens, {"bits_per_byte": found.bits_per_byte, "accuracy": measured.accuracy, "round": number})
         return found

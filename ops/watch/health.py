@@ -8,9 +8,7 @@ from typing import Any
 
 from archipelago.broker.control import DRAIN, EXPEL, Control
 from archipelago.broker.messages import Note, Refusal
-from archipelago.broker.redis.checkup import RedisCheckup, Standing
-from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import Standing, Transport
 from archipelago.ops.watch.run_view import RunView
 
 REFUSALS_SHOWN = 3
@@ -46,13 +44,10 @@ class Event:
 
 def read_health(transport: Transport, refusals: int = REFUSALS_SHOWN) -> Health:
     """Return the run's health now, with at most `refusals` refusals. Raises BrokerError."""
-    found = [(at, refusal) for at, refusal in transport.refusals(8 * refusals) if not refusal.repeat]
-    return Health(standing(transport) or Standing(), Control.of(transport.control()), tuple(found[-refusals:]))
-
-
-def standing(transport: Transport) -> Standing | None:
-    """Return who serves the run now, or None if there is no server to ask (in virtual time). Raises BrokerError."""
-    return RedisCheckup.beside(transport).standing() if isinstance(transport, RedisConnection) else None
+    found = [(at, refusal) for at, refusal in transport.reader.refusals(8 * refusals) if not refusal.repeat]
+    return Health(
+        transport.reader.standing() or Standing(), Control.of(transport.reader.control()), tuple(found[-refusals:])
+    )
 
 
 def events_of(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[Event]:

@@ -61,7 +61,7 @@ class Watcher:
 
     def __init__(self, transport: Transport, wall: Callable[[], float] = time.time) -> None:
         self._transport, self._wall = transport, wall
-        self._manifest = transport.manifest()
+        self._manifest = transport.reader.manifest()
         self._closes: deque[float] = deque(maxlen=CLOSES_KEPT)
         self._last_round = 0
         self._count = 0
@@ -103,13 +103,13 @@ class Watcher:
         transport = self._transport
         # After an outage everything is read again.
         read_all = self.latest is None or self._count % SLOW_EVERY == 0 or bool(self.error)
-        tape = transport.tape(RECENT_ROUNDS if self._last_round else CLOSES_KEPT // 4)
+        tape = transport.reader.tape(RECENT_ROUNDS if self._last_round else CLOSES_KEPT // 4)
         if read_all:
-            self._evaluations = transport.evaluations()
+            self._evaluations = transport.reader.evaluations()
         view = glance(transport, self._manifest, tape, self._evaluations)
         found = read_health(transport)
         if read_all:
-            self._events = events_of(transport.notes(EVENTS_READ), transport.refusals(EVENTS_READ))
+            self._events = events_of(transport.reader.notes(EVENTS_READ), transport.reader.refusals(EVENTS_READ))
         now = self._wall()
         if tape and tape[-1].round < self._last_round:  # The run went back to a checkpoint.
             self._closes.clear()

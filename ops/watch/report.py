@@ -68,7 +68,7 @@ def everything(options: ReportOptions) -> dict[str, Any]:
     if options.target is None or "://" in options.target:
         transport = connect_to(options.target, options.run)
         try:
-            return of_watch(Watch(transport, transport.manifest()))
+            return of_watch(Watch(transport, transport.reader.manifest()))
         finally:
             transport.close()
     folder = Path(options.target) if "/" in options.target else options.folder / checked_name(options.target, "the run")
@@ -109,7 +109,7 @@ def _of_own_server(folder: Path) -> dict[str, Any]:
                 raise BrokerError(error.what, "If it runs, give the URL of its Redis, which `up` prints.") from None
         transport = connect(url, folder.resolve().name)
         stack.callback(transport.close)
-        return of_watch(Watch(transport, transport.manifest()))
+        return of_watch(Watch(transport, transport.reader.manifest()))
 
 
 def of_image(image: Image, told: Mapping[str, Any], unix_seconds: float) -> dict[str, Any]:

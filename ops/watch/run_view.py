@@ -103,9 +103,10 @@ def observe(transport: Transport, manifest: Manifest) -> RunView:
 
 
 def _observe(transport: Transport, manifest: Manifest) -> RunView:
+    reader = transport.reader
     return summarise(
-        manifest, transport.tape(RECENT_ROUNDS), transport.presences(), transport.books(), transport.pending(),
-        transport.evaluations(), merged_by_island(transport.merger_state()), transport.cursors(), transport.memory(),
+        manifest, reader.tape(RECENT_ROUNDS), reader.presences(), reader.books(), reader.pending(),
+        reader.evaluations(), merged_by_island(reader.merger_state()), reader.cursors(), reader.memory(),
     )  # fmt: skip
 
 
@@ -116,15 +117,15 @@ def glance(
     without reading through the stream. So tokens that wait are what the books leave over, and `balanced` is about
     contributions alone. Raises BrokerError.
     """
-    books, waiting = transport.books(), transport.backlog()
+    books, waiting = transport.reader.books(), transport.reader.backlog()
     for _ in range(BALANCE_TRIES - 1):
         if books.published == books.merged + books.refused + waiting:
             break
-        books, waiting = transport.books(), transport.backlog()
+        books, waiting = transport.reader.books(), transport.reader.backlog()
     left_over = max(0, books.published_tokens - books.merged_tokens - books.refused_tokens)
     return summarise(
-        manifest, tape[-RECENT_ROUNDS:], transport.presences(), books, Pending(waiting, left_over), evaluations,
-        merged_by_island(transport.merger_state()), transport.cursors(), transport.memory(),
+        manifest, tape[-RECENT_ROUNDS:], transport.reader.presences(), books, Pending(waiting, left_over), evaluations,
+        merged_by_island(transport.reader.merger_state()), transport.reader.cursors(), transport.reader.memory(),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def main(options: StatusOptions) -> int:
 
         live.watch(transport, options.every, as_json=options.json)
         return 0
-    manifest = transport.manifest()
+    manifest = transport.reader.manifest()
     view, health = observe(transport, manifest), read_health(transport)
     problem = trouble(view, health, manifest.config.sync.interval)
     if options.json:

@@ -53,9 +53,9 @@ def main(options: SteerOptions) -> int:
     """Changes what it is told to, and shows what is set."""
     options = _with_all_changes(options)
     transport = options.connect()
-    config = transport.manifest().config
+    config = transport.reader.manifest().config
     if options.changes:
-        transport.steer(changes_of(config, options.changes, transport.control(), time.time))
+        transport.reader.steer(changes_of(config, options.changes, transport.reader.control(), time.time))
     found = observe(transport, config)
     if options.json:
         print_json(found)
@@ -96,9 +96,9 @@ def changes_of(
 
 def observe(transport: Transport, config: RunConfig) -> dict[str, Any]:
     """What is set, what is in force since the last closed round, and what the run's own settings are."""
-    fields = transport.control()
+    fields = transport.reader.control()
     control = Control.of(fields)
-    now = steered(config, _in_force(transport.merger_state()))
+    now = steered(config, _in_force(transport.reader.merger_state()))
     return {
         "run": transport.run,
         "set": fields,
@@ -122,7 +122,7 @@ def _in_force(state: str) -> dict[str, float]:
 def _warn(transport: Transport, changes: Sequence[str]) -> None:
     """Says when a change names an island that nobody knows: it may be a slip, or one that is to come."""
     named = {word.partition("=")[0].removeprefix(ISLAND) for word in changes if word.startswith(ISLAND)}
-    known = {presence.heartbeat.island for presence in transport.presences()}
+    known = {presence.heartbeat.island for presence in transport.reader.presences()}
     for name in sorted(named - known):
         say(f"no island {name!r} was heard of; known are {', '.join(sorted(known)) or 'none'}")
 

@@ -134,7 +134,7 @@ def from_redis(url: str | None, run: str | None) -> Found:
     """What the merger published last. Raises BrokerError."""
     transport = connect_to(url, run)
     try:
-        manifest = transport.manifest()
+        manifest = transport.reader.manifest()
 
         from archipelago.islands.evaluation import published
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,15 +16,16 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
-from archipelago.broker.messages import Actions, Contribution, Refusal
+from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import START
+from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
 from tests import samples
+from tests.intercept import Intercepted
 
 TEXT = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
 CONFIG = RunConfig(
@@ -55,26 +56,25 @@ def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -
     return state._replace(params=_walk(state.params, global_step)), jnp.ones(1, jnp.float32)
 
 
-class Noting:
+class Noting(Intercepted):
     """A connection that notes which contributions were acknowledged."""
 
-    def __init__(self, inner: RedisTransport, acknowledged: set[Identity]) -> None:
-        self._inner, self._acknowledged = inner, acknowledged
+    def __init__(self, inner: Transport, acknowledged: set[Identity]) -> None:
+        super().__init__(inner)
+        self._acknowledged = acknowledged
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
-        entry = self._inner.publish(contribution, payload, actions)
-        self._acknowledged.add(contribution.identity)
-        return entry
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = method(*args, **kwargs)
+        if name == "publish":
+            self._acknowledged.add(args[0].identity)
+        return answer
 
 
 class Sailor:
     """One island on a thread of its own, which makes a step every `pause` seconds."""
 
     def __init__(self, url: str, manifest: Manifest, name: str, pause: float, acknowledged: set[Identity]) -> None:
-        transport = cast(RedisTransport, Noting(connect(url, manifest.run), acknowledged))
+        transport = Noting(connect(url, manifest.run), acknowledged)
         self.link = Link(transport, manifest, f"{name}/x")
         arrivals = self.link.join()
         batches = Batches(TEXT, manifest.config, self.link.lease)
@@ -124,17 +124,17 @@ class Crew:
 
 def check(transport: RedisTransport, crew: Crew) -> None:
     """What must hold once all have left and nothing waits."""
-    books, manifest = transport.books(), transport.manifest()
-    assert transport.pending().contributions == transport.backlog() == 0
+    books, manifest = transport.reader.books(), transport.reader.manifest()
+    assert transport.reader.pending().contributions == transport.reader.backlog() == 0
     assert books.published == books.merged + books.refused
     assert books.published_tokens == books.merged_tokens + books.refused_tokens
-    tape = transport.tape(1 << 20)
+    tape = transport.reader.tape(1 << 20)
     assert [entry.round for entry in tape] == list(range(1, len(tape) + 1))
     assert [entry.epoch for entry in tape] == sorted(entry.epoch for entry in tape)
     merged = Counter((m.island, m.incarnation, m.sequence) for entry in tape for m in entry.members)
     assert max(merged.values()) == 1, f"merged twice: {merged.most_common(1)}"
     assert books.merged == len(merged)
-    events = [event for _, event in transport.events(START, 0.0, 1 << 20)]
+    events = [event for _, event in transport.reader.events(START, 0.0, 1 << 20)]
     refused = [e for e in events if isinstance(e, Refusal) and not e.repeat]
     ended = {(e.island, e.incarnation, e.sequence) for e in refused}
     assert not ended & merged.keys(), "merged and refused"
@@ -143,7 +143,7 @@ def check(transport: RedisTransport, crew: Crew) -> None:
     assert all(e.reason for e in refused)
     newest = {entry.fragment: entry for entry in tape}
     for p, entry in newest.items():
-        snapshot, payload = transport.fragment(p)
+        snapshot, payload = transport.reader.fragment(p)
         assert (snapshot.version, snapshot.round) == (entry.version, entry.round)
         assert digest_of(unpack(payload, manifest.sizes[p])) == entry.digest
     for sailor in crew.sailors:

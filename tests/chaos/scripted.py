@@ -84,19 +84,19 @@ class Outcome:
 
 def outcome(transport: RedisTransport) -> Outcome:
     """What the run has come to; also that each of its rounds was announced once."""
-    fragments = [transport.fragment(p) for p in range(2)]
-    tape = transport.tape(1000)
-    state = json.loads(transport.merger_state())
+    fragments = [transport.reader.fragment(p) for p in range(2)]
+    tape = transport.reader.tape(1000)
+    state = json.loads(transport.reader.merger_state())
     for entry in tape:
         assert all(_has_seen(state, m.island, m.sequence) for m in entry.members), "a repeat would be merged"
-    books = asdict(transport.books()) | {"bytes_down": 0, "kept": 0}
+    books = asdict(transport.reader.books()) | {"bytes_down": 0, "kept": 0}
     timeless = {key: state[key] for key in state.keys() - {"pace", "covered", "seen"}}
     return Outcome(
         snapshots=[snapshot for snapshot, _ in fragments],
         payloads=[digest(payload) for _, payload in fragments],
-        outers=[digest(transport.outer(p)) for p in range(2)],
+        outers=[digest(transport.merger.outer(p)) for p in range(2)],
         tape=[_timeless(entry) for entry in tape],
-        cursors=transport.cursors(),
+        cursors=transport.reader.cursors(),
         books=books,
         state=timeless,
     )
@@ -191,15 +191,15 @@ class Play:
         """All islands say that they train."""
         if time.monotonic() - self._beaten_at > 1.0:
             for island in ISLANDS:
-                self.transport.heartbeat(samples.heartbeat(island))
+                self.transport.island.heartbeat(samples.heartbeat(island))
             self._beaten_at = time.monotonic()
 
     def say(self, number: int, islands: Iterable[str] = ISLANDS, *, with_damaged: bool = True) -> None:
         """Islands answer a round."""
         if with_damaged:
-            self.transport.publish(*damaged(self.manifest, number))
+            self.transport.island.publish(*damaged(self.manifest, number))
         for island in islands:
-            self.transport.publish(*answer(self.manifest, number, island))
+            self.transport.island.publish(*answer(self.manifest, number, island))
 
     def await_round(self, number: int, tend: Callable[[], None] = lambda: None) -> None:
         """Until that round has closed."""
@@ -207,7 +207,7 @@ class Play:
 
     def await_cover(self, tend: Callable[[], None] = lambda: None) -> None:
         """Until a checkpoint holds all that was merged."""
-        self.wait(lambda: self.transport.books().kept == 0, "a checkpoint", tend)
+        self.wait(lambda: self.transport.reader.books().kept == 0, "a checkpoint", tend)
 
     def wait(self, holds: Callable[[], bool], what: str, tend: Callable[[], None] = lambda: None) -> None:
         """Until it holds, with living islands; `tend` is called now and then."""
@@ -222,20 +222,20 @@ class Play:
     @property
     def closed(self) -> int:
         """The last closed round, 0 before the first."""
-        newest = self.transport.tape(1)
+        newest = self.transport.reader.tape(1)
         return newest[-1].round if newest else 0
 
     def exists(self) -> bool:
         """Whether the run is in Redis."""
         try:
-            self.transport.manifest()
+            self.transport.reader.manifest()
         except UnknownRunError:
             return False
         return True
 
     def events(self, kind: type[Any]) -> list[Any]:
         """All events of that kind."""
-        return [event for _, event in self.transport.events(START, 0.0, 10_000) if isinstance(event, kind)]
+        return [event for _, event in self.transport.reader.events(START, 0.0, 10_000) if isinstance(event, kind)]
 
     def refused(self) -> list[str]:
         """Identities of what was refused, without second copies of what was taken."""
@@ -245,8 +245,8 @@ class Play:
 def main(url: str, run: str, number: str, island: str) -> None:
     """An island that says what it did, and answers one round."""
     transport = connect(url, run)
-    transport.record_actions(samples.actions(int(number), island=island))
-    transport.publish(*answer(transport.manifest(), int(number), island))
+    transport.island.record_actions(samples.actions(int(number), island=island))
+    transport.island.publish(*answer(transport.reader.manifest(), int(number), island))
     transport.close()
 
 

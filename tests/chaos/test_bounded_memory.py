@@ -152,15 +152,15 @@ class Voyage:
 
     def merged(self) -> set[Identity]:
         """What was merged; nothing twice."""
-        found = [(m.island, m.incarnation, m.sequence) for e in self.transport.tape(4096) for m in e.members]
+        found = [(m.island, m.incarnation, m.sequence) for e in self.transport.reader.tape(4096) for m in e.members]
         assert len(found) == len(set(found))
         return set(found)
 
     def check_books(self) -> None:
         """They balance, and nothing was refused but second copies."""
-        books = self.transport.books()
-        assert books.published == books.merged + books.refused + self.transport.backlog()
-        events = [event for _, event in self.transport.events(START, 0.0, 1 << 20)]
+        books = self.transport.reader.books()
+        assert books.published == books.merged + books.refused + self.transport.reader.backlog()
+        events = [event for _, event in self.transport.reader.events(START, 0.0, 1 << 20)]
         assert [event.reason for event in events if isinstance(event, Refusal) and not event.repeat] == []
 
 
@@ -174,13 +174,13 @@ def voyage(small_server: Server, raw: Any, corpus: OpenCorpus, config: RunConfig
 def test_while_the_merger_is_absent_redis_stays_small_and_keeps_what_waits(voyage: Voyage) -> None:
     voyage.merged_by(Absent())
     voyage.train(200)
-    used, sent = voyage.used, voyage.transport.books().published
+    used, sent = voyage.used, voyage.transport.reader.books().published
     voyage.train(1000)
     assert voyage.used - used < SLACK
     assert voyage.used < LIMIT // 4
-    assert voyage.transport.books().published == sent, "more than the window was sent"
+    assert voyage.transport.reader.books().published == sent, "more than the window was sent"
     waiting = voyage.waiting()
-    assert 0 < len(waiting) == voyage.transport.backlog() <= voyage.pending_max
+    assert 0 < len(waiting) == voyage.transport.reader.backlog() <= voyage.pending_max
     chunks = list(voyage.raw.scan_iter(match=f"*{voyage.keys.run}:s0}}:c:island-*", count=1000))
     assert chunks, "no payload is large: this shows nothing"
     assert all(voyage.raw.ttl(key) == -1 for key in chunks), "what waits is not to expire"
@@ -189,7 +189,9 @@ def test_while_the_merger_is_absent_redis_stays_small_and_keeps_what_waits(voyag
     voyage.train(40)
     assert waiting <= voyage.merged(), "something that waited is gone"
     voyage.check_books()
-    assert max(m.steps for e in voyage.transport.tape(24) for m in e.members) > 1000, "the interval did not stretch"
+    assert max(m.steps for e in voyage.transport.reader.tape(24) for m in e.members) > 1000, (
+        "the interval did not stretch"
+    )
     assert voyage.used - used < SLACK
 
 
@@ -201,7 +203,7 @@ def test_a_merger_ten_times_too_slow_stretches_the_interval(voyage: Voyage) -> N
 
     def look() -> None:
         nonlocal most
-        most = max(most, voyage.transport.backlog())
+        most = max(most, voyage.transport.reader.backlog())
 
     voyage.train(400, look)
     used, waiting = voyage.used, voyage.waiting()
@@ -211,7 +213,7 @@ def test_a_merger_ten_times_too_slow_stretches_the_interval(voyage: Voyage) -> N
     assert voyage.used - used < SLACK
     rounds = voyage.merger.rounds.closed - before
     assert 0.5 * 800 / (10 * stride) <= rounds <= 2 * 800 / (10 * stride), "that is not ten times too slow"
-    taken = [m.steps for e in voyage.transport.tape(rounds // 2) for m in e.members if m.island == "island-0"]
+    taken = [m.steps for e in voyage.transport.reader.tape(rounds // 2) for m in e.members if m.island == "island-0"]
     assert statistics.median(taken) > 5 * voyage.config.sync.interval
     assert waiting <= voyage.merged() | voyage.waiting()
     voyage.check_books()
@@ -220,20 +222,20 @@ def test_a_merger_ten_times_too_slow_stretches_the_interval(voyage: Voyage) -> N
 def test_near_the_limit_islands_hold_back_and_the_merger_goes_on(voyage: Voyage) -> None:
     voyage.merged_by(Absent())
     voyage.train(40)
-    waiting, sent = voyage.waiting(), voyage.transport.books().published
+    waiting, sent = voyage.waiting(), voyage.transport.reader.books().published
     assert waiting
     voyage.fill()
     voyage.raw.config_set("maxmemory", int(voyage.used / (MEMORY_SHARE_MAX + 0.05)))
     voyage.merged_by(voyage.merger)
     voyage.train(60)
-    assert voyage.transport.books().published == sent, "islands filled what the merger needs"
+    assert voyage.transport.reader.books().published == sent, "islands filled what the merger needs"
     assert waiting <= voyage.merged()
-    assert voyage.transport.backlog() == 0
+    assert voyage.transport.reader.backlog() == 0
     assert all("nearly full" in island.link.trouble for island in voyage.run.islands.values())
 
     voyage.raw.delete(OTHERS)
     voyage.train(40)
-    assert voyage.transport.books().published > sent + 10
+    assert voyage.transport.reader.books().published > sent + 10
     assert not any(island.link.trouble for island in voyage.run.islands.values())
     voyage.check_books()
 
@@ -241,7 +243,7 @@ def test_near_the_limit_islands_hold_back_and_the_merger_goes_on(voyage: Voyage)
 def test_when_redis_is_full_everyone_trains_on_and_nothing_is_lost(voyage: Voyage) -> None:
     voyage.merged_by(Absent())
     voyage.train(40)
-    waiting, sent = voyage.waiting(), voyage.transport.books().published
+    waiting, sent = voyage.waiting(), voyage.transport.reader.books().published
     voyage.fill()
     voyage.raw.config_set("maxmemory", 16 << 20)
     patient = Patient(voyage.merger)
@@ -250,10 +252,10 @@ def test_when_redis_is_full_everyone_trains_on_and_nothing_is_lost(voyage: Voyag
     voyage.train(60)
     assert patient.refused > 10
     assert voyage.merger.rounds.closed == closed
-    assert (voyage.waiting(), voyage.transport.books().published) == (waiting, sent)
+    assert (voyage.waiting(), voyage.transport.reader.books().published) == (waiting, sent)
 
     voyage.raw.delete(OTHERS)
     voyage.train(60)
     assert waiting <= voyage.merged()
-    assert voyage.transport.books().published > sent + 10
+    assert voyage.transport.reader.books().published > sent + 10
     voyage.check_books()

@@ -79,7 +79,7 @@ def merger_dies(play: Play, name: str) -> None:
         victim.leave()  # with the last checkpoint
         image = CheckpointStore(play.folder / "merger" / "checkpoints").load()
         assert image is not None
-        assert [(s, p) for s, p in image.snapshots] == [play.transport.fragment(p) for p in range(2)]
+        assert [(s, p) for s, p in image.snapshots] == [play.transport.reader.fragment(p) for p in range(2)]
 
 
 def island_dies(play: Play, name: str) -> None:
@@ -95,7 +95,7 @@ def island_dies(play: Play, name: str) -> None:
             play.say(number)
         play.await_round(number)
     actions = samples.actions(CRASH_ROUND, island="b")
-    found = [actions for _, actions in play.transport.actions(START)]
+    found = [actions for _, actions in play.transport.merger.actions(START)]
     assert actions in found
     assert set(found) == {actions}, "two actions that differ say the same"
 
@@ -119,7 +119,9 @@ def halfway(play: Play) -> None:
         play.say(number)
         play.await_round(number)
     play.say(5, ISLANDS[:1])
-    play.wait(lambda: len(play.refused()) == 5 and play.transport.unacknowledged() != [], "the fifth round's call")
+    play.wait(
+        lambda: len(play.refused()) == 5 and play.transport.merger.unacknowledged() != [], "the fifth round's call"
+    )
     merger.terminate()
     assert play.ended(merger) == 0, play.said(merger)
 

@@ -60,7 +60,9 @@ class MergerThread:
     def _serve_once(self) -> None:
         transport = connect(self.url, self.run)
         try:
-            checkpointer = MergerFolder(self.folder).checkpointer(transport, transport.manifest(), every_seconds=0.5)
+            checkpointer = MergerFolder(self.folder).checkpointer(
+                transport, transport.reader.manifest(), every_seconds=0.5
+            )
             merger = Merger(transport, linger_seconds=0.2, checkpointer=checkpointer, lease_seconds=1.0)
             self.begun += 1
             serve(merger, self._stopped.is_set, pause=lambda seconds: void(self._stopped.wait(min(seconds, 0.05))))
@@ -108,7 +110,7 @@ def sunk(tmp_path: Path) -> Iterator[Sunk]:
 def closed(transport: RedisTransport) -> int:
     """The last closed round; -1 while nobody answers."""
     try:
-        tape = transport.tape(1)
+        tape = transport.reader.tape(1)
     except BrokerError:
         return -1
     return tape[-1].round if tape else 0
@@ -133,7 +135,7 @@ def test_no_acknowledged_contribution_is_lost(
     before = max(0, closed(transport))
     until(lambda: closed(transport) > before + 20, f"rounds after the last kill (seed {seed})")
     crew.leave()
-    until(lambda: transport.backlog() == 0, f"everything to be merged (seed {seed})")
+    until(lambda: transport.reader.backlog() == 0, f"everything to be merged (seed {seed})")
     merger.stop()
     assert crew.steps > 100
     assert len(crew.acknowledged) > 4 * KILLS

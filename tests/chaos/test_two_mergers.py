@@ -89,13 +89,17 @@ def test_the_one_that_was_overtaken_leaves(
     for _ in range(1 + STANDBYS):
         mergers.start()
     until(lambda: mergers.serving[0] > 0, "a merger", 60)
-    crew = Crew(server.url, transport.manifest(), ["a", "b"], pause=0.02)
+    crew = Crew(server.url, transport.reader.manifest(), ["a", "b"], pause=0.02)
     seconds = []
     for number in range(TAKEOVERS):
         what = f"takeover {number}, seed {seed}"
         epoch, first = mergers.serving
         assert first is not None
-        until(lambda epoch=epoch: transport.tape(1) and transport.tape(1)[-1].epoch == epoch, f"its round: {what}", 90)
+        until(
+            lambda epoch=epoch: transport.reader.tape(1) and transport.reader.tape(1)[-1].epoch == epoch,
+            f"its round: {what}",
+            90,
+        )
         moment = time.monotonic() + 0.1 * moments.random()
         until(lambda moment=moment: time.monotonic() >= moment, "the moment")
         first.send_signal(signal.SIGSTOP)
@@ -107,10 +111,10 @@ def test_the_one_that_was_overtaken_leaves(
         until(lambda first=first: first.poll() is not None, f"the first one's end: {what}")
         assert first.returncode == 0, mergers.said(first)
         assert f"epoch {epoch} was overtaken" in mergers.said(first)
-    closed = transport.tape(1)[-1].round
-    until(lambda: transport.tape(1)[-1].round > closed + 10, f"rounds afterwards (seed {seed})")
+    closed = transport.reader.tape(1)[-1].round
+    until(lambda: transport.reader.tape(1)[-1].round > closed + 10, f"rounds afterwards (seed {seed})")
     crew.leave()
-    until(lambda: transport.backlog() == 0, f"everything to be merged (seed {seed})")
+    until(lambda: transport.reader.backlog() == 0, f"everything to be merged (seed {seed})")
     seconds.sort()
     assert seconds[len(seconds) // 2] < 5.0, "a takeover takes the lease and a look, not a start"
     check(transport, crew)
@@ -120,7 +124,7 @@ def test_the_one_that_was_overtaken_leaves(
 def check_announcements(transport: RedisTransport) -> None:
     """Each round is announced once; epochs only grow; who resumes has the last round; calls are of open rounds."""
     closed = epoch = 0
-    for _, event in transport.events(START, 0.0, 1 << 20):
+    for _, event in transport.reader.events(START, 0.0, 1 << 20):
         match event:
             case Snapshot(round=number):
                 assert number == closed + 1
@@ -131,5 +135,5 @@ def check_announcements(transport: RedisTransport) -> None:
             case Call(round=number):
                 assert closed < number <= closed + 2
     assert epoch > TAKEOVERS
-    epochs = {entry.epoch for entry in transport.tape(1 << 20)}
+    epochs = {entry.epoch for entry in transport.reader.tape(1 << 20)}
     assert len(epochs) > TAKEOVERS, "some never closed a round"

@@ -210,7 +210,7 @@ def test_an_island_gets_its_moments_from_a_peer_and_alone_from_its_disk(
 def view_manifest(url: str, run: str) -> Manifest:
     transport = connect(url, run)
     try:
-        return transport.manifest()
+        return transport.reader.manifest()
     finally:
         transport.close()
 

@@ -31,15 +31,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as play
 
 import archipelago.broker.redis.chunks
+import archipelago.broker.redis.creation
 import archipelago.broker.redis.islands
 import archipelago.broker.redis.lease
 import archipelago.broker.redis.merger
-import archipelago.broker.redis.transport
 import archipelago.merger.checkpoint
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
-from archipelago.broker.messages import Actions, Contribution, Refusal, TapeEntry, to_fields
+from archipelago.broker.messages import Contribution, Refusal, TapeEntry, to_fields
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.reader import REMEMBER_SECONDS
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -62,6 +62,7 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
+from tests.intercept import Intercepted
 
 EXAMPLES = int(os.environ.get("ARCHIPELAGO_EXAMPLES", "0"))
 STEPS = int(os.environ.get("ARCHIPELAGO_STEPS", "20"))
@@ -114,7 +115,7 @@ TRAPPED = (
     archipelago.broker.redis.islands,
     archipelago.broker.redis.lease,
     archipelago.broker.redis.merger,
-    archipelago.broker.redis.transport,
+    archipelago.broker.redis.creation,
     archipelago.merger.checkpoint,
 )
 """modules with failpoints"""
@@ -131,45 +132,38 @@ def _steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) 
     return _walk(state, global_step), jnp.ones(1, jnp.float32)
 
 
-class Wire:
+class Wire(Intercepted):
     """A process's connection, which may break or be the process's last call, before or after that call did its work.
 
-    What is published through it, the model is told.
+    The model learns what is published through it.
     """
 
     def __init__(self, model: Model, inner: RedisTransport) -> None:
-        self.model, self.inner = model, inner
+        super().__init__(inner)
+        self.model = model
         self.calls = 0
         self.fault: tuple[int, str] | None = None
 
     def arm(self, fault: tuple[int, str] | None) -> None:
-        """The fault at the call of that ordinal, from now on."""
+        """Set the fault at the call of that ordinal, counted from now."""
         self.calls, self.fault = 0, fault
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.inner, name)
-        if not callable(found):
-            return found
-        work: Callable[..., Any] = self._publish if name == "publish" else found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            what = self.fault[1] if self.fault and self.fault[0] == self.calls else ""
-            if what.endswith("before"):
-                self._fail(what)
-            answer = work(*args, **kwargs)
-            if what.endswith("after"):
-                self._fail(what)
-            return answer
-
-        return call
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        what = self.fault[1] if self.fault and self.fault[0] == self.calls else ""
+        if what.endswith("before"):
+            self._fail(what)
+        answer = self._publish(method, *args) if name == "publish" else method(*args, **kwargs)
+        if what.endswith("after"):
+            self._fail(what)
+        return answer
 
     def _fail(self, what: str) -> None:
         raise Crash(what) if what.startswith("crash") else UnreachableError(what)
 
-    def _publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
+    def _publish(self, method: Callable[..., Any], contribution: Contribution, payload: bytes, *track: Any) -> Any:
         try:
-            entry = self.inner.publish(contribution, payload, actions)
+            entry = method(contribution, payload, *track)
         except Crash as crash:
             if str(crash) == "publish.done":
                 self.model.published(contribution, payload)
@@ -434,7 +428,7 @@ class Run(RuleBasedStateMachine):
         """The merger is told to stop: all is on disk, and the next one need not wait."""
         with self.merging() as serving:
             serving.finish()
-            serving.transport.release(serving.epoch)
+            serving.transport.merger.release(serving.epoch)
         self.merger, self.loaded = None, False
         self.check_finished()
         assert self.raw.get(self.keys.lease) is None
@@ -496,7 +490,7 @@ class Run(RuleBasedStateMachine):
             elif doing == "checkpoint":
                 old.checkpoint()
             else:
-                old.transport.release(old.epoch)
+                old.transport.merger.release(old.epoch)
         except BrokerError as error:
             fenced = True
             assert isinstance(error, FencedError | UnknownRunError), error
@@ -657,9 +651,9 @@ class Run(RuleBasedStateMachine):
             self.poison.add(contribution.identity_text)
         TRAP.target = how if how.startswith("publish") else ""
         with contextlib.suppress(Crash):
-            self.publisher.publish(contribution, payload)
+            self.publisher.island.publish(contribution, payload)
             if how == "lost reply":
-                self.publisher.publish(contribution, payload)
+                self.publisher.island.publish(contribution, payload)
         TRAP.target = ""
 
     def drafted(
@@ -668,7 +662,7 @@ class Run(RuleBasedStateMachine):
         dice = random.Random(seed)
         number = max(1, self.closed + 1 + ahead)
         p = self.manifest.fragment_of(number)
-        base = max(0, self.direct.fragment(p)[0].version - stale)
+        base = max(0, self.direct.reader.fragment(p)[0].version - stale)
         values_N = np.random.default_rng(seed).standard_normal(self.manifest.sizes[p], dtype=np.float32)
         payload = pack(broken_values(values_N, broken), dice.choice(["float32", "bfloat16"]), dice.choice([0, 1]))
         if broken == "zstd":
@@ -688,7 +682,7 @@ class Run(RuleBasedStateMachine):
     def say_again(self, data: st.DataObject) -> None:
         """A contribution of any time comes once more."""
         contribution, payload = self.model.sent[data.draw(st.sampled_from(sorted(self.model.sent)))]
-        self.publisher.publish(contribution, payload)
+        self.publisher.island.publish(contribution, payload)
 
     # -- islands ----------------------------------------------------------------------------------------------------
 
@@ -697,7 +691,7 @@ class Run(RuleBasedStateMachine):
     def join(self, name: str) -> None:
         """An island joins; if it is here already, it was killed and returns, with nothing but its name."""
         self.islands.pop(name, None)
-        before = [self.direct.fragment(p) for p in range(2)]
+        before = [self.direct.reader.fragment(p) for p in range(2)]
         self.births += 1
         wire = cast(Any, self.wire())
         incarnation = f"n{self.births}"
@@ -709,7 +703,7 @@ class Run(RuleBasedStateMachine):
         island.beat("joining")
         link.pump()
         givers = self.ask_peers(wire, island, arrivals)
-        assert [self.direct.fragment(p) for p in range(2)] == before, "who joins changes nothing"
+        assert [self.direct.reader.fragment(p) for p in range(2)] == before, "who joins changes nothing"
         if givers:
             giver = givers[island.moments.removeprefix("peer ")]
             for mine, theirs in zip(
@@ -737,7 +731,7 @@ class Run(RuleBasedStateMachine):
     def check_newcomer(self, island: Island) -> None:
         """It holds the run's present parameters, not its own; and has no progress to offer."""
         for p, rows in enumerate(self.manifest.layout):
-            snapshot, payload = self.direct.fragment(p)
+            snapshot, payload = self.direct.reader.fragment(p)
             now_N = np.concatenate([np.asarray(island.inner.params[t.name]).reshape(-1) for t, _ in rows])
             assert np.array_equal(now_N, unpack(payload, self.manifest.sizes[p]))
             assert island.ledger.counts[p].version == snapshot.version
@@ -783,7 +777,7 @@ class Run(RuleBasedStateMachine):
 
     def follow_tape(self) -> None:
         """The model does again what is new on the tape."""
-        found = self.direct.tape(1 << 20)
+        found = self.direct.reader.tape(1 << 20)
         model = self.model
         assert [entry.round for entry in found] == list(range(1, len(found) + 1))
         assert texts(found[: self.closed]) == texts(model.tape), "the past has changed"
@@ -798,7 +792,7 @@ class Run(RuleBasedStateMachine):
         if self.model.exists:
             self.follow_tape()
             self.check_truth()
-            if self.direct._tolerant(("xinfo_groups", self.keys.updates))[0]:
+            if self.direct.connection.tolerant(("xinfo_groups", self.keys.updates))[0]:
                 self.check_books()
             self.check_islands()
 
@@ -807,32 +801,32 @@ class Run(RuleBasedStateMachine):
         state, fragments = self.model.history[-1]
         for p, fragment in enumerate(fragments):
             expected, published, _ = bits(fragment)
-            snapshot, payload = self.direct.fragment(p)
+            snapshot, payload = self.direct.reader.fragment(p)
             assert snapshot.version == self.version(p)
             assert digest(payload) == snapshot.digest
             assert digest_of(unpack(payload, self.manifest.sizes[p])) == published
             fields = self.raw.hgetall(self.keys.outer(p))
             if fields and NONSENSE not in fields.values():
-                assert self.direct.outer(p) == expected
-        if text := self.direct.merger_state():
+                assert self.direct.merger.outer(p) == expected
+        if text := self.direct.reader.merger_state():
             assert known(RunState.from_json(text)) == known(state)
-        assert self.direct.cursors() == state.cursors
+        assert self.direct.reader.cursors() == state.cursors
 
     def version(self, p: int) -> int:
         return sum(entry.fragment == p for entry in self.model.tape)
 
     def check_books(self) -> None:
         """published = merged + refused + pending, in contributions, in tokens, and for each identity."""
-        model, books, pending = self.model, self.direct.books(), self.direct.pending()
+        model, books, pending = self.model, self.direct.reader.books(), self.direct.reader.pending()
         assert books.published == books.merged + books.refused + pending.contributions
         assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
-        assert self.direct.backlog() == pending.contributions
+        assert self.direct.reader.backlog() == pending.contributions
         assert books.merged == sum(model.merged.values())
         if not model.regrouped:
             assert (books.published, books.published_tokens) == (model.total, model.total_tokens)
-        waiting = Counter(c.identity_text for c in self.direct._waiting() if c is not None)
+        waiting = Counter(c.identity_text for c in self.direct.updates.waiting() if c is not None)
         refused = Counter[str]()
-        for _, event in self.direct.events(START, 0.0, 1 << 20):
+        for _, event in self.direct.reader.events(START, 0.0, 1 << 20):
             if isinstance(event, Refusal):
                 assert event.reason
                 refused[event.identity_text] += 1
@@ -891,7 +885,7 @@ class Run(RuleBasedStateMachine):
         if not self.model.regrouped:
             assert self.rebuildable()
             assert RunState.from_json(image.state).closed == self.closed
-            assert self.model.rewound or self.direct.books().kept == 0
+            assert self.model.rewound or self.direct.reader.books().kept == 0
             self.check_record()
 
     def check_record(self) -> None:
@@ -927,10 +921,10 @@ class Run(RuleBasedStateMachine):
             self.turn(0.0, None, "", fresh=False)
         self.decide_everything()
         self.all_agree()
-        pending = self.direct.pending()
+        pending = self.direct.reader.pending()
         assert (pending.contributions, pending.tokens) == (0, 0)
         ended = set(self.model.merged) | {
-            e.identity_text for _, e in self.direct.events(START, 0.0, 1 << 20) if isinstance(e, Refusal)
+            e.identity_text for _, e in self.direct.reader.events(START, 0.0, 1 << 20) if isinstance(e, Refusal)
         }
         assert set(self.model.copies) <= ended
         if self.rebuildable():
@@ -952,11 +946,13 @@ class Run(RuleBasedStateMachine):
                 assert island.link.failure is None
             for name in ("i0", "i1", "i2"):
                 self.raw.pexpire(self.keys.island(name), DEAD_MS)
-            if not self.direct.backlog() and not any(i.link.unresolved_rounds() for i in self.islands.values()):
+            if not self.direct.reader.backlog() and not any(i.link.unresolved_rounds() for i in self.islands.values()):
                 return
             self.turn(1.0, None, "", fresh=False)
         left = {name: i.link.unresolved_rounds() for name, i in self.islands.items()}
-        raise AssertionError(f"{self.direct.backlog()} contributions are never decided about; unresolved: {left}")
+        raise AssertionError(
+            f"{self.direct.reader.backlog()} contributions are never decided about; unresolved: {left}"
+        )
 
 
 def broken_values(values_N: Vector, broken: str) -> Vector:
@@ -993,7 +989,11 @@ def hunt(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, examples: int)
 
 def machine(transport: RedisTransport, folder: Path) -> type[Run]:
     """The state machine on that Redis, with its disks in `folder`."""
-    return type("Run", (Run,), {"client": transport._redis, "is_real": transport._has_info, "folder": folder})
+    return type(
+        "Run",
+        (Run,),
+        {"client": transport.connection.redis, "is_real": transport.connection.has_info, "folder": folder},
+    )
 
 
 def bounds(examples: int) -> settings:

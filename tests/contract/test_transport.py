@@ -12,7 +12,7 @@ import pytest
 
 from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
-from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Books, Call, Evaluation, Marker, Note, Pending, Refusal, Resume, Snapshot
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -69,14 +69,14 @@ def transport(connections: Connect) -> Transport:
 
 
 def served(transport: Transport) -> int:
-    epoch = transport.acquire("merger", 10.0)
+    epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
     return epoch
 
 
 def published(transport: Transport, count: int, payload: bytes = b"payload") -> list[str]:
     """Entries of so many contributions of island `a`, numbered from 0."""
-    return [transport.publish(samples.contribution(payload, sequence=n), payload) for n in range(count)]
+    return [transport.island.publish(samples.contribution(payload, sequence=n), payload) for n in range(count)]
 
 
 def forgotten(transport: Transport, connections: Connect) -> Transport:
@@ -85,7 +85,7 @@ def forgotten(transport: Transport, connections: Connect) -> Transport:
         del transport._broker.runs[transport.run]
     else:
         assert isinstance(transport, RedisTransport)
-        transport._redis.delete(Keys(transport.run).manifest)
+        transport.connection.redis.delete(Keys(transport.run).manifest)
     return connections()
 
 
@@ -96,24 +96,24 @@ def gone(entry: str) -> Delivery:
 def test_a_run_that_nobody_created_is_unknown(connections: Connect) -> None:
     transport = connections()
     with pytest.raises(UnknownRunError):
-        transport.manifest()
+        transport.reader.manifest()
     with pytest.raises(UnknownRunError):
-        transport.acquire("merger", 10.0)
+        transport.merger.acquire("merger", 10.0)
 
 
 def test_creating_makes_manifest_and_fragments(transport: Transport, connections: Connect) -> None:
     other = connections()
-    assert other.manifest() == samples.manifest(transport.run, width=WIDTH)
-    for expected in samples.first_snapshots(other.manifest()):
-        assert other.fragment(expected[0].fragment) == expected
-    assert transport.run in other.runs()
+    assert other.reader.manifest() == samples.manifest(transport.run, width=WIDTH)
+    for expected in samples.first_snapshots(other.reader.manifest()):
+        assert other.reader.fragment(expected[0].fragment) == expected
+    assert transport.run in other.reader.runs()
 
 
 def test_a_run_is_created_once(transport: Transport, connections: Connect) -> None:
     manifest = samples.manifest(transport.run, width=WIDTH)
     with pytest.raises(RunExistsError):
         connections().create(manifest, samples.first_snapshots(manifest, value=1.0))
-    assert transport.fragment(0) == samples.first_snapshots(manifest)[0]
+    assert transport.reader.fragment(0) == samples.first_snapshots(manifest)[0]
 
 
 @pytest.mark.parametrize("payload", [b"small", LARGE], ids=["inline", "chunks"])
@@ -121,146 +121,146 @@ def test_contributions_arrive_in_order_and_once(transport: Transport, connection
     island = connections()
     sent = [samples.contribution(payload, sequence=n) for n in range(3)]
     for contribution in sent:
-        island.publish(contribution, payload)
-    found = transport.updates(0.0)
+        island.island.publish(contribution, payload)
+    found = transport.merger.updates(0.0)
     assert [delivery.contribution for delivery in found] == sent
     assert [delivery.payload for delivery in found] == [payload] * 3
-    assert transport.updates(0.0) == []
-    assert transport.backlog() == 3
-    assert transport.books() == Books(published=3, published_tokens=300, bytes_up=3 * len(payload))
+    assert transport.merger.updates(0.0) == []
+    assert transport.reader.backlog() == 3
+    assert transport.reader.books() == Books(published=3, published_tokens=300, bytes_up=3 * len(payload))
 
 
 def test_what_was_read_and_not_ended_is_there_after_a_restart(transport: Transport, connections: Connect) -> None:
     for n in range(3):
-        transport.publish(samples.contribution(sequence=n), b"payload")
+        transport.island.publish(samples.contribution(sequence=n), b"payload")
     epoch = served(transport)
-    first, second, third = transport.updates(0.0)
-    transport.commit(epoch, samples.commit([second.entry]))
-    assert connections().unacknowledged() == [first, third]
+    first, second, third = transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit([second.entry]))
+    assert connections().merger.unacknowledged() == [first, third]
 
 
 def test_reading_waits_for_a_contribution(transport: Transport, connections: Connect) -> None:
-    sender = threading.Timer(0.05, lambda: connections().publish(samples.contribution(), b"payload"))
+    sender = threading.Timer(0.05, lambda: connections().island.publish(samples.contribution(), b"payload"))
     sender.start()
-    found = transport.updates(10.0)
+    found = transport.merger.updates(10.0)
     sender.join()
     assert len(found) == 1
 
 
 @pytest.mark.parametrize("payload", [b"new", LARGE], ids=["inline", "chunks"])
 def test_a_commit_changes_everything_at_once(transport: Transport, connections: Connect, payload: bytes) -> None:
-    entry = transport.publish(samples.contribution(payload), payload)
-    assert transport.holds(entry)
+    entry = transport.island.publish(samples.contribution(payload), payload)
+    assert transport.island.holds(entry)
     epoch = served(transport)
-    (delivery,) = transport.updates(0.0)
+    (delivery,) = transport.merger.updates(0.0)
     assert delivery.entry == entry
     commit = samples.commit([delivery.entry], payload, outer=payload + b"!")
-    transport.commit(epoch, commit)
+    transport.merger.commit(epoch, commit)
     other = connections()
-    assert other.fragment(0, account=True) == (commit.snapshot, payload)
-    assert other.outer(0) == payload + b"!"
-    assert other.merger_state() == commit.state
-    assert other.tape(10) == [commit.tape]
-    assert [event for _, event in other.events(START, 0.0)] == [commit.snapshot]
-    assert other.backlog() == 0
-    assert other.holds(entry)  # until a checkpoint covers it
-    assert other.unacknowledged() == []
-    assert other.books() == Books(1, 100, 1, 100, 0, 0, len(payload), len(payload), kept=1)
+    assert other.reader.fragment(0, account=True) == (commit.snapshot, payload)
+    assert other.merger.outer(0) == payload + b"!"
+    assert other.reader.merger_state() == commit.state
+    assert other.reader.tape(10) == [commit.tape]
+    assert [event for _, event in other.reader.events(START, 0.0)] == [commit.snapshot]
+    assert other.reader.backlog() == 0
+    assert other.island.holds(entry)  # until a checkpoint covers it
+    assert other.merger.unacknowledged() == []
+    assert other.reader.books() == Books(1, 100, 1, 100, 0, 0, len(payload), len(payload), kept=1)
 
 
 def test_a_newer_snapshot_replaces_the_older(transport: Transport) -> None:
     epoch = served(transport)
-    transport.commit(epoch, samples.commit([], LARGE, 1))
-    transport.commit(epoch, samples.commit([], LARGE[::-1], 3))
-    snapshot, payload = transport.fragment(0)
+    transport.merger.commit(epoch, samples.commit([], LARGE, 1))
+    transport.merger.commit(epoch, samples.commit([], LARGE[::-1], 3))
+    snapshot, payload = transport.reader.fragment(0)
     assert (snapshot.version, payload) == (2, LARGE[::-1])
 
 
 def test_refusals_end_a_contribution_and_are_told(transport: Transport, connections: Connect) -> None:
-    transport.publish(samples.contribution(), b"payload")
+    transport.island.publish(samples.contribution(), b"payload")
     epoch = served(transport)
-    (delivery,) = transport.updates(0.0)
+    (delivery,) = transport.merger.updates(0.0)
     refusal = Refusal("a", "x", 0, 1, 0, 100, "it was too old")
-    transport.refuse(epoch, [(delivery.entry, refusal)])
+    transport.merger.refuse(epoch, [(delivery.entry, refusal)])
     other = connections()
-    assert [event for _, event in other.events(START, 0.0)] == [refusal]
-    assert (other.backlog(), other.books().refused, other.books().refused_tokens) == (0, 1, 100)
+    assert [event for _, event in other.reader.events(START, 0.0)] == [refusal]
+    assert (other.reader.backlog(), other.reader.books().refused, other.reader.books().refused_tokens) == (0, 1, 100)
 
 
 def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) -> None:
     kept, _ = published(transport, 2)
-    transport.record_actions(samples.actions())
-    old = transport.acquire("first", 10.0)
+    transport.island.record_actions(samples.actions())
+    old = transport.merger.acquire("first", 10.0)
     assert old is not None
-    _, delivery = transport.updates(0.0)
-    transport.commit(old, samples.commit([kept]))
-    events, tape = transport.events(START, 0.0), transport.tape(10)
-    transport.release(old)
+    _, delivery = transport.merger.updates(0.0)
+    transport.merger.commit(old, samples.commit([kept]))
+    events, tape = transport.reader.events(START, 0.0), transport.reader.tape(10)
+    transport.merger.release(old)
     newer = connections()
-    new = newer.acquire("second", 10.0)
+    new = newer.merger.acquire("second", 10.0)
     assert new is not None
     assert new > old
     writes: list[Callable[[], None]] = [
-        lambda: transport.commit(old, samples.commit([delivery.entry])),
-        lambda: transport.refuse(old, [(delivery.entry, Refusal("a", "x", 0, 1, 0, 100, "no"))]),
-        lambda: transport.announce(old, Call(1, 0)),
-        lambda: transport.trim(old, [kept], "9999999999999-0"),
-        lambda: transport.renew(old, "first", 10.0),
-        lambda: transport.release(old),
+        lambda: transport.merger.commit(old, samples.commit([delivery.entry])),
+        lambda: transport.merger.refuse(old, [(delivery.entry, Refusal("a", "x", 0, 1, 0, 100, "no"))]),
+        lambda: transport.merger.announce(old, Call(1, 0)),
+        lambda: transport.merger.trim(old, [kept], "9999999999999-0"),
+        lambda: transport.merger.renew(old, "first", 10.0),
+        lambda: transport.merger.release(old),
     ]
     for write in writes:
         with pytest.raises(FencedError):
             write()
-    assert newer.events(START, 0.0) == events
-    assert newer.tape(10) == tape
-    assert newer.backlog() == 1
-    assert newer.books().kept == 1
-    assert len(newer.actions(START)) == 1
-    newer.commit(new, samples.commit([delivery.entry]))
-    assert newer.backlog() == 0
+    assert newer.reader.events(START, 0.0) == events
+    assert newer.reader.tape(10) == tape
+    assert newer.reader.backlog() == 1
+    assert newer.reader.books().kept == 1
+    assert len(newer.merger.actions(START)) == 1
+    newer.merger.commit(new, samples.commit([delivery.entry]))
+    assert newer.reader.backlog() == 0
 
 
 def test_one_merger_holds_the_lease(transport: Transport, connections: Connect) -> None:
-    epoch = transport.acquire("first", 10.0)
+    epoch = transport.merger.acquire("first", 10.0)
     assert epoch is not None
-    assert connections().acquire("second", 10.0) is None
-    transport.renew(epoch, "first", 10.0)
-    transport.release(epoch)
-    assert connections().acquire("second", 10.0) is not None
+    assert connections().merger.acquire("second", 10.0) is None
+    transport.merger.renew(epoch, "first", 10.0)
+    transport.merger.release(epoch)
+    assert connections().merger.acquire("second", 10.0) is not None
 
 
 def test_a_lease_runs_out(transport: Transport, connections: Connect, until: Callable[..., None]) -> None:
-    transport.acquire("first", 0.05)
+    transport.merger.acquire("first", 0.05)
     other = connections()
-    until(lambda: other.acquire("second", 10.0), "the lease to run out")
+    until(lambda: other.merger.acquire("second", 10.0), "the lease to run out")
 
 
 def test_events_are_read_from_any_place(transport: Transport) -> None:
     epoch = served(transport)
-    assert transport.last_event() == START
-    transport.announce(epoch, Call(1, 0))
-    after_first = transport.last_event()
-    transport.announce(epoch, Resume(1, epoch))
-    assert [event for _, event in transport.events(START, 0.0)] == [Call(1, 0), Resume(1, epoch)]
-    assert [event for _, event in transport.events(after_first, 0.0)] == [Resume(1, epoch)]
-    assert transport.events(transport.last_event(), 0.0) == []
-    assert transport.events(transport.last_event(), 0.02) == []
+    assert transport.reader.last_event() == START
+    transport.merger.announce(epoch, Call(1, 0))
+    after_first = transport.reader.last_event()
+    transport.merger.announce(epoch, Resume(1, epoch))
+    assert [event for _, event in transport.reader.events(START, 0.0)] == [Call(1, 0), Resume(1, epoch)]
+    assert [event for _, event in transport.reader.events(after_first, 0.0)] == [Resume(1, epoch)]
+    assert transport.reader.events(transport.reader.last_event(), 0.0) == []
+    assert transport.reader.events(transport.reader.last_event(), 0.02) == []
 
 
 def test_events_wait_for_the_first(transport: Transport, connections: Connect) -> None:
     epoch = served(transport)
-    caller = threading.Timer(0.05, lambda: transport.announce(epoch, Call(1, 0)))
+    caller = threading.Timer(0.05, lambda: transport.merger.announce(epoch, Call(1, 0)))
     caller.start()
-    found = connections().events(START, 10.0)
+    found = connections().reader.events(START, 10.0)
     caller.join()
     assert [event for _, event in found] == [Call(1, 0)]
 
 
 def test_heartbeats_replace_each_other(transport: Transport, connections: Connect) -> None:
-    transport.heartbeat(samples.heartbeat("b"))
-    transport.heartbeat(samples.heartbeat("a", steps=1))
-    transport.heartbeat(samples.heartbeat("a", steps=2, state="left"))
-    first, second = connections().presences()
+    transport.island.heartbeat(samples.heartbeat("b"))
+    transport.island.heartbeat(samples.heartbeat("a", steps=1))
+    transport.island.heartbeat(samples.heartbeat("a", steps=2, state="left"))
+    first, second = connections().reader.presences()
     assert first.heartbeat == samples.heartbeat("a", steps=2, state="left")
     assert second.heartbeat.island == "b"
     assert 0.0 <= first.age_seconds < 5.0
@@ -268,37 +268,37 @@ def test_heartbeats_replace_each_other(transport: Transport, connections: Connec
 
 def test_evaluations_are_kept_in_order(transport: Transport) -> None:
     for n in range(3):
-        transport.evaluated(Evaluation(n, n, 10 * n, 1.7e9, 5.0 - n))
-    assert [e.bits_per_byte for e in transport.evaluations()] == [5.0, 4.0, 3.0]
+        transport.reader.evaluated(Evaluation(n, n, 10 * n, 1.7e9, 5.0 - n))
+    assert [e.bits_per_byte for e in transport.reader.evaluations()] == [5.0, 4.0, 3.0]
 
 
 def test_the_tape_gives_its_end(transport: Transport) -> None:
     epoch = served(transport)
     for round_number in (1, 3, 5):
-        transport.commit(epoch, samples.commit([], round_number=round_number))
-    assert [entry.round for entry in transport.tape(2)] == [3, 5]
+        transport.merger.commit(epoch, samples.commit([], round_number=round_number))
+    assert [entry.round for entry in transport.reader.tape(2)] == [3, 5]
 
 
 def test_a_fresh_run_has_nothing(transport: Transport) -> None:
-    assert transport.merger_state() == ""
-    assert transport.outer(0) == b""
-    assert transport.books() == Books()
-    assert transport.tape(5) == []
-    assert transport.presences() == []
-    assert transport.updates(0.0) == []
-    assert isinstance(transport.fragment(1)[0], Snapshot)
-    assert (transport.backlog(), transport.pending()) == (0, Pending(0, 0))
-    assert transport.cursors() == {}
-    assert transport.actions(START) == []
-    assert transport.asks() == []
-    assert transport.handed_over("a/x") is None
-    assert transport.claim_return("a") is None
-    assert transport.read([]) == []
+    assert transport.reader.merger_state() == ""
+    assert transport.merger.outer(0) == b""
+    assert transport.reader.books() == Books()
+    assert transport.reader.tape(5) == []
+    assert transport.reader.presences() == []
+    assert transport.merger.updates(0.0) == []
+    assert isinstance(transport.reader.fragment(1)[0], Snapshot)
+    assert (transport.reader.backlog(), transport.reader.pending()) == (0, Pending(0, 0))
+    assert transport.reader.cursors() == {}
+    assert transport.merger.actions(START) == []
+    assert transport.island.asks() == []
+    assert transport.island.handed_over("a/x") is None
+    assert transport.island.claim_return("a") is None
+    assert transport.merger.read([]) == []
 
 
 def test_a_marker_is_told_like_any_event(transport: Transport) -> None:
-    transport.announce(served(transport), Marker(1, 0))
-    assert [event for _, event in transport.events(START, 0.0)] == [Marker(1, 0)]
+    transport.merger.announce(served(transport), Marker(1, 0))
+    assert [event for _, event in transport.reader.events(START, 0.0)] == [Marker(1, 0)]
 
 
 # -- merged entries, until a checkpoint covers them ---------------------------------------------------------------
@@ -310,115 +310,119 @@ def test_what_is_merged_can_be_read_again_until_it_is_trimmed(
 ) -> None:
     entries = published(transport, 3, payload)
     epoch = served(transport)
-    found = transport.updates(0.0)
-    transport.commit(epoch, samples.commit(entries[:2], tokens=200))
+    found = transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit(entries[:2], tokens=200))
     other = connections()
-    assert other.read(entries[::-1]) == found[::-1]  # merged or not, in the order asked for
-    assert (other.backlog(), other.pending(), other.books().kept) == (1, Pending(1, 100), 2)
-    transport.trim(epoch, entries)
-    assert other.read(entries) == [gone(entries[0]), gone(entries[1]), found[2]]  # what waits is not let go of
-    assert [other.holds(entry) for entry in entries] == [False, False, True]
-    assert (other.backlog(), other.pending(), other.books().kept) == (1, Pending(1, 100), 0)
-    assert other.unacknowledged() == [found[2]]
-    transport.trim(epoch, entries)
-    assert other.books() == Books(3, 300, 2, 200, 0, 0, 3 * len(payload), 0, kept=0)
+    assert other.merger.read(entries[::-1]) == found[::-1]  # merged or not, in the order asked for
+    assert (other.reader.backlog(), other.reader.pending(), other.reader.books().kept) == (1, Pending(1, 100), 2)
+    transport.merger.trim(epoch, entries)
+    assert other.merger.read(entries) == [gone(entries[0]), gone(entries[1]), found[2]]  # what waits is not let go of
+    assert [other.island.holds(entry) for entry in entries] == [False, False, True]
+    assert (other.reader.backlog(), other.reader.pending(), other.reader.books().kept) == (1, Pending(1, 100), 0)
+    assert other.merger.unacknowledged() == [found[2]]
+    transport.merger.trim(epoch, entries)
+    assert other.reader.books() == Books(3, 300, 2, 200, 0, 0, 3 * len(payload), 0, kept=0)
 
 
 @BOTH_SIZES
 def test_a_commit_lets_go_of_what_is_covered(transport: Transport, payload: bytes) -> None:
     first, second, third, fourth = published(transport, 4, payload)
     epoch = served(transport)
-    waiting = transport.updates(0.0)[3]
-    transport.commit(epoch, samples.commit([first, second]))
-    transport.commit(epoch, samples.commit([third], round_number=3, trim=[first, third, fourth]))
-    assert [transport.holds(entry) for entry in (first, second, third, fourth)] == [False, True, False, True]
-    assert (transport.backlog(), transport.books().kept) == (1, 1)
-    assert transport.unacknowledged() == [waiting]
+    waiting = transport.merger.updates(0.0)[3]
+    transport.merger.commit(epoch, samples.commit([first, second]))
+    transport.merger.commit(epoch, samples.commit([third], round_number=3, trim=[first, third, fourth]))
+    assert [transport.island.holds(entry) for entry in (first, second, third, fourth)] == [False, True, False, True]
+    assert (transport.reader.backlog(), transport.reader.books().kept) == (1, 1)
+    assert transport.merger.unacknowledged() == [waiting]
 
 
 def test_what_is_gone_is_not_counted_as_kept(transport: Transport) -> None:
     first, second = published(transport, 2)
     epoch = served(transport)
-    transport.updates(0.0)
-    transport.refuse(epoch, [(first, REFUSAL)])
-    transport.commit(epoch, samples.commit([first, second], trim=[first]))
-    assert (transport.backlog(), transport.books().kept) == (0, 1)
+    transport.merger.updates(0.0)
+    transport.merger.refuse(epoch, [(first, REFUSAL)])
+    transport.merger.commit(epoch, samples.commit([first, second], trim=[first]))
+    assert (transport.reader.backlog(), transport.reader.books().kept) == (0, 1)
 
 
 def test_a_commit_that_is_said_again_keeps_nothing_twice(transport: Transport) -> None:
     entries = published(transport, 2)
     epoch = served(transport)
-    transport.updates(0.0)
+    transport.merger.updates(0.0)
     for _ in range(2):
-        transport.commit(epoch, samples.commit(entries[:1]))
-    assert (transport.backlog(), transport.pending(), transport.books().kept) == (1, Pending(1, 100), 1)
+        transport.merger.commit(epoch, samples.commit(entries[:1]))
+    assert (transport.reader.backlog(), transport.reader.pending(), transport.reader.books().kept) == (
+        1,
+        Pending(1, 100),
+        1,
+    )
 
 
 def test_a_refusal_touches_nothing_that_is_merged_and_counts_once(transport: Transport) -> None:
     kept, refused = published(transport, 2)
     epoch = served(transport)
-    transport.updates(0.0)
-    transport.commit(epoch, samples.commit([kept]))
-    last = transport.last_event()
+    transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit([kept]))
+    last = transport.reader.last_event()
     for _ in range(2):
-        transport.refuse(epoch, [(kept, REFUSAL), (refused, REFUSAL)])
-    assert [transport.holds(entry) for entry in (kept, refused)] == [True, False]
-    assert transport.books() == Books(2, 200, 1, 100, 1, 100, 14, 0, kept=1)
-    assert [event for _, event in transport.events(last, 0.0)] == [REFUSAL]
+        transport.merger.refuse(epoch, [(kept, REFUSAL), (refused, REFUSAL)])
+    assert [transport.island.holds(entry) for entry in (kept, refused)] == [True, False]
+    assert transport.reader.books() == Books(2, 200, 1, 100, 1, 100, 14, 0, kept=1)
+    assert [event for _, event in transport.reader.events(last, 0.0)] == [REFUSAL]
 
 
 def test_pending_counts_entry_by_entry(transport: Transport, connections: Connect) -> None:
     for n in range(5):
-        transport.publish(samples.contribution(sequence=n, tokens=10**n), b"payload")
+        transport.island.publish(samples.contribution(sequence=n, tokens=10**n), b"payload")
     epoch = served(transport)
-    merged, refused, *_ = transport.updates(0.0, count=3)  # two more that nobody read yet
-    transport.commit(epoch, samples.commit([merged.entry]))
-    transport.refuse(epoch, [(refused.entry, REFUSAL)])
-    assert connections().pending() == Pending(3, 11100)
-    assert connections().backlog() == 3
+    merged, refused, *_ = transport.merger.updates(0.0, count=3)  # two more that nobody read yet
+    transport.merger.commit(epoch, samples.commit([merged.entry]))
+    transport.merger.refuse(epoch, [(refused.entry, REFUSAL)])
+    assert connections().reader.pending() == Pending(3, 11100)
+    assert connections().reader.backlog() == 3
 
 
 def test_many_entries_are_counted_too(transport: Transport) -> None:
     entries = published(transport, 600)
     epoch = served(transport)
-    while transport.updates(0.0, count=500):
+    while transport.merger.updates(0.0, count=500):
         pass
-    transport.commit(epoch, samples.commit(entries[::2]))
-    assert transport.pending() == Pending(300, 30_000)
-    transport.trim(epoch, entries)
-    assert (transport.pending(), transport.backlog()) == (Pending(300, 30_000), 300)
-    assert len(transport.unacknowledged()) == 300
+    transport.merger.commit(epoch, samples.commit(entries[::2]))
+    assert transport.reader.pending() == Pending(300, 30_000)
+    transport.merger.trim(epoch, entries)
+    assert (transport.reader.pending(), transport.reader.backlog()) == (Pending(300, 30_000), 300)
+    assert len(transport.merger.unacknowledged()) == 300
 
 
 # -- actions -------------------------------------------------------------------------------------------------------
 
 
-def test_tracks_are_read_in_order_and_from_any_place(transport: Transport, connections: Connect) -> None:
-    transport.record_actions(samples.actions(0))
-    transport.publish(samples.contribution(), b"payload", samples.actions(1))
-    transport.publish(samples.contribution(sequence=1), b"payload")
-    transport.record_actions(samples.actions(2, island="b", text="step ✓"))
+def test_actions_are_read_in_order_and_from_any_place(transport: Transport, connections: Connect) -> None:
+    transport.island.record_actions(samples.actions(0))
+    transport.island.publish(samples.contribution(), b"payload", samples.actions(1))
+    transport.island.publish(samples.contribution(sequence=1), b"payload")
+    transport.island.record_actions(samples.actions(2, island="b", text="step ✓"))
     other = connections()
-    found = other.actions(START)
+    found = other.merger.actions(START)
     wanted = [samples.actions(0), samples.actions(1), samples.actions(2, island="b", text="step ✓")]
     assert [actions for _, actions in found] == wanted
-    assert other.actions(found[0][0]) == found[1:]
-    assert other.actions(START, count=2) == found[:2]
-    assert other.actions(found[-1][0]) == []
-    assert transport.backlog() == 2
+    assert other.merger.actions(found[0][0]) == found[1:]
+    assert other.merger.actions(START, count=2) == found[:2]
+    assert other.merger.actions(found[-1][0]) == []
+    assert transport.reader.backlog() == 2
 
 
-def test_tracks_go_up_to_an_id(transport: Transport) -> None:
+def test_actions_go_up_to_an_id(transport: Transport) -> None:
     for n in range(3):
-        transport.record_actions(samples.actions(n))
-    found = transport.actions(START)
+        transport.island.record_actions(samples.actions(n))
+    found = transport.merger.actions(START)
     epoch = served(transport)
-    transport.trim(epoch, [])
-    assert transport.actions(START) == found
-    transport.trim(epoch, [], found[1][0])
-    assert transport.actions(START) == found[2:]
-    transport.trim(epoch, [], found[2][0])
-    assert transport.actions(START) == []
+    transport.merger.trim(epoch, [])
+    assert transport.merger.actions(START) == found
+    transport.merger.trim(epoch, [], found[1][0])
+    assert transport.merger.actions(START) == found[2:]
+    transport.merger.trim(epoch, [], found[2][0])
+    assert transport.merger.actions(START) == []
 
 
 # -- leases on data -----------------------------------------------------------------------------------------------
@@ -427,30 +431,30 @@ def test_tracks_go_up_to_an_id(transport: Transport) -> None:
 def test_nobody_gets_the_same_shard(transport: Transport, connections: Connect) -> None:
     other, shards = connections(), ["0", "1", "site/2"]
     for island in ("a", "b"):
-        transport.heartbeat(samples.heartbeat(island))
-    assert transport.lease_shard(shards, "a/x") == Place("0", 0, 0)
-    assert other.lease_shard(shards, "b/x") == Place("1", 0, 0)
-    assert other.lease_shard(["0"], "b/x") is None
-    assert transport.lease_shard(shards, "a/x") == Place("0", 0, 0), "who asks again was never told"
-    assert transport.lease_shard(shards[1:], "a/x") == Place("site/2", 0, 0)
-    assert other.lease_shard(["0", "site/2"], "b/x") is None
-    assert other.leased([*shards, "3"], "a/x") == {"0", "site/2"}
-    assert transport.leased(shards, "b/x") == {"1"}
-    assert transport.leased(shards, "a/another") == frozenset()
-    assert transport.leased([], "a/x") == frozenset()
-    assert transport.cursors() == {}
+        transport.island.heartbeat(samples.heartbeat(island))
+    assert transport.island.lease_shard(shards, "a/x") == Place("0", 0, 0)
+    assert other.island.lease_shard(shards, "b/x") == Place("1", 0, 0)
+    assert other.island.lease_shard(["0"], "b/x") is None
+    assert transport.island.lease_shard(shards, "a/x") == Place("0", 0, 0), "who asks again was never told"
+    assert transport.island.lease_shard(shards[1:], "a/x") == Place("site/2", 0, 0)
+    assert other.island.lease_shard(["0", "site/2"], "b/x") is None
+    assert other.island.leased([*shards, "3"], "a/x") == {"0", "site/2"}
+    assert transport.island.leased(shards, "b/x") == {"1"}
+    assert transport.island.leased(shards, "a/another") == frozenset()
+    assert transport.island.leased([], "a/x") == frozenset()
+    assert transport.reader.cursors() == {}
 
 
 def test_many_lease_at_the_same_time(transport: Transport, connections: Connect) -> None:
     shards = [str(n) for n in range(8)]
     found: list[str] = []
     for n in range(4):
-        transport.heartbeat(samples.heartbeat(f"i{n}"))
+        transport.island.heartbeat(samples.heartbeat(f"i{n}"))
 
     def lease(island: Transport, me: str) -> None:
         mine: list[str] = []
         for _ in range(2):
-            place = island.lease_shard([shard for shard in shards if shard not in mine], me)
+            place = island.island.lease_shard([shard for shard in shards if shard not in mine], me)
             mine.append(place.shard if place else "none")
         found.extend(mine)
 
@@ -463,70 +467,70 @@ def test_many_lease_at_the_same_time(transport: Transport, connections: Connect)
 
 
 def test_a_merged_contribution_moves_the_cursor(transport: Transport, connections: Connect) -> None:
-    transport.heartbeat(samples.heartbeat())
-    transport.lease_shard(["3", "4"], "a/x")
+    transport.island.heartbeat(samples.heartbeat())
+    transport.island.lease_shard(["3", "4"], "a/x")
     epoch = served(transport)
-    transport.commit(epoch, samples.commit([], cursors={"3": (0, 96), "4": (0, 8)}))
-    assert connections().cursors() == {"3": (0, 96), "4": (0, 8)}
-    assert transport.leased(["3", "4"], "a/x") == {"3"}
-    assert connections().lease_shard(["3", "4"], "b/y") == Place("4", 0, 8)
+    transport.merger.commit(epoch, samples.commit([], cursors={"3": (0, 96), "4": (0, 8)}))
+    assert connections().reader.cursors() == {"3": (0, 96), "4": (0, 8)}
+    assert transport.island.leased(["3", "4"], "a/x") == {"3"}
+    assert connections().island.lease_shard(["3", "4"], "b/y") == Place("4", 0, 8)
 
 
 def test_a_lease_ends_with_its_pass(transport: Transport, connections: Connect) -> None:
     for island in ("a", "b"):
-        transport.heartbeat(samples.heartbeat(island))
-    transport.lease_shard(["0"], "a/x")
+        transport.island.heartbeat(samples.heartbeat(island))
+    transport.island.lease_shard(["0"], "a/x")
     epoch = served(transport)
-    transport.commit(epoch, samples.commit([], cursors={"0": (1, 0)}))
-    assert transport.leased(["0"], "a/x") == frozenset()
-    assert connections().lease_shard(["0"], "b/x") == Place("0", 1, 0)
-    transport.commit(epoch, samples.commit([], round_number=3, cursors={"0": (1, 5)}))
-    assert transport.leased(["0"], "b/x") == {"0"}
+    transport.merger.commit(epoch, samples.commit([], cursors={"0": (1, 0)}))
+    assert transport.island.leased(["0"], "a/x") == frozenset()
+    assert connections().island.lease_shard(["0"], "b/x") == Place("0", 1, 0)
+    transport.merger.commit(epoch, samples.commit([], round_number=3, cursors={"0": (1, 5)}))
+    assert transport.island.leased(["0"], "b/x") == {"0"}
 
 
 def test_a_shard_goes_on_with_another_when_its_holder_is_gone_and_merged(
     transport: Transport, connections: Connect
 ) -> None:
     island = connections()
-    island.heartbeat(samples.heartbeat())
-    island.lease_shard(["0"], "a/x")
-    assert transport.lease_shard(["0"], "b/y") is None
-    island.publish(samples.contribution(), b"payload")
-    island.heartbeat(samples.heartbeat(state="left"))
-    assert transport.lease_shard(["0"], "b/y") is None  # what it published may yet move the cursor
+    island.island.heartbeat(samples.heartbeat())
+    island.island.lease_shard(["0"], "a/x")
+    assert transport.island.lease_shard(["0"], "b/y") is None
+    island.island.publish(samples.contribution(), b"payload")
+    island.island.heartbeat(samples.heartbeat(state="left"))
+    assert transport.island.lease_shard(["0"], "b/y") is None  # what it published may yet move the cursor
     epoch = served(transport)
-    (delivery,) = transport.updates(0.0)
-    assert transport.lease_shard(["0"], "b/y") is None
-    transport.commit(epoch, samples.commit([delivery.entry], cursors={"0": (0, 40)}))
-    assert transport.lease_shard(["0"], "b/y") == Place("0", 0, 40)
-    assert transport.leased(["0"], "b/y") == {"0"}
-    assert island.leased(["0"], "a/x") == frozenset()
+    (delivery,) = transport.merger.updates(0.0)
+    assert transport.island.lease_shard(["0"], "b/y") is None
+    transport.merger.commit(epoch, samples.commit([delivery.entry], cursors={"0": (0, 40)}))
+    assert transport.island.lease_shard(["0"], "b/y") == Place("0", 0, 40)
+    assert transport.island.leased(["0"], "b/y") == {"0"}
+    assert island.island.leased(["0"], "a/x") == frozenset()
 
 
 def test_a_new_incarnation_takes_over_from_the_old_one(transport: Transport) -> None:
-    transport.heartbeat(samples.heartbeat())
-    transport.heartbeat(samples.heartbeat("b"))
-    transport.lease_shard(["0", "1", "2"], "b/x")
-    transport.lease_shard(["0", "1", "2"], "a/x")
-    transport.heartbeat(samples.heartbeat(incarnation="z"))
-    assert transport.lease_shard(["0", "2", "1"], "a/z") == Place("1", 0, 0)
+    transport.island.heartbeat(samples.heartbeat())
+    transport.island.heartbeat(samples.heartbeat("b"))
+    transport.island.lease_shard(["0", "1", "2"], "b/x")
+    transport.island.lease_shard(["0", "1", "2"], "a/x")
+    transport.island.heartbeat(samples.heartbeat(incarnation="z"))
+    assert transport.island.lease_shard(["0", "2", "1"], "a/z") == Place("1", 0, 0)
 
 
 def test_the_first_says_which_text_a_corpus_is(transport: Transport, connections: Connect) -> None:
-    assert transport.register_corpus("site", "1" * 32) == "1" * 32
-    assert connections().register_corpus("site", "2" * 32) == "1" * 32
-    assert connections().register_corpus("other", "2" * 32) == "2" * 32
-    assert transport.cursors() == {}
+    assert transport.island.register_corpus("site", "1" * 32) == "1" * 32
+    assert connections().island.register_corpus("site", "2" * 32) == "1" * 32
+    assert connections().island.register_corpus("other", "2" * 32) == "2" * 32
+    assert transport.reader.cursors() == {}
 
 
 def test_memory_is_a_number_of_bytes(transport: Transport) -> None:
     published(transport, 3)
-    found = transport.memory()
+    found = transport.reader.memory()
     assert isinstance(found, Memory)
     assert found.used >= 0
     assert found.limit >= 0
-    assert transport.memory().limit == found.limit
-    assert transport.backlog() == 3
+    assert transport.reader.memory().limit == found.limit
+    assert transport.reader.backlog() == 3
 
 
 # -- between islands ----------------------------------------------------------------------------------------------
@@ -534,27 +538,27 @@ def test_memory_is_a_number_of_bytes(transport: Transport) -> None:
 
 def test_who_is_alive_and_asked_is_promised_one_answer(transport: Transport, connections: Connect) -> None:
     other = connections()
-    transport.ask("a/x")
-    assert other.asks() == []  # it says that it waits, and not that it lives
-    transport.heartbeat(samples.heartbeat(state="joining"))
-    transport.heartbeat(samples.heartbeat("c", state="left"))
-    transport.ask("c/x")
-    transport.ask("a/older")
-    assert other.asks() == ["a/x"]
-    assert other.promise("a/x", "b/y")
-    assert not transport.promise("a/x", "c/z")
-    transport.ask("a/x")  # said again
-    assert other.asks() == []
-    assert not other.promise("nobody/x", "b/y")
+    transport.island.ask("a/x")
+    assert other.island.asks() == []  # it says that it waits, and not that it lives
+    transport.island.heartbeat(samples.heartbeat(state="joining"))
+    transport.island.heartbeat(samples.heartbeat("c", state="left"))
+    transport.island.ask("c/x")
+    transport.island.ask("a/older")
+    assert other.island.asks() == ["a/x"]
+    assert other.island.promise("a/x", "b/y")
+    assert not transport.island.promise("a/x", "c/z")
+    transport.island.ask("a/x")  # said again
+    assert other.island.asks() == []
+    assert not other.island.promise("nobody/x", "b/y")
 
 
 def test_only_one_promises(transport: Transport, connections: Connect) -> None:
     for n in range(4):
-        transport.ask(f"a/{n}")
+        transport.island.ask(f"a/{n}")
     givers: list[str] = []
 
     def offer(island: Transport, me: str) -> None:
-        givers.extend(who for who in ("a/0", "a/1", "a/2", "a/3") if island.promise(who, me))
+        givers.extend(who for who in ("a/0", "a/1", "a/2", "a/3") if island.island.promise(who, me))
 
     threads = [threading.Thread(target=offer, args=(connections(), f"b/{n}")) for n in range(4)]
     for thread in threads:
@@ -567,25 +571,25 @@ def test_only_one_promises(transport: Transport, connections: Connect) -> None:
 @BOTH_SIZES
 def test_an_answer_waits_for_the_one_who_asked(transport: Transport, connections: Connect, payload: bytes) -> None:
     giver, given = connections(), (samples.handover(payload), payload)
-    transport.ask("a/x")
-    transport.ask("a/z")
-    assert transport.handed_over("a/x") is None
-    giver.promise("a/x", "b/y")
-    giver.hand_over("a/x", *given)
-    assert transport.handed_over("a/x") == transport.handed_over("a/x") == given
-    assert transport.handed_over("a/z") is None
-    transport.withdraw("a/x")
-    assert transport.handed_over("a/x") is None
-    assert not giver.promise("a/x", "b/y")
-    assert giver.promise("a/z", "b/y")
-    transport.withdraw("a/x")
+    transport.island.ask("a/x")
+    transport.island.ask("a/z")
+    assert transport.island.handed_over("a/x") is None
+    giver.island.promise("a/x", "b/y")
+    giver.island.hand_over("a/x", *given)
+    assert transport.island.handed_over("a/x") == transport.island.handed_over("a/x") == given
+    assert transport.island.handed_over("a/z") is None
+    transport.island.withdraw("a/x")
+    assert transport.island.handed_over("a/x") is None
+    assert not giver.island.promise("a/x", "b/y")
+    assert giver.island.promise("a/z", "b/y")
+    transport.island.withdraw("a/x")
 
 
 @BOTH_SIZES
 def test_an_answer_to_nobody_goes_nowhere(transport: Transport, payload: bytes) -> None:
-    transport.hand_over("a/x", samples.handover(payload), payload)
-    transport.ask("a/x")
-    assert transport.handed_over("a/x") is None
+    transport.island.hand_over("a/x", samples.handover(payload), payload)
+    transport.island.ask("a/x")
+    assert transport.island.handed_over("a/x") is None
 
 
 # -- restoring ----------------------------------------------------------------------------------------------------
@@ -599,17 +603,17 @@ def test_a_checkpoint_brings_everything_back(connections: Connect, payload: byte
     image = samples.image(manifest, pending, outer=payload)
     made.restore(image)
     other = connections()
-    assert other.manifest() == manifest
-    assert [other.fragment(p) for p in range(2)] == image.snapshots
-    assert [other.outer(p) for p in range(2)] == [payload, b""]
-    assert (other.merger_state(), other.cursors()) == (image.state, image.cursors)
-    assert (other.tape(9), other.evaluations()) == (image.tape, image.evaluations)
-    assert other.events(START, 0.0) == []
-    assert (other.backlog(), other.pending()) == (2, Pending(2, 21))
-    assert other.books() == Books(3 + 2, 300 + 21, 2, 200, 1, 100, 5000, 6000, kept=0)
-    assert made.run in other.runs()
+    assert other.reader.manifest() == manifest
+    assert [other.reader.fragment(p) for p in range(2)] == image.snapshots
+    assert [other.merger.outer(p) for p in range(2)] == [payload, b""]
+    assert (other.reader.merger_state(), other.reader.cursors()) == (image.state, image.cursors)
+    assert (other.reader.tape(9), other.reader.evaluations()) == (image.tape, image.evaluations)
+    assert other.reader.events(START, 0.0) == []
+    assert (other.reader.backlog(), other.reader.pending()) == (2, Pending(2, 21))
+    assert other.reader.books() == Books(3 + 2, 300 + 21, 2, 200, 1, 100, 5000, 6000, kept=0)
+    assert made.run in other.reader.runs()
     assert served(other) > 0
-    assert [(d.contribution, d.payload) for d in other.updates(0.0)] == pending
+    assert [(d.contribution, d.payload) for d in other.merger.updates(0.0)] == pending
 
 
 def test_a_restored_run_goes_on(connections: Connect) -> None:
@@ -617,93 +621,93 @@ def test_a_restored_run_goes_on(connections: Connect) -> None:
     manifest = samples.manifest(made.run)
     made.restore(samples.image(manifest, [(samples.contribution(), b"payload")]))
     epoch = served(made)
-    (delivery,) = made.updates(0.0)
-    made.commit(epoch, samples.commit([delivery.entry], round_number=3, cursors={"0": (1, 0)}))
-    assert made.fragment(0)[0].version == 2
-    assert [entry.round for entry in made.tape(9)] == [1, 3]
-    assert made.cursors() == {"0": (1, 0), "site/7": (2, 0)}
-    assert (made.books().merged, made.books().kept, made.backlog()) == (3, 1, 0)
+    (delivery,) = made.merger.updates(0.0)
+    made.merger.commit(epoch, samples.commit([delivery.entry], round_number=3, cursors={"0": (1, 0)}))
+    assert made.reader.fragment(0)[0].version == 2
+    assert [entry.round for entry in made.reader.tape(9)] == [1, 3]
+    assert made.reader.cursors() == {"0": (1, 0), "site/7": (2, 0)}
+    assert (made.reader.books().merged, made.reader.books().kept, made.reader.backlog()) == (3, 1, 0)
 
 
 def test_a_run_that_is_there_is_not_restored_over(transport: Transport, connections: Connect) -> None:
-    transport.publish(samples.contribution(), b"payload")
+    transport.island.publish(samples.contribution(), b"payload")
     with pytest.raises(RunExistsError):
-        connections().restore(samples.image(transport.manifest(), []))
-    assert transport.fragment(0) == samples.first_snapshots(transport.manifest())[0]
-    assert (transport.backlog(), transport.books().merged) == (1, 0)
-    assert transport.claim_return("a") is None
+        connections().restore(samples.image(transport.reader.manifest(), []))
+    assert transport.reader.fragment(0) == samples.first_snapshots(transport.reader.manifest())[0]
+    assert (transport.reader.backlog(), transport.reader.books().merged) == (1, 0)
+    assert transport.island.claim_return("a") is None
 
 
 def test_an_island_returns_to_a_restored_run_once(connections: Connect) -> None:
     made = connections()
     made.restore(samples.image(samples.manifest(made.run), []))
-    assert made.claim_return("a") == (3, 1)
-    assert connections().claim_return("a") is None
-    assert connections().claim_return("b") == (3, 1)
+    assert made.island.claim_return("a") == (3, 1)
+    assert connections().island.claim_return("a") is None
+    assert connections().island.claim_return("b") == (3, 1)
 
 
 def test_differences_lead_from_version_to_version(transport: Transport, connections: Connect) -> None:
-    epoch = transport.acquire("m", 60)
+    epoch = transport.merger.acquire("m", 60)
     assert epoch is not None
-    assert transport.difference(0, 1) is None
-    before = transport.books().bytes_down
+    assert transport.island.difference(0, 1) is None
+    before = transport.reader.books().bytes_down
     for number, difference in ((1, b"one"), (3, LARGE), (5, b"")):
-        transport.commit(epoch, samples.commit([], round_number=number, difference=difference))
+        transport.merger.commit(epoch, samples.commit([], round_number=number, difference=difference))
     other = connections()
-    assert [other.difference(0, version) for version in (1, 2, 3)] == [b"one", LARGE, None]
-    assert other.difference(1, 1) is None
-    assert other.books().bytes_down == before + len(b"one") + len(LARGE)
+    assert [other.island.difference(0, version) for version in (1, 2, 3)] == [b"one", LARGE, None]
+    assert other.island.difference(1, 1) is None
+    assert other.reader.books().bytes_down == before + len(b"one") + len(LARGE)
 
 
 def test_only_the_newest_differences_are_kept(transport: Transport) -> None:
-    epoch = transport.acquire("m", 60)
+    epoch = transport.merger.acquire("m", 60)
     assert epoch is not None
     for version in range(1, DIFFERENCES_KEPT + 3):
-        transport.commit(epoch, samples.commit([], round_number=2 * version - 1, difference=b"%d" % version))
-    found = [transport.difference(0, version) for version in range(1, DIFFERENCES_KEPT + 3)]
+        transport.merger.commit(epoch, samples.commit([], round_number=2 * version - 1, difference=b"%d" % version))
+    found = [transport.island.difference(0, version) for version in range(1, DIFFERENCES_KEPT + 3)]
     assert found[:2] == [None, None]
     assert found[2:] == [b"%d" % version for version in range(3, DIFFERENCES_KEPT + 3)]
 
 
 def test_a_commit_after_another_round_than_was_closed_last_is_refused(transport: Transport) -> None:
     """A broker that died and came back without its newest writes looks as before."""
-    epoch = transport.acquire("m", 60)
+    epoch = transport.merger.acquire("m", 60)
     assert epoch is not None
-    transport.commit(epoch, samples.commit([], after_round=0))
+    transport.merger.commit(epoch, samples.commit([], after_round=0))
     with pytest.raises(BrokerError):
-        transport.commit(epoch, samples.commit([], round_number=3, after_round=2))
-    assert [entry.round for entry in transport.tape(9)] == [1]
-    transport.commit(epoch, samples.commit([], round_number=3, after_round=1))
+        transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=2))
+    assert [entry.round for entry in transport.reader.tape(9)] == [1]
+    transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1))
 
 
 def test_an_instance_stays_the_same(transport: Transport, connections: Connect) -> None:
-    assert transport.instance() == connections().instance()
+    assert transport.reader.instance() == connections().reader.instance()
 
 
 def test_an_operators_wishes_are_changed_together(transport: Transport, connections: Connect) -> None:
     other = connections()
-    assert other.control() == {}
-    transport.steer({"outer.learning_rate": "0.5", "merging": "paused", "sync.quorum": ""})
-    assert other.control() == {"outer.learning_rate": "0.5", "merging": "paused"}
-    transport.steer({"outer.learning_rate": "0.25", "merging": "", "island.a": "drain"})
-    assert other.control() == {"outer.learning_rate": "0.25", "island.a": "drain"}
-    transport.steer({"outer.learning_rate": "", "island.a": ""})
-    assert other.control() == {}
-    transport.steer({})
+    assert other.reader.control() == {}
+    transport.reader.steer({"outer.learning_rate": "0.5", "merging": "paused", "sync.quorum": ""})
+    assert other.reader.control() == {"outer.learning_rate": "0.5", "merging": "paused"}
+    transport.reader.steer({"outer.learning_rate": "0.25", "merging": "", "island.a": "drain"})
+    assert other.reader.control() == {"outer.learning_rate": "0.25", "island.a": "drain"}
+    transport.reader.steer({"outer.learning_rate": "", "island.a": ""})
+    assert other.reader.control() == {}
+    transport.reader.steer({})
 
 
 def test_a_run_that_nobody_created_cannot_be_steered(connections: Connect) -> None:
     with pytest.raises(UnknownRunError):
-        connections().steer({"merging": "paused"})
+        connections().reader.steer({"merging": "paused"})
 
 
 def test_a_new_run_begins_without_the_wishes_and_notes_of_the_past(transport: Transport, connections: Connect) -> None:
-    transport.steer({"merging": "paused", "island.a": "expel"})
-    transport.note(Note(1.0, "a", "left", "it was stopped"))
+    transport.reader.steer({"merging": "paused", "island.a": "expel"})
+    transport.reader.note(Note(1.0, "a", "left", "it was stopped"))
     again = forgotten(transport, connections)
     manifest = samples.manifest(again.run, width=WIDTH)
     again.create(manifest, samples.first_snapshots(manifest))
-    assert (again.control(), again.notes(9)) == ({}, [])
+    assert (again.reader.control(), again.reader.notes(9)) == ({}, [])
 
 
 def test_what_a_checkpoint_knows_of_the_operators_wishes_comes_back(connections: Connect) -> None:
@@ -712,70 +716,70 @@ def test_what_a_checkpoint_knows_of_the_operators_wishes_comes_back(connections:
     wishes = {"sync.quorum": "3", "island.a": "expel"}
     state = json.dumps({"closed": 1, "control": wishes | {"merging": "perhaps", "nonsense": "1"}})
     made.restore(samples.image(manifest, [], state=state))
-    assert connections().control() == wishes
+    assert connections().reader.control() == wishes
 
 
 def test_a_heartbeat_hears_what_the_operator_wishes_of_that_island(transport: Transport, connections: Connect) -> None:
-    assert transport.heartbeat(samples.heartbeat("a")) == ""
-    connections().steer({"island.a": "drain", "island.b": "expel", "merging": "paused"})
-    assert transport.heartbeat(samples.heartbeat("a")) == "drain"
-    assert transport.heartbeat(samples.heartbeat("b")) == "expel"
-    assert transport.heartbeat(samples.heartbeat("c")) == ""
+    assert transport.island.heartbeat(samples.heartbeat("a")) == ""
+    connections().reader.steer({"island.a": "drain", "island.b": "expel", "merging": "paused"})
+    assert transport.island.heartbeat(samples.heartbeat("a")) == "drain"
+    assert transport.island.heartbeat(samples.heartbeat("b")) == "expel"
+    assert transport.island.heartbeat(samples.heartbeat("c")) == ""
 
 
 def test_who_is_expelled_gets_no_shard_and_loses_the_ones_it_has(transport: Transport) -> None:
-    transport.heartbeat(samples.heartbeat("a"))
-    transport.heartbeat(samples.heartbeat("b"))
-    assert transport.lease_shard(["0"], "a/x") == Place("0", 0, 0)
-    transport.steer({"island.a": "drain"})
-    assert transport.lease_shard(["0"], "b/x") is None, "a drained island sends what it has first"
-    transport.steer({"island.a": "expel"})
-    assert transport.lease_shard(["1"], "a/x") is None
-    assert transport.lease_shard(["0"], "b/x") == Place("0", 0, 0)
-    assert transport.leased(["0"], "a/x") == frozenset()
-    transport.steer({"island.a": ""})
-    assert transport.lease_shard(["1"], "a/x") == Place("1", 0, 0)
+    transport.island.heartbeat(samples.heartbeat("a"))
+    transport.island.heartbeat(samples.heartbeat("b"))
+    assert transport.island.lease_shard(["0"], "a/x") == Place("0", 0, 0)
+    transport.reader.steer({"island.a": "drain"})
+    assert transport.island.lease_shard(["0"], "b/x") is None, "a drained island sends what it has first"
+    transport.reader.steer({"island.a": "expel"})
+    assert transport.island.lease_shard(["1"], "a/x") is None
+    assert transport.island.lease_shard(["0"], "b/x") == Place("0", 0, 0)
+    assert transport.island.leased(["0"], "a/x") == frozenset()
+    transport.reader.steer({"island.a": ""})
+    assert transport.island.lease_shard(["1"], "a/x") == Place("1", 0, 0)
 
 
 def test_a_shard_waits_for_what_an_expelled_island_sent_before(transport: Transport) -> None:
-    transport.heartbeat(samples.heartbeat("a"))
-    transport.lease_shard(["0"], "a/x")
+    transport.island.heartbeat(samples.heartbeat("a"))
+    transport.island.lease_shard(["0"], "a/x")
     published(transport, 1)
-    transport.steer({"island.a": "expel"})
-    assert transport.lease_shard(["0"], "b/x") is None
+    transport.reader.steer({"island.a": "expel"})
+    assert transport.island.lease_shard(["0"], "b/x") is None
     epoch = served(transport)
-    transport.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in transport.updates(0.0)])
-    assert transport.lease_shard(["0"], "b/x") == Place("0", 0, 0)
+    transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in transport.merger.updates(0.0)])
+    assert transport.island.lease_shard(["0"], "b/x") == Place("0", 0, 0)
 
 
 def test_notes_are_kept_in_order_and_only_the_newest(transport: Transport, connections: Connect) -> None:
-    assert transport.notes(9) == []
+    assert transport.reader.notes(9) == []
     notes = [Note(1.7e9 + n / 3, "a", "joined", f"note {n}") for n in range(NOTES_KEPT + 5)]
     for note in notes:
-        transport.note(note)
+        transport.reader.note(note)
     other = connections()
-    assert other.notes(3) == notes[-3:]
-    assert other.notes(0) == []
-    assert other.notes(1 << 20) == notes[-NOTES_KEPT:]
+    assert other.reader.notes(3) == notes[-3:]
+    assert other.reader.notes(0) == []
+    assert other.reader.notes(1 << 20) == notes[-NOTES_KEPT:]
 
 
 def test_the_newest_refusals_are_found_among_the_events(transport: Transport, connections: Connect) -> None:
     other = connections()
-    assert other.refusals(9) == []
+    assert other.reader.refusals(9) == []
     epoch = served(transport)
     for number, entry in enumerate(published(transport, 4)):
-        transport.announce(epoch, Call(number + 1, 0))
-        transport.updates(0.0)
-        transport.refuse(epoch, [(entry, replace(REFUSAL, sequence=number, reason=f"reason {number}"))])
-        transport.announce(epoch, Marker(number + 1, number))
-    found = other.refusals(2)
+        transport.merger.announce(epoch, Call(number + 1, 0))
+        transport.merger.updates(0.0)
+        transport.merger.refuse(epoch, [(entry, replace(REFUSAL, sequence=number, reason=f"reason {number}"))])
+        transport.merger.announce(epoch, Marker(number + 1, number))
+    found = other.reader.refusals(2)
     assert [refusal for _, refusal in found] == [
         replace(REFUSAL, sequence=2, reason="reason 2"),
         replace(REFUSAL, sequence=3, reason="reason 3"),
     ]
     assert 0.0 < found[0][0] <= found[1][0] < found[0][0] + 600.0
-    assert len(other.refusals(99)) == 4
-    assert other.refusals(0) == []
+    assert len(other.reader.refusals(99)) == 4
+    assert other.reader.refusals(0) == []
     for _ in range(REFUSALS_AMONG - 2):  # a marker came after the last refusal
-        transport.announce(epoch, Call(9, 0))
-    assert [refusal.sequence for _, refusal in other.refusals(99)] == [3]
+        transport.merger.announce(epoch, Call(9, 0))
+    assert [refusal.sequence for _, refusal in other.reader.refusals(99)] == [3]

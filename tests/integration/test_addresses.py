@@ -26,7 +26,7 @@ import pytest
 
 from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
 from archipelago.broker.redis import connection as redis_connection
-from archipelago.broker.redis.connection import HUGE_FROM_BYTES
+from archipelago.broker.redis.bulk import HUGE_FROM_BYTES
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.launch.embedded_redis import Server
@@ -227,21 +227,21 @@ def test_a_round_through_every_address(url: str) -> None:
     try:
         manifest = samples.manifest(run, width=WIDTH)
         island.create(manifest, samples.first_snapshots(manifest))
-        island.heartbeat(samples.heartbeat())
+        island.island.heartbeat(samples.heartbeat())
         sent = samples.contribution(LARGE)
-        island.publish(sent, LARGE)
-        epoch = merger.acquire("merger", 60.0)
+        island.island.publish(sent, LARGE)
+        epoch = merger.merger.acquire("merger", 60.0)
         assert epoch is not None
-        (delivery,) = merger.updates(5.0)
+        (delivery,) = merger.merger.updates(5.0)
         assert (delivery.contribution, delivery.payload, delivery.fault) == (sent, LARGE, "")
-        merger.commit(epoch, samples.commit([delivery.entry], LARGE[::-1]))
-        snapshot, payload = island.fragment(0)
+        merger.merger.commit(epoch, samples.commit([delivery.entry], LARGE[::-1]))
+        snapshot, payload = island.reader.fragment(0)
         assert (snapshot.version, payload) == (1, LARGE[::-1])
-        assert island.books().merged == 1
-        island.ask("a/x")
-        assert merger.promise("a/x", "b/y")
-        merger.hand_over("a/x", samples.handover(LARGE), LARGE)
-        assert island.handed_over("a/x") == (samples.handover(LARGE), LARGE)
+        assert island.reader.books().merged == 1
+        island.island.ask("a/x")
+        assert merger.island.promise("a/x", "b/y")
+        merger.island.hand_over("a/x", samples.handover(LARGE), LARGE)
+        assert island.island.handed_over("a/x") == (samples.handover(LARGE), LARGE)
     finally:
         island.close()
         merger.close()
@@ -255,12 +255,12 @@ def test_an_answer_that_breaks_off_is_an_outage(server: Server, certificates: Ce
         transport = connect(secure_url(server, port, ssl_ca_certs=certificates.authority.certificate), run)
         manifest = samples.manifest(run, width=WIDTH)
         transport.create(manifest, samples.first_snapshots(manifest))
-        transport.publish(samples.contribution(LARGE), LARGE)
+        transport.island.publish(samples.contribution(LARGE), LARGE)
         front.bytes_left = len(LARGE) // 2
         with pytest.raises(UnreachableError):
-            transport.updates(0.0)
+            transport.merger.updates(0.0)
         front.bytes_left = sys.maxsize
-        (delivery,) = transport.unacknowledged()
+        (delivery,) = transport.merger.unacknowledged()
         assert delivery.payload == LARGE
         transport.close()
 
@@ -294,7 +294,7 @@ def test_a_run_through_every_address(
     archipelago("merger", url, "--run", run)
     island = archipelago("island", url, "--run", run)
     look = connect(url, run)
-    until(lambda: look.books().merged >= 4, "some rounds", 120)
+    until(lambda: look.reader.books().merged >= 4, "some rounds", 120)
     look.close()
     status = archipelago("status", url, "--run", run, "--json")
     assert json.loads(status.communicate(timeout=60)[0])["live"] == 1

@@ -84,19 +84,19 @@ def test_islands_hold_what_the_merger_believes(
     hears, deaf.pump_receive = deaf.pump_receive, lambda block_seconds=0.0: None  # type: ignore[method-assign]
     run.advance_until(lambda: run.merger.rounds.closed >= 24)
     deaf.pump_receive = hears  # type: ignore[method-assign]
-    taken = run.transport.books().bytes_down
+    taken = run.transport.reader.books().bytes_down
     run.advance_until(lambda: run.merger.rounds.closed >= 36)
-    full = sum(len(run.transport.fragment(p)[1]) for p in range(6))
-    assert run.transport.books().bytes_down - taken < 0.5 * full * 2 * 3, "they took full snapshots"
+    full = sum(len(run.transport.reader.fragment(p)[1]) for p in range(6))
+    assert run.transport.reader.books().bytes_down - taken < 0.5 * full * 2 * 3, "they took full snapshots"
     assert late.totals.steps
     for island in run.islands.values():
         for p, arrival in island.link._held.items():
-            snapshot, payload = run.transport.fragment(p)
+            snapshot, payload = run.transport.reader.fragment(p)
             if arrival.snapshot.version == snapshot.version:
                 assert arrival.params_N.tobytes() == unpack(payload, run.manifest.sizes[p]).tobytes()
             assert digest_of(arrival.params_N) == (arrival.snapshot.held or digest_of(arrival.params_N))
     for p, fragment in enumerate(run.merger.fragments):
-        assert digest_of(np.asarray(fragment.published_N)) == run.transport.fragment(p)[0].held
+        assert digest_of(np.asarray(fragment.published_N)) == run.transport.reader.fragment(p)[0].held
         bound_N = np.abs(np.asarray(fragment.params_N) - np.asarray(fragment.published_N))
         assert bound_N.max() < 0.05
 
@@ -110,7 +110,7 @@ def test_a_merger_that_restarts_goes_on_to_the_same_bits(config: RunConfig, corp
         if restarts:
             run.new_merger()
         run.finish()
-        digests.append([entry.digest for entry in run.transport.tape(1000)])
+        digests.append([entry.digest for entry in run.transport.reader.tape(1000)])
     assert digests[0][:12] == digests[1][:12]
 
 
@@ -126,12 +126,12 @@ def test_a_difference_that_is_gone_or_damaged_costs_a_full_snapshot(config: RunC
             asked.append(version)
             return gone
 
-        link.transport.difference = difference  # type: ignore[method-assign]
+        link.transport.island.difference = difference  # type: ignore[method-assign]
         before = run.merger.rounds.closed
         run.advance_until(lambda before=before: run.merger.rounds.closed >= before + 8)  # type: ignore[misc]
         assert asked
         for p, arrival in link._held.items():
-            assert arrival.snapshot.version >= run.transport.fragment(p)[0].version - 1
+            assert arrival.snapshot.version >= run.transport.reader.fragment(p)[0].version - 1
 
 
 @pytest.mark.parametrize("hostile", ["no header", "another codec", "other values", "no number"])
@@ -143,7 +143,7 @@ def test_a_hostile_difference_costs_a_full_snapshot_and_never_other_parameters(
     run = VirtualRun(config, corpus, compiled(config), [1.0])
     run.advance_until(lambda: run.merger.rounds.closed >= 8)
     link = run.islands["island-0"].link
-    honest, wholes = link.transport.difference, link._fetch
+    honest, wholes = link.transport.island.difference, link._fetch
     asked: list[int] = []
     whole: list[int] = []
 
@@ -162,14 +162,14 @@ def test_a_hostile_difference_costs_a_full_snapshot_and_never_other_parameters(
         whole.append(p)
         return wholes(p)
 
-    link.transport.difference = difference  # type: ignore[method-assign]
+    link.transport.island.difference = difference  # type: ignore[method-assign]
     link._fetch = fetched  # type: ignore[method-assign]
     run.advance_until(lambda: run.merger.rounds.closed >= 20)
     assert asked
     assert whole == asked
     assert link.trouble == ""
     for p, arrival in link._held.items():
-        snapshot, payload = run.transport.fragment(p)
+        snapshot, payload = run.transport.reader.fragment(p)
         if arrival.snapshot.version == snapshot.version:
             assert arrival.params_N.tobytes() == unpack(payload, run.manifest.sizes[p]).tobytes()
         assert arrival.snapshot.version >= snapshot.version - 1

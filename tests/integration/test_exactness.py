@@ -94,7 +94,7 @@ def test_the_same_run_gives_the_same_bits(config: RunConfig, corpus: OpenCorpus,
         connection = partial(connect, f"fakeredis://{name}", name) if where == "fakeredis" else None
         run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1, 2.5], connect=connection, run=name)
         run.finish()
-        digests.append([entry.digest for entry in run.transport.tape(1000)])
+        digests.append([entry.digest for entry in run.transport.reader.tape(1000)])
     assert digests[0] == digests[1]
     assert len(digests[0]) > 6
 
@@ -105,6 +105,6 @@ def test_fakeredis_changes_no_bit(config: RunConfig, corpus: OpenCorpus) -> None
     for connection in (None, partial(connect, "fakeredis://bits", "bits")):
         run = VirtualRun(config, corpus, compiled(config), [1.0, 1.3], connect=connection, run="bits")
         run.finish()
-        entries = run.transport.tape(1000)
+        entries = run.transport.reader.tape(1000)
         tapes.append([(e.round, e.digest, [replace(m, entry="") for m in e.members]) for e in entries])
     assert tapes[0] == tapes[1]

@@ -35,7 +35,7 @@ def test_three_islands_keep_up_with_data_parallel(config: RunConfig, corpus: Ope
     steps = round(STEPS * (2 + 1 / slow) / 3)
     parallel = replace(config, inner=replace(config.inner, steps=steps))
     theirs = data_parallel(parallel, corpus, 3, lambda point: None)
-    books = run.transport.books()
+    books = run.transport.reader.books()
     assert books.published == books.merged + books.refused
     assert ours[-1].bits_per_byte < MOST * theirs[-1].bits_per_byte, "\n".join(
         [f"seed {config.seed}", drawn("three islands", ours), drawn("data-parallel", theirs)]

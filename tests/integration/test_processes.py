@@ -88,7 +88,7 @@ def processes(tmp_path: Path, corpus: OpenCorpus) -> Iterator[Processes]:
 def view(url: str, run: str) -> RunView:
     transport = connect(url, run)
     try:
-        return observe(transport, transport.manifest())
+        return observe(transport, transport.reader.manifest())
     finally:
         transport.close()
 
@@ -190,7 +190,7 @@ def test_the_pieces_by_hand(processes: Processes, server: Server, until: Until) 
     assert view(url, run).books.refused == 0
     until(lambda: balanced(view(url, run)), "balanced books")
     transport = connect(url, run)
-    assert sum(member.island == "one" for entry in transport.tape(100_000) for member in entry.members) > 0
+    assert sum(member.island == "one" for entry in transport.reader.tape(100_000) for member in entry.members) > 0
     transport.close()
 
 
@@ -217,7 +217,7 @@ def test_a_standby_becomes_the_island_that_is_killed(processes: Processes, tmp_p
         port, password = (_setting(config, key) for key in ("port", "requirepass"))
         transport = connect(f"redis://:{password}@127.0.0.1:{port}/0", "job")
         try:
-            return {p.heartbeat.island: p.heartbeat.pid for p in transport.presences()}
+            return {p.heartbeat.island: p.heartbeat.pid for p in transport.reader.presences()}
         finally:
             transport.close()
 
@@ -290,7 +290,7 @@ def test_a_worker_of_another_config_is_refused(processes: Processes, server: Ser
     assert "outer.learning_rate: 0.7 → 0.3" in said
     assert "Traceback" not in said
     transport = connect(url, run)
-    manifest: Manifest = transport.manifest()
+    manifest: Manifest = transport.reader.manifest()
     transport.close()
     assert manifest.config.outer.learning_rate == 0.7
 

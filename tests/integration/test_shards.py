@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,36 +13,34 @@ import pytest
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.corpus_shards import Place, parse_places
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
+from archipelago.broker.transport import Transport
 from archipelago.islands.data.batches import windows
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from archipelago.ops.watch.run_view import observe
+from tests.intercept import Intercepted
 from tests.small import compiled
 
 SHARDS, LENGTH = 8, 32
 BYTES = 6_000
 
 
-class Watched:
+class Watched(Intercepted):
     """A connection that notes who leased what, and what was published."""
 
-    def __init__(self, inner: Any, leases: list[tuple[str, Place]], published: dict[str, Contribution]) -> None:
-        self._inner, self._leases, self._published = inner, leases, published
+    def __init__(self, inner: Transport, leases: list[tuple[str, Place]], published: dict[str, Contribution]) -> None:
+        super().__init__(inner)
+        self._leases, self._published = leases, published
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def lease_shard(self, shards: list[str], me: str) -> Place | None:
-        place: Place | None = self._inner.lease_shard(shards, me)
-        if place is not None:
-            self._leases.append((me, place))
-        return place
-
-    def publish(self, contribution: Contribution, payload: bytes, actions: Any = None) -> str:
-        self._published[contribution.identity_text] = contribution
-        return str(self._inner.publish(contribution, payload, actions))
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == "publish":
+            self._published[args[0].identity_text] = args[0]
+        answer = method(*args, **kwargs)
+        if name == "lease_shard" and answer is not None:
+            self._leases.append((args[1], answer))
+        return answer
 
 
 def text(corpus: OpenCorpus) -> OpenCorpus:
@@ -57,7 +56,7 @@ def settings(config: RunConfig) -> RunConfig:
 def merged_until(run: VirtualRun, published: dict[str, Contribution]) -> dict[tuple[str, str, int], int]:
     """How far each (incarnation, shard, pass) is merged, in sequences; from the tape."""
     out: dict[tuple[str, str, int], int] = defaultdict(int)
-    for entry in run.transport.tape(1 << 20):
+    for entry in run.transport.reader.tape(1 << 20):
         for member in entry.members:
             for place in parse_places(published[member.identity_text].data):
                 at = pass_size(run, place.shard, place.pass_number) if place.ended else place.position
@@ -94,10 +93,10 @@ def test_every_token_is_merged_once_in_each_completed_pass(config: RunConfig, co
     published: dict[str, Contribution] = {}
     run = VirtualRun(
         config, text(corpus), compiled(config), [1.0, 1.1, 1.4], clock=clock, run="data",
-        connect=lambda: Watched(broker.connect("data"), leases, published),  # type: ignore[arg-type,return-value]
+        connect=lambda: Watched(broker.connect("data"), leases, published),
     )  # fmt: skip
     born, kills = 3, 0
-    while min((cursor[0] for cursor in run.transport.cursors().values()), default=0) < 3 or kills < 4:
+    while min((cursor[0] for cursor in run.transport.reader.cursors().values()), default=0) < 3 or kills < 4:
         until = clock.now + chance.uniform(3.0, 25.0)
         run.advance_until(lambda until=until: clock.now >= until)  # type: ignore[misc]
         if chance.random() < 0.5 and len(run.islands) > 1:
@@ -109,7 +108,7 @@ def test_every_token_is_merged_once_in_each_completed_pass(config: RunConfig, co
             run.add_island(name, chance.uniform(0.8, 2.0), chance.choice(["fresh", "peer"]))
         assert clock.now < 10_000, f"seed {seed}: the passes do not come to an end"
     uses = uses_by_pass(run, leases, published)
-    cursors = run.transport.cursors()
+    cursors = run.transport.reader.cursors()
     for (shard, pass_number), counts in uses.items():
         done = cursors.get(shard, (0, 0))[0] > pass_number
         assert counts.max() <= 1, f"seed {seed}: shard {shard}, pass {pass_number}: merged twice"

@@ -19,26 +19,23 @@ from archipelago.broker.process import AwaitedRun
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.merger.service import serve
+from tests.intercept import Intercepted
 from tests.islands.test_main import CORPUS
 from tests.small import SMALL
 
 
-class Stuttering:
+class Stuttering(Intercepted):
     """A connection on which each call breaks the first time, and the third."""
 
     def __init__(self, transport: RedisTransport) -> None:
-        self._transport = transport
-        self.run = transport.run
+        super().__init__(transport)
         self.calls: Counter[str] = Counter()
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls[name] += 1
-            if self.calls[name] in (1, 3):
-                raise UnreachableError("redis://here does not answer (connection reset)")
-            return getattr(self._transport, name)(*args, **kwargs)
-
-        return call
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.calls[name] += 1
+        if self.calls[name] in (1, 3):
+            raise UnreachableError("redis://here does not answer (connection reset)")
+        return method(*args, **kwargs)
 
 
 @pytest.fixture
@@ -80,7 +77,7 @@ def test_a_merger(
         == 0
     )
     assert stuttering.calls["manifest"] > 3
-    assert "served" in {note.kind for note in transport.notes(100)}
+    assert "served" in {note.kind for note in transport.reader.notes(100)}
 
 
 def test_a_merger_that_ends_in_an_outage(
@@ -104,13 +101,13 @@ def test_a_merger_that_ends_in_an_outage(
 def test_an_island(
     transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    until(archipelago.islands.main, monkeypatch, lambda: transport.backlog())
+    until(archipelago.islands.main, monkeypatch, lambda: transport.reader.backlog())
     options = archipelago.islands.main.IslandOptions(
         run="demo", folder=tmp_path, name="oslo", scan_steps=1, wait_seconds=20.0
     )
     assert archipelago.islands.main.main(options) == 0
     assert stuttering.calls["publish"] > 1
-    assert transport.backlog()
+    assert transport.reader.backlog()
 
 
 AT_THE_START = ("manifest", "control", "claim_return", "last_event", "fragment")

@@ -45,7 +45,7 @@ def members(entry: TapeEntry) -> set[str]:
 
 
 def books_balance(run: VirtualRun) -> None:
-    books, pending = run.transport.books(), run.transport.backlog()
+    books, pending = run.transport.reader.books(), run.transport.reader.backlog()
     assert books.published == books.merged + books.refused + pending
     if not pending:
         assert books.published_tokens == books.merged_tokens + books.refused_tokens
@@ -61,17 +61,17 @@ def test_it_learns(start: Start, config: RunConfig, corpus: OpenCorpus) -> None:
     assert before == pytest.approx(8.0, abs=0.6), "a fresh model knows nothing"
     assert after < 0.75 * before
     books_balance(run)
-    assert run.transport.backlog() == 0
+    assert run.transport.reader.backlog() == 0
 
 
 def test_everyone_answers_the_fastest_ones_calls(start: Start, config: RunConfig) -> None:
     """Speeds 1 to 1.5: all three are in nearly every round, and nothing is stale."""
     run = start(config, [1.0, 1.2, 1.5])
     run.finish()
-    tape = run.transport.tape(1000)[6:-6]
+    tape = run.transport.reader.tape(1000)[6:-6]
     assert statistics.fmean(len(members(entry)) for entry in tape) > 2.7
     assert max(member.staleness for entry in tape for member in entry.members) <= 1
-    assert [entry.round for entry in run.transport.tape(1000)] == list(range(1, run.merger.rounds.closed + 1))
+    assert [entry.round for entry in run.transport.reader.tape(1000)] == list(range(1, run.merger.rounds.closed + 1))
 
 
 def test_a_slow_island_neither_holds_up_nor_is_left_out(start: Start, config: RunConfig) -> None:
@@ -79,7 +79,7 @@ def test_a_slow_island_neither_holds_up_nor_is_left_out(start: Start, config: Ru
     fastest = run.islands["island-0"]
     run.advance_until(lambda: fastest.finished)
     assert run.clock.now == config.inner.steps - 1, "the fast islands waited"
-    tape = run.transport.tape(1000)  # from here on the fast ones say goodbye, with less and less
+    tape = run.transport.reader.tape(1000)  # from here on the fast ones say goodbye, with less and less
     mine = [m for entry in tape for m in entry.members if m.island == "island-2"]
     assert len(mine) >= 4, "the slow island's work was lost"
     others = [m for entry in tape for m in entry.members if m.island != "island-2"]
@@ -94,7 +94,7 @@ def test_no_progress_is_sent_twice(start: Start, config: RunConfig) -> None:
     islands = dict(run.islands)
     run.finish()
     for p in range(len(run.manifest.fragments)):
-        merged = sum(m.tokens for e in run.transport.tape(1000) if e.fragment == p for m in e.members)
+        merged = sum(m.tokens for e in run.transport.reader.tape(1000) if e.fragment == p for m in e.members)
         trained = sum(island.totals.tokens for island in islands.values())
         assert merged <= trained
         assert merged > 0.7 * trained
@@ -104,7 +104,7 @@ def test_a_quorum_larger_than_the_living_degrades(start: Start, config: RunConfi
     run = start(replace(config, sync=replace(config.sync, quorum=8)), [1.0, 1.4])
     run.finish()
     assert run.merger.rounds.closed >= 12
-    assert all(len(members(entry)) == 2 for entry in run.transport.tape(1000)[:-8])
+    assert all(len(members(entry)) == 2 for entry in run.transport.reader.tape(1000)[:-8])
 
 
 def test_what_the_merger_says_can_come_late(
@@ -128,9 +128,9 @@ def test_what_the_merger_says_can_come_late(
     assert len(heard) >= run.merger.rounds.closed
     assert min(heard) >= 3.0
     assert max(heard) <= 3.0 + 1.1 + 1.1, "a step until it is looked for, and one until it is there"
-    assert run.transport.backlog() == 0
+    assert run.transport.reader.backlog() == 0
     trained = sum(island.totals.tokens for island in islands)
-    assert run.transport.books().merged_tokens == trained * len(run.manifest.fragments)
+    assert run.transport.reader.books().merged_tokens == trained * len(run.manifest.fragments)
 
 
 def test_an_island_joins_while_the_run_goes_on(start: Start, config: RunConfig) -> None:
@@ -140,7 +140,7 @@ def test_an_island_joins_while_the_run_goes_on(start: Start, config: RunConfig) 
     assert newcomer.ledger.global_step > 0, "its learning rate would begin anew"
     before = run.merger.rounds.closed
     run.advance_until(lambda: run.merger.rounds.closed >= before + 8)
-    recent = run.transport.tape(6)
+    recent = run.transport.reader.tape(6)
     assert all("newcomer" in members(entry) for entry in recent)
     books_balance(run)
 
@@ -150,12 +150,12 @@ def test_an_island_leaves_with_what_it_has(start: Start, config: RunConfig) -> N
     run.advance_until(lambda: run.merger.rounds.closed >= 8)
     run.remove_island("island-2", farewell=True)
     run.advance_until(lambda: run.merger.rounds.closed >= 16)
-    farewells = [m for entry in run.transport.tape(1000) for m in entry.members if m.island == "island-2"]
+    farewells = [m for entry in run.transport.reader.tape(1000) for m in entry.members if m.island == "island-2"]
     assert len({m.sequence for m in farewells}) == len(farewells)
-    assert members(run.transport.tape(1)[0]) == {"island-0", "island-1"}
+    assert members(run.transport.reader.tape(1)[0]) == {"island-0", "island-1"}
     run.finish()
     books_balance(run)
-    assert run.transport.backlog() == 0
+    assert run.transport.reader.backlog() == 0
 
 
 def test_a_new_merger_goes_on_to_the_same_bits(start: Start, config: RunConfig) -> None:
@@ -168,7 +168,7 @@ def test_a_new_merger_goes_on_to_the_same_bits(start: Start, config: RunConfig) 
             if run.merger.rounds.closed in replaced_after:
                 epochs.add(run.new_merger().epoch)
         run.merger.turn(0.0)
-        digests.append([entry.digest for entry in run.transport.tape(1000)])
+        digests.append([entry.digest for entry in run.transport.reader.tape(1000)])
         assert len(epochs) > len(replaced_after)
     assert digests[0] == digests[1]
 
@@ -182,7 +182,7 @@ def test_every_outer_and_adopt_rule_runs(start: Start, config: RunConfig, rule: 
     )
     run = start(config, [1.0, 1.5])
     run.finish()
-    losses = [entry.loss for entry in run.transport.tape(1000)]
+    losses = [entry.loss for entry in run.transport.reader.tape(1000)]
     assert statistics.fmean(losses[-6:]) < losses[0]
     books_balance(run)
 
@@ -193,7 +193,7 @@ def test_neither_short_nor_long_intervals_diverge(start: Start, config: RunConfi
     config = replace(config, sync=replace(config.sync, interval=interval), inner=replace(config.inner, steps=90))
     run = start(config, [1.0, 1.0, 1.0, 5.0])
     run.finish()
-    losses = [entry.loss for entry in run.transport.tape(100_000) if not math.isnan(entry.loss)]
+    losses = [entry.loss for entry in run.transport.reader.tape(100_000) if not math.isnan(entry.loss)]
     assert statistics.fmean(losses[-12:-6]) < 0.85 * statistics.fmean(losses[:6])
     assert max(losses[len(losses) // 2 :]) < losses[0]
     books_balance(run)

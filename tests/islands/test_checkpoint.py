@@ -40,7 +40,7 @@ def trained(steps: int, bay: Bay | None = None) -> Island:
     bay = bay or Bay()
     island = bay.island()
     bay.play(island, steps)
-    bay.merger.transport.updates = lambda *arguments: []  # type: ignore[method-assign]
+    bay.merger.transport.merger.updates = lambda *arguments: []  # type: ignore[method-assign]
     while not island.link.unresolved_rounds():
         bay.play(island, 1)
     island.advance()  # progress that nobody was sent
@@ -170,7 +170,7 @@ def test_what_was_in_flight_is_sent_again_under_its_old_identity(kept: tuple[Pat
     after = bay.island(incarnation="y")
     assert whole(kept[0], after)
     after.link.pump()
-    found = [(d.contribution.identity_text, d.payload) for d in bay.connect().updates(0.0) if d.contribution]
+    found = [(d.contribution.identity_text, d.payload) for d in bay.connect().merger.updates(0.0) if d.contribution]
     assert sorted(found) == [(identity, payload) for identity, _, payload in kept[2]["in flight"]]
     assert all(identity.startswith("a/x/") for identity, _ in found)
 

@@ -79,7 +79,7 @@ def test_a_link_that_is_down_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object) -> None:
         raise UnreachableError("nobody answers")
 
-    monkeypatch.setattr(island.link.transport, "heartbeat", gone)
+    monkeypatch.setattr(island.link.transport.island, "heartbeat", gone)
     island.link.pump()
     assert scraped(island)["link_up"] == 0
     monkeypatch.undo()

@@ -48,10 +48,10 @@ def run(url: str, folder: Path) -> dict[str, object]:
 def test_who_is_turned_away_has_claimed_nothing(wish: str, url: str, transport: RedisTransport, tmp_path: Path) -> None:
     """A run that went back to a checkpoint: whoever is let in later still returns whole."""
     transport.restore(samples.image(samples.manifest("demo"), []))
-    transport.steer({"island.oslo": wish})
+    transport.reader.steer({"island.oslo": wish})
     with pytest.raises(ConfigError, match=r"island\.oslo="):
         run(url, tmp_path)
-    assert transport.claim_return("oslo") == (3, 1)
+    assert transport.island.claim_return("oslo") == (3, 1)
 
 
 def drawn(folder: Path) -> list[Event]:

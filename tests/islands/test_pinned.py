@@ -11,7 +11,7 @@ import pytest
 
 from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.errors import DataError, MismatchError
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.creation import describe, first_snapshots
@@ -57,11 +57,11 @@ def test_its_shards_are_read_by_nobody_else_and_no_others_by_it(bay: Bay) -> Non
     assert len(begun["p"]) + len(begun["q"]) >= 5
     assert not set(begun["p"][:2]) & set(begun["q"][:2])  # of four shards each has two of its own before any is shared
     assert sent["a"] >= set(begun["a"][:2])
-    cursors = bay.transport.cursors()
+    cursors = bay.transport.reader.cursors()
     assert {shard for shard in cursors if "/" in shard} <= set(PINNED)
     assert max(cursors[shard] for shard in PINNED if shard in cursors) >= (1, 0)
     assert all(pass_number <= 2 for pass_number, _ in cursors.values())
-    members = {member.island for entry in bay.transport.tape(1000) for member in entry.members}
+    members = {member.island for entry in bay.transport.reader.tape(1000) for member in entry.members}
     assert members == {"a", "p", "q"}  # it learns from what it does not see
 
 
@@ -90,7 +90,7 @@ def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
 
 def taken(transport: Transport, pinned: str | None) -> OpenCorpus:
     """The text that an island here would train on."""
-    corpus = training_text(transport.manifest(), pinned)
+    corpus = training_text(transport.reader.manifest(), pinned)
     register_text(corpus, transport, pinned)
     return corpus
 
@@ -116,7 +116,7 @@ def test_the_first_pinned_text_of_a_name_is_the_one(
 def test_another_text_than_the_runs_is_refused_where_none_is_pinned(
     transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = transport.manifest()
+    manifest = transport.reader.manifest()
     assert taken(transport, None).identity == manifest.corpus
     prepared(tmp_path / "there", "another public text\n" * 8000, monkeypatch, "public")
     with pytest.raises(MismatchError, match="'public'"):

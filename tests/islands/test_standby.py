@@ -131,12 +131,12 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
 
 def everything(transport: RedisTransport) -> dict[bytes, object]:
     """All that the server holds."""
-    redis = transport._redis
+    redis = transport.connection.redis
     return {key: redis.dump(key) for key in redis.scan_iter()}
 
 
 def prepared_for(transport: RedisTransport) -> PreparedIsland:
-    return preparing.prepare(transport.manifest(), None)
+    return preparing.prepare(transport.reader.manifest(), None)
 
 
 def test_nobody_hears_of_a_rehearsal(transport: RedisTransport) -> None:
@@ -146,7 +146,7 @@ def test_nobody_hears_of_a_rehearsal(transport: RedisTransport) -> None:
     assert prepared.scan_steps == 2
     changed = [key for key, held in everything(transport).items() if before.get(key) != held]
     assert [key.rpartition(b":")[2] for key in changed] == [b"books"]  # which count the bytes that it took
-    assert transport.presences() == []
+    assert transport.reader.presences() == []
 
 
 def run(prepared: PreparedIsland | None, folder: Path, monkeypatch: pytest.MonkeyPatch, scan_steps: int = 0) -> Island:
@@ -180,7 +180,7 @@ def test_a_run_that_was_made_anew_meanwhile_takes_nothing_of_the_old(
     transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepared_for(transport)
-    transport._redis.flushall()
+    transport.connection.redis.flushall()
     other = describe("demo", replace(SMALL, inner=replace(SMALL.inner, beta1=0.8)), CORPUS.identity)
     transport.create(other, first_snapshots(other))
     island = run(prepared, tmp_path, monkeypatch, scan_steps=1)

@@ -16,7 +16,7 @@ from tests.islands.tiny import Bay
 
 
 def notes(bay: Bay, who: str) -> list[tuple[str, str]]:
-    return [(note.kind, note.text) for note in bay.transport.notes(100) if note.who == who]
+    return [(note.kind, note.text) for note in bay.transport.reader.notes(100) if note.who == who]
 
 
 def goodbye(bay: Bay, island: Island) -> None:
@@ -31,13 +31,13 @@ def test_an_island_that_is_sent_away_leaves_with_its_next_heartbeat(wish: str) -
     bay = Bay()
     island = bay.island()
     bay.play(island, 3)
-    bay.transport.steer({"island.b": wish})
+    bay.transport.reader.steer({"island.b": wish})
     bay.boundary(island)
     told = [island.is_sent_away]
-    bay.transport.steer({"island.a": wish})
+    bay.transport.reader.steer({"island.a": wish})
     bay.boundary(island)
     told.append(island.is_sent_away)
-    bay.transport.steer({"island.a": ""})
+    bay.transport.reader.steer({"island.a": ""})
     bay.boundary(island)
     told.append(island.is_sent_away)
     assert told == [False, True, True], "not when another is meant; and who was told to leave, leaves"
@@ -50,14 +50,14 @@ def test_a_drained_island_loses_nothing_and_says_why_it_goes() -> None:
     bay = Bay()
     island = bay.island()
     bay.play(island, 3)
-    bay.transport.steer({"island.a": "drain"})
+    bay.transport.reader.steer({"island.a": "drain"})
     bay.boundary(island)
     goodbye(bay, island)
     assert [(kind, text.partition(": ")[2]) for kind, text in notes(bay, "a")[1:]] == [
         ("drained", "drained by the operator")
     ]
-    assert bay.transport.presences()[0].heartbeat.state == "left"
-    books = bay.transport.books()
+    assert bay.transport.reader.presences()[0].heartbeat.state == "left"
+    books = bay.transport.reader.books()
     assert books.merged_tokens == 2 * island.totals.tokens
     assert books.refused == 0
 
@@ -66,11 +66,11 @@ def test_an_expelled_island_is_refused_and_says_why_it_goes() -> None:
     bay = Bay()
     island = bay.island()
     bay.play(island, 3)
-    bay.transport.steer({"island.a": "expel"})
+    bay.transport.reader.steer({"island.a": "expel"})
     bay.boundary(island)
     goodbye(bay, island)
     assert notes(bay, "a")[-1] == ("expelled", f"after {island.totals.steps} steps: expelled by the operator")
-    refusals = [event for _, event in bay.transport.events(START, 0.0, 999) if isinstance(event, Refusal)]
+    refusals = [event for _, event in bay.transport.reader.events(START, 0.0, 999) if isinstance(event, Refusal)]
     assert refusals
     assert {refusal.reason for refusal in refusals} == {"expelled by the operator"}
 
@@ -78,11 +78,11 @@ def test_an_expelled_island_is_refused_and_says_why_it_goes() -> None:
 @pytest.mark.parametrize("wish", ["drain", "expel"])
 def test_a_process_that_joins_under_that_name_is_told_how_to_be_let_in(wish: str) -> None:
     bay = Bay()
-    bay.transport.steer({"island.a": wish})
+    bay.transport.reader.steer({"island.a": wish})
     with pytest.raises(ConfigError, match=r"island\.a="):
         bay.island()
     bay.island("b")
-    bay.transport.steer({"island.a": ""})
+    bay.transport.reader.steer({"island.a": ""})
     bay.play(bay.island(), 2)
 
 
@@ -96,22 +96,22 @@ def test_an_island_notes_when_it_begins_and_how_it_ends() -> None:
     assert text.endswith("optimiser state: fresh")
     goodbye(bay, island)
     assert notes(bay, "a")[1:] == [("left", "after 2 steps: it was stopped")]
-    assert bay.transport.notes(1)[0].unix_seconds > 0.0
+    assert bay.transport.reader.notes(1)[0].unix_seconds > 0.0
 
 
 def test_a_note_waits_for_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     bay = Bay()
     island = bay.island()
-    write = island.link.transport.note
+    write = island.link.transport.reader.note
 
     def full(note: Note) -> None:
         raise UnreachableError("no room for notes")
 
-    monkeypatch.setattr(island.link.transport, "note", full)
+    monkeypatch.setattr(island.link.transport.reader, "note", full)
     bay.play(island, 2)
-    assert bay.transport.presences()[0].heartbeat.steps == 1, "its heart beats on"
+    assert bay.transport.reader.presences()[0].heartbeat.steps == 1, "its heart beats on"
     assert notes(bay, "a") == []
-    monkeypatch.setattr(island.link.transport, "note", write)
+    monkeypatch.setattr(island.link.transport.reader, "note", write)
     bay.play(island, 1)
     assert [kind for kind, _ in notes(bay, "a")] == ["joined"]
 
@@ -119,18 +119,18 @@ def test_a_note_waits_for_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_note_that_the_broker_refuses_is_lost_and_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bay = Bay()
     island = bay.island()
-    write = island.link.transport.note
+    write = island.link.transport.reader.note
 
     def refuse(note: Note) -> None:
         raise BrokerError("WRONGTYPE")
 
-    monkeypatch.setattr(island.link.transport, "note", refuse)
+    monkeypatch.setattr(island.link.transport.reader, "note", refuse)
     bay.play(island, 1)
     bay.boundary(island)
     assert not island.link.trouble
     assert island.link.drain(0.0), "the heartbeat that had the note with it is through"
-    assert bay.transport.leased(island.link.shards, island.link.who), "and it has something to read"
-    monkeypatch.setattr(island.link.transport, "note", write)
+    assert bay.transport.island.leased(island.link.shards, island.link.who), "and it has something to read"
+    monkeypatch.setattr(island.link.transport.reader, "note", write)
     goodbye(bay, island)
     assert [kind for kind, _ in notes(bay, "a")] == ["left"]
 
@@ -151,4 +151,4 @@ def test_an_island_that_diverged_says_so() -> None:
     kind, text = notes(bay, "sick")[-1]
     assert kind == "diverged"
     assert "the loss of sick was no number" in text
-    assert bay.transport.presences()[0].heartbeat.state == "left", "nobody waits for it"
+    assert bay.transport.reader.presences()[0].heartbeat.state == "left", "nobody waits for it"

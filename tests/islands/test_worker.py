@@ -43,7 +43,7 @@ def test_an_island_whose_loss_is_no_number_stops_and_the_run_is_none_the_worse()
     with pytest.raises(DivergedError, match="the loss of sick was no number in its last 3 contributions"):
         train(island, turn)
     turn()
-    books = bay.transport.books()
+    books = bay.transport.reader.books()
     assert books.published == books.refused >= DIVERGED_MAX
     assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in bay.merger.fragments)
     assert island.ledger.last_refusal.startswith("NaN or infinity among the values")
@@ -69,7 +69,7 @@ def test_what_the_checkpoint_knows_is_adopted_before_it_is_taken_and_the_rest_af
     island, other = bay.island("a"), bay.island("b")
     seen = versions_at_markers(bay, island)
     close_rounds(bay, other, 1)
-    bay.merger.transport.announce(bay.merger.epoch, Marker(5, 1))
+    bay.merger.transport.merger.announce(bay.merger.epoch, Marker(5, 1))
     close_rounds(bay, other, 2)
     island.link.pump()
     island.boundary()
@@ -85,7 +85,7 @@ def test_a_newer_snapshot_than_the_checkpoint_knows_is_not_in_it() -> None:
     island, other = bay.island("a"), bay.island("b")
     seen = versions_at_markers(bay, island)
     close_rounds(bay, other, 2)
-    bay.merger.transport.announce(bay.merger.epoch, Marker(6, 2))
+    bay.merger.transport.merger.announce(bay.merger.epoch, Marker(6, 2))
     close_rounds(bay, other, 3)  # another round of fragment 0
     island.link.pump()
     island.boundary()
@@ -109,7 +109,7 @@ def test_the_snapshot_that_is_held_changes_nothing_and_is_no_action() -> None:
     bay = Bay()
     island = bay.island()
     bay.play(island, 3)
-    held = island.link.transport.fragment(0)[0]
+    held = island.link.transport.reader.fragment(0)[0]
     before = tiny.leaf_bytes(island.inner)
     done = island.action_log.done
     island.adopt(Arrival(replace(held, version=island.ledger.counts[0].version), np.zeros(6, np.float32)))
@@ -137,7 +137,7 @@ def test_contributions_and_heartbeats_say_how_far_the_text_was_read() -> None:
         (place,) = parse_places(data)
         assert place.position == steps * tiny.CONFIG.data.batch_size
         assert place.shard == island.link.shards[0]
-    heard = bay.transport.presences()[0].heartbeat.data
+    heard = bay.transport.reader.presences()[0].heartbeat.data
     assert heard == sent[-1][0] or parse_places(heard)[0].position >= parse_places(sent[-1][0])[0].position
 
 
@@ -156,7 +156,7 @@ def test_merged_places_move_the_cursor_and_no_window_is_read_twice() -> None:
     first = [shard for shard, number, _, _ in passes if number == "0"]
     assert sorted(first[:4]) == ["0", "1", "2", "3"]
     assert {number for _, number, _, _ in passes} >= {"0", "1"}
-    cursors = bay.transport.cursors()
+    cursors = bay.transport.reader.cursors()
     assert set(cursors) == {"0", "1", "2", "3"}
     held = island.link.in_flight()[0]
     assert len(held) <= 2
@@ -175,7 +175,7 @@ def test_a_lost_shard_is_read_no_further_and_that_is_recorded() -> None:
     island.advance()
     assert told
     assert told[0].split(":")[0] != shard
-    logged = [actions for _, actions in bay.transport.actions("0-0")]
+    logged = [actions for _, actions in bay.transport.merger.actions("0-0")]
     rest = island.action_log.take()
     assert f"f{shard}" in unfolded([*logged, *([rest] if rest else [])])
 
@@ -189,7 +189,7 @@ def test_the_tracks_of_a_run_say_everything_once() -> None:
     bay.play(island, 12)
     assert island.leave(flush_seconds=0.0) is False  # nobody pumps
     island.link.pump()
-    logged = [actions for _, actions in bay.transport.actions("0-0")]
+    logged = [actions for _, actions in bay.transport.merger.actions("0-0")]
     done = unfolded(logged)
     assert done[0] == "join:0,0"
     assert sum(int(word[1:]) for word in done if word[0] == "n") == island.totals.steps == 12
@@ -204,8 +204,8 @@ def test_a_run_that_is_not_recorded_sends_no_tracks() -> None:
     bay = Bay(tiny.manifest(config=replace(tiny.CONFIG, record=False)))
     island = bay.island()
     bay.play(island, 8)
-    assert bay.transport.books().published > 0
-    assert bay.transport.actions("0-0") == []
+    assert bay.transport.reader.books().published > 0
+    assert bay.transport.merger.actions("0-0") == []
 
 
 def test_an_island_says_goodbye_with_what_it_has_and_finishes_at_the_runs_end() -> None:
@@ -220,8 +220,8 @@ def test_an_island_says_goodbye_with_what_it_has_and_finishes_at_the_runs_end() 
     island.link.pump()
     bay.merger.turn(0.0)
     assert island.link.sent > sent
-    assert bay.transport.presences()[0].heartbeat.state == "done"
-    books = bay.transport.books()
+    assert bay.transport.reader.presences()[0].heartbeat.state == "done"
+    books = bay.transport.reader.books()
     assert books.published == books.merged == island.link.sent
-    members = [member for entry in bay.transport.tape(100) for member in entry.members]
+    members = [member for entry in bay.transport.reader.tape(100) for member in entry.members]
     assert sum(member.tokens for member in members) == 2 * 6 * short.tokens_per_step  # in both fragments

@@ -13,7 +13,7 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.inner import InnerSteps, compile_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,9 @@ import numpy as np
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
-from archipelago.broker.memory import MemoryBroker, MemoryTransport
-from archipelago.broker.messages import Call, Contribution, Marker, Presence, Refusal, Resume
-from archipelago.broker.transport import START, Commit, Delivery, Image
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.messages import Contribution, Refusal
+from archipelago.broker.transport import START, Image
 from archipelago.broker.wire import pack, unpack
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import Checkpointer, Covered, Spawn, at_once
@@ -26,6 +26,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
+from tests.intercept import Intercepted
 
 SIZE = 32
 """elements of either fragment"""
@@ -45,57 +46,26 @@ def values(seed: int) -> Vector:
     return np.random.default_rng(seed).standard_normal(SIZE, dtype=np.float32)
 
 
-class Faulty(MemoryTransport):
+class Faulty(Intercepted):
     """Calls that `faults` names by method and ordinal break the connection, before or after they did their work."""
 
     def __init__(self, broker: MemoryBroker, run: str, faults: Iterable[tuple[str, int, str]] = ()) -> None:
-        super().__init__(broker, run)
+        super().__init__(broker.connect(run))
         self.faults = {(name, ordinal): when for name, ordinal, when in faults}
         self.calls = Counter[str]()
         self.broken = 0
         self.error: BrokerError = UnreachableError("the connection broke")
 
-    def _through(self, name: str, work: Callable[[], Any]) -> Any:
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == "updates":
+            args = (0.0, *args[1:])  # nobody else could publish while we wait
         when = self.faults.get((name, self.calls[name]))
         self.calls[name] += 1
-        done = None if when == "before" else work()
+        done = None if when == "before" else method(*args, **kwargs)
         if when is not None:
             self.broken += 1
             raise self.error
         return done
-
-    def acquire(self, holder: str, seconds: float) -> int | None:
-        epoch: int | None = self._through("acquire", lambda: super(Faulty, self).acquire(holder, seconds))
-        return epoch
-
-    def renew(self, epoch: int, holder: str, seconds: float) -> None:
-        self._through("renew", lambda: super(Faulty, self).renew(epoch, holder, seconds))
-
-    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        found: list[Delivery] = self._through("updates", lambda: super(Faulty, self).updates(0.0, count))
-        return found
-
-    def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
-        found: list[Delivery] = self._through(
-            "unacknowledged", lambda: super(Faulty, self).unacknowledged(after, count)
-        )
-        return found
-
-    def merger_state(self) -> str:
-        return str(self._through("merger_state", super().merger_state))
-
-    def presences(self) -> list[Presence]:
-        found: list[Presence] = self._through("presences", super().presences)
-        return found
-
-    def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
-        self._through("announce", lambda: super(Faulty, self).announce(epoch, event))
-
-    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
-        self._through("refuse", lambda: super(Faulty, self).refuse(epoch, refusals))
-
-    def commit(self, epoch: int, commit: Commit) -> None:
-        self._through("commit", lambda: super(Faulty, self).commit(epoch, commit))
 
 
 class SimulatedBroker:
@@ -140,16 +110,16 @@ class SimulatedBroker:
 
     def live(self, *islands: str, state: str = "training") -> None:
         for island in islands:
-            self.transport.heartbeat(samples.heartbeat(island, state=state))
+            self.transport.island.heartbeat(samples.heartbeat(island, state=state))
 
     def version(self, p: int) -> int:
-        return self.transport.fragment(p)[0].version
+        return self.transport.reader.fragment(p)[0].version
 
     def digests(self) -> list[str]:
-        return [self.transport.fragment(p)[0].digest for p in range(2)]
+        return [self.transport.reader.fragment(p)[0].digest for p in range(2)]
 
     def parameters(self, p: int) -> list[float]:
-        params: list[float] = unpack(self.transport.fragment(p)[1], SIZE).tolist()
+        params: list[float] = unpack(self.transport.reader.fragment(p)[1], SIZE).tolist()
         return params
 
     def send(
@@ -166,34 +136,36 @@ class SimulatedBroker:
 
     def publish(self, contribution: Contribution, payload: bytes) -> None:
         self.sent.append((contribution, payload))
-        self.transport.publish(contribution, payload)
+        self.transport.island.publish(contribution, payload)
 
     def events(self, kind: type[Any]) -> list[Any]:
-        return [event for _, event in self.transport.events(START, 0.0, 10_000) if isinstance(event, kind)]
+        return [event for _, event in self.transport.reader.events(START, 0.0, 10_000) if isinstance(event, kind)]
 
     def merged(self) -> list[tuple[str, str, int]]:
         """Identities of all that is in the tape."""
-        return [(m.island, m.incarnation, m.sequence) for entry in self.transport.tape(10_000) for m in entry.members]
+        return [
+            (m.island, m.incarnation, m.sequence) for entry in self.transport.reader.tape(10_000) for m in entry.members
+        ]
 
     def balance(self) -> None:
         """published = merged + refused + pending, in contributions and in tokens; the tape and the stream agree."""
-        books = self.transport.books()
+        books = self.transport.reader.books()
         pending = self.broker.runs["sample"].waiting().values()
         assert books.published == len(self.sent) == books.merged + books.refused + len(pending)
         assert books.published_tokens == sum(c.tokens for c, _ in self.sent)
         tokens = books.merged_tokens + books.refused_tokens + sum(c.tokens for c, _ in pending)
         assert books.published_tokens == tokens
-        members = [m for entry in self.transport.tape(10_000) for m in entry.members]
+        members = [m for entry in self.transport.reader.tape(10_000) for m in entry.members]
         assert (books.merged, books.merged_tokens) == (len(members), sum(m.tokens for m in members))
         assert books.refused == len(self.events(Refusal))
         assert max(Counter(self.merged()).values(), default=0) <= 1
-        state = RunState.from_json(self.transport.merger_state())
-        assert (state.closed, state.tokens) == (len(self.transport.tape(10_000)), books.merged_tokens)
+        state = RunState.from_json(self.transport.reader.merger_state())
+        assert (state.closed, state.tokens) == (len(self.transport.reader.tape(10_000)), books.merged_tokens)
 
 
 def state_of(simulated: SimulatedBroker) -> RunState:
     """The committed state; that no sync was timed yet counts as one that took no time, as it does in Eq. 3."""
-    state = RunState.from_json(simulated.transport.merger_state())
+    state = RunState.from_json(simulated.transport.reader.merger_state())
     state.pace = Pace(state.pace.quorum_seconds or 0.0, state.pace.sync_seconds or 0.0)
     return state
 
@@ -202,8 +174,8 @@ def bits(simulated: SimulatedBroker) -> list[Any]:
     """All that must come out the same however often mergers died, but for the record of wall-clock times."""
     state = state_of(simulated)
     state.covered, state.pace = 0, Pace()
-    tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.tape(10_000)]
-    return [tape, simulated.digests(), [simulated.transport.outer(p) for p in range(2)], state]
+    tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.reader.tape(10_000)]
+    return [tape, simulated.digests(), [simulated.transport.merger.outer(p) for p in range(2)], state]
 
 
 class Shelf(CheckpointStore):

@@ -14,9 +14,8 @@ import pytest
 
 import archipelago.merger.service
 from archipelago.broker.errors import ConfigError, UnreachableError
-from archipelago.broker.memory import MemoryTransport
 from archipelago.broker.messages import Evaluation, Marker, Resume
-from archipelago.broker.transport import START
+from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest, unpack
 from archipelago.merger import record
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer, at_once, in_background
@@ -24,6 +23,7 @@ from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests import samples
+from tests.intercept import Intercepted
 from tests.merger.simulated_broker import SIZE, Later, Shelf, SimulatedBroker, Unlisted, bits, constant, values
 
 
@@ -31,8 +31,8 @@ def kept_rounds(simulated: SimulatedBroker) -> list[int]:
     """Rounds of which some merged entry lies in the stream still."""
     return [
         entry.round
-        for entry in simulated.transport.tape(1000)
-        if any(not delivery.fault for delivery in simulated.transport.read([m.entry for m in entry.members]))
+        for entry in simulated.transport.reader.tape(1000)
+        if any(not delivery.fault for delivery in simulated.transport.merger.read([m.entry for m in entry.members]))
     ]
 
 
@@ -48,19 +48,19 @@ def test_a_cut_is_the_run_between_two_rounds() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, store)
     evaluation = Evaluation(1, 4, 100, 1.7e9, 5.0)
-    simulated.transport.evaluated(evaluation)
+    simulated.transport.reader.evaluated(evaluation)
     simulated.play(merger, 1)
     merger.checkpoint()
     image = store.images[1]
     assert (image.number, image.manifest) == (1, simulated.manifest)
-    assert image.state == simulated.transport.merger_state()
-    assert image.cursors == simulated.transport.cursors() == {"0": (0, 1), "1": (0, 1)}
-    assert list(image.tape) == simulated.transport.tape(10)
+    assert image.state == simulated.transport.reader.merger_state()
+    assert image.cursors == simulated.transport.reader.cursors() == {"0": (0, 1), "1": (0, 1)}
+    assert list(image.tape) == simulated.transport.reader.tape(10)
     assert list(image.evaluations) == [evaluation]
-    assert list(image.outers) == [simulated.transport.outer(0), b""]
+    assert list(image.outers) == [simulated.transport.merger.outer(0), b""]
     assert (image.books.merged, image.books.published) == (2, 2)
     for p, (snapshot, payload) in enumerate(image.snapshots):
-        assert snapshot == simulated.transport.fragment(p)[0]
+        assert snapshot == simulated.transport.reader.fragment(p)[0]
         assert (len(payload), digest(payload)) == (snapshot.bytes, snapshot.digest)
         assert unpack(payload, SIZE).tolist() == simulated.parameters(p)
 
@@ -94,10 +94,10 @@ def test_a_checkpoint_is_of_the_cut_and_of_nothing_later() -> None:
     later.do_all()
     other.play(serving(other, Shelf()), 1, 2, 3)
     image = store.images[3]
-    assert list(image.outers) == [other.transport.outer(p) for p in range(2)]
+    assert list(image.outers) == [other.transport.merger.outer(p) for p in range(2)]
     assert [unpack(payload, SIZE).tolist() for _, payload in image.snapshots] == [other.parameters(p) for p in (0, 1)]
-    assert image.cursors == other.transport.cursors()
-    assert [entry.digest for entry in image.tape] == [entry.digest for entry in other.transport.tape(9)]
+    assert image.cursors == other.transport.reader.cursors()
+    assert [entry.digest for entry in image.tape] == [entry.digest for entry in other.transport.reader.tape(9)]
 
 
 def test_a_checkpoint_is_marked_for_the_islands() -> None:
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_marked_for_the_islands() -> None:
     simulated.play(merger, 3)
     merger.checkpoint()
     assert simulated.events(Marker) == [Marker(2, 2), Marker(3, 3)]
-    kinds = [type(event).__name__ for _, event in simulated.transport.events(START, 0.0)]
+    kinds = [type(event).__name__ for _, event in simulated.transport.reader.events(START, 0.0)]
     assert kinds.index("Marker") > kinds.index("Snapshot")
 
 
@@ -172,7 +172,7 @@ def test_leaving_takes_a_last_one_of_all() -> None:
     simulated.play(merger, 1, 2, 3)
     merger.finish()
     assert RunState.from_json(store.images[3].state).closed == 3
-    assert simulated.transport.books().kept == 0
+    assert simulated.transport.reader.books().kept == 0
     merger.finish()
     assert list(store.images) == [3]
 
@@ -192,13 +192,13 @@ def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     assert kept_rounds(simulated) == [1, 2, 3, 4, 5]  # the merger does not know yet
     merger.turn(0.0)
     assert kept_rounds(simulated) == [4, 5]
-    assert simulated.transport.books().kept == 4
+    assert simulated.transport.reader.books().kept == 4
     simulated.play(merger, 6)
-    assert RunState.from_json(simulated.transport.merger_state()).covered == 3
+    assert RunState.from_json(simulated.transport.reader.merger_state()).covered == 3
     merger.checkpoint()
     later.do_all()
     merger.turn(0.0)
-    assert (kept_rounds(simulated), simulated.transport.books().kept) == ([], 0)
+    assert (kept_rounds(simulated), simulated.transport.reader.books().kept) == ([], 0)
     simulated.balance()
 
 
@@ -214,15 +214,15 @@ def test_a_new_merger_knows_what_is_kept() -> None:
     assert sum(kept.bytes for kept in again.kept) == sum(len(payload) for _, payload in simulated.sent[4:])
     again.checkpoint()
     again.turn(0.0)
-    assert simulated.transport.books().kept == 0
+    assert simulated.transport.reader.books().kept == 0
 
 
 def test_without_checkpoints_nothing_is_kept() -> None:
     simulated = SimulatedBroker(quorum=2)
     simulated.play(serving(simulated, Shelf()), 1, 2)
-    assert simulated.transport.books().kept == 4
+    assert simulated.transport.reader.books().kept == 4
     simulated.play(simulated.merger(), 3)  # one that takes none, after one that did
-    assert (kept_rounds(simulated), simulated.transport.books().kept) == ([], 0)
+    assert (kept_rounds(simulated), simulated.transport.reader.books().kept) == ([], 0)
     simulated.balance()
 
 
@@ -238,7 +238,7 @@ def test_many_kept_bytes_make_the_next_one_urgent(monkeypatch: pytest.MonkeyPatc
     simulated.play(merger_, 3)
     assert list(store.images) == [3]
     merger_.turn(0.0)
-    assert simulated.transport.books().kept == 0
+    assert simulated.transport.reader.books().kept == 0
 
 
 def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,7 +254,7 @@ def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, cap
     simulated.play(merger_, 4, 5)
     assert kept_rounds(simulated) == [3, 4, 5]
     assert "checkpoints are too slow or fail" in caplog.text
-    assert simulated.transport.books().kept == 6
+    assert simulated.transport.reader.books().kept == 6
     simulated.balance()
 
 
@@ -354,13 +354,16 @@ def test_a_record_that_cannot_be_written_keeps_the_entries(tmp_path: Path, caplo
 
 
 def test_an_outage_while_a_checkpoint_is_written_is_only_a_failed_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
-    class Deaf(MemoryTransport):
-        def tape(self, count: int) -> Any:
-            raise UnreachableError("nobody answers")
+    class Deaf(Intercepted):
+        def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if name == "tape":
+                raise UnreachableError("nobody answers")
+            return method(*args, **kwargs)
 
     store = Shelf()
     simulated = SimulatedBroker(quorum=2)
-    merger = simulated.merger(checkpointer=Checkpointer(Deaf(simulated.broker, "sample"), store, None, 0.0, at_once))
+    deaf = Deaf(simulated.broker.connect("sample"))
+    merger = simulated.merger(checkpointer=Checkpointer(deaf, store, None, 0.0, at_once))
     simulated.play(merger, 1, 2)
     assert "training goes on: nobody answers" in caplog.text
     assert kept_rounds(simulated) == [1, 2]
@@ -391,14 +394,17 @@ def test_a_checkpoint_that_was_under_way_when_the_run_was_taken_up_anew_covers_n
 # -- the record ------------------------------------------------------------------------------------------------------
 
 
-class Watching(MemoryTransport):
+class Watching(Intercepted):
     """Calls `before` with the entries that are about to be trimmed."""
 
-    before: Callable[[Sequence[str]], None]
+    def __init__(self, inner: Transport, before: Callable[[Sequence[str]], None]) -> None:
+        super().__init__(inner)
+        self._before = before
 
-    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
-        self.before(entries)
-        super().trim(epoch, entries, actions_until)
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == "trim":
+            self._before(args[1])
+        return method(*args, **kwargs)
 
 
 def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> None:
@@ -410,8 +416,7 @@ def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> Non
         assert set(entries) <= found
         trimmed.extend(entries)
 
-    transport = Watching(simulated.broker, "sample")
-    transport.before = recorded
+    transport = Watching(simulated.broker.connect("sample"), recorded)
     merger = Merger(
         transport,
         simulated.clock,
@@ -422,28 +427,28 @@ def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> Non
     assert merger.acquire()
     merger.load()
     for index, number in enumerate(range(1, 8)):
-        simulated.transport.record_actions(samples.actions(index))
+        simulated.transport.island.record_actions(samples.actions(index))
         simulated.play(merger, number)
     merger.finish()
     assert len(trimmed) == len(set(trimmed)) == 14
     found = record.read(tmp_path)
-    assert [entry for entry, _ in found.rounds.values()] == simulated.transport.tape(100)
+    assert [entry for entry, _ in found.rounds.values()] == simulated.transport.reader.tape(100)
     assert [(d.contribution, d.payload) for _, ds in found.rounds.values() for d in ds] == simulated.sent
     assert [actions.index for actions in found.actions] == list(range(7))
-    assert simulated.transport.actions(START) == []
+    assert simulated.transport.merger.actions(START) == []
 
 
 def test_tracks_go_once_they_are_on_disk_and_not_those_that_came_later(tmp_path: Path) -> None:
     later = Later()
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, Shelf(), Recorder(tmp_path), spawn=later)
-    simulated.transport.record_actions(samples.actions(0))
+    simulated.transport.island.record_actions(samples.actions(0))
     simulated.play(merger, 1)
     merger.checkpoint()
     later.do_all()
-    simulated.transport.record_actions(samples.actions(1))
+    simulated.transport.island.record_actions(samples.actions(1))
     merger.turn(0.0)
-    assert [actions.index for _, actions in simulated.transport.actions(START)] == [1]
+    assert [actions.index for _, actions in simulated.transport.merger.actions(START)] == [1]
     assert [actions.index for actions in record.read(tmp_path).actions] == [0]
 
 
@@ -453,7 +458,7 @@ def test_a_restart_after_a_last_checkpoint_misses_nothing(tmp_path: Path, caplog
     merger = serving(simulated, store, Recorder(tmp_path))
     simulated.play(merger, 1, 2, 3)
     merger.finish()
-    assert RunState.from_json(simulated.transport.merger_state()).covered == 0
+    assert RunState.from_json(simulated.transport.reader.merger_state()).covered == 0
     merger = serving(simulated, store, Recorder(tmp_path))
     simulated.play(merger, 4, 5)
     merger.finish()
@@ -465,7 +470,7 @@ def test_a_round_whose_contributions_are_gone_is_named(tmp_path: Path, caplog: p
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, Shelf(), Recorder(tmp_path))
     simulated.play(merger, 1, 2, 3)
-    merger.transport.trim(merger.epoch, [simulated.transport.tape(2)[0].members[0].entry])
+    merger.transport.merger.trim(merger.epoch, [simulated.transport.reader.tape(2)[0].members[0].entry])
     merger.finish()
     assert "round 2 goes without its contributions into the record: they are gone" in caplog.text
     assert sorted(record.read(tmp_path).rounds) == [1, 3]
@@ -496,11 +501,11 @@ def test_a_redis_that_went_back_takes_the_record_back(tmp_path: Path) -> None:
 def test_no_record_is_written_where_none_is_wanted(tmp_path: Path) -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, Shelf(), None)
-    simulated.transport.record_actions(samples.actions())
+    simulated.transport.island.record_actions(samples.actions())
     simulated.play(merger, 1)
     merger.finish()
     assert list(tmp_path.iterdir()) == []
-    assert len(simulated.transport.actions(START)) == 1  # nobody read them
+    assert len(simulated.transport.merger.actions(START)) == 1  # nobody read them
 
 
 # -- beside the merging ----------------------------------------------------------------------------------------------
@@ -525,7 +530,9 @@ def test_rounds_close_while_a_checkpoint_is_written(until: Any) -> None:
         assert store.images == {}
     finally:
         go.set()
-    until(lambda: merger.turn(0.0) or simulated.transport.books().kept == 4, "the checkpoint to be taken note of")
+    until(
+        lambda: merger.turn(0.0) or simulated.transport.reader.books().kept == 4, "the checkpoint to be taken note of"
+    )
     assert kept_rounds(simulated) == [2, 3]
     merger.finish()
     assert kept_rounds(simulated) == []
@@ -549,9 +556,11 @@ def test_an_image_brings_the_run_to_an_empty_broker() -> None:
     merger.checkpoint()
     del other.broker.runs["sample"]
     other.transport.restore(store.images[3])
-    assert [other.transport.outer(p) for p in range(2)] == [simulated.transport.outer(p) for p in range(2)]
+    assert [other.transport.merger.outer(p) for p in range(2)] == [
+        simulated.transport.merger.outer(p) for p in range(2)
+    ]
     assert other.digests() == simulated.digests()
-    books = replace(simulated.transport.books(), kept=0, bytes_up=0, bytes_down=0)
-    assert replace(other.transport.books(), bytes_up=0, bytes_down=0) == books
-    assert other.transport.backlog() == simulated.transport.backlog() == 1
+    books = replace(simulated.transport.reader.books(), kept=0, bytes_up=0, bytes_down=0)
+    assert replace(other.transport.reader.books(), bytes_up=0, bytes_down=0) == books
+    assert other.transport.reader.backlog() == simulated.transport.reader.backlog() == 1
     assert np.isfinite(other.parameters(0)).all()

@@ -80,14 +80,14 @@ def test_rounds_are_counted_and_drawn() -> None:
     Telemetry(merger, drawn, registry)
     simulated.play(merger, 1, 2, 3)
     shown = scraped(registry)
-    books = simulated.transport.books()
+    books = simulated.transport.reader.books()
     assert (shown["serving"], shown["epoch"], shown["round"], shown["rounds_total"]) == (1, merger.epoch, 3, 3)
     assert shown["live_islands"] == 2
     assert shown["merged_contributions_total"] == books.merged == 6
     assert shown["merged_tokens_total"] == books.merged_tokens / 2
     assert shown["received_bytes_total"] == books.bytes_up
     assert shown["staleness_versions_count"] == 6
-    tape = simulated.transport.tape(10)
+    tape = simulated.transport.reader.tape(10)
     assert [step for step, _ in drawn.points] == [entry.round for entry in tape] == [1, 2, 3]
     for (_, point), entry in zip(drawn.points, tape, strict=True):
         assert point == values(entry)
@@ -106,7 +106,7 @@ def test_refusals_are_counted() -> None:
     simulated.live("a", "b")
     simulated.send("a", 1, constant(float("nan")))
     merger.turn(0.0)
-    assert scraped(registry)["refused_contributions_total"] == simulated.transport.books().refused == 1
+    assert scraped(registry)["refused_contributions_total"] == simulated.transport.reader.books().refused == 1
     assert scraped(registry)["merged_contributions_total"] == 0
 
 

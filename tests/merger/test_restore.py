@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.memory import _Run
+from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger import outer
@@ -30,7 +30,7 @@ from tests.merger.simulated_broker import CONFIG, SIZE, Shelf, SimulatedBroker, 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
 
 
-def run_of(simulated: SimulatedBroker) -> _Run:
+def run_of(simulated: SimulatedBroker) -> MemoryRun:
     return simulated.broker.runs["sample"]
 
 
@@ -44,13 +44,13 @@ def small_outer() -> bytes:
     return outer.dump(constant(0.0, SIZE - 1), rule.init(constant(0.0, SIZE - 1)))
 
 
-def state_without_closed(run: _Run) -> None:
+def state_without_closed(run: MemoryRun) -> None:
     values = json.loads(run.state)
     del values["closed"]
     run.state = json.dumps(values)
 
 
-DAMAGE: dict[str, Callable[[_Run], object]] = {
+DAMAGE: dict[str, Callable[[MemoryRun], object]] = {
     "one outer state gone": lambda run: run.outer.pop(1),
     "all outer states gone": lambda run: run.outer.clear(),
     "an outer state damaged": lambda run: run.outer.update({0: flip(run.outer[0])}),
@@ -70,7 +70,7 @@ def begun(config: RunConfig, store: CheckpointStore) -> tuple[SimulatedBroker, M
     simulated.play(merger, 1, 2, 3)
     merger.checkpoint()
     simulated.play(merger, 4, 5, 6, 7)
-    assert simulated.transport.books().kept == 8
+    assert simulated.transport.reader.books().kept == 8
     return simulated, merger
 
 
@@ -166,7 +166,7 @@ def test_what_was_refused_is_remembered_where_the_state_is_there() -> None:
     run_of(simulated).outer.clear()
     again = simulated.merger(checkpointer=simulated.checkpointer(store))
     assert again.state.has_seen(refused.identity)
-    assert again.state.pace == RunState.from_json(simulated.transport.merger_state()).pace
+    assert again.state.pace == RunState.from_json(simulated.transport.reader.merger_state()).pace
 
 
 def test_kept_entries_stay_kept_after_it_came_back() -> None:
@@ -175,14 +175,14 @@ def test_kept_entries_stay_kept_after_it_came_back() -> None:
     simulated, _ = begun(CONFIG, store)
     DAMAGE["all of it gone"](run_of(simulated))
     merger = simulated.merger(checkpointer=simulated.checkpointer(store))
-    assert simulated.transport.books().kept == 8
+    assert simulated.transport.reader.books().kept == 8
     assert [kept.round for kept in merger.kept] == [4, 5, 6, 7]
     DAMAGE["all of it gone"](run_of(simulated))
     merger = simulated.merger(checkpointer=simulated.checkpointer(store))
     simulated.play(merger, 8, 9, 10)
     assert bits(simulated) == undisturbed(CONFIG)
     merger.finish()
-    assert simulated.transport.books().kept == 0
+    assert simulated.transport.reader.books().kept == 0
 
 
 def test_a_restart_knows_what_was_published_to_the_bit() -> None:
@@ -196,11 +196,11 @@ def test_a_restart_knows_what_was_published_to_the_bit() -> None:
     simulated.live("a", "b", state="left")
     simulated.send("a", 5, values(1), farewell=True)
     merger.turn(0.0)
-    second, _, empty, _ = simulated.transport.tape(4)
+    second, _, empty, _ = simulated.transport.reader.tape(4)
     assert (second.round, empty.round, empty.members) == (2, 4, ())
     assert empty.digest == second.digest
-    for entry in simulated.transport.tape(2):
-        assert entry.digest == digest_of(unpack(simulated.transport.fragment(entry.fragment)[1], SIZE))
+    for entry in simulated.transport.reader.tape(2):
+        assert entry.digest == digest_of(unpack(simulated.transport.reader.fragment(entry.fragment)[1], SIZE))
 
 
 # -- where it does not come back -------------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_a_state_of_another_version_is_named_as_that(store: Shelf | None) -> Non
 def test_entries_that_are_gone_are_named(caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf()
     simulated, merger = begun(CONFIG, store)
-    (entry,) = [entry for entry in simulated.transport.tape(100) if entry.round == 5]
-    merger.transport.trim(merger.epoch, [entry.members[1].entry])
+    (entry,) = [entry for entry in simulated.transport.reader.tape(100) if entry.round == 5]
+    merger.transport.merger.trim(merger.epoch, [entry.members[1].entry])
     run_of(simulated).outer.clear()
     simulated.merger(checkpointer=simulated.checkpointer(store))
     assert "do not bring it back: round 5: a contribution cannot be read (the entry is gone)" in caplog.text
@@ -282,7 +282,7 @@ def test_a_tape_that_ends_early_is_named(caplog: pytest.LogCaptureFixture) -> No
     simulated.live("a", "b", state="left")
     simulated.send("a", 9, values(1), farewell=True)
     merger.turn(0.0)
-    assert [len(entry.members) for entry in simulated.transport.tape(2)] == [0, 1]
+    assert [len(entry.members) for entry in simulated.transport.reader.tape(2)] == [0, 1]
     run_of(simulated).tape[-2:] = run_of(simulated).tape[-1:]  # a gap, first
     run_of(simulated).outer.clear()
     simulated.merger(checkpointer=simulated.checkpointer(store))

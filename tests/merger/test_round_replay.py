@@ -30,7 +30,8 @@ Rounds = list[tuple[TapeEntry, list[Delivery]]]
 def recorded(simulated: SimulatedBroker) -> Rounds:
     """The tape, and for each round what it merged, which lies in the stream still."""
     return [
-        (entry, simulated.transport.read([m.entry for m in entry.members])) for entry in simulated.transport.tape(1000)
+        (entry, simulated.transport.merger.read([m.entry for m in entry.members]))
+        for entry in simulated.transport.reader.tape(1000)
     ]
 
 
@@ -57,7 +58,9 @@ def four_rounds(config: RunConfig = CONFIG) -> SimulatedBroker:
 def test_a_run_done_again_has_the_same_bits(config: RunConfig) -> None:
     simulated = four_rounds(config)
     state, fragments = redone(simulated, recorded(simulated))
-    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [simulated.transport.outer(p) for p in range(2)]
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [
+        simulated.transport.merger.outer(p) for p in range(2)
+    ]
     assert [f.norms for f in fragments] == [state_of(simulated).norms[p] for p in range(2)]
     assert replace(state, pace=state_of(simulated).pace) == state_of(simulated)
 
@@ -86,7 +89,7 @@ def test_whatever_was_merged_comes_out_again(script: list[tuple[str, int, int, b
     state, fragments = redone(simulated, rounds)
     assert replace(state, pace=state_of(simulated).pace).to_json() == state_of(simulated).to_json()
     dumps = [outer.dump(f.params_N, f.outer) if p in state.norms else b"" for p, f in enumerate(fragments)]
-    assert dumps == [simulated.transport.outer(p) for p in range(2)]
+    assert dumps == [simulated.transport.merger.outer(p) for p in range(2)]
 
 
 def with_member(entry: TapeEntry, **changes: object) -> TapeEntry:
@@ -154,7 +157,7 @@ def test_a_missing_contribution_is_named() -> None:
     merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
     simulated.play(merger, 1)
     entry, (one, other) = recorded(simulated)[0]
-    merger.transport.trim(merger.epoch, [one.entry])
+    merger.transport.merger.trim(merger.epoch, [one.entry])
     with pytest.raises(DifferenceError, match=r"round 1: a contribution cannot be read \(the entry is gone\)"):
         redone(simulated, recorded(simulated))
     with pytest.raises(DifferenceError, match=r"members \['a/x/0', 'b/x/0'\] on the tape, \['b/x/0'\] done again"):

@@ -38,7 +38,7 @@ def test_a_round_of_one_island() -> None:
     ((call,), (snapshot,)) = simulated.events(Call), simulated.events(Snapshot)
     assert call == Call(1, 0)
     assert (snapshot.version, snapshot.step, snapshot.merged) == (1, 9, "a/x/0")
-    (entry,) = simulated.transport.tape(5)
+    (entry,) = simulated.transport.reader.tape(5)
     assert (entry.round, entry.fragment, entry.version, entry.loss, entry.live) == (1, 0, 1, 3.0, 1)
     assert entry.digest == digest(constant(-0.75).tobytes())
     assert not merger.turn(0.0)
@@ -59,7 +59,7 @@ def test_contributions_are_clipped_by_what_they_can_have_moved() -> None:
         for island in "ab":
             simulated.send(island, number, constant(size), **when)
         assert merger.turn(0.0)
-    clips = [member.clip for entry in simulated.transport.tape(20) for member in entry.members]
+    clips = [member.clip for entry in simulated.transport.reader.tape(20) for member in entry.members]
     assert clips[:20] == [1.0] * 20
     assert clips[20:] == pytest.approx([0.03] * 4), "three times the usual is the most"
 
@@ -92,7 +92,7 @@ def test_a_grace_window_ends_by_the_clock() -> None:
     assert not merger.turn(0.0)
     simulated.clock.now = 1.0
     assert merger.turn(0.0)
-    (entry,) = simulated.transport.tape(1)
+    (entry,) = simulated.transport.reader.tape(1)
     assert (entry.grace_seconds, entry.open_seconds, entry.live) == (1.0, 1.0, 2)
 
 
@@ -104,11 +104,11 @@ def test_what_comes_late_is_merged_with_the_next_round_of_its_fragment() -> None
     merger.turn(0.0)
     simulated.send("late", 1, constant(1.0), base=0)
     assert not merger.turn(0.0)
-    assert simulated.transport.backlog() == 1
+    assert simulated.transport.reader.backlog() == 1
     for number in (2, 3):
         simulated.send("a", number, constant(1.0))
         merger.turn(0.0)
-    (entry,) = simulated.transport.tape(1)
+    (entry,) = simulated.transport.reader.tape(1)
     assert [(m.island, m.staleness) for m in entry.members] == [("late", 1), ("a", 0)]
     assert entry.members[0].weight < entry.members[1].weight
     assert state_of(simulated).staleness.value < 1.0  # which the next gains are measured by
@@ -124,7 +124,7 @@ def test_the_step_that_is_stamped_is_the_furthest_of_all() -> None:
         simulated.send("slow", number, constant(1.0), global_step=slow)
         merger.turn(0.0)
     assert [s.step for s in simulated.events(Snapshot)] == [30, 40, 40]
-    assert [entry.step for entry in simulated.transport.tape(3)] == [30, 40, 40]
+    assert [entry.step for entry in simulated.transport.reader.tape(3)] == [30, 40, 40]
 
 
 def test_leavers_are_merged_when_nobody_is_left() -> None:
@@ -217,7 +217,7 @@ def test_each_refusal_says_why_and_touches_nothing(kind: str) -> None:
     assert (refusal.round, refusal.fragment, refusal.tokens) == (sent.round, sent.fragment, sent.tokens)
     assert REASONS[kind] in refusal.reason
     assert simulated.digests() == before
-    assert simulated.transport.tape(1) == []
+    assert simulated.transport.reader.tape(1) == []
     assert simulated.events(Call) == []
     simulated.balance()
     simulated.send("a", 1, constant(1.0))
@@ -266,7 +266,7 @@ def test_however_many_are_bad_the_parameters_stay(bad: list[tuple[str, str, int]
     simulated.live("a", state="left")
     merger.turn(0.0)
     assert simulated.digests() == before
-    assert (simulated.transport.backlog(), simulated.transport.books().refused) == (0, len(bad))
+    assert (simulated.transport.reader.backlog(), simulated.transport.reader.books().refused) == (0, len(bad))
     simulated.balance()
 
 
@@ -277,7 +277,7 @@ def test_a_repeat_is_merged_once() -> None:
     simulated.send("a", 1, constant(1.0))
     simulated.publish(*simulated.sent[0])  # beside the first, which waits
     merger.turn(0.0)
-    assert simulated.transport.books().refused == 1
+    assert simulated.transport.reader.books().refused == 1
     simulated.send("b", 1, constant(1.0))
     assert merger.turn(0.0)
     simulated.publish(*simulated.sent[0])  # after it was merged
@@ -295,9 +295,9 @@ def test_a_repeat_that_was_read_before_a_restart_is_merged_once() -> None:
     simulated.merger().turn(0.0)
     simulated.send("a", 1, constant(1.0))
     simulated.publish(*simulated.sent[0])
-    simulated.transport.updates(0.0)  # a merger read both, and died
+    simulated.transport.merger.updates(0.0)  # a merger read both, and died
     merger = simulated.merger()
-    assert (simulated.transport.backlog(), simulated.transport.books().refused) == (1, 1)
+    assert (simulated.transport.reader.backlog(), simulated.transport.reader.books().refused) == (1, 1)
     simulated.send("b", 1, constant(1.0))
     assert merger.turn(0.0)
     assert sorted(simulated.merged()) == [("a", "x", 0), ("b", "x", 0)]
@@ -318,7 +318,7 @@ def test_what_was_refused_is_not_merged_when_it_comes_again() -> None:
     merger.turn(0.0)
     simulated.publish(*simulated.sent[0])
     simulated.merger().turn(0.0)
-    assert simulated.transport.books().refused == 3
+    assert simulated.transport.reader.books().refused == 3
     assert ("a", "x", 0) not in simulated.merged()
     simulated.balance()
 
@@ -331,7 +331,7 @@ def test_refusals_leave_no_trace_that_grows() -> None:
         send_bad(simulated, "digest", "a", number)
         simulated.send("a", number, constant(1.0))
         merger.turn(0.0)
-    seen = RunState.from_json(simulated.transport.merger_state()).seen["a/x"]
+    seen = RunState.from_json(simulated.transport.reader.merger_state()).seen["a/x"]
     assert (seen.floor, seen.above) == (58, set())
 
 
@@ -393,14 +393,16 @@ def test_the_books_balance_after_any_mix(deeds: list[tuple[str, str, int, Any]],
     turn()
     simulated.live("a", "b", "c", state="left")
     turn()
-    books = simulated.transport.books()
-    assert simulated.transport.backlog() == 0
+    books = simulated.transport.reader.books()
+    assert simulated.transport.reader.backlog() == 0
     assert set(simulated.merged()) == merged
     assert (books.merged, books.refused) == (len(merged), refused)
     for p in range(2):
         versions = [s.version for s in simulated.events(Snapshot) if s.fragment == p]
         assert versions == list(range(1, len(versions) + 1))
-    assert [entry.round for entry in simulated.transport.tape(10_000)] == list(range(1, merger.rounds.closed + 1))
+    assert [entry.round for entry in simulated.transport.reader.tape(10_000)] == list(
+        range(1, merger.rounds.closed + 1)
+    )
     if "restart" not in {deed for deed, *_ in deeds}:
         assert max(Counter(call.round for call in simulated.events(Call)).values(), default=0) <= 1
 
@@ -433,13 +435,15 @@ def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> S
 def test_a_restart_anywhere_goes_on_to_the_same_bits(script: list[tuple[str, int, int]], restarts: set[int]) -> None:
     undisturbed, restarted = played(script, ()), played(script, restarts)
     tapes = [
-        [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.tape(10_000)]
+        [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.reader.tape(10_000)]
         for simulated in (undisturbed, restarted)
     ]
     assert tapes[0] == tapes[1]
     assert undisturbed.digests() == restarted.digests()
     assert state_of(undisturbed) == state_of(restarted)
-    assert [undisturbed.transport.outer(p) for p in range(2)] == [restarted.transport.outer(p) for p in range(2)]
+    assert [undisturbed.transport.merger.outer(p) for p in range(2)] == [
+        restarted.transport.merger.outer(p) for p in range(2)
+    ]
 
 
 @settings(max_examples=60)
@@ -463,7 +467,7 @@ def test_a_restart_between_rounds_keeps_the_pace(delays: list[float], restarts: 
                 simulated.live("a", "b", "silent")
                 simulated.clock.now = merger.rounds.deadline() or simulated.clock.now
                 closed = merger.turn(0.0)
-        return [(e.grace_seconds, e.open_seconds, e.digest) for e in simulated.transport.tape(100)]
+        return [(e.grace_seconds, e.open_seconds, e.digest) for e in simulated.transport.reader.tape(100)]
 
     assert seconds_of(restarts) == seconds_of(())
 
@@ -502,7 +506,7 @@ def test_the_older_merger_is_fenced_and_writes_nothing(write: str) -> None:
         old.turn(0.0)
     assert everything(simulated) == before
     new.turn(0.0)
-    assert simulated.transport.backlog() == 0
+    assert simulated.transport.reader.backlog() == 0
     simulated.balance()
 
 
@@ -560,8 +564,8 @@ class Served:
         self.turns += 1
         assert self.turns < 500, "the merger does not get on"
         self.simulated.live("a", "b")
-        closed = RunState.from_json(self.simulated.transport.merger_state()).closed
-        if self.simulated.transport.backlog() == 0:
+        closed = RunState.from_json(self.simulated.transport.reader.merger_state()).closed
+        if self.simulated.transport.reader.backlog() == 0:
             if closed == self.rounds:
                 return True
             send_bad(self.simulated, "nan", "a", closed + 1)
@@ -587,13 +591,13 @@ def served(faults: Iterable[tuple[str, int, str]], error: BrokerError | None = N
 
 def outcome(course: Served) -> list[Any]:
     """What an outage must not change. (That a refusal was made is only remembered from the next commit on.)"""
-    entries = course.simulated.transport.tape(100)
-    seen = RunState.from_json(course.simulated.transport.merger_state())
+    entries = course.simulated.transport.reader.tape(100)
+    seen = RunState.from_json(course.simulated.transport.reader.merger_state())
     assert all(seen.has_seen(identity) for identity in course.simulated.merged())
     return [
         [(e.round, e.digest, e.members) for e in entries],
         course.simulated.digests(),
-        course.simulated.transport.books().merged,
+        course.simulated.transport.reader.books().merged,
     ]
 
 
@@ -695,7 +699,7 @@ def test_stopping_during_an_outage_still_ends() -> None:
     simulated = SimulatedBroker()
     merger = Merger(Faulty(simulated.broker, "sample"), simulated.clock, "merger", live_poll_seconds=0.0)
     turns = iter([False, False, True])
-    merger.transport.release = _unreachable  # type: ignore[method-assign, assignment]
+    merger.transport.merger.release = _unreachable  # type: ignore[method-assign, assignment]
     serve(merger, lambda: next(turns), lambda seconds: None)
     assert merger.epoch == 1
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS
 from archipelago.broker.errors import UnreachableError
-from archipelago.broker.memory import MemoryTransport
-from archipelago.broker.messages import Note, Refusal, TapeEntry
+from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.transport import Delivery
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import RETRY_SECONDS
@@ -21,6 +21,7 @@ from archipelago.merger.restore import rebuild
 from archipelago.merger.service import Merger, serve
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED
+from tests.intercept import Intercepted
 from tests.merger.simulated_broker import SIZE, Shelf, SimulatedBroker, bits, constant, state_of
 from tests.merger.test_round_replay import recorded, redone
 
@@ -29,11 +30,11 @@ CLOCK = 1.7e9
 
 
 def notes(simulated: SimulatedBroker, kind: str) -> list[str]:
-    return [note.text for note in simulated.transport.notes(1000) if note.kind == kind]
+    return [note.text for note in simulated.transport.reader.notes(1000) if note.kind == kind]
 
 
 def steered_on_tape(simulated: SimulatedBroker) -> list[str]:
-    return [entry.steered for entry in simulated.transport.tape(1000)]
+    return [entry.steered for entry in simulated.transport.reader.tape(1000)]
 
 
 def play_one(simulated: SimulatedBroker, merger: Merger, number: int, value: float = 1.0) -> None:
@@ -49,12 +50,12 @@ def test_a_rate_takes_effect_with_the_round_that_closes_next() -> None:
     play_one(simulated, merger, 1)
     play_one(simulated, merger, 2)
     assert simulated.parameters(0) + simulated.parameters(1) == pytest.approx([-0.75] * 2 * SIZE)
-    simulated.transport.steer({OUTER_RATE: "0.25"})
+    simulated.transport.reader.steer({OUTER_RATE: "0.25"})
     play_one(simulated, merger, 3)
     play_one(simulated, merger, 4)
     # Nesterov: b = 1.5, and a step of ¼(1 + ½ · 1.5) where ½ was the run's own rate.
     assert simulated.parameters(0) + simulated.parameters(1) == pytest.approx([-0.75 - 0.4375] * 2 * SIZE)
-    simulated.transport.steer({OUTER_RATE: ""})
+    simulated.transport.reader.steer({OUTER_RATE: ""})
     play_one(simulated, merger, 5)
     # b = 1.75, and the run's own rate again.
     assert simulated.parameters(0) == pytest.approx([-0.75 - 0.4375 - 0.9375] * SIZE)
@@ -72,9 +73,9 @@ def test_the_tape_has_the_wall_clock_and_what_the_close_took() -> None:
     assert merger.acquire()
     merger.load()
     play_one(simulated, merger, 1)
-    (entry,) = simulated.transport.tape(9)
+    (entry,) = simulated.transport.reader.tape(9)
     assert (entry.unix_seconds, entry.merge_seconds) == (CLOCK, 0.0)
-    assert simulated.transport.notes(1)[0].unix_seconds == CLOCK
+    assert simulated.transport.reader.notes(1)[0].unix_seconds == CLOCK
 
 
 def test_a_quorum_counts_from_the_next_round_on() -> None:
@@ -83,7 +84,7 @@ def test_a_quorum_counts_from_the_next_round_on() -> None:
     simulated.live("a", "b", "c")
     simulated.send("a", 1, constant(1.0))
     assert merger.turn(0.0), "one is enough, and there is no grace"
-    simulated.transport.steer({QUORUM: "2"})
+    simulated.transport.reader.steer({QUORUM: "2"})
     simulated.send("a", 2, constant(1.0))
     assert not merger.turn(0.0)
     simulated.send("b", 2, constant(1.0))
@@ -97,13 +98,13 @@ def test_grace_holds_for_rounds_that_reach_their_quorum_afterwards() -> None:
     simulated.live("a", "b")
     simulated.send("a", 1, constant(1.0))
     assert not merger.turn(0.0), "b may answer yet"
-    simulated.transport.steer({GRACE: "0"})
+    simulated.transport.reader.steer({GRACE: "0"})
     simulated.clock.now += 1000.0
     assert merger.turn(0.0)
     simulated.live("a", "b")
     simulated.send("a", 2, constant(1.0))
     assert merger.turn(0.0), "nobody is waited for"
-    assert [entry.grace_seconds > 0.0 for entry in simulated.transport.tape(9)] == [True, False]
+    assert [entry.grace_seconds > 0.0 for entry in simulated.transport.reader.tape(9)] == [True, False]
 
 
 # -- takeovers, restarts, replays ----------------------------------------------------------------------------------
@@ -114,13 +115,13 @@ def steered_run(takeover: bool) -> SimulatedBroker:
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
     simulated.play(merger, 1, 2)
-    simulated.transport.steer(STEERED)
+    simulated.transport.reader.steer(STEERED)
     simulated.play(merger, 3)
-    simulated.transport.steer({OUTER_RATE: "fast", QUORUM: ""})  # the rate stays as it is
+    simulated.transport.reader.steer({OUTER_RATE: "fast", QUORUM: ""})  # the rate stays as it is
     if takeover:
         merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
     simulated.play(merger, 4, 5)
-    simulated.transport.steer({OUTER_RATE: ""})
+    simulated.transport.reader.steer({OUTER_RATE: ""})
     simulated.play(merger, 6)
     return simulated
 
@@ -139,7 +140,9 @@ def test_a_takeover_goes_on_with_what_was_steered() -> None:
 def test_a_steered_run_done_again_has_the_same_bits() -> None:
     simulated = steered_run(takeover=True)
     state, fragments = redone(simulated, recorded(simulated))
-    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [simulated.transport.outer(p) for p in range(2)]
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [
+        simulated.transport.merger.outer(p) for p in range(2)
+    ]
     assert state.steered == state_of(simulated).steered == {GRACE: 0.125}
 
 
@@ -174,13 +177,13 @@ def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
     """The checkpoint knows one rate; the tape after it has another, and then a third."""
     shelf, simulated = Shelf(), SimulatedBroker(quorum=2)
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
-    simulated.transport.steer({OUTER_RATE: "0.25"})
+    simulated.transport.reader.steer({OUTER_RATE: "0.25"})
     simulated.play(merger, 1, 2)
     merger.checkpoint()
     simulated.play(merger, 3)
-    simulated.transport.steer({OUTER_RATE: "0.125"})
+    simulated.transport.reader.steer({OUTER_RATE: "0.125"})
     simulated.play(merger, 4)
-    expected = [simulated.transport.outer(p) for p in range(2)]
+    expected = [simulated.transport.merger.outer(p) for p in range(2)]
     assert RunState.from_json(shelf.images[2].state).steered == {OUTER_RATE: 0.25}
     state, fragments = rebuild(merger.rules, shelf.images[2], simulated.transport)
     assert [outer.dump(f.params_N, f.outer) for f in fragments] == expected
@@ -193,12 +196,12 @@ def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
 def test_a_redis_that_lost_everything_gets_the_wishes_back() -> None:
     shelf, simulated = Shelf(), SimulatedBroker(quorum=1)
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
-    simulated.transport.steer({OUTER_RATE: "0.25", "island.c": "expel", QUORUM: "many"})
+    simulated.transport.reader.steer({OUTER_RATE: "0.25", "island.c": "expel", QUORUM: "many"})
     simulated.play(merger, 1)
     merger.checkpoint()
     del simulated.broker.runs["sample"]
     simulated.transport.restore(shelf.images[1])
-    assert simulated.transport.control() == {OUTER_RATE: "0.25", "island.c": "expel"}
+    assert simulated.transport.reader.control() == {OUTER_RATE: "0.25", "island.c": "expel"}
     simulated.play(simulated.merger(), 2)
     assert steered_on_tape(simulated)[1:] == [""], "it goes on as it was"
     assert state_of(simulated).steered == {OUTER_RATE: 0.25}
@@ -211,7 +214,7 @@ def test_a_pause_closes_no_round_and_loses_nothing() -> None:
     simulated = SimulatedBroker(quorum=1)
     merger = simulated.merger()
     simulated.play(merger, 1)
-    simulated.transport.steer({"merging": "paused"})
+    simulated.transport.reader.steer({"merging": "paused"})
     simulated.live("a", "b")
     for number in (2, 3):
         for island in "ab":
@@ -223,10 +226,10 @@ def test_a_pause_closes_no_round_and_loses_nothing() -> None:
     simulated.balance()
     merger = simulated.merger()  # it survives a takeover
     assert not merger.turn(0.0)
-    assert len(simulated.transport.tape(9)) == 1
-    simulated.transport.steer({"merging": ""})
+    assert len(simulated.transport.reader.tape(9)) == 1
+    simulated.transport.reader.steer({"merging": ""})
     assert merger.turn(0.0)
-    assert [len(entry.members) for entry in simulated.transport.tape(9)] == [2, 2, 2]
+    assert [len(entry.members) for entry in simulated.transport.reader.tape(9)] == [2, 2, 2]
     assert notes(simulated, "paused")
     assert len(notes(simulated, "resumed")) == 1
     simulated.balance()
@@ -236,7 +239,7 @@ def test_the_pace_knows_of_no_pauses() -> None:
     """A quorum that was reached in a pause was reached then; else nobody would be waited for after it."""
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger()
-    simulated.transport.steer({"merging": "paused"})
+    simulated.transport.reader.steer({"merging": "paused"})
     simulated.live("a", "b", "c")
     simulated.send("a", 1, constant(1.0))
     merger.turn(0.0)
@@ -245,9 +248,9 @@ def test_the_pace_knows_of_no_pauses() -> None:
     merger.turn(0.0)
     simulated.clock.now += 10_000.0
     simulated.live("a", "b", "c")
-    simulated.transport.steer({"merging": ""})
+    simulated.transport.reader.steer({"merging": ""})
     assert merger.turn(0.0)
-    (entry,) = simulated.transport.tape(9)
+    (entry,) = simulated.transport.reader.tape(9)
     assert (entry.quorum_seconds, entry.open_seconds) == (1.0, 10_001.0)
     assert state_of(simulated).pace.quorum_seconds == 1.0
 
@@ -256,7 +259,7 @@ def test_a_checkpoint_is_taken_in_a_pause_too() -> None:
     shelf, simulated = Shelf(), SimulatedBroker()
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     play_one(simulated, merger, 1)
-    simulated.transport.steer({"merging": "paused", "checkpoint": "before the move"})
+    simulated.transport.reader.steer({"merging": "paused", "checkpoint": "before the move"})
     merger.turn(0.0)
     assert list(shelf.images) == [1]
 
@@ -269,7 +272,7 @@ def test_a_checkpoint_is_taken_once_for_each_text() -> None:
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     play_one(simulated, merger, 1)
     assert not shelf.images
-    simulated.transport.steer({"checkpoint": "first"})
+    simulated.transport.reader.steer({"checkpoint": "first"})
     for number in (2, 3):
         play_one(simulated, merger, number)
     assert [image.round for image in shelf.images.values()] == [2]
@@ -277,7 +280,7 @@ def test_a_checkpoint_is_taken_once_for_each_text() -> None:
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     play_one(simulated, merger, 4)
     assert len(shelf.images) == 1, "another merger knows that it was taken"
-    simulated.transport.steer({"checkpoint": "second"})
+    simulated.transport.reader.steer({"checkpoint": "second"})
     merger.turn(0.0)
     assert [image.round for image in shelf.images.values()] == [2, 4]
     merger.turn(0.0)
@@ -291,7 +294,7 @@ def test_a_checkpoint_that_died_with_its_merger_is_taken_by_the_next_one() -> No
     shelf, simulated = Shelf([OSError("killed while it wrote")]), SimulatedBroker()
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     play_one(simulated, merger, 1)
-    simulated.transport.steer({"checkpoint": "first"})
+    simulated.transport.reader.steer({"checkpoint": "first"})
     merger.turn(0.0)
     play_one(simulated, merger, 2)
     assert not shelf.images
@@ -311,7 +314,7 @@ def test_a_checkpoint_that_holds_all_already_is_not_taken_again() -> None:
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     play_one(simulated, merger, 1)
     for text in ("first", "second"):
-        simulated.transport.steer({"checkpoint": text})
+        simulated.transport.reader.steer({"checkpoint": text})
         merger.turn(0.0)
         merger.turn(0.0)
     assert len(shelf.images) == 1
@@ -322,7 +325,7 @@ def test_a_checkpoint_that_failed_is_told_of_once_it_is_made_up_for() -> None:
     shelf, simulated = Shelf([OSError("no")]), SimulatedBroker()
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     play_one(simulated, merger, 1)
-    simulated.transport.steer({"checkpoint": "first"})
+    simulated.transport.reader.steer({"checkpoint": "first"})
     merger.turn(0.0)
     merger.turn(0.0)
     assert (list(shelf.images), notes(simulated, "checkpoint")) == ([], [])
@@ -335,7 +338,7 @@ def test_a_checkpoint_that_failed_is_told_of_once_it_is_made_up_for() -> None:
 def test_a_merger_that_keeps_no_checkpoints_says_so_once() -> None:
     simulated = SimulatedBroker()
     merger = simulated.merger()
-    simulated.transport.steer({"checkpoint": "now"})
+    simulated.transport.reader.steer({"checkpoint": "now"})
     merger.turn(0.0)
     merger.turn(0.0)
     assert notes(simulated, "checkpoint") == ["none is taken: this merger keeps none (--checkpoint-every 0)"]
@@ -348,20 +351,20 @@ def test_who_is_expelled_is_refused_and_not_waited_for() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger()
     simulated.live("a", "b")
-    simulated.transport.steer({"island.b": "expel"})
+    simulated.transport.reader.steer({"island.b": "expel"})
     simulated.send("b", 1, constant(9.0))
     simulated.send("a", 1, constant(1.0))
     assert merger.turn(0.0), "b is not waited for"
     assert simulated.parameters(0) == [-0.75] * SIZE
     (refusal,) = simulated.events(Refusal)
     assert (refusal.island, refusal.reason) == ("b", EXPELLED)
-    assert [refused for _, refused in simulated.transport.refusals(9)] == [refusal]
+    assert [refused for _, refused in simulated.transport.reader.refusals(9)] == [refusal]
     assert merger.live == {"a"}
-    simulated.transport.steer({"island.b": ""})
+    simulated.transport.reader.steer({"island.b": ""})
     simulated.send("b", 2, constant(1.0))
     simulated.send("a", 2, constant(1.0))
     assert merger.turn(0.0)
-    assert len(simulated.transport.tape(9)[1].members) == 2
+    assert len(simulated.transport.reader.tape(9)[1].members) == 2
     assert notes(simulated, "steered") == [
         "b is expelled by the operator: its contributions are refused",
         "b is let in again",
@@ -378,7 +381,7 @@ def test_what_an_expelled_island_had_waiting_is_refused(takeover: bool) -> None:
     simulated.send("c", 1, constant(1.0))
     simulated.send("c", 2, constant(1.0))
     assert not merger.turn(0.0)
-    simulated.transport.steer({"island.b": "expel"})
+    simulated.transport.reader.steer({"island.b": "expel"})
     if takeover:
         merger = simulated.merger()
     assert not merger.turn(0.0), "what it answered is no part of the quorum"
@@ -394,19 +397,25 @@ def test_what_an_expelled_island_had_waiting_is_refused(takeover: bool) -> None:
 def test_a_takeover_does_not_tell_again_what_was_told() -> None:
     simulated = SimulatedBroker()
     merger = simulated.merger()
-    simulated.transport.steer({"island.b": "expel", "merging": "paused"})
+    simulated.transport.reader.steer({"island.b": "expel", "merging": "paused"})
     merger.turn(0.0)
-    simulated.transport.steer({"merging": ""})
+    simulated.transport.reader.steer({"merging": ""})
     play_one(simulated, merger, 1)
     play_one(simulated, simulated.merger(), 2)
-    assert [note.kind for note in simulated.transport.notes(99)] == ["served", "paused", "steered", "resumed", "served"]
+    assert [note.kind for note in simulated.transport.reader.notes(99)] == [
+        "served",
+        "paused",
+        "steered",
+        "resumed",
+        "served",
+    ]
 
 
 def test_a_drained_island_is_merged_to_its_last_contribution() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger()
     simulated.live("a", "b")
-    simulated.transport.steer({"island.b": "drain"})
+    simulated.transport.reader.steer({"island.b": "drain"})
     simulated.send("b", 1, constant(1.0))
     simulated.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
@@ -419,7 +428,7 @@ def test_a_drained_island_is_merged_to_its_last_contribution() -> None:
 def test_a_value_that_cannot_be_used_is_ignored_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
     simulated = SimulatedBroker()
     merger = simulated.merger()
-    simulated.transport.steer({OUTER_RATE: "1e9", "merging": "perhaps", "nonsense": "1"})
+    simulated.transport.reader.steer({OUTER_RATE: "1e9", "merging": "perhaps", "nonsense": "1"})
     play_one(simulated, merger, 1)
     play_one(simulated, merger, 2)
     assert simulated.parameters(0) == [-0.75] * SIZE
@@ -446,32 +455,36 @@ def test_no_wish_stops_the_merger_or_breaks_a_replay(wishes: list[dict[str, str]
     simulated = SimulatedBroker(quorum=1)
     merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
     for number, wish in enumerate(wishes, 1):
-        simulated.transport.steer(wish)
+        simulated.transport.reader.steer(wish)
         play_one(simulated, merger, number)
         if number % 2 == 0:
             merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
     simulated.balance()
     sent = {f"{number}-0": each for number, each in enumerate(simulated.sent, 1)}
-    rounds = [(e, [Delivery(m.entry, *sent[m.entry]) for m in e.members]) for e in simulated.transport.tape(1000)]
+    rounds = [
+        (e, [Delivery(m.entry, *sent[m.entry]) for m in e.members]) for e in simulated.transport.reader.tape(1000)
+    ]
     _, fragments = redone(simulated, rounds)
     for p in range(2):
         if simulated.version(p):
-            assert outer.dump(fragments[p].params_N, fragments[p].outer) == simulated.transport.outer(p)
+            assert outer.dump(fragments[p].params_N, fragments[p].outer) == simulated.transport.merger.outer(p)
 
 
-class Mute(MemoryTransport):
+class Mute(Intercepted):
     """Takes no notes."""
 
-    def note(self, note: Note) -> None:
-        raise UnreachableError("no room for notes")
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == "note":
+            raise UnreachableError("no room for notes")
+        return method(*args, **kwargs)
 
 
 def test_a_note_that_is_lost_stops_nobody() -> None:
     simulated = SimulatedBroker()
-    merger = Merger(Mute(simulated.broker, "sample"), simulated.clock, "m", live_poll_seconds=0.0)
+    merger = Merger(Mute(simulated.broker.connect("sample")), simulated.clock, "m", live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
-    simulated.transport.steer({OUTER_RATE: "0.25"})
+    simulated.transport.reader.steer({OUTER_RATE: "0.25"})
     play_one(simulated, merger, 1)
     assert steered_on_tape(simulated) == ["outer.learning_rate=0.25"]
 
@@ -482,4 +495,4 @@ def test_a_merger_notes_that_it_serves_and_why_it_leaves() -> None:
     serve(Merger(simulated.broker.connect("sample"), simulated.clock, "m", live_poll_seconds=0.0), lambda: next(turns))
     assert notes(simulated, "served") == ["epoch 1 begins after round 0"]
     assert notes(simulated, "left") == ["it was stopped after round 0"]
-    assert {note.who for note in simulated.transport.notes(9)} == {"merger"}
+    assert {note.who for note in simulated.transport.reader.notes(9)} == {"merger"}

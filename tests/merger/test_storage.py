@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.errors import RunExistsError, UnknownRunError
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
 from archipelago.merger import record
 from archipelago.merger.checkpointer import at_once
@@ -92,7 +92,7 @@ def test_the_books_balance_after_it(tmp_path: Path) -> None:
     simulated = begun(tmp_path)
     emptied(simulated)
     MergerFolder(tmp_path).bring_back(simulated.transport)
-    books, pending = simulated.transport.books(), simulated.transport.pending()
+    books, pending = simulated.transport.reader.books(), simulated.transport.reader.pending()
     assert (books.published, books.merged, books.refused, books.kept) == (7, 6, 0, 0)
     assert (pending.contributions, pending.tokens) == (1, 100)
     assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
@@ -105,7 +105,7 @@ def test_what_no_checkpoint_held_is_done_anew(tmp_path: Path) -> None:
     simulated, _ = further(tmp_path)
     emptied(simulated)
     MergerFolder(tmp_path).bring_back(simulated.transport)
-    assert RunState.from_json(simulated.transport.merger_state()).closed == 3
+    assert RunState.from_json(simulated.transport.reader.merger_state()).closed == 3
     assert [simulated.version(p) for p in range(2)] == [2, 1]
 
 
@@ -125,13 +125,13 @@ def test_a_folder_of_another_run_is_named(tmp_path: Path) -> None:
     empty = MemoryBroker().connect("other")
     with pytest.raises(UnknownRunError, match=r"holds checkpoints of run 'sample', not of 'other'.*--run sample"):
         MergerFolder(tmp_path).bring_back(empty)
-    assert empty.runs() == []
+    assert empty.reader.runs() == []
 
 
 def test_without_a_checkpoint_nothing_is_made(tmp_path: Path) -> None:
     empty = MemoryBroker().connect("sample")
     assert MergerFolder(tmp_path).bring_back(empty) is None
-    assert empty.runs() == []
+    assert empty.reader.runs() == []
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -147,7 +147,7 @@ def test_it_is_brought_back_only_when_that_is_asked_for(tmp_path: Path) -> None:
     folder = MergerFolder(tmp_path)
     with pytest.raises(UnknownRunError, match=r"holds its checkpoint 3: go on from there with --resume"):
         folder.find_or_bring_back(simulated.transport, resume=False)
-    assert simulated.transport.runs() == []
+    assert simulated.transport.reader.runs() == []
     assert folder.find_or_bring_back(simulated.transport, resume=True) == simulated.manifest
     assert folder.find_or_bring_back(simulated.transport, resume=False) == simulated.manifest  # it is there now
 
@@ -174,7 +174,7 @@ def test_the_record_goes_back_with_the_run(tmp_path: Path) -> None:
     merger.finish()
     found = record.read(tmp_path / "record").rounds
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert [found[n][0] for n in (4, 5, 6)] == simulated.transport.tape(3)
+    assert [found[n][0] for n in (4, 5, 6)] == simulated.transport.reader.tape(3)
 
 
 def test_a_record_is_kept_where_the_config_says_so(tmp_path: Path) -> None:

@@ -363,7 +363,7 @@ def made(url: str, *names: str) -> None:
         transport = connect(url, name)
         manifest = samples.manifest(name)
         transport.create(manifest, samples.first_snapshots(manifest))
-        transport.heartbeat(samples.heartbeat("a", loss=float("nan")))
+        transport.island.heartbeat(samples.heartbeat("a", loss=float("nan")))
         transport.close()
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.errors import BrokerError, UnreachableError
-from archipelago.broker.memory import MemoryTransport
+from archipelago.broker.memory.transport import MemoryTransport
+from tests.intercept import Intercepted
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Process
@@ -84,18 +84,17 @@ class FaultRates:
         )
 
 
-class FaultyConnection:
+class FaultyConnection(Intercepted):
     """A process's connection to the broker. Its calls may be lost, repeated or late, or end with a crash."""
 
     def __init__(self, simulation: Simulation, process: Process, inner: MemoryTransport) -> None:
-        self._world, self._process, self._inner = simulation, process, inner
-        self.run = inner.run
+        super().__init__(inner)
+        self._world, self._process = simulation, process
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._inner, name)
-        call = self._events if name == "events" else partial(self._call, name, method)
-        setattr(self, name, call)  # Later accesses find it without this method.
-        return call
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == "events":
+            return self._events(method, *args, **kwargs)
+        return self._call(name, method, *args, **kwargs)
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         simulation = self._world
@@ -111,12 +110,12 @@ class FaultyConnection:
         simulation.after(self._process, name)
         return answer
 
-    def _events(self, after: str, block_seconds: float, count: int = 256) -> Any:
+    def _events(self, read: Callable[..., Any], after: str, block_seconds: float, count: int = 256) -> Any:
         simulation = self._world
         if not simulation.faults:
-            return self._inner.events(after, 0.0, count)
+            return read(after, 0.0, count)
         simulation.before(self._process, "events")
-        found = self._inner.events(after, 0.0, count)
+        found = read(after, 0.0, count)
         if found and simulation.happens(simulation.rates.lag):
             found = found[: simulation.random.randrange(len(found))]  # The process sees fewer events than snapshots.
         simulation.after(self._process, "events")

@@ -46,7 +46,7 @@ class Process:
         self.is_stalled = False
         self.cut_until = self.asleep_until = float("-inf")
         self.jobs = Jobs()
-        self.connection: Any = FaultyConnection(simulation, self, simulation.broker.connect(RUN))
+        self.connection = FaultyConnection(simulation, self, simulation.broker.connect(RUN))
 
     def act(self) -> None:
         """Do one thing. A Crash ends the process."""
@@ -105,7 +105,7 @@ class MergerProcess(Process):
         if self.merger.epoch:
             if self.loaded:
                 self.merger.finish()
-            self.connection.release(self.merger.epoch)
+            self.connection.merger.release(self.merger.epoch)
         raise Crash("it left")
 
 
@@ -118,7 +118,7 @@ class IslandProcess(Process):
         simulation.births += 1
         self.store = IslandDisk(simulation.island_disks.setdefault(name, {}), simulation.manifest, simulation.may_crash)
         self.jobs = self.store.jobs
-        returned = self.connection.claim_return(name)
+        returned = self.connection.island.claim_return(name)
         whole = self.store.find(*returned) if returned else None
         self.incarnation = f"i{simulation.births}"
         self.who = f"{name}/{self.incarnation}"

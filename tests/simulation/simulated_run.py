@@ -23,7 +23,7 @@ from archipelago.broker.config import (
 from archipelago.broker.control import SETTINGS
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
 from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.ops.experiments.virtual_time import VirtualClock
@@ -250,7 +250,7 @@ class Simulation:
                 (f"island.{self.random.choice(self.wanted)}", ["", "", "drain", "expel", "dance"]),
             ]
         )
-        self.broker.connect(RUN).steer({name: self.random.choice(values)})
+        self.broker.connect(RUN).reader.steer({name: self.random.choice(values)})
 
     def _keep_staffed(self) -> None:
         if self._nested:

@@ -125,7 +125,7 @@ def look_at_server(url: str, run: str | None, seconds: float) -> Server:
     found = Server([])
     try:
         transport = _look_at_run(transport, url, run, found)
-        _look_at_link(RedisCheckup.beside(transport), seconds, found)
+        _look_at_link(RedisCheckup(transport.connection), seconds, found)
     except BrokerError as error:
         found.findings.append(Finding("problem", "reach", error.what, error.remedy))
     finally:
@@ -136,7 +136,7 @@ def look_at_server(url: str, run: str | None, seconds: float) -> Server:
 def _look_at_run(transport: RedisTransport, url: str, run: str | None, found: Server) -> RedisTransport:
     """A connection to the run to look at: the one that is named, or the only one there."""
     try:
-        runs = transport.runs()
+        runs = transport.reader.runs()
         if run is None and len(runs) == 1:
             transport.close()
             transport = connect(url, runs[0])
@@ -144,8 +144,8 @@ def _look_at_run(transport: RedisTransport, url: str, run: str | None, found: Se
             names = ", ".join(runs) or "none yet; `archipelago init` makes one"
             found.findings.append(ok("run", f"runs there: {names}{' (name one with --run)' if runs else ''}"))
             return transport
-        found.manifest = manifest = transport.manifest()
-        found.presences = transport.presences()
+        found.manifest = manifest = transport.reader.manifest()
+        found.presences = transport.reader.presences()
         live = sum(presence.is_live for presence in found.presences)
         what = f"{manifest.run}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments; "
         what += f"{live} island{'s' * (live != 1)} live"

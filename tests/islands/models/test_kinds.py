@@ -102,8 +102,8 @@ def test_two_islands_learn_nearly_as_much_as_one_process(kind: Kind) -> None:
     assert after < 0.75 * before
     assert accuracy > accuracy_before + 0.1
     assert before - after > 0.75 * (before - single[-1].bits_per_byte)
-    books = run.transport.books()
-    assert (books.refused, run.transport.backlog()) == (0, 0)
+    books = run.transport.reader.books()
+    assert (books.refused, run.transport.reader.backlog()) == (0, 0)
     assert books.published == books.merged > 0
 
 
@@ -116,10 +116,10 @@ def test_a_newcomer_takes_a_peers_moments_and_contributes(kind: Kind) -> None:
     peer = run.islands[newcomer.moments.removeprefix("peer ")]
     assert seen == {peer.totals.steps}
     run.advance_until(lambda: newcomer.totals.steps >= 16)
-    recent = [member.island for entry in run.transport.tape(4) for member in entry.members]
+    recent = [member.island for entry in run.transport.reader.tape(4) for member in entry.members]
     assert "newcomer" in recent
     assert math.isfinite(newcomer.speed.loss)
-    assert run.transport.books().refused == 0
+    assert run.transport.reader.books().refused == 0
 
 
 def test_a_scan_equals_the_same_number_of_single_steps(kind: Kind) -> None:

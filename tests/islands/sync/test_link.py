@@ -15,8 +15,8 @@ import pytest
 from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.memory import MemoryBroker, MemoryTransport
-from archipelago.broker.messages import Actions, Call, Contribution, Event, Heartbeat, Marker, Refusal, Resume, Snapshot
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import Commit, Memory
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.batches import Batches
@@ -27,17 +27,23 @@ from archipelago.islands.worker import Island, train
 from archipelago.merger.service import Merger
 from tests import samples
 from tests.conftest import Until
+from tests.intercept import Intercepted
 from tests.islands import tiny
 
 SIZE = 32
 """elements of either fragment of the sample run"""
 
 
-class SimulatedBroker(MemoryTransport):
-    """A transport on which every call can be made to hang, to fail, or to do something more."""
+class SimulatedBroker(Intercepted):
+    """A transport on which every call can be made to hang, to fail, or to do something more.
+
+    Attributes:
+        room: What the broker says of its memory.
+        torn: How many fragments will be damaged on their way.
+    """
 
     def __init__(self, broker: MemoryBroker, run: str) -> None:
-        super().__init__(broker, run)
+        super().__init__(broker.connect(run))
         self.calm = threading.Event()
         self.calm.set()
         self.outage: Exception | None = None
@@ -45,9 +51,7 @@ class SimulatedBroker(MemoryTransport):
         self.lock = threading.Lock()
         self.before_publish_returns: Callable[[], None] = lambda: None
         self.room: Memory | None = None
-        """what the broker says of its memory"""
         self.torn = 0
-        """so many fragments are handed out damaged"""
 
     def _pass(self) -> None:
         if not self.calm.is_set():
@@ -57,39 +61,18 @@ class SimulatedBroker(MemoryTransport):
         if self.outage is not None:
             raise self.outage
 
-    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
-        self._pass()
-        entry = super().publish(contribution, payload, actions)
-        self.before_publish_returns()
-        return entry
-
-    def holds(self, entry: str) -> bool:
-        self._pass()
-        return super().holds(entry)
-
-    def heartbeat(self, heartbeat: Heartbeat) -> str:
-        self._pass()
-        return super().heartbeat(heartbeat)
-
-    def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
-        self._pass()
-        return super().lease_shard(shards, me)
-
-    def memory(self) -> Memory:
-        self._pass()
-        return self.room or super().memory()
-
-    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        self._pass()
-        return super().events(after, block_seconds, count)
-
-    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
-        self._pass()
-        snapshot, payload = super().fragment(fragment, account=account)
-        if self.torn:
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name in ("publish", "holds", "heartbeat", "lease_shard", "memory", "events", "fragment"):
+            self._pass()
+        answer = method(*args, **kwargs)
+        if name == "publish":
+            self.before_publish_returns()
+        elif name == "memory":
+            return self.room or answer
+        elif name == "fragment" and self.torn:
             self.torn -= 1
-            return snapshot, payload[:-1] + b"?"
-        return snapshot, payload
+            return answer[0], answer[1][:-1] + b"?"
+        return answer
 
 
 class Shore:
@@ -100,7 +83,7 @@ class Shore:
         self.broker = MemoryBroker()
         self.transport = self.broker.connect(manifest.run)
         self.transport.create(manifest, snapshots)
-        self.epoch = self.transport.acquire("merger", 1e6) or 0
+        self.epoch = self.transport.merger.acquire("merger", 1e6) or 0
         self.seas: list[SimulatedBroker] = []
         self.links: list[Link] = []
 
@@ -119,12 +102,12 @@ class Shore:
 
     def call(self, number: int) -> Call:
         call = Call(number, (number - 1) % 2)
-        self.transport.announce(self.epoch, call)
+        self.transport.merger.announce(self.epoch, call)
         return call
 
     def resume(self, number: int) -> Resume:
         resume = Resume(number, self.epoch)
-        self.transport.announce(self.epoch, resume)
+        self.transport.merger.announce(self.epoch, resume)
         return resume
 
     def close(self, number: int, value: float, *merged: Contribution) -> Snapshot:
@@ -133,20 +116,20 @@ class Shore:
         plain = samples.commit([], payload, number)
         snapshot = replace(plain.snapshot, fragment=(number - 1) % 2, merged=" ".join(c.identity_text for c in merged))
         entries = [d.entry for d in self.deliveries() if d.contribution in merged]
-        self.transport.commit(self.epoch, Commit(snapshot, payload, b"", "{}", plain.tape, entries, 0))
+        self.transport.merger.commit(self.epoch, Commit(snapshot, payload, b"", "{}", plain.tape, entries, 0))
         return snapshot
 
     def refuse(self, contribution: Contribution, *, repeat: bool = False) -> Refusal:
         c = contribution
         refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, "no", repeat)
         entry = next(d.entry for d in self.deliveries() if d.contribution == contribution)
-        self.transport.refuse(self.epoch, [(entry, refusal)])
+        self.transport.merger.refuse(self.epoch, [(entry, refusal)])
         return refusal
 
     def deliveries(self) -> list[Any]:
         """All that is published and not ended."""
-        self.transport.updates(0.0)
-        return self.transport.unacknowledged()
+        self.transport.merger.updates(0.0)
+        return self.transport.merger.unacknowledged()
 
     def published(self) -> list[Contribution]:
         return [delivery.contribution for delivery in self.deliveries()]
@@ -222,22 +205,22 @@ def test_joining_brings_all_fragments_and_a_place_in_the_stream(shore: Shore) ->
     later = shore.call(2)
     link.pump()
     assert heard(link) == ([later], [])
-    assert link.bytes_down == shore.transport.books().bytes_down
+    assert link.bytes_down == shore.transport.reader.books().bytes_down
 
 
 def test_nothing_that_happens_while_joining_is_missed(shore: Shore) -> None:
     simulated = SimulatedBroker(shore.broker, "sample")
     link = Link(simulated, shore.manifest)
-    snapshot = simulated.fragment
+    snapshot = simulated.reader.fragment
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         if fragment == 1:
             shore.close(1, 5.0)
         return snapshot(fragment, account=account)
 
-    simulated.fragment = closes_meanwhile  # type: ignore[method-assign]
+    simulated.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.join()
-    simulated.fragment = snapshot  # type: ignore[method-assign]
+    simulated.reader.fragment = snapshot  # type: ignore[method-assign]
     link.pump()
     events, (arrival,) = heard(link)
     assert [event.round for event in events] == [1]
@@ -256,7 +239,7 @@ def test_what_is_sent_is_published_in_order_with_its_bytes_and_digest(shore: Sho
         assert delivery.contribution.digest == digest(delivery.payload)
         assert unpack(delivery.payload, SIZE).tolist() == [float(delivery.contribution.round)] * SIZE
     assert (link.backlog, link.sent) == (0, 3)
-    assert link.bytes_up == shore.transport.books().bytes_up
+    assert link.bytes_up == shore.transport.reader.books().bytes_up
 
 
 def test_events_come_in_order_and_of_each_fragment_only_the_newest_snapshot(shore: Shore) -> None:
@@ -272,7 +255,7 @@ def test_events_come_in_order_and_of_each_fragment_only_the_newest_snapshot(shor
 def test_what_is_announced_while_a_fragment_comes_is_heard_at_once(shore: Shore, monkeypatch: Any) -> None:
     """On a thin link a snapshot takes longer than rounds do; the newer one of the same fragment is not forgotten."""
     link = shore.link()
-    fragment = shore.simulated.fragment
+    fragment = shore.simulated.reader.fragment
     meanwhile = [lambda: shore.close(3, 3.0)]
 
     def slow(p: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
@@ -281,7 +264,7 @@ def test_what_is_announced_while_a_fragment_comes_is_heard_at_once(shore: Shore,
             meanwhile.pop()()
         return found
 
-    monkeypatch.setattr(shore.simulated, "fragment", slow)
+    monkeypatch.setattr(shore.simulated.reader, "fragment", slow)
     shore.close(1, 1.0)
     shore.close(2, 2.0)
     link.pump_receive()
@@ -308,11 +291,11 @@ def test_an_older_arrival_that_nobody_took_gives_way_to_the_newer(shore: Shore) 
 def test_the_newest_heartbeat_goes_out(shore: Shore) -> None:
     link = shore.link()
     link.pump()
-    assert shore.transport.presences() == []
+    assert shore.transport.reader.presences() == []
     for steps in (1, 2):
         link.beat(samples.heartbeat(steps=steps))
     link.pump()
-    (presence,) = shore.transport.presences()
+    (presence,) = shore.transport.reader.presences()
     assert presence.heartbeat.steps == 2
 
 
@@ -353,7 +336,7 @@ def test_an_outage_is_told_and_loses_nothing(shore: Shore) -> None:
     events, arrivals = heard(link)
     assert events == happened
     assert [a.snapshot.round for a in arrivals] == [1, 2]
-    assert shore.transport.presences()[0].heartbeat.steps == 3
+    assert shore.transport.reader.presences()[0].heartbeat.steps == 3
 
 
 # -- until the merger has decided ----------------------------------------------------------------------------------
@@ -383,7 +366,7 @@ def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(shore: Shore) -
     link.send(draft(1))
     link.pump()
     (sent,) = shore.published()
-    shore.transport.publish(sent, b"again")
+    shore.transport.island.publish(sent, b"again")
     shore.refuse(sent, repeat=True)
     link.pump()
     assert link.unresolved_rounds() == {1}
@@ -417,7 +400,7 @@ def test_what_was_lost_is_sent_when_an_outage_that_cut_it_short_is_over(shore: S
     for delivery in shore.deliveries():
         shore.forget(delivery.entry)
     resume = shore.resume(0)
-    hears, shore.simulated.outage = shore.simulated.events, UnreachableError("nobody answers")
+    hears, shore.simulated.outage = shore.simulated.reader.events, UnreachableError("nobody answers")
 
     def only_events_come_through(*arguments: Any) -> Any:
         shore.simulated.outage = None
@@ -425,10 +408,10 @@ def test_what_was_lost_is_sent_when_an_outage_that_cut_it_short_is_over(shore: S
         shore.simulated.outage = UnreachableError("nobody answers")
         return found
 
-    shore.simulated.events = only_events_come_through  # type: ignore[method-assign, assignment]
+    shore.simulated.reader.events = only_events_come_through  # type: ignore[method-assign, assignment]
     link.pump()
     assert shore.published() == []
-    shore.simulated.events, shore.simulated.outage = hears, None  # type: ignore[method-assign]
+    shore.simulated.reader.events, shore.simulated.outage = hears, None  # type: ignore[method-assign]
     link.pump()
     assert heard(link) == ([resume], [])
     assert [c.round for c in shore.published()] == [1, 2]
@@ -449,7 +432,7 @@ def test_what_was_decided_before_we_hear_of_a_resume_is_not_sent_again(shore: Sh
 
 def test_a_broker_that_went_back_is_followed(shore: Shore) -> None:
     link = shore.link()
-    kept = [shore.transport.fragment(p) for p in range(2)]
+    kept = [shore.transport.reader.fragment(p) for p in range(2)]
     for number in (1, 2, 3):
         shore.close(number, float(number))
     link.pump()  # and nobody takes what came
@@ -601,7 +584,7 @@ def test_a_lease_that_is_lost_before_it_is_used_is_replaced_in_silence(shore: Sh
     hold_on_to(link)
     first, second = link.shards[:2]
     shore.broker.runs["sample"].holders[first] = "b/y"
-    shore.transport.heartbeat(samples.heartbeat("b", incarnation="y"))
+    shore.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
     hold_on_to(link)
     place = link.lease()
     assert place is not None
@@ -614,7 +597,7 @@ def test_a_pass_that_is_merged_to_its_end_is_lost_and_leased_again_later(shore: 
     hold_on_to(link)
     assert link.lease() == Place("3", 0, 0)
     payload = b"new"
-    shore.transport.commit(shore.epoch, samples.commit([], payload, cursors={"3": (1, 0)}))
+    shore.transport.merger.commit(shore.epoch, samples.commit([], payload, cursors={"3": (1, 0)}))
     hold_on_to(link)
     assert link.take().lost_shards == {"3"}
     assert link.lease() is None
@@ -637,14 +620,14 @@ def test_what_an_island_takes_up_again_is_not_its_next_shard_too(shore: Shore) -
 
 def test_what_is_taken_up_while_it_is_leased_is_not_at_hand(shore: Shore) -> None:
     link = shore.link()
-    leases = shore.simulated.lease_shard
+    leases = shore.simulated.island.lease_shard
 
     def meanwhile(shards: Sequence[str], me: str) -> Place | None:
         place = leases(shards, me)
         link.hold([place.shard] if place else [])
         return place
 
-    shore.simulated.lease_shard = meanwhile  # type: ignore[method-assign]
+    shore.simulated.island.lease_shard = meanwhile  # type: ignore[method-assign]
     hold_on_to(link)
     assert link.lease() is None
 
@@ -656,8 +639,8 @@ MOMENTS = {"mu": jnp.asarray([1.5, -2.25], jnp.float32), "count": jnp.asarray(3,
 
 def ask(shore: Shore, who: str = "new/z") -> None:
     island, _, incarnation = who.partition("/")
-    shore.transport.heartbeat(samples.heartbeat(island, "joining", incarnation=incarnation))
-    shore.transport.ask(who)
+    shore.transport.island.heartbeat(samples.heartbeat(island, "joining", incarnation=incarnation))
+    shore.transport.island.ask(who)
 
 
 def test_a_question_is_promised_by_one_peer_and_told_once(shore: Shore) -> None:
@@ -684,7 +667,7 @@ def test_an_island_does_not_answer_itself_and_not_before_it_trains(shore: Shore)
     ask(shore)
     hold_on_to(link, "joining")
     assert link.take().asked_by == []
-    assert shore.transport.asks() == ["a/x", "new/z"]
+    assert shore.transport.island.asks() == ["a/x", "new/z"]
 
 
 def test_what_is_given_is_handed_over_with_what_was_done_until_then(shore: Shore) -> None:
@@ -693,33 +676,33 @@ def test_what_is_given_is_handed_over_with_what_was_done_until_then(shore: Shore
     actions = samples.actions()
     link.give(Gift("new/z", MOMENTS, 7, 40, actions))
     link.pump()
-    found = shore.transport.handed_over("new/z")
+    found = shore.transport.island.handed_over("new/z")
     assert found is not None
     handover, payload = found
     assert (handover.giver, handover.incarnation, handover.index, handover.global_step) == ("a", "x", 7, 40)
     assert tiny.leaf_bytes(decode(handover, payload, MOMENTS)) == tiny.leaf_bytes(MOMENTS)
-    assert [told for _, told in shore.transport.actions("0-0")] == [actions]
+    assert [told for _, told in shore.transport.merger.actions("0-0")] == [actions]
     link.pump()
-    assert len(shore.transport.actions("0-0")) == 1
+    assert len(shore.transport.merger.actions("0-0")) == 1
 
 
 def test_a_gift_outlasts_an_outage(shore: Shore) -> None:
     link = shore.link("a/x")
     ask(shore)
     link.give(Gift("new/z", MOMENTS, 7, 40))
-    hands, calls = shore.simulated.hand_over, iter([UnreachableError("nobody answers"), None])
+    hands, calls = shore.simulated.island.hand_over, iter([UnreachableError("nobody answers"), None])
 
     def fails_once(*arguments: Any) -> None:
         if error := next(calls):
             raise error
         hands(*arguments)
 
-    shore.simulated.hand_over = fails_once  # type: ignore[method-assign, assignment]
+    shore.simulated.island.hand_over = fails_once  # type: ignore[method-assign, assignment]
     link.pump()
-    assert (link.trouble, shore.transport.handed_over("new/z")) == ("nobody answers", None)
+    assert (link.trouble, shore.transport.island.handed_over("new/z")) == ("nobody answers", None)
     link.pump()
     assert link.trouble == ""
-    assert shore.transport.handed_over("new/z") is not None
+    assert shore.transport.island.handed_over("new/z") is not None
 
 
 def test_gifts_go_out_beside_the_training(shore: Shore, until: Until) -> None:
@@ -727,7 +710,7 @@ def test_gifts_go_out_beside_the_training(shore: Shore, until: Until) -> None:
     link.start()
     ask(shore)
     link.give(Gift("new/z", MOMENTS, 7, 40))
-    until(lambda: shore.transport.handed_over("new/z"), "the gift to arrive")
+    until(lambda: shore.transport.island.handed_over("new/z"), "the gift to arrive")
 
 
 # -- snapshots in the order of events -------------------------------------------------------------------------------
@@ -736,7 +719,7 @@ def test_gifts_go_out_beside_the_training(shore: Shore, until: Until) -> None:
 def test_a_snapshot_is_not_known_before_what_was_said_before_it(shore: Shore) -> None:
     """Fetching gives the newest, which may be newer than all events that are heard."""
     link = shore.link()
-    fetch = shore.simulated.fragment
+    fetch = shore.simulated.reader.fragment
     fetched: list[int] = []
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
@@ -747,7 +730,7 @@ def test_a_snapshot_is_not_known_before_what_was_said_before_it(shore: Shore) ->
         return fetch(fragment, account=account)
 
     shore.close(1, 1.0)
-    shore.simulated.fragment = closes_meanwhile  # type: ignore[method-assign]
+    shore.simulated.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.pump_receive()
     events, arrivals = heard(link)
     assert ([event.round for event in events], arrivals) == ([1], [])
@@ -760,7 +743,7 @@ def test_a_snapshot_is_not_known_before_what_was_said_before_it(shore: Shore) ->
 
 def test_an_early_snapshot_gives_way_to_a_newer_one(shore: Shore) -> None:
     link = shore.link()
-    fetch, rounds = shore.simulated.fragment, iter([3, None, None])
+    fetch, rounds = shore.simulated.reader.fragment, iter([3, None, None])
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         if number := next(rounds):
@@ -768,7 +751,7 @@ def test_an_early_snapshot_gives_way_to_a_newer_one(shore: Shore) -> None:
         return fetch(fragment, account=account)
 
     shore.close(1, 1.0)
-    shore.simulated.fragment = closes_meanwhile  # type: ignore[method-assign]
+    shore.simulated.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.pump_receive()
     assert heard(link)[1] == []
     shore.close(5, 5.0)
@@ -781,7 +764,7 @@ def test_an_early_snapshot_gives_way_to_a_newer_one(shore: Shore) -> None:
 
 def mark(shore: Shore, number: int, closed: int) -> Marker:
     marker = Marker(number, closed)
-    shore.transport.announce(shore.epoch, marker)
+    shore.transport.merger.announce(shore.epoch, marker)
     return marker
 
 
@@ -881,7 +864,7 @@ def test_nothing_is_sent_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
     link.pump()
     assert (shore.published(), link.backlog) == ([], 2)
     assert "nearly full" in link.trouble
-    assert shore.transport.presences()  # everything else goes on
+    assert shore.transport.reader.presences()  # everything else goes on
     shore.simulated.room = Memory(int(share * 1000), 1000)
     link.pump()
     assert [c.round for c in shore.published()] == [1, 2]
@@ -927,7 +910,7 @@ def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: U
     shore.simulated.calm.set()
     until(lambda: link.backlog == 0, "the queue to be sent")
     assert [c.round for c in shore.published()] == list(range(1, 50))
-    until(lambda: shore.transport.presences()[0].heartbeat.steps == 49, "the newest heartbeat")
+    until(lambda: shore.transport.reader.presences()[0].heartbeat.steps == 49, "the newest heartbeat")
 
 
 def test_after_an_outage_everything_arrives_once_and_in_order(shore: Shore, until: Until) -> None:
@@ -1002,10 +985,10 @@ def test_draining_says_whether_everything_got_through(shore: Shore, until: Until
     shore.simulated.calm.set()
     assert link.drain(30.0) is True
     assert [c.round for c in shore.published()] == [1]
-    assert shore.transport.presences()[0].heartbeat == samples.heartbeat()
+    assert shore.transport.reader.presences()[0].heartbeat == samples.heartbeat()
     link.beat(samples.heartbeat(state="left"))
     assert link.drain(30.0) is True
-    assert shore.transport.presences()[0].heartbeat.state == "left"
+    assert shore.transport.reader.presences()[0].heartbeat.state == "left"
 
 
 # -- an island on such a link --------------------------------------------------------------------------------------
@@ -1016,7 +999,7 @@ def coast(shore: Shore) -> Iterator[Shore]:
     """A run of a model so small that its steps take no time."""
     manifest = tiny.manifest()
     made = Shore(manifest, samples.first_snapshots(manifest, 1.0))
-    made.transport.release(made.epoch)
+    made.transport.merger.release(made.epoch)
     yield made
     _put_away(made)
 
@@ -1043,7 +1026,7 @@ def test_an_island_never_blocks(coast: Shore, until: Until) -> None:
     at_once(lambda: steps_of(island, 200))
     assert island.totals.steps == island.ledger.global_step == 200
     assert island.link.backlog == tiny.CONFIG.sync.window  # it owes nothing more until it hears of a round
-    assert coast.transport.books().published == 0
+    assert coast.transport.reader.books().published == 0
     # Everything is lost but nothing is stopped; and when the simulated is calm again it catches up.
     coast.simulated.calm.set()
     merger = Merger(coast.broker.connect("tiny"), live_poll_seconds=0.0)
@@ -1058,10 +1041,10 @@ def test_an_island_never_blocks(coast: Shore, until: Until) -> None:
     until(adopted, "three versions of every fragment")
     assert at_once(lambda: island.leave())
     merger.turn(0.0)
-    books = coast.transport.books()
+    books = coast.transport.reader.books()
     assert books.published == books.merged == island.link.sent >= 6
-    assert (books.refused, coast.transport.backlog()) == (0, 0)
-    members = [member for entry in coast.transport.tape(1000) for member in entry.members]
+    assert (books.refused, coast.transport.reader.backlog()) == (0, 0)
+    members = [member for entry in coast.transport.reader.tape(1000) for member in entry.members]
     tokens = sum(m.tokens for m in members if m.sequence < 2)
     assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # what it owed before it was cut off: strides of 2 steps
 

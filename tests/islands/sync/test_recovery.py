@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from optax.tree_utils import tree_get, tree_get_all_with_path
 
 from archipelago.broker.errors import UnreachableError, WireError
-from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Handover
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import begin, counts
@@ -174,8 +174,8 @@ class Waiting:
         manifest = samples.manifest()
         self.transport = self.broker.connect("sample")
         self.transport.create(manifest, samples.first_snapshots(manifest))
-        self.transport.heartbeat(samples.heartbeat("new", "joining", incarnation="z"))
-        self.transport.ask("new/z")
+        self.transport.island.heartbeat(samples.heartbeat("new", "joining", incarnation="z"))
+        self.transport.island.ask("new/z")
         self.beats = self.pauses = 0
         self.meanwhile: Callable[[int], object] = lambda number: None
 
@@ -199,8 +199,8 @@ class Waiting:
 
 def test_the_answer_is_waited_for_and_taken_away() -> None:
     new = Waiting()
-    new.transport.heartbeat(samples.heartbeat("a"))
-    new.meanwhile = lambda number: new.transport.hand_over("new/z", HANDOVER, PAYLOAD) if number == 3 else None
+    new.transport.island.heartbeat(samples.heartbeat("a"))
+    new.meanwhile = lambda number: new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD) if number == 3 else None
     received = new.receive()
     assert received.handover == HANDOVER
     assert tiny.leaf_bytes(received.optimizer) == tiny.leaf_bytes(STATE)
@@ -210,7 +210,7 @@ def test_the_answer_is_waited_for_and_taken_away() -> None:
 
 def test_an_answer_that_is_there_is_taken_although_its_giver_is_gone() -> None:
     new = Waiting()
-    new.transport.hand_over("new/z", HANDOVER, PAYLOAD)
+    new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD)
     assert new.receive(seconds=0.0).handover == HANDOVER
     assert new.pauses == 0
     new.assert_withdrawn()
@@ -218,8 +218,8 @@ def test_an_answer_that_is_there_is_taken_although_its_giver_is_gone() -> None:
 
 def test_alone_nobody_is_waited_for() -> None:
     new = Waiting()
-    new.transport.heartbeat(samples.heartbeat("gone", "left"))
-    new.transport.heartbeat(samples.heartbeat("also-new", "joining"))
+    new.transport.island.heartbeat(samples.heartbeat("gone", "left"))
+    new.transport.island.heartbeat(samples.heartbeat("also-new", "joining"))
     assert new.receive() is None
     assert new.pauses == 0
     new.assert_withdrawn()
@@ -227,8 +227,8 @@ def test_alone_nobody_is_waited_for() -> None:
 
 def test_it_gives_up_when_the_last_peer_leaves() -> None:
     new = Waiting()
-    new.transport.heartbeat(samples.heartbeat("a"))
-    new.meanwhile = lambda number: new.transport.heartbeat(samples.heartbeat("a", "left"))
+    new.transport.island.heartbeat(samples.heartbeat("a"))
+    new.meanwhile = lambda number: new.transport.island.heartbeat(samples.heartbeat("a", "left"))
     assert new.receive(seconds=1e9) is None
     assert new.pauses == 1
     new.assert_withdrawn()
@@ -236,7 +236,7 @@ def test_it_gives_up_when_the_last_peer_leaves() -> None:
 
 def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_allowed() -> None:
     new = Waiting()
-    new.meanwhile = lambda number: new.transport.heartbeat(samples.heartbeat("a"))
+    new.meanwhile = lambda number: new.transport.island.heartbeat(samples.heartbeat("a"))
     new.meanwhile(0)
     assert new.receive(seconds=5.0) is None
     assert 5.0 <= new.clock.now < 5.0 + 2 * recovery.POLL_SECONDS
@@ -245,7 +245,7 @@ def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_allowed() -> 
 
 def test_a_forged_answer_is_an_error_and_taken_away() -> None:
     new = Waiting()
-    new.transport.hand_over("new/z", HANDOVER, PAYLOAD[:-1])
+    new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD[:-1])
     with pytest.raises(WireError, match="not the announced one"):
         new.receive()
     new.assert_withdrawn()
@@ -258,7 +258,7 @@ def test_an_outage_is_an_error_and_the_question_is_withdrawn() -> None:
     def fails(who: str) -> None:
         raise UnreachableError("nobody answers")
 
-    transport.handed_over = fails  # type: ignore[method-assign]
+    transport.island.handed_over = fails  # type: ignore[method-assign]
     with pytest.raises(UnreachableError):
         new.receive(transport)
     new.assert_withdrawn()
@@ -267,10 +267,10 @@ def test_an_outage_is_an_error_and_the_question_is_withdrawn() -> None:
 def test_peers_are_others_that_train() -> None:
     new = Waiting()
     for island, state in (("a", "training"), ("b", "joining"), ("c", "left"), ("new", "training")):
-        new.transport.heartbeat(samples.heartbeat(island, state))
-    assert peers(new.transport.presences(), "new") == ["a"]
+        new.transport.island.heartbeat(samples.heartbeat(island, state))
+    assert peers(new.transport.reader.presences(), "new") == ["a"]
     new.clock.now += 1e3
-    assert peers(new.transport.presences(), "new") == []
+    assert peers(new.transport.reader.presences(), "new") == []
 
 
 @pytest.mark.parametrize("name", ["nu", "count"])

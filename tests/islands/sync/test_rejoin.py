@@ -98,7 +98,7 @@ def test_a_replay_can_know_what_the_giver_had_done_when_it_gave() -> None:
     island, rejoin = returning(bay, meanwhile=lambda: bay.boundary(giver))
     rejoin.complete(None)
     (word,) = [w for w in island.action_log.take().text.split() if w.startswith("moments")]  # type: ignore[union-attr]
-    told = unfolded([actions for _, actions in bay.transport.actions("0-0") if actions.island == "giver"])
+    told = unfolded([actions for _, actions in bay.transport.merger.actions("0-0") if actions.island == "giver"])
     assert len(told) >= int(word.split("@")[1]) > 0
 
 
@@ -137,7 +137,7 @@ def test_the_giver_is_not_disturbed() -> None:
     for one, other in ((giver, bay), (undisturbed, alone)):
         other.play(one, 30 - one.totals.steps)
     assert leaf_bytes(giver.inner) == leaf_bytes(undisturbed.inner)
-    assert [e.digest for e in bay.transport.tape(99)] == [e.digest for e in alone.transport.tape(99)]
+    assert [e.digest for e in bay.transport.reader.tape(99)] == [e.digest for e in alone.transport.reader.tape(99)]
 
 
 def test_at_the_runs_beginning_nobody_is_asked() -> None:
@@ -156,7 +156,7 @@ def test_a_peer_that_does_not_answer_costs_ten_seconds_and_no_more(tmp_path: Pat
     bay.play(bay.island("deaf"), 10)
     began = bay.clock.now
     deaf = samples.heartbeat("deaf")
-    island, rejoin = returning(bay, meanwhile=lambda: bay.transport.heartbeat(deaf))
+    island, rejoin = returning(bay, meanwhile=lambda: bay.transport.island.heartbeat(deaf))
     rejoin.complete(None)
     assert island.moments == "fresh"
     assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
@@ -208,13 +208,13 @@ def test_what_goes_wrong_with_a_peer_leaves_its_own_checkpoint(tmp_path: Path, f
     bay.play(giver, 5)
     island, rejoin = returning(bay, store=store)
     if fault == "forged":
-        bay.transport.hand_over("new/z", samples.handover(b"moments"), b"moments")
+        bay.transport.island.hand_over("new/z", samples.handover(b"moments"), b"moments")
     else:
 
         def fails(who: str) -> None:
             raise UnreachableError("nobody answers")
 
-        rejoin.transport.handed_over = fails  # type: ignore[method-assign]
+        rejoin.transport.island.handed_over = fails  # type: ignore[method-assign]
     rejoin.complete(None)
     assert island.moments == "own checkpoint"
     assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
@@ -247,7 +247,7 @@ def test_totals_go_on_and_the_clock_is_the_runs(tmp_path: Path, source: str) -> 
     island, rejoin = returning(
         bay, store=None if source == "fresh" else store, meanwhile=lambda: bay.play(other, int(source == "peer"))
     )
-    stamped = max(bay.transport.fragment(p)[0].step for p in range(2))
+    stamped = max(bay.transport.reader.fragment(p)[0].step for p in range(2))
     rejoin.complete(None)
     assert island.moments == ("peer giver" if source == "peer" else source)
     assert (island.totals.steps, island.totals.tokens) == (10, 10 * tiny.CONFIG.tokens_per_step)
@@ -306,7 +306,7 @@ def cut_at_marker(bay: Bay, store: IslandStore, name: str = "a", steps: int = 13
     island = bay.island(name)
     bay.play(island, steps)
     island.on_marker = lambda of, number: store.save(cut(of, number))
-    bay.merger.transport.announce(bay.merger.epoch, Marker(3, bay.merger.rounds.closed))
+    bay.merger.transport.merger.announce(bay.merger.epoch, Marker(3, bay.merger.rounds.closed))
     bay.boundary(island)
     assert store.find(3) is not None
     return island
@@ -338,7 +338,7 @@ def test_a_whole_return_takes_everything_up_again_and_the_shards_too(tmp_path: P
     assert island.moments == "own checkpoint"
     assert island.ledger.formerly == "x"
     assert island.batches.held() == held
-    assert again.transport.leased(held, "a/z") == set(held)
+    assert again.transport.island.leased(held, "a/z") == set(held)
     for _ in range(3):
         again.boundary(island)
     assert island.batches.held() == held  # still its own
@@ -371,7 +371,7 @@ def test_a_shard_that_another_has_by_now_is_left_to_it(tmp_path: Path) -> None:
     (shard,) = cut_at_marker(bay, store).batches.held()
     again = gone_back(bay)
     other = again.island("b", "o", shards=[shard])
-    assert again.transport.leased([shard], "b/o")
+    assert again.transport.island.leased([shard], "b/o")
     again.boundary(other)
     island, rejoin = returning(again, "a", store)
     rejoin.complete(store.find(3))
@@ -391,7 +391,7 @@ def test_an_outage_while_it_leases_again_is_survived(tmp_path: Path) -> None:
     def fails(*arguments: Any) -> None:
         raise UnreachableError("nobody answers")
 
-    rejoin.transport.lease_shard = fails  # type: ignore[method-assign, assignment]
+    rejoin.transport.island.lease_shard = fails  # type: ignore[method-assign, assignment]
     rejoin.complete(store.find(3))
     assert island.moments == "own checkpoint"
 

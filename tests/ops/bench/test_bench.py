@@ -49,8 +49,8 @@ def test_what_producers_publish_is_read_ended_and_gone(tmp_path: Path) -> None:
     with wire._server(tmp_path, append_only=False, size=size) as server:
         rows = [wire._against_relay(server.url, size, 1, 1), wire._fan_in(server.url, size, 1, 1)]
         look = connect(server.url, wire.RUN)
-        books = look.books()
-        assert look.backlog() == 0
+        books = look.reader.books()
+        assert look.reader.backlog() == 0
         look.close()
     assert all(row["ratio"] > 0 for row in rows)
     assert books.published == books.refused == 2 * (1 + 2 * wire.PRODUCERS)

@@ -51,10 +51,10 @@ def test_a_sync_merges_each_fragment_once_with_both_islands_in_it() -> None:
         first = ours.sync()
         while not ours.sync().committed:  # the first rounds may close before the merger has looked who lives
             pass
-        before = ours.transport.books()
+        before = ours.transport.reader.books()
         last = ours.sync()
-        after = ours.transport.books()
-        entries = ours.transport.tape(FRAGMENTS)
+        after = ours.transport.reader.books()
+        entries = ours.transport.reader.tape(FRAGMENTS)
     assert last.committed and last.seconds > 0
     assert after.merged - before.merged == after.published - before.published == 2 * FRAGMENTS
     assert sorted(entry.fragment for entry in entries) == list(range(FRAGMENTS))

@@ -24,12 +24,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from archipelago.broker.errors import ConfigError, UnreachableError
-from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal
 from archipelago.broker.process import guarded
-from archipelago.broker.redis.checkup import Standing
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Memory
+from archipelago.broker.transport import Memory, Standing
 from archipelago.ops.cli import run
 from archipelago.ops.dashboard import main, metrics, page_data
 from archipelago.ops.dashboard.actions import sentence, stamped
@@ -63,17 +62,17 @@ def a_run(broker: MemoryBroker) -> MemoryTransport:
     transport = broker.connect("sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     for name in ("a", "b"):
-        transport.heartbeat(samples.heartbeat(name))
-    epoch = transport.acquire("merger", 10.0)
+        transport.island.heartbeat(samples.heartbeat(name))
+    epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
-    merged = transport.publish(samples.contribution(), b"payload")
-    refused = transport.publish(samples.contribution(island="b"), b"payload")
-    transport.updates(0.0)
-    transport.commit(epoch, samples.commit([merged]))
-    transport.refuse(epoch, [(refused, Refusal("b", "x", 0, 1, 0, 100, "the digest is wrong"))])
-    transport.publish(samples.contribution(sequence=1), b"payload")
-    transport.evaluated(Evaluation(1, 4, 100, 1.7e9, 5.0))
-    transport.note(Note(990.0, "merger", "served", "in epoch 1"))
+    merged = transport.island.publish(samples.contribution(), b"payload")
+    refused = transport.island.publish(samples.contribution(island="b"), b"payload")
+    transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit([merged]))
+    transport.merger.refuse(epoch, [(refused, Refusal("b", "x", 0, 1, 0, 100, "the digest is wrong"))])
+    transport.island.publish(samples.contribution(sequence=1), b"payload")
+    transport.reader.evaluated(Evaluation(1, 4, 100, 1.7e9, 5.0))
+    transport.reader.note(Note(990.0, "merger", "served", "in epoch 1"))
     return transport
 
 
@@ -89,7 +88,7 @@ def transport(clock: Clock) -> MemoryTransport:
 
 @pytest.fixture
 def watch(transport: MemoryTransport, clock: Clock) -> Watch:
-    return Watch(transport, transport.manifest(), clock, clock)
+    return Watch(transport, transport.reader.manifest(), clock, clock)
 
 
 @pytest.fixture
@@ -192,14 +191,14 @@ def test_nothing_changes_without_the_token(
     answer = client.post("/api/steer", json={"changes": {"merging": "paused"}}, headers=raw)  # type: ignore[arg-type]
     assert answer.status_code == 401
     assert "token" in answer.json()["said"]
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
 
 
 @pytest.mark.parametrize("method", ["get", "put", "delete", "patch", "head"])
 def test_only_a_post_changes_anything(client: TestClient, transport: MemoryTransport, method: str) -> None:
     answer = client.request(method, "/api/steer?merging=paused", headers=RIGHT)
     assert answer.status_code == 405
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
 
 
 @pytest.mark.parametrize(
@@ -220,16 +219,16 @@ def test_each_action_reaches_the_run_and_is_answered(
 ) -> None:
     answer = client.post("/api/steer", json={"changes": changes}, headers=RIGHT)
     assert (answer.status_code, said in answer.json()["said"]) == (200, True), answer.text
-    assert transport.control() == control
+    assert transport.reader.control() == control
 
 
 @pytest.mark.parametrize("name", ["outer.learning_rate", "sync.quorum", "sync.grace", "merging", "island.b"])
 def test_what_was_set_is_taken_back(client: TestClient, transport: MemoryTransport, name: str) -> None:
     value = {"merging": "paused", "island.b": "expel"}.get(name, "1")
-    transport.steer({name: value})
+    transport.reader.steer({name: value})
     answer = client.post("/api/steer", json={"changes": {name: ""}}, headers=RIGHT)
     assert answer.status_code == 200
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,7 @@ def test_a_wrong_value_is_answered_with_a_sentence(client: TestClient, transport
     answer = client.post("/api/steer", content=body, headers=RIGHT)
     assert answer.status_code == 400
     assert re.fullmatch(r".+\. .+", answer.json()["said"], re.DOTALL), "what happened, and what to do"
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
 
 
 def test_a_request_that_is_too_large_is_not_read(client: TestClient) -> None:
@@ -278,7 +277,7 @@ def test_a_request_that_breaks_off_is_no_error_of_ours(watch: Watch, clock: Cloc
              "headers": [(b"authorization", RIGHT["Authorization"].encode())]}  # fmt: skip
     asyncio.run(application(watch, TOKEN, clock, clock)(scope, receive, send))
     assert sent[0]["status"] == 400
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
 
 
 def test_steering_while_redis_is_away(
@@ -287,7 +286,7 @@ def test_steering_while_redis_is_away(
     def steer(changes: dict[str, str]) -> None:
         raise UnreachableError("the Redis does not answer", "Is it running?")
 
-    monkeypatch.setattr(transport, "steer", steer)
+    monkeypatch.setattr(transport.reader, "steer", steer)
     answer = client.post("/api/steer", json={"changes": {"merging": "paused"}}, headers=RIGHT)
     assert (answer.status_code, answer.json()["said"]) == (503, "the Redis does not answer. Is it running?")
 
@@ -300,10 +299,10 @@ def board(watch: Watch) -> dict[str, Any]:
 
 
 def close_round(transport: MemoryTransport, number: int, **changes: Any) -> None:
-    epoch = transport.acquire("merger", 10.0)
+    epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
     commit = samples.commit([], round_number=number)
-    transport.commit(epoch, replace(commit, tape=replace(commit.tape, **changes)))
+    transport.merger.commit(epoch, replace(commit, tape=replace(commit.tape, **changes)))
 
 
 def test_an_outage_is_a_fault_since_it_began_and_ends_by_itself(
@@ -315,7 +314,7 @@ def test_an_outage_is_a_fault_since_it_began_and_ends_by_itself(
         raise UnreachableError("redis://somewhere does not answer", "Is it running?")
 
     with monkeypatch.context() as outage:
-        outage.setattr(transport, "tape", silent)
+        outage.setattr(transport.reader, "tape", silent)
         for _ in range(3):
             clock.now += 1.0
             watch.look()
@@ -356,7 +355,7 @@ def test_a_run_that_was_made_again_is_another_one(clock: Clock) -> None:
     broker = MemoryBroker(clock=clock)
     transport = a_run(broker)
     close_round(transport, 2)
-    watch = Watch(transport, transport.manifest(), clock, clock)
+    watch = Watch(transport, transport.reader.manifest(), clock, clock)
     watch.look()
     assert board(watch)["charts"]["lines"]["round"] == [1, 2]
     fresh = a_run(MemoryBroker(clock=clock))
@@ -491,7 +490,7 @@ def next_event(answer: http.client.HTTPResponse, wanted: str) -> Any:
 
 
 def test_events_come_live_and_the_stream_ends_with_the_server(transport: MemoryTransport) -> None:
-    watch = Watch(transport, transport.manifest())
+    watch = Watch(transport, transport.reader.manifest())
     with ExitStack() as server, ExitStack() as page:
         address = server.enter_context(serving(watch, TOKEN, "127.0.0.1", 0))
         answer = page.enter_context(stream(address))
@@ -513,7 +512,7 @@ def url(server: Server) -> Iterator[str]:
     """A database of the server with one run, `sample`."""
     mine = server.url.removesuffix("/0") + "/6"
     transport = connect(mine, "sample")
-    if "sample" not in transport.runs():
+    if "sample" not in transport.reader.runs():
         transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     transport.close()
     yield mine
@@ -609,7 +608,7 @@ def test_a_silent_redis_is_said_and_then_it_goes_on(tmp_path: Path) -> None:
     first = start_server(tmp_path / "redis")
     transport = connect(first.url, "sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    watch = Watch(transport, transport.manifest())
+    watch = Watch(transport, transport.reader.manifest())
     with serving(watch, TOKEN, "127.0.0.1", 0) as address, stream(address) as answer:
         assert next_event(answer, "page")["run"]["run"] == "sample"
         first.stop()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.memory import MemoryBroker, MemoryTransport
+from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Member, Note, Refusal
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.dashboard.main import serving
@@ -82,12 +82,12 @@ def member(island: str, staleness: int = 0) -> Member:
 
 
 def close_round(transport: MemoryTransport, number: int) -> None:
-    epoch = transport.acquire("merger", 10.0)
+    epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
     commit = samples.commit([], round_number=number)
     members = tuple(member(name, staleness=n % 2) for n, name in enumerate(NAMES))
     tape = replace(commit.tape, members=members, digest=f"{number:032x}", live=16, merge_seconds=0.02)
-    transport.commit(epoch, replace(commit, tape=tape, tokens=0))  # nothing was published for it
+    transport.merger.commit(epoch, replace(commit, tape=tape, tokens=0))  # nothing was published for it
 
 
 @pytest.fixture
@@ -96,26 +96,26 @@ def transport() -> MemoryTransport:
     transport = MemoryBroker(clock=lambda: 1000.0).connect("sample")  # nobody grows silent, however slow the browser
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     for name in NAMES:
-        transport.heartbeat(samples.heartbeat(name, host=f"{name}.cluster.internal"))
-    transport.heartbeat(samples.heartbeat(NAMES[3], link=TROUBLE, refused=2, last_refusal="23 versions behind"))
-    transport.heartbeat(samples.heartbeat(NAMES[4], "left"))
-    epoch = transport.acquire("merger", 10.0)
+        transport.island.heartbeat(samples.heartbeat(name, host=f"{name}.cluster.internal"))
+    transport.island.heartbeat(samples.heartbeat(NAMES[3], link=TROUBLE, refused=2, last_refusal="23 versions behind"))
+    transport.island.heartbeat(samples.heartbeat(NAMES[4], "left"))
+    epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
-    entry = transport.publish(samples.contribution(), b"payload")
-    transport.updates(0.0)
-    transport.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "the digest is wrong"))])
+    entry = transport.island.publish(samples.contribution(), b"payload")
+    transport.merger.updates(0.0)
+    transport.merger.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "the digest is wrong"))])
     for kind in ("joined", "left", "diverged", "served", "steered", "paused", "resumed", "expelled", "checkpoint"):
-        transport.note(Note(1.7e9, NAMES[-1], kind, "what happened, in words that go on for a while " * 3))
+        transport.reader.note(Note(1.7e9, NAMES[-1], kind, "what happened, in words that go on for a while " * 3))
     for number in range(1, 41):
         close_round(transport, number)
-        transport.evaluated(Evaluation(number, 4, 1000 * number, 1.7e9, 2.0 + 5.0 / number))
+        transport.reader.evaluated(Evaluation(number, 4, 1000 * number, 1.7e9, 2.0 + 5.0 / number))
     return transport
 
 
 @pytest.fixture
 def address(transport: MemoryTransport) -> Iterator[str]:
     """Where the page of that run is."""
-    with serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", 0) as found:
+    with serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as found:
         yield found
 
 
@@ -203,7 +203,7 @@ def test_a_round_that_closes_is_there_by_itself(
     opened(address)
     driver.execute_script("window.same = true")
     close_round(transport, 41)
-    transport.heartbeat(samples.heartbeat("newcomer"))
+    transport.island.heartbeat(samples.heartbeat("newcomer"))
     until(lambda: text(driver, "#step-sub").startswith("round 41"), "the round is written")
     until(lambda: line(driver, "chart-islands")[0][-1] == 41, "the round is drawn")
     until(lambda: "newcomer" in text(driver, "#lanes"), "the island has its lane")
@@ -223,12 +223,12 @@ def test_over_tokens_and_over_rounds(driver: WebDriver, address: str, opened: Op
 def test_it_stands_a_restart_of_its_own_server(
     driver: WebDriver, transport: MemoryTransport, opened: Opened, until: Until
 ) -> None:
-    with serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", 0) as first:
+    with serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as first:
         opened(first)
         port = int(first.rpartition(":")[2])
     until(lambda: "does not answer" in text(driver, "#banner"), "the page says that it hears nothing")
     close_round(transport, 41)
-    with serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", port):
+    with serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", port):
         until(lambda: text(driver, "#step-sub").startswith("round 41"), "the page goes on")
         until(lambda: not is_shown(driver, "#banner"), "all is well again")
 
@@ -239,14 +239,14 @@ def test_it_stands_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: 
     with suppress(ConfigError), ExitStack() as stack:
         stack.callback(transport.close)
         transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-        address = stack.enter_context(serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", 0))
+        address = stack.enter_context(serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0))
         driver.get(address)
         until(lambda: text(driver, "#run") == "sample", "the page is there")
         server.stop()
         until(lambda: text(driver, "#banner").startswith("Redis does not answer since "), "the page says so")
         assert text(driver, "#run") == "sample"  # what was known stays to be seen
         stack.enter_context(start_server(tmp_path / "redis"))
-        transport.heartbeat(samples.heartbeat("survivor"))
+        transport.island.heartbeat(samples.heartbeat("survivor"))
         until(lambda: "survivor" in text(driver, "#lanes"), "the page goes on")
         until(lambda: "Redis" not in text(driver, "#banner"), "the page is content")
 
@@ -254,7 +254,7 @@ def test_it_stands_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: 
 def test_before_anything_has_happened(driver: WebDriver, until: Until) -> None:
     transport = MemoryBroker().connect("sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    with serving(Watch(transport, transport.manifest()), TOKEN, "127.0.0.1", 0) as address:
+    with serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as address:
         driver.get(address)
         until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page says so")
         until(lambda: "No round has closed yet." in text(driver, "#chart-loss"), "empty charts say why")
@@ -321,17 +321,17 @@ def test_an_action_needs_the_token(
     assert not is_shown(driver, "#merging")
     driver.execute_script("steer({merging: 'paused'})")  # whoever calls it by hand
     until(lambda: "The token is missing or wrong" in text(driver, "#said"), "the server refuses it")
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
     type_into(driver, "#token", TOKEN)
     click(driver, "#unlock button")
     until(lambda: is_shown(driver, "#merging"), "the knobs are there")
     click(driver, "#merging")
-    until(lambda: transport.control() == {"merging": "paused"}, "merging is paused")
+    until(lambda: transport.reader.control() == {"merging": "paused"}, "merging is paused")
     until(lambda: text(driver, "#said") == "Merging pauses; islands train on.", "the answer is a sentence")
     until(lambda: text(driver, "#state") == "paused", "the page shows it")
     until(lambda: text(driver, "#merging") == "Go on merging", "the button turns")
     click(driver, "#merging")
-    until(lambda: transport.control() == {}, "merging goes on")
+    until(lambda: transport.reader.control() == {}, "merging goes on")
     opened(address)
     until(lambda: is_shown(driver, "#merging"), "this window remembers the token")
     click(driver, "#forget")
@@ -348,22 +348,22 @@ def test_settings_and_islands_are_steered(
     type_into(driver, "#k-rate", "fast")
     click(driver, "[data-name='outer.learning_rate'] button")
     until(lambda: "fast" in text(driver, "#said"), "a wrong value is a sentence")
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
     type_into(driver, "#k-rate", "0.5")
     click(driver, "[data-name='outer.learning_rate'] button")
-    until(lambda: transport.control() == {"outer.learning_rate": "0.5"}, "the rate is set")
+    until(lambda: transport.reader.control() == {"outer.learning_rate": "0.5"}, "the rate is set")
     own = "[data-name='outer.learning_rate'] [data-own]"
     until(lambda: not driver.execute_script("return document.querySelector(arguments[0]).disabled", own), "it is shown")
     click(driver, own)
-    until(lambda: transport.control() == {}, "and taken back")
+    until(lambda: transport.reader.control() == {}, "and taken back")
     deeds = f"document.querySelector(\"[title='{NAMES[0]}']\").closest('.lane').querySelectorAll('.deeds button')"
     driver.execute_script(f"{deeds}[1].click()")
-    assert transport.control() == {}  # it asks whether that is sure
+    assert transport.reader.control() == {}  # it asks whether that is sure
     driver.execute_script(f"{deeds}[1].click()")
-    until(lambda: transport.control() == {f"island.{NAMES[0]}": "expel"}, "the island is expelled")
+    until(lambda: transport.reader.control() == {f"island.{NAMES[0]}": "expel"}, "the island is expelled")
     until(lambda: driver.execute_script(f"return {deeds}[2].checkVisibility()"), "it can be let in again")
     driver.execute_script(f"{deeds}[2].click(); {deeds}[2].click()")
-    until(lambda: transport.control() == {}, "it is let in again")
+    until(lambda: transport.reader.control() == {}, "it is let in again")
 
 
 def test_words_from_islands_are_words(
@@ -371,8 +371,8 @@ def test_words_from_islands_are_words(
 ) -> None:
     opened(address)
     evil = "<img src=x onerror='window.evil = 1'></script><script>window.evil = 1</script>"
-    transport.note(Note(1.8e9, evil, "joined", evil))
-    transport.heartbeat(samples.heartbeat("mallory", link=evil, last_refusal=evil, device=evil, host=evil))
+    transport.reader.note(Note(1.8e9, evil, "joined", evil))
+    transport.island.heartbeat(samples.heartbeat("mallory", link=evil, last_refusal=evil, device=evil, host=evil))
     until(lambda: evil in text(driver, "#events") and evil in text(driver, "#lanes"), "they are shown as they are")
     assert driver.execute_script("return window.evil === undefined && !document.querySelector('main img')")
 
@@ -382,8 +382,8 @@ def test_a_report_is_one_file_that_needs_no_network(
 ) -> None:
     from archipelago.ops.dashboard.app import chart_library
 
-    transport.note(Note(1.8e9, "</script><script>window.evil = 1</script>", "joined", "<!-- and so on"))
-    found = of_watch(Watch(transport, transport.manifest()))
+    transport.reader.note(Note(1.8e9, "</script><script>window.evil = 1</script>", "joined", "<!-- and so on"))
+    found = of_watch(Watch(transport, transport.reader.manifest()))
     path = tmp_path / "report.html"
     path.write_text(html(found, chart_library().read_text(encoding="utf-8")), encoding="utf-8")
     complaints(driver)

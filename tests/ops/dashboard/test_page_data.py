@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from archipelago.broker.memory import MemoryTransport
+from archipelago.broker.memory.reader import MemoryReader
+from archipelago.broker.memory.transport import MemoryTransport
 from archipelago.broker.messages import Books, Evaluation, Pending
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, glance, observe
 from tests import samples
@@ -19,19 +20,19 @@ def transport() -> MemoryTransport:
     return samples.merged_one_of_three(Evaluation(1, 4, 100, 1.7e9, 5.0))
 
 
-def read_through(self: MemoryTransport) -> Pending:
+def read_through(self: MemoryReader) -> Pending:
     pytest.fail("it read through the stream")
 
 
 def test_it_is_what_observe_sees(transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = observe(transport, MANIFEST)
     assert expected.pending == 2
-    monkeypatch.setattr(MemoryTransport, "pending", read_through)
-    assert glance(transport, MANIFEST, transport.tape(RECENT_ROUNDS), transport.evaluations()) == expected
+    monkeypatch.setattr(MemoryReader, "pending", read_through)
+    assert glance(transport, MANIFEST, transport.reader.tape(RECENT_ROUNDS), transport.reader.evaluations()) == expected
 
 
 def test_only_the_recent_rounds_count(transport: MemoryTransport) -> None:
-    (entry,) = transport.tape(1)
+    (entry,) = transport.reader.tape(1)
     old = [replace(entry, round=0, members=()) for _ in range(RECENT_ROUNDS)]
     (island,) = glance(transport, MANIFEST, [*old, entry], []).islands
     assert island.participation == pytest.approx(1 / RECENT_ROUNDS)
@@ -41,13 +42,13 @@ def test_only_the_recent_rounds_count(transport: MemoryTransport) -> None:
 def test_a_torn_reading_is_made_again(
     transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch, torn: int, balanced: bool
 ) -> None:
-    right, readings = transport.books(), 0
+    right, readings = transport.reader.books(), 0
 
-    def books(self: MemoryTransport) -> Books:
+    def books(self: MemoryReader) -> Books:
         nonlocal readings
         readings += 1
         return replace(right, merged=right.merged + (readings <= torn))
 
-    monkeypatch.setattr(MemoryTransport, "books", books)
-    assert glance(transport, MANIFEST, transport.tape(9), []).balanced is balanced
+    monkeypatch.setattr(MemoryReader, "books", books)
+    assert glance(transport, MANIFEST, transport.reader.tape(9), []).balanced is balanced
     assert readings == BALANCE_TRIES

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.islands.telemetry import IslandCollector
 from archipelago.merger.telemetry import RoundMetrics
 from archipelago.ops.dashboard import metrics
@@ -25,8 +25,8 @@ def test_a_whole_run() -> None:
     transport = MemoryBroker().connect(manifest.run)
     transport.create(manifest, samples.first_snapshots(manifest))
     for name in ("oslo", "quito"):
-        transport.heartbeat(samples.heartbeat(name))
-    transport.publish(*samples.packed(np.ones(manifest.sizes[0], np.float32)))
+        transport.island.heartbeat(samples.heartbeat(name))
+    transport.island.publish(*samples.packed(np.ones(manifest.sizes[0], np.float32)))
     view = observe(transport, manifest)
     found = parsed(metrics.render(view, 2.5))
     assert found["archipelago_run_islands_known", ""] == found["archipelago_run_islands_live", ""] == 2

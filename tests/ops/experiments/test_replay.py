@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.transport import Transport
 from archipelago.islands import inner
 from archipelago.islands.creation import describe, first_snapshots
@@ -183,14 +183,14 @@ def steered(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = Recorded()
         run.join("open")
         run.play(4)
-        run.connect().steer({"outer.learning_rate": "0.25", "sync.quorum": "2"})
+        run.connect().reader.steer({"outer.learning_rate": "0.25", "sync.quorum": "2"})
         run.play(4)
         checkpointer = MergerFolder(RECORD.parent).checkpointer(run.connect(), run.manifest, 1e9, at_once)
         run.merger = Merger(run.connect(), run.clock, "merger", live_poll_seconds=0.0, checkpointer=checkpointer)
         assert run.merger.acquire()
         run.merger.load()
         run.play(4)
-        run.connect().steer({"outer.learning_rate": ""})
+        run.connect().reader.steer({"outer.learning_rate": ""})
         run.play(6)
         run.merger.finish()
     return folder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.ops.launch.session import Session
 from archipelago.ops.launch.supervisor import Child
 from archipelago.ops.launch.up import UpOptions, main

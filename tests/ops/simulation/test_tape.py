@@ -144,9 +144,9 @@ def of(*islands: list[tuple[float, float]]) -> FailureTape:
 def followed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape) -> TapeRun:
     run = TapeRun(config, corpus, compiled(config), tape)
     run.finish()
-    books = run.transport.books()
-    assert books.published == books.merged + books.refused + run.transport.backlog()
-    assert run.transport.backlog() == 0
+    books = run.transport.reader.books()
+    assert books.published == books.merged + books.refused + run.transport.reader.backlog()
+    assert run.transport.reader.backlog() == 0
     return run
 
 
@@ -167,7 +167,7 @@ def test_a_short_stall_keeps_the_island(config: RunConfig, corpus: OpenCorpus) -
 def test_a_long_one_is_a_death_and_a_return(config: RunConfig, corpus: OpenCorpus) -> None:
     run = followed(config, corpus, of([(0, 1)], [(0, 1), (10.5, 0), (30.5, 1)]))
     assert run.deaths == 1
-    members = [{(m.island, m.incarnation) for m in entry.members} for entry in run.transport.tape(1000)]
+    members = [{(m.island, m.incarnation) for m in entry.members} for entry in run.transport.reader.tape(1000)]
     lives = [incarnation for name, incarnation in sorted(set().union(*members)) if name == "island-1"]
     assert len(lives) == 2, "it came back as another"
     full = 2 * config.inner.steps * config.tokens_per_step
@@ -193,7 +193,7 @@ def test_the_batch_shrinks_with_the_slices(config: RunConfig, corpus: OpenCorpus
     run = followed(config, corpus, of([(0, 1)], [(0, 0.625)]))
     each = config.inner.steps * config.tokens_per_step
     assert run.tokens == pytest.approx((1 + 0.625) * each, rel=0.02)
-    entries = run.transport.tape(1000)
+    entries = run.transport.reader.tape(1000)
     per_step = {
         name: sum(m.tokens for e in entries for m in e.members if m.island == name)
         / sum(m.steps for e in entries for m in e.members if m.island == name)

@@ -17,7 +17,6 @@ from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup, ServerFacts, needed_commands
-from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
@@ -249,8 +248,8 @@ def checkup(own: Server, raw: Any) -> Iterator[RedisCheckup]:
     transport = connect(own.url, "sample")
     manifest = samples.manifest("sample")
     transport.create(manifest, samples.first_snapshots(manifest))
-    transport.heartbeat(samples.heartbeat("oslo", step_seconds=0.25))
-    yield RedisCheckup.beside(transport)
+    transport.island.heartbeat(samples.heartbeat("oslo", step_seconds=0.25))
+    yield RedisCheckup(transport.connection)
     transport.close()
 
 
@@ -292,7 +291,7 @@ def test_a_server_without_a_password_is_found_out(own: Server, raw: Any) -> None
     raw.config_set("requirepass", "")
     try:
         transport = connect(re.sub(":[^:@]*@", "", own.url), "sample")
-        assert RedisCheckup.beside(transport).facts().needs_password is False
+        assert RedisCheckup(transport.connection).facts().needs_password is False
         transport.close()
     finally:
         raw.config_set("requirepass", secret)
@@ -301,7 +300,7 @@ def test_a_server_without_a_password_is_found_out(own: Server, raw: Any) -> None
 def restricted(own: Server, raw: Any, *rules: str) -> RedisCheckup:
     raw.execute_command("ACL", "SETUSER", "guest", "reset", "on", ">secret", *rules)
     transport = connect(re.sub(":[^:@]*@", "guest:secret@", own.url), "sample")
-    return RedisCheckup.beside(transport)
+    return RedisCheckup(transport.connection)
 
 
 def test_what_a_user_may_not_do_is_found_by_trying_and_nothing_is_done(own: Server, raw: Any) -> None:
@@ -325,33 +324,35 @@ def test_every_command_that_the_transport_uses_is_tried() -> None:
     names = {"delete": "del", "xgroup_create": "xgroup", "xinfo_groups": "xinfo", "xpending_range": "xpending"}
     not_commands = {"execute", "pipeline", "close", "multi", "watch", "connection_pool", "reset"}
     used: set[str] = set()
-    for path in (ROOT / "broker").glob("redis_*.py"):
+    for path in (ROOT / "broker" / "redis").glob("*.py"):
         source = path.read_text(encoding="utf-8")
-        if path.name != "redis_checkup.py":
-            used |= set(re.findall(r"\b(?:pipe|pipeline|_redis)\.([a-z_]+)\(", source))
+        if path.name != "checkup.py":
+            used |= set(re.findall(r"\b(?:pipe|pipeline|_redis|connection\.redis|self\.redis)\.([a-z_]+)\(", source))
             used |= set(re.findall(r"\(\"(x[a-z_]+)\", ", source))
-    source = (ROOT / "broker" / "chunks.py").read_text(encoding="utf-8")
-    used |= set(re.findall(r"\b(?:pipe|_redis)\.([a-z_]+)\(", source)) | {"get", "getrange"}
+    used |= {"get", "getrange"}
+    assert {"xadd", "hset", "persist"} <= used
     needed = {str(command[0]).lower() for command in needed_commands(Keys("sample"))}
     assert {names.get(name, name) for name in used - not_commands} <= needed
 
 
-def test_who_serves_and_how_long_nothing_was_merged(checkup: RedisCheckup, own: Server, raw: Any) -> None:
-    assert checkup.standing().holder == ""
-    assert checkup.standing().still_seconds == 0.0
+def test_who_serves_and_how_long_nothing_was_merged(own: Server, raw: Any) -> None:
     transport = connect(own.url, "sample")
-    entry = transport.publish(samples.contribution(), b"payload")
-    waiting = checkup.standing()
-    epoch = transport.acquire("00b81fc22d7c", 30.0)
+    manifest = samples.manifest("sample")
+    transport.create(manifest, samples.first_snapshots(manifest))
+    assert transport.reader.standing().holder == ""
+    assert transport.reader.standing().still_seconds == 0.0
+    entry = transport.island.publish(samples.contribution(), b"payload")
+    waiting = transport.reader.standing()
+    epoch = transport.merger.acquire("00b81fc22d7c", 30.0)
     assert epoch == 1
-    transport.updates(0.0)
+    transport.merger.updates(0.0)
     raw.xadd("{sample:s0}:tape", {"round": 1}, id="1000-0")
-    standing = checkup.standing()
+    standing = transport.reader.standing()
     assert (standing.holder, standing.epoch) == ("00b81fc22d7c", 1)
     assert 0 < standing.lease_seconds <= 30.0
     assert 0 <= waiting.still_seconds < 60.0
     assert standing.still_seconds > 1e9  # since the second after 1970 began
-    assert transport.holds(entry)
+    assert transport.island.holds(entry)
     transport.close()
 
 
@@ -372,7 +373,6 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 def test_a_healthy_site(call: Call, own: Server, checkup: RedisCheckup, corpus: OpenCorpus) -> None:
-    assert isinstance(checkup, RedisConnection)
     config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
     status, found = call(url=own.url, run="sample", seconds=0.4, settings=config)
     wrong = {finding["subject"] for finding in found["findings"] if finding["level"] != "ok"}

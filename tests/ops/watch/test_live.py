@@ -10,20 +10,21 @@ import select
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from archipelago.broker.control import Control
 from archipelago.broker.errors import ConfigError, UnreachableError
-from archipelago.broker.memory import MemoryBroker, MemoryTransport
-from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal, TapeEntry
-from archipelago.broker.redis.checkup import Standing
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Memory
+from archipelago.broker.transport import Memory, Standing, Transport
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.watch import formatting, live, status
 from archipelago.ops.watch.health import Event, Health, describe_control, events_of, read_health, trouble
@@ -31,6 +32,7 @@ from archipelago.ops.watch.live_screen import LiveReading, Screen, rates_a_minut
 from archipelago.ops.watch.run_view import RunView, summarise
 from tests import samples
 from tests.failing import failing
+from tests.intercept import Intercepted
 
 ROOT = Path(__file__).parents[3]
 NOW = 1.8e9
@@ -220,12 +222,12 @@ def test_the_situation_of_a_run(server: Server) -> None:
     transport = connect(server.url, run)
     manifest = samples.manifest(run)
     transport.create(manifest, samples.first_snapshots(manifest))
-    entry = transport.publish(samples.contribution(), b"payload")
-    epoch = transport.acquire("merger-1", 60.0)
+    entry = transport.island.publish(samples.contribution(), b"payload")
+    epoch = transport.merger.acquire("merger-1", 60.0)
     assert epoch is not None
-    transport.updates(0.0)
-    transport.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
-    transport.steer({"merging": "paused"})
+    transport.merger.updates(0.0)
+    transport.merger.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
+    transport.reader.steer({"merging": "paused"})
     found = read_health(transport)
     assert (found.standing.holder, found.standing.epoch, found.control.is_paused) == ("merger-1", epoch, True)
     assert [refusal.reason for _, refusal in found.refusals] == ["too old"]
@@ -248,7 +250,7 @@ def test_scripts_learn_from_the_exit_status(server: Server, capsys: pytest.Captu
     options = status.StatusOptions(server.url, "for-scripts", json=True)
     assert status.main(options) == 1
     assert json.loads(capsys.readouterr().out)["trouble"] == "no island is live"
-    transport.heartbeat(samples.heartbeat("oslo"))
+    transport.island.heartbeat(samples.heartbeat("oslo"))
     assert status.main(options) == 0
     assert json.loads(capsys.readouterr().out)["trouble"] == ""
     transport.close()
@@ -257,32 +259,32 @@ def test_scripts_learn_from_the_exit_status(server: Server, capsys: pytest.Captu
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-class Flaky(MemoryTransport):
+class Flaky(Intercepted):
     """A broker that can go away."""
 
     silent = False
 
-    def tape(self, count: int) -> list[TapeEntry]:
-        if self.silent:
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.silent and name == "tape":
             raise UnreachableError("the Redis does not answer (Connection refused)")
-        return super().tape(count)
+        return method(*args, **kwargs)
 
 
 @pytest.fixture
 def flaky() -> Flaky:
-    made = Flaky(MemoryBroker(clock=lambda: 100.0), "sample")
+    made = Flaky(MemoryBroker(clock=lambda: 100.0).connect("sample"))
     made.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    made.heartbeat(samples.heartbeat("a"))
+    made.island.heartbeat(samples.heartbeat("a"))
     return made
 
 
-def closed(transport: MemoryTransport, *rounds: int) -> None:
-    epoch = transport.acquire("merger", 10.0)
+def closed(transport: Transport, *rounds: int) -> None:
+    epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
     for number in rounds:
         commit = samples.commit([], round_number=number)
-        transport.commit(epoch, replace(commit, tape=replace(commit.tape, unix_seconds=NOW - 100 + number)))
-    transport.release(epoch)
+        transport.merger.commit(epoch, replace(commit, tape=replace(commit.tape, unix_seconds=NOW - 100 + number)))
+    transport.merger.release(epoch)
 
 
 def test_a_watch_outlives_a_silence(flaky: Flaky) -> None:
@@ -300,7 +302,7 @@ def test_a_watch_outlives_a_silence(flaky: Flaky) -> None:
     assert watch.error
     flaky.silent = False
     closed(flaky, 3)
-    flaky.evaluated(Evaluation(3, 1, 1, NOW, 2.5))
+    flaky.reader.evaluated(Evaluation(3, 1, 1, NOW, 2.5))
     assert watch.read()
     assert (watch.silent_since, watch.error) == (0.0, "")
     assert watch.latest is not None
@@ -348,7 +350,7 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Server) -> None:
     transport = connect(server.url, run)
     manifest = samples.manifest(run)
     transport.create(manifest, samples.first_snapshots(manifest))
-    transport.heartbeat(samples.heartbeat("oslo"))
+    transport.island.heartbeat(samples.heartbeat("oslo"))
     transport.close()
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)

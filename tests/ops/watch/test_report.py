@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.memory import MemoryBroker
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -33,13 +33,13 @@ MANIFEST = samples.manifest()
 def fill(transport: Any) -> None:
     """A run of one island, two rounds and two evaluations."""
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    transport.heartbeat(samples.heartbeat("oslo"))
-    epoch = transport.acquire("merger", 10.0)
+    transport.island.heartbeat(samples.heartbeat("oslo"))
+    epoch = transport.merger.acquire("merger", 10.0)
     for number in (1, 2):
-        entry = transport.publish(samples.contribution(sequence=number), b"payload")
-        transport.updates(0.0)
-        transport.commit(epoch, samples.commit([entry], round_number=number))
-        transport.evaluated(Evaluation(number, 4 * number, 100 * number, 1.7e9, 8.0 / number))
+        entry = transport.island.publish(samples.contribution(sequence=number), b"payload")
+        transport.merger.updates(0.0)
+        transport.merger.commit(epoch, samples.commit([entry], round_number=number))
+        transport.reader.evaluated(Evaluation(number, 4 * number, 100 * number, 1.7e9, 8.0 / number))
 
 
 def inlined(text: str) -> Any:
@@ -54,10 +54,10 @@ def transport(server: Server) -> Iterator[RedisTransport]:
     """A run in a database of the server that has no other."""
     url = server.url.removesuffix("/0") + "/5"
     transport = connect(url, "sample")
-    transport._redis.flushdb()
+    transport.connection.redis.flushdb()
     fill(transport)
     yield transport
-    transport._redis.flushdb()
+    transport.connection.redis.flushdb()
     transport.close()
 
 
@@ -105,11 +105,16 @@ def left_behind(folder: Path) -> None:
     fill(transport)
     view = observe(transport, MANIFEST)
     told = run_summary.summary(
-        replace(view, tokens_lost=7), transport.evaluations(), [], tokens_per_second=1.0, seconds=1.0, server="none"
+        replace(view, tokens_lost=7),
+        transport.reader.evaluations(),
+        [],
+        tokens_per_second=1.0,
+        seconds=1.0,
+        server="none",
     )
     run_summary.write(folder, told)
-    image = samples.image(MANIFEST, [samples.packed(samples_values())], tape=transport.tape(99),
-                          evaluations=transport.evaluations())  # fmt: skip
+    image = samples.image(MANIFEST, [samples.packed(samples_values())], tape=transport.reader.tape(99),
+                          evaluations=transport.reader.evaluations())  # fmt: skip
     CheckpointStore(folder / "merger" / "checkpoints").save(image)
 
 
@@ -166,7 +171,7 @@ def test_a_run_that_runs_is_found_by_its_folder(tmp_path: Path) -> None:
         fill(transport)
         found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
         assert found["page"]["run"]["rounds"] == 2
-        assert transport.control() == {}  # the server is still there
+        assert transport.reader.control() == {}  # the server is still there
         transport.close()
 
 

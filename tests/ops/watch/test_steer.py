@@ -40,7 +40,7 @@ def transport(url: str) -> Iterator[RedisTransport]:
     made = connect(url, "demo")
     manifest = samples.manifest("demo")
     made.create(manifest, samples.first_snapshots(manifest))
-    made.heartbeat(samples.heartbeat("oslo"))
+    made.island.heartbeat(samples.heartbeat("oslo"))
     yield made
     made.close()
 
@@ -61,7 +61,7 @@ def test_all_changes_at_once(call: Call, url: str, transport: RedisTransport) ->
     changes = [f"{OUTER_RATE}=0.5", f"{QUORUM}=3", "merging=paused", "island.oslo=drain", "checkpoint"]
     status, out, err = call(url, "--run", "demo", *changes, "--json")
     assert (status, err) == (0, "")
-    found = transport.control()
+    found = transport.reader.control()
     assert found.pop("checkpoint").startswith("asked at 1")
     assert found == {OUTER_RATE: "0.5", QUORUM: "3", "merging": "paused", "island.oslo": "drain"}
     shown = json.loads(out)
@@ -74,8 +74,8 @@ def test_without_changes_it_shows_what_is_set_and_changes_nothing(
     call: Call, url: str, transport: RedisTransport
 ) -> None:
     wishes = {OUTER_RATE: "0.5", "island.oslo": "expel", "sync.quorum": "many", "merging": "paused"}
-    transport.steer(wishes)
-    transport._redis.set("{demo:s0}:state", RunState(steered={OUTER_RATE: 0.25}).to_json())
+    transport.reader.steer(wishes)
+    transport.connection.redis.set("{demo:s0}:state", RunState(steered={OUTER_RATE: 0.25}).to_json())
     status, out, err = call(url)
     assert (status, err) == (0, "")
     lines = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
@@ -84,13 +84,13 @@ def test_without_changes_it_shows_what_is_set_and_changes_nothing(
     assert lines["island.oslo"] == ["expel"]
     assert "ignored" in out
     assert "'many'" in out
-    assert transport.control() == wishes
+    assert transport.reader.control() == wishes
 
 
 def test_a_name_with_nothing_behind_it_takes_a_change_back(call: Call, url: str, transport: RedisTransport) -> None:
-    transport.steer({OUTER_RATE: "0.5", "merging": "paused", "rubbish": "1"})
+    transport.reader.steer({OUTER_RATE: "0.5", "merging": "paused", "rubbish": "1"})
     assert call(url, "outer.learning-rate=", "merging=", "rubbish=")[0] == 0
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
 
 
 def test_the_address_may_be_in_the_environment(
@@ -99,7 +99,7 @@ def test_the_address_may_be_in_the_environment(
     monkeypatch.setenv("ARCHIPELAGO_URL", url)
     assert call("merging=paused")[0] == 0
     assert call("checkpoint", "sync.quorum=2")[0] == 0
-    assert transport.control().keys() == {"merging", "checkpoint", QUORUM}
+    assert transport.reader.control().keys() == {"merging", "checkpoint", QUORUM}
 
 
 @pytest.mark.parametrize(
@@ -122,20 +122,20 @@ def test_each_mistake_is_one_sentence_and_changes_nothing(
     assert (status, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
-    assert transport.control() == {}
+    assert transport.reader.control() == {}
 
 
 def test_a_run_that_is_not_there_cannot_be_steered(call: Call, url: str, transport: RedisTransport) -> None:
     status, _, err = call(url, "--run", "other", "merging=paused")
     assert (status, "there is no run 'other'" in err) == (2, True)
-    assert not transport._redis.exists("other:control")
+    assert not transport.connection.redis.exists("other:control")
 
 
 def test_an_island_that_nobody_knows_may_be_a_slip(call: Call, url: str, transport: RedisTransport) -> None:
     status, _, err = call(url, "island.olso=drain")
     assert status == 0
     assert "no island 'olso' was heard of; known are oslo" in err
-    assert transport.control() == {"island.olso": "drain"}
+    assert transport.reader.control() == {"island.olso": "drain"}
     assert call(url, "island.oslo=drain")[2] == ""
 
 
@@ -163,25 +163,25 @@ def closed(run: VirtualRun, number: int) -> Callable[[], bool]:
 def steered_run(config: RunConfig, corpus: OpenCorpus, *, takeover: bool) -> VirtualRun:
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1])
     run.advance_until(closed(run, 5))
-    run.transport.steer({OUTER_RATE: "0.25", QUORUM: "2", GRACE: "0.5"})
+    run.transport.reader.steer({OUTER_RATE: "0.25", QUORUM: "2", GRACE: "0.5"})
     run.advance_until(closed(run, 8))
     if takeover:
         run.new_merger()
     run.advance_until(closed(run, 11))
-    run.transport.steer({OUTER_RATE: ""})
+    run.transport.reader.steer({OUTER_RATE: ""})
     run.finish()
     return run
 
 
 def of_the_run(run: VirtualRun) -> list[Any]:
-    tape = [replace(entry, epoch=0) for entry in run.transport.tape(10_000)]
-    return [tape, [run.transport.fragment(p) for p in range(len(run.manifest.fragments))]]
+    tape = [replace(entry, epoch=0) for entry in run.transport.reader.tape(10_000)]
+    return [tape, [run.transport.reader.fragment(p) for p in range(len(run.manifest.fragments))]]
 
 
 def test_a_steered_run_goes_on_to_the_same_bits_over_a_takeover(config: RunConfig, corpus: OpenCorpus) -> None:
     one, other = (steered_run(config, corpus, takeover=takeover) for takeover in (False, True))
     assert of_the_run(one) == of_the_run(other)
-    steered = {entry.round: entry.steered for entry in one.transport.tape(10_000) if entry.steered}
+    steered = {entry.round: entry.steered for entry in one.transport.reader.tape(10_000) if entry.steered}
     assert list(steered.values()) == [
         "outer.learning_rate=0.25 sync.quorum=2 sync.grace=0.5",
         "outer.learning_rate=0.7",
@@ -194,19 +194,19 @@ def test_a_steered_run_goes_on_to_the_same_bits_over_a_takeover(config: RunConfi
 def test_islands_train_on_in_a_pause_and_all_is_merged_after_it(config: RunConfig, corpus: OpenCorpus) -> None:
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1])
     run.advance_until(closed(run, 4))
-    run.transport.steer({"merging": "paused"})
+    run.transport.reader.steer({"merging": "paused"})
     run.play_one()
     rounds, steps = run.merger.rounds.closed, sum(island.totals.steps for island in run.islands.values())
     for _ in range(30):
         run.play_one()
     assert run.merger.rounds.closed == rounds
     assert sum(island.totals.steps for island in run.islands.values()) >= steps + 25
-    assert run.transport.backlog() <= 2 * config.sync.window, "the window bounds what waits"
-    run.transport.steer({"merging": ""})
+    assert run.transport.reader.backlog() <= 2 * config.sync.window, "the window bounds what waits"
+    run.transport.reader.steer({"merging": ""})
     run.finish()
-    books = run.transport.books()
+    books = run.transport.reader.books()
     assert run.merger.rounds.closed > rounds
-    assert (books.published, books.refused, run.transport.backlog()) == (books.merged, 0, 0)
+    assert (books.published, books.refused, run.transport.reader.backlog()) == (books.merged, 0, 0)
 
 
 @pytest.mark.parametrize("wish", ["drain", "expel"])
@@ -214,33 +214,33 @@ def test_an_island_is_sent_away_and_the_others_go_on(config: RunConfig, corpus: 
     config = replace(config, inner=replace(config.inner, steps=72))
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.0, 1.1])
     run.advance_until(closed(run, 4))
-    run.transport.steer({"island.island-2": wish})
+    run.transport.reader.steer({"island.island-2": wish})
     run.advance_until(lambda: "island-2" not in run.islands)
     last = run.merger.rounds.closed
     with pytest.raises(ConfigError, match=r"island\.island-2="):
         run.add_island("island-2", 1.0)
     run.advance_until(closed(run, last + 10))
     # What it sent ahead when it left is in the next round of each fragment.
-    later = [m.island for entry in run.transport.tape(1000) if entry.round > last + 6 for m in entry.members]
+    later = [m.island for entry in run.transport.reader.tape(1000) if entry.round > last + 6 for m in entry.members]
     assert set(later) == {"island-0", "island-1"}
-    refused = [event for _, event in run.transport.events(START, 0.0, 10_000) if isinstance(event, Refusal)]
+    refused = [event for _, event in run.transport.reader.events(START, 0.0, 10_000) if isinstance(event, Refusal)]
     assert {refusal.island for refusal in refused} == ({"island-2"} if wish == "expel" else set())
-    run.transport.steer({"island.island-2": ""})
+    run.transport.reader.steer({"island.island-2": ""})
     run.add_island("island-2", 1.0)
     run.advance_until(closed(run, run.merger.rounds.closed + 8))
-    assert "island-2" in {member.island for entry in run.transport.tape(6) for member in entry.members}
+    assert "island-2" in {member.island for entry in run.transport.reader.tape(6) for member in entry.members}
     run.finish()
-    books = run.transport.books()
+    books = run.transport.reader.books()
     assert books.published == books.merged + books.refused
 
 
 def test_the_notes_of_a_run_tell_its_story(config: RunConfig, corpus: OpenCorpus) -> None:
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.0])
     run.advance_until(closed(run, 2))
-    run.transport.steer({"island.island-1": "drain", OUTER_RATE: "0.5"})
+    run.transport.reader.steer({"island.island-1": "drain", OUTER_RATE: "0.5"})
     run.finish()
-    told = [(note.who, note.kind) for note in run.transport.notes(100)]
+    told = [(note.who, note.kind) for note in run.transport.reader.notes(100)]
     assert told[:3] == [("merger", "served"), ("island-0", "joined"), ("island-1", "joined")]
     assert sorted(told[3:]) == [("island-0", "left"), ("island-1", "drained"), ("merger", "steered")]
-    seconds = [note.unix_seconds for note in run.transport.notes(100)]
+    seconds = [note.unix_seconds for note in run.transport.reader.notes(100)]
     assert seconds == sorted(seconds)

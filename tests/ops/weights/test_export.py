@@ -272,7 +272,7 @@ def test_a_run_begins_where_an_export_ended(tmp_path: Path, url: str, call: Call
     status, out, _ = call("export", url, "--run", "again", "--out", "second", "--json")
     assert (status, json.loads(out)["origin"]) == (0, "its Redis")
     assert (tmp_path / "first/model.safetensors").read_bytes() == (tmp_path / "second/model.safetensors").read_bytes()
-    manifest = connect(url, "again").manifest()
+    manifest = connect(url, "again").reader.manifest()
     assert re.fullmatch("first [0-9a-f]{32}", manifest.versions["weights"])
     assert call("init", url, "--run", "again", *SETTINGS)[0] == 0  # it is there already, with these settings
 
@@ -287,7 +287,7 @@ def test_weights_for_another_model_make_no_run(tmp_path: Path, url: str, call: C
     assert "model.embed_tokens.weight is 256 × 64 and not 256 × 128" in said
     assert "there is no file absent" in call("init", url, *flags, "--from", "absent")[2]
     assert "do not fit the model" in call("up", *flags, "--model.size", "small")[2]
-    assert connect(url, "x").runs() == []
+    assert connect(url, "x").reader.runs() == []
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
@@ -509,7 +509,7 @@ def test_prepare_learns_a_tokenizer(tmp_path: Path, call: Call) -> None:
 def test_a_run_takes_its_vocabulary_from_the_corpus(url: str, call: Call) -> None:
     flags = ["--data.corpus", "tokens", "--data.shards", "8", "--data.sequence-length", "32"]
     assert call("init", url, "--run", "t", *flags)[0] == 0
-    assert connect(url, "t").manifest().config.model.vocabulary == 400
+    assert connect(url, "t").reader.manifest().config.model.vocabulary == 400
     assert call("init", url, "--run", "t", *flags)[0] == 0
     said = call("init", url, "--run", "u", *flags, "--model.vocabulary", "300")[2]
     assert "has 400 tokens, and the model knows 300" in said

@@ -1,0 +1,1 @@
+"""A broker in dictionaries, for tests and virtual time."""

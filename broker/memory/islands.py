@@ -1,0 +1,109 @@
+"""What islands do with a run in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from archipelago.broker.control import is_expelled, island_field
+from archipelago.broker.corpus_shards import Place, choose
+from archipelago.broker.memory.state import MemoryState, entry_number
+from archipelago.broker.messages import (
+    Actions,
+    Contribution,
+    Handover,
+    Heartbeat,
+    from_fields,
+    to_fields,
+)
+
+
+class MemoryIsland:
+    """See `broker.transport.IslandClient`."""
+
+    def __init__(self, broker: MemoryState, run: str) -> None:
+        self._broker, self._run = broker, run
+
+    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
+        with self._broker.opened(self._run) as run:
+            number = run.add(from_fields(Contribution, to_fields(contribution)), payload)  # as a wire would do it
+            run.books["bytes_up"] += len(payload)
+        if actions is not None:
+            self.record_actions(actions)
+        return f"{number}-0"
+
+    def holds(self, entry: str) -> bool:
+        with self._broker.opened(self._run) as run:
+            return entry_number(entry) in run.updates
+
+    def record_actions(self, actions: Actions) -> None:
+        with self._broker.opened(self._run) as run:
+            run.actions.append((run.next_actions, actions))
+            run.next_actions += 1
+
+    def heartbeat(self, heartbeat: Heartbeat) -> str:
+        with self._broker.opened(self._run) as run:
+            run.islands[heartbeat.island] = (heartbeat, self._broker.clock())
+            return run.control.get(island_field(heartbeat.island), "")
+
+    def difference(self, fragment: int, version: int) -> bytes | None:
+        with self._broker.opened(self._run) as run:
+            found = run.differences.get((fragment, version))
+            run.books["bytes_down"] += len(found or b"")
+            return found
+
+    def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
+        with self._broker.opened(self._run) as run:
+            if is_expelled(run.control, me):
+                return None
+            busy = {f"{c.island}/{c.incarnation}" for c, _ in run.waiting().values()}
+            live = run.live(self._broker.clock()) | busy
+            chosen = choose(shards, run.cursors, run.holders, me, lambda holder: holder not in live)
+            if chosen is None:
+                return None
+            run.holders[chosen] = me
+            return Place(chosen, *run.cursors.get(chosen, (0, 0)))
+
+    def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
+        with self._broker.opened(self._run) as run:
+            return frozenset(shard for shard in shards if run.holders.get(shard) == me)
+
+    def register_corpus(self, name: str, digest: str) -> str:
+        with self._broker.opened(self._run) as run:
+            return run.corpora.setdefault(name, digest)
+
+    def claim_return(self, island: str) -> tuple[int, int] | None:
+        with self._broker.opened(self._run) as run:
+            if run.restored is None or island in run.returned:
+                return None
+            run.returned.add(island)
+            return run.restored
+
+    def ask(self, who: str) -> None:
+        with self._broker.opened(self._run) as run:
+            run.asks.setdefault(who, "")
+
+    def asks(self) -> list[str]:
+        with self._broker.opened(self._run) as run:
+            live = run.live(self._broker.clock())
+            return sorted(who for who, giver in run.asks.items() if not giver and who in live)
+
+    def promise(self, who: str, giver: str) -> bool:
+        with self._broker.opened(self._run) as run:
+            if run.asks.get(who) != "":
+                return False
+            run.asks[who] = giver
+            return True
+
+    def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
+        with self._broker.opened(self._run) as run:
+            if who in run.asks:
+                run.handovers[who] = (handover, payload)
+
+    def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
+        with self._broker.opened(self._run) as run:
+            return run.handovers.get(who)
+
+    def withdraw(self, who: str) -> None:
+        with self._broker.opened(self._run) as run:
+            run.asks.pop(who, None)
+            run.handovers.pop(who, None)

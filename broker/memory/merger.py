@@ -1,0 +1,124 @@
+"""What mergers do with a run in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from archipelago.broker.errors import BrokerError, FencedError
+from archipelago.broker.memory.state import MemoryRun, MemoryState, entry_number
+from archipelago.broker.messages import (
+    Actions,
+    Call,
+    Marker,
+    Refusal,
+    Resume,
+)
+from archipelago.broker.transport import (
+    DIFFERENCES_KEPT,
+    START,
+    Commit,
+    Delivery,
+)
+
+
+class MemoryMerger:
+    """See `broker.transport.MergerClient`."""
+
+    def __init__(self, broker: MemoryState, run: str) -> None:
+        self._broker, self._run = broker, run
+        self._holder, self._epoch = "", 0
+
+    def acquire(self, holder: str, seconds: float) -> int | None:
+        now = self._broker.clock()
+        with self._broker.opened(self._run) as run:
+            owner, until = run.lease
+            if owner != holder and until > now:
+                return None
+            run.lease = (holder, now + seconds)
+            self._holder, self._epoch = holder, max(self._epoch, run.epoch[0]) + 1
+            run.epoch = (self._epoch, holder)
+            return self._epoch
+
+    def renew(self, epoch: int, holder: str, seconds: float) -> None:
+        with self._fenced(epoch) as run:
+            run.lease = (holder, self._broker.clock() + seconds)
+
+    def release(self, epoch: int) -> None:
+        with self._fenced(epoch) as run:
+            run.lease = ("", float("-inf"))
+
+    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
+        with self._broker.opened(self._run) as run:
+            if block_seconds > 0:
+                self._broker.changed.wait_for(lambda: run.next_update > run.last_read + 1, timeout=block_seconds)
+            fresh = [entry for entry in run.updates if entry > run.last_read][:count]
+            run.last_read = fresh[-1] if fresh else run.last_read
+            return [Delivery(f"{entry}-0", *run.updates[entry]) for entry in fresh]
+
+    def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
+        with self._broker.opened(self._run) as run:
+            read = [(n, w) for n, w in run.waiting().items() if entry_number(after) < n <= run.last_read]
+            return [Delivery(f"{n}-0", *waiting) for n, waiting in read[:count]]
+
+    def read(self, entries: Sequence[str]) -> list[Delivery]:
+        gone = "the entry is gone"
+        with self._broker.opened(self._run) as run:
+            found = [(entry, run.updates.get(entry_number(entry))) for entry in entries]
+            return [Delivery(e, *kept) if kept else Delivery(e, None, b"", gone) for e, kept in found]
+
+    def outer(self, fragment: int) -> bytes:
+        with self._broker.opened(self._run) as run:
+            return run.outer.get(fragment, b"")
+
+    def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
+        with self._fenced(epoch) as run:
+            run.tell(event)
+
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+        with self._fenced(epoch) as run:
+            for entry, refusal in refusals:
+                if entry_number(entry) not in run.kept and run.updates.pop(entry_number(entry), None) is not None:
+                    run.books["refused"] += 1
+                    run.books["refused_tokens"] += refusal.tokens
+                    run.refused_at[run.next_event] = self._broker.clock()
+                    run.tell(refusal)
+
+    def commit(self, epoch: int, commit: Commit) -> None:
+        with self._fenced(epoch) as run:
+            last = max(snapshot.round for snapshot, _ in run.fragments.values())
+            if commit.after_round not in (None, last):
+                raise BrokerError(f"round {last} was closed last, not {commit.after_round}", "Begin from there.")
+            run.kept |= {number for number in map(entry_number, commit.entries) if number in run.updates}
+            run.let_go(commit.trim)
+            for shard, cursor in commit.cursors.items():
+                ended = cursor[0] > run.cursors.get(shard, (0, 0))[0]
+                run.cursors[shard] = cursor
+                if ended:
+                    run.holders.pop(shard, None)
+            run.fragments[commit.snapshot.fragment] = (commit.snapshot, commit.payload)
+            run.outer[commit.snapshot.fragment] = commit.outer
+            if commit.difference:
+                run.differences[commit.snapshot.fragment, commit.snapshot.version] = commit.difference
+                run.differences.pop((commit.snapshot.fragment, commit.snapshot.version - DIFFERENCES_KEPT), None)
+            run.state = commit.state
+            run.tape.append(commit.tape)
+            run.tell(commit.snapshot)
+            run.books["merged"] += len(commit.entries)
+            run.books["merged_tokens"] += commit.tokens
+
+    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
+        with self._fenced(epoch) as run:
+            run.let_go(entries)
+            run.actions = [(number, actions) for number, actions in run.actions if number > entry_number(actions_until)]
+
+    def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
+        with self._broker.opened(self._run) as run:
+            return [(f"{number}-0", actions) for number, actions in run.actions if number > entry_number(after)][:count]
+
+    @contextmanager
+    def _fenced(self, epoch: int) -> Iterator[MemoryRun]:
+        with self._broker.opened(self._run) as run:
+            if run.epoch != (epoch, self._holder):
+                raise FencedError(f"this merger's epoch {epoch} was overtaken", "Another merger serves this run.")
+            yield run

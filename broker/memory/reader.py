@@ -1,0 +1,132 @@
+"""What readers and operators do with a run in memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.memory.state import MemoryState
+from archipelago.broker.messages import (
+    Books,
+    Evaluation,
+    Event,
+    Note,
+    Pending,
+    Presence,
+    Refusal,
+    Snapshot,
+    TapeEntry,
+    from_fields,
+    to_fields,
+)
+from archipelago.broker.transport import (
+    NOTES_KEPT,
+    REFUSALS_AMONG,
+    START,
+    Memory,
+)
+
+
+class MemoryReader:
+    """See `broker.transport.ReaderClient`."""
+
+    def __init__(self, broker: MemoryState, run: str) -> None:
+        self._broker, self._run = broker, run
+
+    def instance(self) -> str:
+        return self._broker.instance
+
+    def runs(self) -> list[str]:
+        with self._broker.changed:
+            return sorted(self._broker.runs)
+
+    def manifest(self) -> Manifest:
+        with self._broker.opened(self._run) as run:
+            return run.manifest
+
+    def last_event(self) -> str:
+        with self._broker.opened(self._run) as run:
+            return f"{run.events[-1][0]}-0" if run.events else START
+
+    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
+        last = int(after.split("-")[0])
+        with self._broker.opened(self._run) as run:
+            if block_seconds > 0:
+                self._broker.changed.wait_for(lambda: run.next_event > last + 1, timeout=block_seconds)
+            first = bisect_right(run.events, last, key=lambda numbered: numbered[0])
+            return [(f"{number}-0", event) for number, event in run.events[first : first + count]]
+
+    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+        with self._broker.opened(self._run) as run:
+            snapshot, payload = run.fragments[fragment]
+            if account:
+                run.books["bytes_down"] += len(payload)
+            return snapshot, payload
+
+    def presences(self) -> list[Presence]:
+        now = self._broker.clock()
+        with self._broker.opened(self._run) as run:
+            return [Presence(beat, now - seen) for _, (beat, seen) in sorted(run.islands.items())]
+
+    def books(self) -> Books:
+        with self._broker.opened(self._run) as run:
+            return Books(**run.books)
+
+    def backlog(self) -> int:
+        with self._broker.opened(self._run) as run:
+            return len(run.updates) - len(run.kept)
+
+    def pending(self) -> Pending:
+        with self._broker.opened(self._run) as run:
+            waiting = run.waiting().values()
+            return Pending(len(waiting), sum(contribution.tokens for contribution, _ in waiting))
+
+    def cursors(self) -> dict[str, tuple[int, int]]:
+        with self._broker.opened(self._run) as run:
+            return dict(run.cursors)
+
+    def tape(self, count: int) -> list[TapeEntry]:
+        with self._broker.opened(self._run) as run:
+            return run.tape[-count:] if count else []
+
+    def evaluations(self) -> list[Evaluation]:
+        with self._broker.opened(self._run) as run:
+            return list(run.evaluations)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        with self._broker.opened(self._run) as run:
+            run.evaluations.append(evaluation)
+
+    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
+        with self._broker.opened(self._run) as run:
+            newest = run.events[-REFUSALS_AMONG:]
+            found = [(run.refused_at[number], event) for number, event in newest if isinstance(event, Refusal)]
+        return found[-count:] if count else []
+
+    def control(self) -> dict[str, str]:
+        with self._broker.opened(self._run) as run:
+            return dict(run.control)
+
+    def steer(self, changes: Mapping[str, str]) -> None:
+        with self._broker.opened(self._run) as run:
+            run.control = {name: value for name, value in (run.control | dict(changes)).items() if value}
+
+    def note(self, note: Note) -> None:
+        with self._broker.opened(self._run) as run:
+            run.notes = [*run.notes, from_fields(Note, to_fields(note))][-NOTES_KEPT:]
+
+    def notes(self, count: int) -> list[Note]:
+        with self._broker.opened(self._run) as run:
+            return run.notes[-count:] if count else []
+
+    def memory(self) -> Memory:
+        with self._broker.opened(self._run) as run:
+            return Memory(sum(len(payload) for _, payload in run.updates.values()), 0)
+
+    def merger_state(self) -> str:
+        with self._broker.opened(self._run) as run:
+            return run.state
+
+    def standing(self) -> None:
+        return None

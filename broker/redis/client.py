@@ -1,0 +1,101 @@
+"""Make clients of redis-py that suit us, and reject addresses and credentials that cannot work.
+
+The client never retries. A retried XADD after a stall would make two entries, so callers retry explicitly, and
+identities make their retries idempotent.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import PythonRespSerializer
+from redis.retry import Retry
+
+RedisClient = redis.Redis
+
+SOCKET_SECONDS = 20.0
+#: A host that acknowledges nothing for this long is treated as gone, where the system can tell.
+SILENT_SECONDS = 8
+#: Larger arguments go to the socket from where they lie, without a copy into the command.
+CUTOFF_BYTES = 6000
+
+
+def client_at(url: str) -> RedisClient:
+    """Return a client of that address, not yet connected.
+
+    Raises:
+        ValueError, TypeError: The address or one of its options cannot be used.
+    """
+    tcp: dict[str, Any] = {
+        "socket_connect_timeout": 5.0, "socket_keepalive": True, "socket_keepalive_options": _keepalive(),
+    }  # fmt: skip
+    client = redis.Redis.from_url(
+        url,
+        protocol=2,  # RESP3 begins with HELLO, which old servers and some proxies do not know
+        socket_timeout=SOCKET_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+        retry_on_error=[],
+        # The packer of hiredis copies large arguments twice.
+        command_packer=PythonRespSerializer(CUTOFF_BYTES, _encoded),
+        **({} if url.startswith("unix:") else tcp),
+    )
+    pool = client.connection_pool
+    try:
+        pool.connection_class(**pool.connection_kwargs)  # this does not connect, but it checks the options
+    except redis.RedisError as error:
+        raise ValueError(str(error)) from None
+    if url.startswith("rediss:"):
+        _require_credentials(pool.connection_kwargs)
+    return client
+
+
+def fake_client(name: str) -> RedisClient:
+    """Return a client of a fake server inside this process; one name always gives the same server."""
+    import fakeredis
+
+    client: RedisClient = fakeredis.FakeRedis(host=name, port=1)
+    return client
+
+
+def _keepalive() -> dict[int, int]:
+    """Return the TCP options by which the system ends a connection to a silent host, as far as it has them.
+
+    A slow link still acknowledges packets, so this may be much shorter than SOCKET_SECONDS.
+    """
+    wanted = {
+        "TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_SECONDS - 3,
+        "TCP_USER_TIMEOUT": SILENT_SECONDS * 1000,  # keepalive probes idle connections, this limits unacknowledged data
+    }  # fmt: skip
+    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
+
+
+def _require_credentials(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for TLS files that cannot be used; the client would report most of them as an outage."""
+    context = ssl.create_default_context()
+    context.minimum_version = options.get("ssl_min_version", context.minimum_version)
+    ca = {kind: options.get(f"ssl_ca_{name}") for kind, name in (("cafile", "certs"), ("capath", "path"))}
+    certificate, key = options.get("ssl_certfile"), options.get("ssl_keyfile")
+    try:
+        if any(ca.values()):
+            context.load_verify_locations(**ca)
+    except OSError as error:  # SSLError is an OSError, too
+        raise ValueError(f"ssl_ca_certs or ssl_ca_path: {error.strerror}") from None
+    try:
+        if certificate or key:
+            context.load_cert_chain(certificate or "", key, options.get("ssl_password") or "")
+    except OSError as error:
+        raise ValueError(f"ssl_certfile, ssl_keyfile or ssl_password: {error.strerror}") from None
+
+
+def _encoded(value: Any) -> bytes | memoryview:
+    """Return an argument as bytes. Raises TypeError for types that none of our commands takes."""
+    if isinstance(value, bytes | memoryview):
+        return value
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value).encode()
+    raise TypeError(f"{type(value).__name__} is not an argument of a command")

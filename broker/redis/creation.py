@@ -1,0 +1,99 @@
+"""Make a run, new or from a checkpoint: in one transaction, so that it exists whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from archipelago.broker.control import fields_in
+from archipelago.broker.corpus_shards import cursor_text
+from archipelago.broker.errors import RunExistsError
+from archipelago.broker.failpoints import failpoint
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot, to_fields
+from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.connection import DisturbedError, RedisConnection
+from archipelago.broker.redis.islands import chunks_name
+from archipelago.broker.redis.keys import REGISTRY
+from archipelago.broker.redis.merger import TAPE_KEPT, outer_fields
+from archipelago.broker.redis.reader import EVALUATIONS_KEPT
+from archipelago.broker.redis.replies import GROUP
+from archipelago.broker.transport import Image
+
+
+class Creation:
+    """Makes the run of one connection."""
+
+    def __init__(self, connection: RedisConnection, chunks: ChunkStore) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._chunks = chunks
+
+    def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
+        self._make(manifest, snapshots)
+
+    def restore(self, image: Image) -> None:
+        self._make(image.manifest, image.snapshots, image)
+        failpoint("restore.done")
+
+    def _make(
+        self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]], image: Image | None = None
+    ) -> None:
+        try:
+            with self._connection.watching(self._keys.manifest) as pipe:
+                if pipe.exists(self._keys.manifest):
+                    raise self._exists()
+                placed = [self._chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
+                fill = self.prepared(image) if image else None
+                pipe.multi()
+                pipe.delete(*self._keys.of_the_past(len(snapshots)))  # somebody deleted a manifest by hand
+                for (snapshot, _), where in zip(snapshots, placed, strict=True):
+                    self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
+                pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
+                pipe.xgroup_create(self._keys.updates, GROUP, id="0", mkstream=True)
+                pipe.sadd(REGISTRY, self._connection.run)
+                if fill:
+                    fill(pipe)
+                pipe.execute()
+        except DisturbedError:
+            raise self._exists() from None
+
+    def prepared(self, image: Image) -> Callable[[Any], None]:
+        """Uploads the rest of a checkpoint; what is left to say in the transaction that makes the run."""
+        versions = {snapshot.fragment: snapshot.version for snapshot, _ in image.snapshots}
+        outers = [
+            (p, outer_fields(versions[p], data), self._chunks.place(f"o{p}.{versions[p]}", data))
+            for p, data in enumerate(image.outers)
+            if data
+        ]
+        pending = [(c, self._chunks.place(chunks_name(c), payload)) for c, payload in image.pending]
+        failpoint("restore.placed")
+
+        def fill(pipe: Any) -> None:
+            for p, fields, where in outers:
+                self._chunks.keep(pipe, self._keys.outer(p), fields, where)
+            for contribution, where in pending:
+                pipe.xadd(self._keys.updates, {**to_fields(contribution), **where})
+                self._chunks.settle(pipe, where)
+            self._fill(pipe, image)
+
+        return fill
+
+    def _fill(self, pipe: Any, image: Image) -> None:
+        """All of a checkpoint that has no payload."""
+        pipe.set(self._keys.state, image.state)
+        pipe.hset(self._keys.books, mapping={**to_fields(image.balanced_books), "round": image.round})
+        if wishes := fields_in(image.state):
+            pipe.hset(self._keys.control, mapping=wishes)
+        if image.cursors:
+            pipe.hset(self._keys.data, mapping={shard: cursor_text(c) for shard, c in image.cursors.items()})
+        for entry in image.tape:
+            pipe.xadd(self._keys.tape, to_fields(entry), maxlen=TAPE_KEPT)
+        for evaluation in image.evaluations:
+            pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
+        pipe.hset(self._keys.restored, mapping={"number": image.number, "round": image.round})
+
+    def _exists(self) -> RunExistsError:
+        return RunExistsError(
+            f"a run {self._connection.run!r} is at {self._connection.where} already", "Choose another name with --run."
+        )

@@ -1,0 +1,122 @@
+"""Translate the errors of redis-py and of servers into ours."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import redis
+
+from archipelago.broker.errors import BrokerError, UnreachableError
+
+#: Pattern of the server's answer: what it means, and what to do. The client library strips some codes off the answers.
+_REFUSALS = {
+    "MISCONF|Errors writing to": (
+        "disk", "cannot write to its disk, so it refuses writes", "Free space there; the run then goes on by itself."
+    ),
+    "used memory > 'maxmemory'": (
+        "memory", "has reached its memory limit, so it refuses writes",
+        "Raise its `maxmemory`; the run then goes on by itself.",
+    ),
+    "WRONGTYPE": ("wrong-type", "holds another type of value under that key", "Delete the key, or restore it."),
+    "read only replica": ("replica", "is a replica, so it refuses writes", "Use the address of its primary."),
+}  # fmt: skip
+
+
+class Failures:
+    """Translates the errors of one connection.
+
+    Args:
+        where: The server's address without its password, as messages name it.
+        password: Removed from the texts of errors; servers quote commands that they do not know.
+    """
+
+    def __init__(self, where: str, password: str | None) -> None:
+        self.where = where
+        self._password = password
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Raise our error in place of the client library's."""
+        try:
+            yield
+        except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+            raise BrokerError(
+                f"{self.where} refuses access ({self._text(error)})",
+                "Check user and password in the URL: redis://USER:PASSWORD@HOST:PORT.",
+                code="broker.access",
+            ) from error
+        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            if (fault := _tls_fault(error)) is not None:
+                raise self._insecure(fault) from error
+            silent = f"{self.where} does not answer ({self._text(error)})"
+            plain = " An address without TLS begins with redis://." if self.where.startswith("rediss:") else ""
+            raise UnreachableError(silent, f"Is it running, and can this machine reach it?{plain}") from error
+        except redis.ResponseError as error:
+            kind, what, remedy = _refusal(str(error))
+            raise BrokerError(
+                f"{self.where} {what} ({self._text(error)})", remedy, code=f"broker.refused-{kind}"
+            ) from error
+        except redis.InvalidResponse as error:
+            raise BrokerError(
+                f"{self.where} does not speak the Redis protocol ({self._text(error)})",
+                "Check the port.",
+                code="broker.not-redis",
+            ) from error
+        except redis.RedisError as error:
+            raise BrokerError(
+                f"{self.where} cannot be used ({self._text(error)})", "Check the options in its URL."
+            ) from error
+
+    def _insecure(self, fault: ssl.SSLError) -> BrokerError:
+        if isinstance(fault, ssl.SSLCertVerificationError):
+            return BrokerError(
+                f"the certificate of {self.where} cannot be trusted ({fault.verify_message})",
+                "Name the authority that signed it: rediss://HOST:PORT?ssl_ca_certs=FILE. "
+                "The certificate must be issued for the HOST of the URL.",
+                code="broker.certificate",
+            )
+        return BrokerError(
+            f"TLS with {self.where} failed ({self._text(fault)})",
+            "Check the port, or write redis:// for a server without TLS. If the server asks for a client certificate: "
+            "rediss://HOST:PORT?ssl_certfile=FILE&ssl_keyfile=FILE.",
+            code="broker.tls",
+        )
+
+    def _text(self, error: Exception) -> str:
+        """Return the error on one line and without the password."""
+        text = " ".join(str(error).split())
+        return text.replace(self._password, "***") if self._password else text
+
+
+def _refusal(answer: str) -> tuple[str, str, str]:
+    known = (words for pattern, words in _REFUSALS.items() if re.search(pattern, answer))
+    return next(known, ("command", "refused a command", "See its log and `INFO`."))
+
+
+def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
+    """Return the cause of a failed handshake that no retry can mend; None for an outage."""
+    while error is not None:
+        refused = isinstance(error, ssl.SSLError) and re.search("WRONG_VERSION|_ALERT_", error.reason or "")
+        if isinstance(error, ssl.SSLError) and (refused or isinstance(error, ssl.SSLCertVerificationError)):
+            return error
+        error = error.__cause__ or error.__context__  # the library hides the cause of its own error there
+    return None
+
+
+def is_full(error: BrokerError) -> bool:
+    """Whether the server has reached its memory limit."""
+    return isinstance(error.__cause__, redis.exceptions.OutOfMemoryError)
+
+
+def is_gone(error: BrokerError) -> bool:
+    """Whether the consumer group does not exist, or was deleted while we waited for it."""
+    cause = error.__cause__
+    return isinstance(cause, redis.ResponseError) and bool(re.search("NOGROUP|UNBLOCKED", str(cause)))
+
+
+def is_wrong_kind(error: BrokerError) -> bool:
+    """Whether the key holds another type of value."""
+    return "WRONGTYPE" in str(error.__cause__)

@@ -1,0 +1,55 @@
+"""What identifies a run in a Redis: its manifest, and the names of all runs there."""
+
+from __future__ import annotations
+
+from archipelago.broker.errors import UnknownRunError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.keys import REGISTRY
+from archipelago.broker.redis.replies import names_in, text_fields
+from archipelago.broker.wire import payload_bytes_max
+
+
+class StoredRun:
+    """The run of one connection. It need not exist yet."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self._connection = connection
+        self._sizes: tuple[int, ...] = ()
+
+    def names(self) -> list[str]:
+        """Return the names of all runs at the server."""
+        with self._connection.translated():
+            return names_in(self._connection.redis.smembers(REGISTRY))
+
+    def manifest(self) -> Manifest:
+        """Return the manifest. Raises UnknownRunError."""
+        with self._connection.translated():
+            raw = self._connection.redis.hgetall(self._connection.keys.manifest)
+        if not raw:
+            raise self.unknown()
+        return Manifest.from_fields(text_fields(raw))
+
+    def require(self) -> None:
+        """Raise UnknownRunError unless the run exists."""
+        with self._connection.translated():
+            known = self._connection.redis.exists(self._connection.keys.manifest)
+        if not known:
+            raise self.unknown()
+
+    def unknown(self) -> UnknownRunError:
+        """Return the error for a run that does not exist."""
+        here = ", ".join(self.names()) or "none"
+        return UnknownRunError(
+            f"there is no run {self._connection.run!r} at {self._connection.where} (runs there: {here})",
+            "Make it with `archipelago init`, or name another with --run.",
+        )
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return the number of elements of each fragment, which never changes."""
+        self._sizes = self._sizes or self.manifest().sizes
+        return self._sizes
+
+    def payload_max(self) -> int:
+        """Return the largest payload in bytes that the merger or an honest island stores."""
+        return 4 * payload_bytes_max(max(self.sizes()))  # the merger's own state holds momentum beside parameters
