@@ -2,7 +2,7 @@
 
 Norms are compared by the path that they were made on, learning rate times steps: the first contributions of a run go
 over a few steps at the start of the warm-up, and are no measure of those that follow. (Compared as they are, a run of
-eight islands was clipped to three times the first ones for a quarter of its length: docs/results/learning.md.)
+eight islands was clipped to three times the first ones for a quarter of its length: docs/log.md.)
 """
 
 from __future__ import annotations

@@ -85,6 +85,14 @@ def test_paths_in_this_repository_exist(page: Path) -> None:
     assert not missing, f"{page.name} names {missing}"
 
 
+def test_documents_that_the_code_names_exist() -> None:
+    for folder in ("broker", "islands", "merger", "ops", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            named = re.findall(r"\bdocs/[\w/.-]+\.md", path.read_text(encoding="utf-8"))
+            missing = {name for name in named if not (ROOT / name).exists()}
+            assert not missing, f"{path.relative_to(ROOT)} names {missing}"
+
+
 def test_the_patterns_still_match() -> None:
     readme = ROOT / "README.md"
     assert {"docs/dash-light.png", "docs/dash-dark.png"} <= set(links_of(readme))
