@@ -52,12 +52,14 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
             f"the corpus {corpus.name!r} has {corpus.vocabulary:,} tokens, and the model knows "
             f"{config.model.vocabulary:,} (model.vocabulary)",
             f"Set --model.vocabulary {corpus.vocabulary}, or name another corpus with --data.corpus.",
+            code="config.vocabulary",
         )
     if tokenizer is not None and corpus.tokenizer != tokenizer:
         mine, theirs = (f"the tokenizer {name}" if name else "bytes" for name in (corpus.tokenizer, tokenizer))
         raise ConfigError(
             f"the corpus {corpus.name!r} is made of {mine}, and the run's of {theirs}",
             "The same tokens must stand for the same text: name a corpus that the run's tokenizer made.",
+            code="config.tokenizer",
         )
     wanted = build(config.model).example_bytes
     found = corpus.train.shape[1] if corpus.train.ndim == 2 else None
@@ -66,6 +68,7 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
         raise ConfigError(
             f"the model {config.model.size!r} reads examples of {wanted:,} bytes; corpus {corpus.name!r} is {holds}",
             "Name another corpus with --data.corpus (`archipelago prepare digits` makes one), or another --model.size.",
+            code="config.corpus-kind",
         )
 
 

@@ -19,8 +19,8 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import unpack
-from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import held_out
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.sync.arrays import unflatten

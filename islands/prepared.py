@@ -15,8 +15,9 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import Patience
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.creation import describe, require_readable
-from archipelago.islands.data.batches import Batches, shard_order
+from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.device import best_scan_steps
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import build

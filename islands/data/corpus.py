@@ -127,12 +127,13 @@ class Card:
     tokenizer: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32})?$")] = ""
     text_bytes: Splits | None = None
 
-    def to_json(self) -> bytes:
-        """Return the content of `corpus.json`."""
-        return _CARD.dump_json(self, indent=2, exclude_none=True)
-
 
 _CARD = TypeAdapter(Card)
+
+
+def card_json(card: Card) -> bytes:
+    """Return the content of `corpus.json`."""
+    return _CARD.dump_json(card, indent=2, exclude_none=True)
 
 
 def data_folder() -> Path:
@@ -183,9 +184,7 @@ def open_corpus(name: str) -> OpenCorpus:
     if card.example_bytes:
         train, valid, test = (split.reshape(-1, card.example_bytes) for split in (train, valid, test))
     text_bytes = tuple(asdict(card.text_bytes).values()) if card.text_bytes else ()
-    return OpenCorpus(
-        name, card.digest, card.source, train, valid, test, card.vocabulary, card.tokenizer, text_bytes
-    )
+    return OpenCorpus(name, card.digest, card.source, train, valid, test, card.vocabulary, card.tokenizer, text_bytes)
 
 
 def _read_card(folder: Path) -> Card:

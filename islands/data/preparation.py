@@ -29,6 +29,7 @@ from archipelago.islands.data.corpus import (
     Card,
     OpenCorpus,
     Splits,
+    card_json,
     data_folder,
     is_prepared,
     open_corpus,
@@ -142,7 +143,7 @@ def create(name: str, fill: Fill, example_bytes: int = 0, vocabulary: int = BYTE
             card = _write(stage, name, fill, example_bytes)
             if vocabulary > BYTES:
                 card = _tokenise(stage, card, vocabulary)
-            (stage / CARD_FILE).write_bytes(card.to_json())
+            (stage / CARD_FILE).write_bytes(card_json(card))
     except OSError as error:
         if card is None or not is_prepared(name):
             raise DataError(
@@ -174,9 +175,7 @@ def _write(stage: Path, name: str, fill: Fill, example_bytes: int) -> Card:
         )
     size = example_bytes or 1
     counts = splits_of_examples(writer.size // size) if example_bytes else splits_of(writer.size)
-    return Card(
-        name, writer.size, writer.digest, source, Splits(*(count * size for count in counts)), example_bytes
-    )
+    return Card(name, writer.size, writer.digest, source, Splits(*(count * size for count in counts)), example_bytes)
 
 
 def _tokenise(stage: Path, card: Card, vocabulary: int) -> Card:

@@ -1,8 +1,8 @@
 """How the training text is cut into windows and these are dealt to shards. Pure functions of the seed.
 
 The windows of one pass over all shards tile the text. Each shard is a sample of the whole text: islands would forget
-the rest of the text while they read a shard of neighbouring windows. In a corpus of examples, an example takes the place
-of a window, and the text is an array [examples, T + 1] instead of [tokens].
+the rest of the text while they read a shard of neighbouring windows. In a corpus of examples, an example takes the
+place of a window, and the text is an array [examples, T + 1] instead of [tokens].
 
 Random numbers are raw PCG64 output. NumPy promises to keep that stream, unlike that of `Generator.permutation`, and all
 islands must find the same permutation with any NumPy.
@@ -36,7 +36,7 @@ def _permutation(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def shard_order(shards: int, seed: int, corpus: str = "") -> list[str]:
-    """Return the names of all shards in the order in which islands try to lease them. It is the same on every island."""
+    """Return the names of all shards in the order in which every island tries to lease them."""
     return [shard_name(corpus, int(number)) for number in _permutation(_random(shards, _ORDER_STREAM, seed))]
 
 
@@ -98,14 +98,14 @@ def examples(count: int, shards: int, seed: int, shard: str, pass_number: int, r
     `windows`.
     """
     number = shard_number(shard, shards)
-    # The shards are permuted: if `count` does not divide evenly, the same shards would have the last windows every time.
+    # The shards are permuted. Otherwise the same shards would always have the windows that do not divide evenly.
     place = int(_permutation(_random(shards, _PLACES_STREAM, seed, pass_number))[number])
     mine = np.arange(place, count, shards, dtype=np.int64)
     return mine[_permutation(_random(mine.size, _WINDOWS_STREAM, seed, number, pass_number, repeat))]
 
 
 def gather(text: Tokens, starts_N: NDArray[np.int64], length: int) -> Tokens:
-    """Copy the windows of T + 1 tokens that begin at `starts_N`, or the examples of these numbers. Returns [N, T + 1]."""
+    """Copy the windows of T + 1 tokens that begin at `starts_N`, or the examples with these numbers, as [N, T + 1]."""
     if text.ndim == 2:
         return np.asarray(text)[starts_N]
     windows_NxT1: Tokens = np.asarray(text)[starts_N[:, None] + np.arange(length + 1)]

@@ -155,8 +155,8 @@ def from_file(path: Path) -> TextTokenizer:
     """Read a `tokenizer.json`.
 
     Raises:
-        DataError: It cannot be read (`tokenizer.missing`), holds no tokenizer (`tokenizer.damaged`), or one whose tokens
-            are not bytes (`tokenizer.not-byte-level`).
+        DataError: It cannot be read (`tokenizer.missing`), holds no tokenizer (`tokenizer.damaged`), or one whose
+            tokens are not bytes (`tokenizer.not-byte-level`).
     """
     from tokenizers import Tokenizer  # here, because most corpora need none
 
@@ -178,7 +178,7 @@ def from_file(path: Path) -> TextTokenizer:
 
 
 def pieces(stream: BinaryIO, size: int, piece_bytes: int) -> Iterator[str]:
-    """Read the next `size` bytes of `stream` as pieces of at most `piece_bytes` (4 or more), cut after a line if possible.
+    """Read the next `size` bytes in pieces of at most `piece_bytes` (4 or more), cut after lines if possible.
 
     Bytes that are not UTF-8 become U+FFFD. The cuts depend on the text alone.
     """

@@ -36,7 +36,7 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.transport import START, IslandTransport
 from archipelago.broker.wire import digest, digest_of, pack_body, unpack
-from archipelago.islands.data.batches import shard_order
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.recovery import Gift
 from archipelago.islands.sync.uplink import Uplink

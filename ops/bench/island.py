@@ -384,13 +384,14 @@ def _train_alone(pipe: Connection, config: RunConfig, cores: set[int], scan_step
     """The same training in a process that has everything loaded and syncs nothing; says its peak in bytes."""
     keep_to(cores)
     import archipelago.islands.worker  # noqa: F401 - as much code as an island has in memory
-    from archipelago.islands.data.batches import Batches, alone
+    from archipelago.islands.data.batches import Batches
+    from archipelago.islands.data.sharding import lease_all
     from archipelago.islands.inner import begin, compile_steps
     from archipelago.islands.models.registry import build
 
     model = build(config.model)
     steps = compile_steps(model, config.inner)
-    batches = Batches(_text(config), config, alone(config.data.shards, config.seed))
+    batches = Batches(_text(config), config, lease_all(config.data.shards, config.seed))
     state, _ = plain(steps, begin(config.inner, model.init(config.seed)), batches.next, scan_steps, scan_steps)
     _, turn = plain(steps, state, batches.next, count, scan_steps)
     pipe.send(turn.peak_bytes)

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from archipelago.broker.config import InnerConfig, ModelConfig, RunConfig
-from archipelago.islands.data.batches import Batches, alone, shared_out
+from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import lease_all, lease_share
 from archipelago.islands.evaluation import compile_validation
 from archipelago.islands.inner import InnerState, InnerSteps, begin, compile_steps
 from archipelago.islands.models.registry import Params, build
@@ -86,7 +87,7 @@ def _train(
         compiled(config.model, config.inner),
         begin(config.inner, params or build(config.model).init(config.seed)),
     )
-    batches = Batches(corpus.train, config, alone(config.data.shards, config.seed))
+    batches = Batches(corpus.train, config, lease_all(config.data.shards, config.seed))
     point = scoring(config, corpus)
     chunks = max(1, steps // CHUNK_STEPS)
     marks = {round(chunks * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)}
@@ -105,7 +106,7 @@ def _diloco(
     params = build(config.model).init(config.seed)
     inner, point = compiled(config.model, config.inner), scoring(config, corpus)
     moments = [begin(config.inner, params).optimizer for _ in range(workers)]
-    leases = [shared_out(config.data.shards, config.seed, worker, workers) for worker in range(workers)]
+    leases = [lease_share(config.data.shards, config.seed, worker, workers) for worker in range(workers)]
     batches = [Batches(corpus.train, config, lease) for lease in leases]
     momentum = outer.init(params)
     steps, done = config.inner.steps, 0

@@ -60,8 +60,9 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
         DataError: The corpus is missing or too small, or the weights do not fit the model.
     """
     from archipelago.islands.creation import fitted, require_readable
-    from archipelago.islands.data.batches import Batches, held_out
+    from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.corpus import open_corpus
+    from archipelago.islands.data.sharding import held_out
     from archipelago.islands.models.registry import build
 
     corpus = open_corpus(config.data.corpus)

@@ -1,4 +1,4 @@
-"""`archipelago prepare`: turns text or examples into a corpus that islands memory-map."""
+"""`archipelago prepare`: turn text or examples into a corpus."""
 
 from __future__ import annotations
 
@@ -21,35 +21,30 @@ if TYPE_CHECKING:
     from archipelago.islands.data.corpus import OpenCorpus
 
 
-KNOWN = ("stdlib", "enwik8", "digits")
-"""sources that are no files"""
-
-
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Turn text into a corpus: a FILE or a folder of text, `enwik8` (100 MB of Wikipedia), or `stdlib`. Or `digits`,
-    scikit-learn's 1,797 small images.
+    """Turn text into a corpus: a file or a folder of text, `enwik8` (100 MB of Wikipedia), or `stdlib`. Or prepare
+    `digits`, 1,797 small images.
     """
 
     source: Annotated[str, tyro.conf.Positional]
-    """a file, a folder, `enwik8`, `stdlib` or `digits`"""
+    """A file, a folder, `enwik8`, `stdlib` or `digits`."""
     name: str | None = None
-    """name of the corpus, for --data.corpus; default made from the source"""
+    """The name of the corpus, for --data.corpus. The default is made from the source."""
     path: Path | None = None
-    """for enwik8 the official zip, for digits a scikit-learn's digits.csv.gz, if you have it; else it comes from the
-    package index"""
+    """A copy of enwik8.zip, or of scikit-learn's digits.csv.gz. Without it, they are downloaded."""
     tokenizer: str | None = None
-    """bpe:16384 learns byte-level BPE of so many tokens from the training part, and stores the text as these; default
-    bytes"""
+    """bpe:16384 learns byte-level BPE with this many tokens from the training split, and stores the text as tokens. The
+    default stores bytes."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 def main(options: PrepareOptions) -> int:
-    """Prepares one corpus."""
+    """Prepare one corpus, and print what it holds."""
     from archipelago.islands.data.corpus import data_folder
 
-    corpus = _prepared(options)
+    corpus = _prepare(options)
     found: dict[str, object] = {
         "corpus": corpus.name, "digest": corpus.digest, "train": corpus.train.size, "valid": corpus.valid.size,
         "test": corpus.test.size, "folder": str(data_folder() / corpus.name),
@@ -61,68 +56,70 @@ def main(options: PrepareOptions) -> int:
     if options.json:
         print_json(found)
         return 0
+    train, valid, test = (f"{len(split):,}" for split in (corpus.train, corpus.valid, corpus.test))
     use = f"archipelago up --data.corpus {corpus.name}"
     if corpus.tokenizer:
-        splits = [f"{split.size:,}" for split in (corpus.train, corpus.valid, corpus.test)]
-        say(f"corpus {corpus.name!r}: {splits[0]} tokens to train on, {splits[1]} and {splits[2]} held out; "
-            f"{corpus.vocabulary:,} different ones, {corpus.bytes_per_token:.2f} bytes each")  # fmt: skip
+        say(f"corpus {corpus.name!r}: {train} tokens to train on, {valid} and {test} held out; "
+            f"{corpus.vocabulary:,} different tokens of {corpus.bytes_per_token:.2f} bytes on average")  # fmt: skip
     elif corpus.train.ndim == 1:
-        splits = [f"{split.size:,}" for split in (corpus.train, corpus.valid, corpus.test)]
-        say(f"corpus {corpus.name!r}: {splits[0]} bytes to train on, {splits[1]} and {splits[2]} held out")
+        say(f"corpus {corpus.name!r}: {train} bytes to train on, {valid} and {test} held out")
     else:
-        splits = [f"{len(split):,}" for split in (corpus.train, corpus.valid, corpus.test)]
         size = corpus.train.shape[1]
-        say(f"corpus {corpus.name!r}: {splits[0]} examples to train on, {splits[1]} and {splits[2]} held out; "
-            f"{size:,} bytes each")  # fmt: skip
+        say(f"corpus {corpus.name!r}: {train} examples of {size:,} bytes to train on, {valid} and {test} held out")
         use += f" --data.sequence-length {size - 1} --model.size {corpus.name}"
     say(f"  use it:  {use}")
     return 0
 
 
-def _prepared(options: PrepareOptions) -> OpenCorpus:
-    from archipelago.islands.data.corpus import prepare_text, prepare_tokens
+def _prepare(options: PrepareOptions) -> OpenCorpus:
+    from archipelago.islands.data.corpus import KNOWN
+    from archipelago.islands.data.preparation import prepare_text, prepare_tokens
     from archipelago.islands.data.tokenizer import vocabulary_of
 
     vocabulary = vocabulary_of(options.tokenizer) if options.tokenizer is not None else BYTES
-    _require_used(options, vocabulary)
-    if vocabulary == BYTES:
-        known = _known(options)
-        return known or prepare_text(Path(options.source), checked_name(_name(options), "the corpus name"))
-    name = checked_name(options.name or f"{_name(options)}-bpe{vocabulary}", "the corpus name")
-    known = _known(options)
-    return prepare_tokens(known, name, vocabulary) if known else prepare_text(Path(options.source), name, vocabulary)
+    is_known, is_tokenised = options.source in KNOWN, vocabulary > BYTES
+    _require_useful(options, is_known=is_known, is_tokenised=is_tokenised)
+    name = options.name or (f"{_name(options)}-bpe{vocabulary}" if is_tokenised else _name(options))
+    if not is_known:
+        return prepare_text(Path(options.source), checked_name(name, "the corpus name"), vocabulary)
+    plain = _prepare_known(options)
+    return prepare_tokens(plain, checked_name(name, "the corpus name"), vocabulary) if is_tokenised else plain
 
 
-def _require_used(options: PrepareOptions, vocabulary: int) -> None:
-    """Raises ConfigError for an option that would change nothing."""
-    if options.name and options.source in KNOWN and vocabulary == BYTES:
-        raise ConfigError(f"{options.source} keeps its own name", "Leave out --name.")
-    if options.path and options.source not in ("enwik8", "digits"):
-        raise ConfigError("--path is for enwik8 and digits", "Name a file or a folder as the source.")
+def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bool) -> None:
+    """Raise ConfigError (`prepare.useless-flag`) for an option that would change nothing."""
+    if options.name and is_known and not is_tokenised:
+        raise ConfigError(
+            f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="prepare.useless-flag"
+        )
+    if options.path and (not is_known or options.source == "stdlib"):
+        raise ConfigError(
+            "--path works only with enwik8 and digits",
+            "Name a file or a folder as the source.",
+            code="prepare.useless-flag",
+        )
 
 
-def _known(options: PrepareOptions) -> OpenCorpus | None:
-    """The corpus of bytes or examples that `source` stands for; None where it is a file or folder."""
-    from archipelago.islands.data.corpus import prepare_stdlib
+def _prepare_known(options: PrepareOptions) -> OpenCorpus:
+    """Prepare the public data set that `source` names, with a progress bar."""
     from archipelago.islands.data.digits import prepare_digits
     from archipelago.islands.data.enwik8 import prepare_enwik8
+    from archipelago.islands.data.stdlib import prepare_stdlib
 
     if options.source == "stdlib":
         return prepare_stdlib()
-    if options.source in ("enwik8", "digits"):
-        prepare = prepare_enwik8 if options.source == "enwik8" else prepare_digits
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            tasks: dict[str, TaskID] = {}
+    prepare = prepare_enwik8 if options.source == "enwik8" else prepare_digits
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
 
-            def progress(what: str, done: int, total: int) -> None:
-                if what not in tasks:
-                    tasks[what] = bar.add_task(what, total=total)
-                bar.update(tasks[what], completed=done)
+        def progress(activity: str, done: int, total: int) -> None:
+            if activity not in tasks:
+                tasks[activity] = bar.add_task(activity, total=total)
+            bar.update(tasks[activity], completed=done)
 
-            return prepare(options.path, progress)
-    return None
+        return prepare(options.path, progress)
 
 
 def _name(options: PrepareOptions) -> str:
-    """The name that was given, or one made from the source."""
-    return options.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(options.source).resolve().stem).strip("-.") or "text"
+    """Make a corpus's name from the source."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(options.source).resolve().stem).strip("-.") or "text"

@@ -71,8 +71,8 @@ def evaluator(transport: Transport, curves: CurveWriter | None = None) -> Callab
     manifest = transport.reader.manifest()
     keep_compiled()
 
-    from archipelago.islands.data.batches import held_out
     from archipelago.islands.data.corpus import open_corpus
+    from archipelago.islands.data.sharding import held_out
     from archipelago.islands.evaluation import compile_measures, published
     from archipelago.islands.models.registry import build
 

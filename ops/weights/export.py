@@ -183,10 +183,10 @@ def has_text(manifest: Manifest) -> bool:
 def tokenizer_of(manifest: Manifest) -> TextTokenizer:
     """What makes tokens for the run's model. Raises DataError unless this machine has the corpus that holds it."""
     from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.data.tokenizer import of_bytes
+    from archipelago.islands.data.tokenizer import byte_tokenizer
 
     if not manifest.corpus.tokenizer:
-        return of_bytes()
+        return byte_tokenizer()
     corpus = open_corpus(manifest.corpus.name)
     if corpus.tokenizer != manifest.corpus.tokenizer:
         raise DataError(

@@ -126,7 +126,7 @@ def written(
             times.append(time.perf_counter())
             yield token if token < writer.tokenizer.vocabulary else 0  # a model may have room for more than there are
 
-    yield from writer.tokenizer.decoded(timed())
+    yield from writer.tokenizer.decode(timed())
 
 
 def tokens_per_second(times: Sequence[float]) -> float:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.config import RunConfig
-from archipelago.islands.data.corpus import OpenCorpus, prepare_text
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.preparation import prepare_text
 from tests.small import SMALL
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from archipelago.broker.codecs import CODECS
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig, WireConfig
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.data.batches import Batches, alone
+from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import lease_all
 from archipelago.islands.inner import begin
 from archipelago.islands.models.registry import Params, build
 from archipelago.ops.experiments.virtual_time import VirtualRun
@@ -32,7 +33,7 @@ def plain_training(config: RunConfig, corpus: OpenCorpus, steps: int) -> Params:
     """The inner steps alone: no island, no merger."""
     compiled_steps = compiled(config)
     state = begin(config.inner, build("tiny").init(config.seed))
-    batches = Batches(corpus.train, config, alone(config.data.shards, config.seed))
+    batches = Batches(corpus.train, config, lease_all(config.data.shards, config.seed))
     for step in range(steps):
         state, _ = compiled_steps(state, jnp.asarray(batches.next(1)), jnp.asarray(step, jnp.int32))
     return state.params

@@ -16,8 +16,8 @@ from archipelago.broker.corpus_shards import Place, parse_places
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
 from archipelago.broker.transport import Transport
-from archipelago.islands.data.batches import windows
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import windows
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from archipelago.ops.watch.run_view import observe
 from tests.intercept import Intercepted

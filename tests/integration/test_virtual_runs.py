@@ -14,8 +14,8 @@ import pytest
 from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import held_out
 from archipelago.islands.evaluation import compile_evaluation, published
 from archipelago.islands.models.registry import build
 from archipelago.islands.sync.link import Arrival

@@ -15,8 +15,9 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.creation import describe, first_snapshots
-from archipelago.islands.data.batches import shard_order
-from archipelago.islands.data.corpus import OpenCorpus, prepare_text
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.preparation import prepare_text
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.prepared import register_text, training_text
 from archipelago.islands.worker import Island
 from tests.islands import tiny

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus, prepare_text
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.preparation import prepare_text
 
 
 @pytest.fixture

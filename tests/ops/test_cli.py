@@ -22,7 +22,8 @@ from archipelago.broker.process import guarded
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.creation import fitted
-from archipelago.islands.data.corpus import open_corpus, prepare_text
+from archipelago.islands.data.corpus import open_corpus
+from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.cli import VERBS, run
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.verbs import Group, Verbs

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import archipelago.islands.checkpoint
 import archipelago.islands.data.batches
+import archipelago.islands.data.sharding
 import archipelago.islands.sync.recovery
 import archipelago.islands.sync.replica
 import archipelago.islands.worker
@@ -71,7 +72,7 @@ def install() -> None:
     _replace(archipelago.islands.worker, begin=_begin, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(
-        archipelago.islands.data.batches, windows=cache(archipelago.islands.data.batches.windows)
+        archipelago.islands.data.batches, windows=cache(archipelago.islands.data.sharding.windows)
     )  # All storms read the same text.
     np.seterr(all="raise", under="ignore")
 

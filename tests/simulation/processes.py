@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
-from archipelago.islands.data.batches import Batches, shard_order
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.sync.link import Draft, Link
 from archipelago.islands.sync.rejoin import Rejoin

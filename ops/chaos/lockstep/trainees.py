@@ -19,8 +19,9 @@ from jax.flatten_util import ravel_pytree
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig, from_json
-from archipelago.islands.data.batches import Batches, alone, shared_out
+from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.sharding import lease_all, lease_share
 from archipelago.islands.inner import InnerState, InnerSteps, begin, compile_steps, descent, gradient
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build
@@ -110,7 +111,8 @@ class Parallel:
     def begin(self) -> None:
         """Begin from the run's first parameters."""
         self.state = begin(self._config.inner, device_copy(self._first))
-        self._batches = Batches(self._corpus.train, self._config, alone(self._config.data.shards, self._config.seed))
+        lease = lease_all(self._config.data.shards, self._config.seed)
+        self._batches = Batches(self._corpus.train, self._config, lease)
 
     def step(self, n: int) -> None:
         """Compute the gradient of this worker's rows."""
@@ -154,7 +156,7 @@ class Replica:
         """Begin from the run's first parameters."""
         self.params, self._momentum = self._first, self._nesterov.init(self._first)
         self._state = begin(self._config.inner, device_copy(self.params))
-        lease = shared_out(self._config.data.shards, self._config.seed, *self._place)
+        lease = lease_share(self._config.data.shards, self._config.seed, *self._place)
         self._batches = Batches(self._corpus.train, self._config, lease)
 
     def step(self, n: int) -> None:

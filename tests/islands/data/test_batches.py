@@ -1,3 +1,5 @@
+"""Batches: shards tile the text, leases are read once, and every supply can be restored or replayed exactly."""
+
 from __future__ import annotations
 
 import json
@@ -15,19 +17,22 @@ from numpy.typing import NDArray
 from archipelago.broker.config import DataConfig, RunConfig
 from archipelago.broker.corpus_shards import PASSES_MAX, PLACES_MAX, Place, parse_places
 from archipelago.broker.errors import DataError
-from archipelago.islands.data import batches, corpus
-from archipelago.islands.data.batches import LEASES_TRIED, PRIVATE_PASSES, Batches, shard_order
+from archipelago.islands.data import preparation, sharding
+from archipelago.islands.data.batches import LEASES_TRIED, PRIVATE_PASSES, Batches
+from archipelago.islands.data.sharding import shard_order
+from tests.failing import failing
+from tests.tiers import examples
 
 Bytes = NDArray[np.uint8]
 
 
 def positions(size: int) -> Bytes:
-    """A text of up to 128 KiB whose neighbouring bytes tell where they stand."""
+    """A text of up to 128 KiB in which two neighbouring bytes are their position."""
     return np.frombuffer(np.arange(size // 2 + 1, dtype=">u2").tobytes(), dtype=np.uint8)[:size]
 
 
 def found(text: Bytes, row: Bytes) -> int:
-    """Where the window `row` begins; words of `positions` begin at even places only."""
+    """Return where the window `row` begins in a text of `positions`."""
     whole, wanted = text.tobytes(), row.tobytes()
     places = [place for place in range(len(whole)) if whole.startswith(wanted, place)]
     assert places
@@ -39,13 +44,13 @@ def configured(shards: int = 4, length: int = 8, batch: int = 2, seed: int = 0) 
 
 
 def leases(answers: Iterable[Place | None]) -> Callable[[], Place | None]:
-    """Hands out these, and then nothing."""
+    """Lease these places, and then nothing."""
     waiting = iter(answers)
     return lambda: next(waiting, None)
 
 
 def fresh(*shards: int, pass_number: int = 0) -> Callable[[], Place | None]:
-    """Hands out these shards, from their beginning on, and then nothing."""
+    """Lease these shards from their beginning, and then nothing."""
     return leases(Place(str(shard), pass_number, 0) for shard in shards)
 
 
@@ -53,8 +58,8 @@ TEXT, CONFIG = positions(4000), configured(batch=1)
 
 
 def rows(shard: str, pass_number: int, repeats: int = 0) -> Bytes:
-    """The windows of a pass over TEXT, in the order of use."""
-    return batches.gather(TEXT, batches.windows(4000, 4, 8, 0, shard, pass_number, repeats), 8)
+    """Return the windows of a pass over TEXT, in the order of use."""
+    return sharding.gather(TEXT, sharding.windows(4000, 4, 8, 0, shard, pass_number, repeats), 8)
 
 
 # -- shards and windows -----------------------------------------------------------------------------------------------
@@ -68,9 +73,9 @@ def test_the_order_names_every_shard_once(shards: int, seed: int, name: str) -> 
 
 
 def test_the_order_of_shards_and_windows_is_the_same_on_every_machine() -> None:
-    # Recorded: a change here means that islands of two versions would train on the same windows.
+    # Recorded values. If they change, islands of two versions train on the same windows.
     assert shard_order(8, seed=1) == ["0", "6", "2", "1", "3", "7", "4", "5"]
-    assert batches.windows(200, 3, 16, 1, "1", 5).tolist() == [7, 55, 151, 103]
+    assert sharding.windows(200, 3, 16, 1, "1", 5).tolist() == [7, 55, 151, 103]
 
 
 @given(
@@ -83,7 +88,7 @@ def test_the_order_of_shards_and_windows_is_the_same_on_every_machine() -> None:
 def test_the_windows_of_a_pass_tile_the_text_and_no_two_shards_share_one(
     size: int, shards: int, length: int, seed: int, pass_number: int
 ) -> None:
-    dealt = [batches.windows(size, shards, length, seed, str(shard), pass_number) for shard in range(shards)]
+    dealt = [sharding.windows(size, shards, length, seed, str(shard), pass_number) for shard in range(shards)]
     assert all(len(starts) >= 1 for starts in dealt)
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     ordered = np.sort(np.concatenate(dealt))
@@ -96,44 +101,44 @@ def test_the_windows_of_a_pass_tile_the_text_and_no_two_shards_share_one(
 def test_a_pass_over_all_shards_hands_out_each_byte_once(seed: int, size: int, shards: int) -> None:
     read = np.zeros(size, dtype=np.int64)
     for shard in range(shards):
-        inputs = batches.windows(size, shards, 8, seed, str(shard), 3)[:, None] + np.arange(8)
+        inputs = sharding.windows(size, shards, 8, seed, str(shard), 3)[:, None] + np.arange(8)
         np.add.at(read, inputs.ravel(), 1)
     assert read.max() == 1
-    assert read.sum() >= size - 16  # what does not fill a window
+    assert read.sum() >= size - 16  # the rest does not fill a window
 
 
 @given(seed=st.integers(0, (1 << 31) - 1), shard=st.integers(0, 3), first=st.integers(0, 1 << 40))
 def test_each_pass_has_another_order(seed: int, shard: int, first: int) -> None:
-    passes = [batches.windows(10_000, 4, 16, seed, str(shard), first + more) for more in range(3)]
+    passes = [sharding.windows(10_000, 4, 16, seed, str(shard), first + more) for more in range(3)]
     orders = [tuple(np.argsort(starts)) for starts in passes]
     assert len(set(orders)) == 3
 
 
 def test_windows_differ_between_shards_seeds_passes_and_repeats() -> None:
     entropies = [(0, "0", 0, 0), (1, "0", 0, 0), (0, "1", 0, 0), (0, "0", 1, 0), (0, "0", 0, 1)]
-    orders = {tuple(batches.windows(10_000, 4, 16, *entropy).tolist()) for entropy in entropies}
+    orders = {tuple(sharding.windows(10_000, 4, 16, *entropy).tolist()) for entropy in entropies}
     assert len(orders) == len(entropies)
 
 
 def test_a_repeat_has_the_windows_of_its_pass() -> None:
-    first, again = (batches.windows(10_000, 4, 16, 0, "2", 7, repeats) for repeats in (0, 1))
+    first, again = (sharding.windows(10_000, 4, 16, 0, "2", 7, repeats) for repeats in (0, 1))
     assert np.array_equal(np.sort(first), np.sort(again))
 
 
 def test_a_shard_is_a_sample_of_the_whole_text() -> None:
-    starts = batches.windows(100_000, 10, 8, 0, "3", 0)
+    starts = sharding.windows(100_000, 10, 8, 0, "3", 0)
     quarters = np.histogram(starts, bins=4, range=(0, 100_000))[0]
     assert quarters.min() > 0.99 * len(starts) / 4
 
 
 def test_only_the_number_in_a_shards_name_counts() -> None:
-    assert np.array_equal(batches.windows(900, 3, 8, 0, "2", 1), batches.windows(900, 3, 8, 0, "site/2", 1))
+    assert np.array_equal(sharding.windows(900, 3, 8, 0, "2", 1), sharding.windows(900, 3, 8, 0, "site/2", 1))
 
 
 @pytest.mark.parametrize("shard", ["3", "-1", "", "site/3", "2/site", "02", "²"])
-def test_a_shard_that_is_not_there_is_refused(shard: str) -> None:
-    with pytest.raises(DataError, match="no shard"):
-        batches.windows(900, 3, 8, 0, shard, 1)
+def test_an_unknown_shard_is_refused(shard: str) -> None:
+    with failing(DataError, "data.no-such-shard"):
+        sharding.windows(900, 3, 8, 0, shard, 1)
 
 
 @settings(deadline=None)
@@ -141,10 +146,10 @@ def test_a_shard_that_is_not_there_is_refused(shard: str) -> None:
 def test_held_out_windows_are_spread_and_do_not_overlap(size: int, sequences: int, length: int) -> None:
     text = positions(size)
     if size <= length:
-        with pytest.raises(DataError, match="shorter than one sequence"):
-            batches.held_out(text, sequences, length)
+        with failing(DataError, "data.too-small"):
+            sharding.held_out(text, sequences, length)
         return
-    out = batches.held_out(text, sequences, length)
+    out = sharding.held_out(text, sequences, length)
     assert out.shape == (min(sequences, (size - 1) // length), length + 1)
     assert out.dtype == np.uint8
     starts = [found(text, row) for row in out]
@@ -154,26 +159,27 @@ def test_held_out_windows_are_spread_and_do_not_overlap(size: int, sequences: in
 def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
     (tmp_path / "text").write_bytes(b"t" * 90_000 + b"v" * 5_000 + b"x" * 5_000)
-    opened = corpus.prepare_text(tmp_path / "text", "letters")
+    opened = preparation.prepare_text(tmp_path / "text", "letters")
     trained_on = Batches(opened.train, configured(), fresh(0, 1, 2, 3)).next(11_000)
     assert set(trained_on.tobytes()) == set(b"t")
-    assert set(batches.held_out(opened.valid, 10_000, 8).tobytes()) == set(b"v")
-    assert set(batches.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
+    assert set(sharding.held_out(opened.valid, 10_000, 8).tobytes()) == set(b"v")
+    assert set(sharding.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
 
 
-def test_a_text_too_short_for_its_shards_is_refused_with_the_number_that_would_do() -> None:
+def test_a_text_too_short_for_its_shards_is_refused_with_a_number_that_fits() -> None:
     text = positions(1000)
-    with pytest.raises(DataError, match=r"data\.shards.*data\.sequence_length.*at most 9,"):
+    with failing(DataError, "data.too-small") as caught:
         Batches(text, configured(shards=64, length=100), fresh())
+    assert "at most 9," in caught.value.remedy
     Batches(text, configured(shards=9, length=100), fresh(*range(9))).next(1)
-    with pytest.raises(DataError):
+    with failing(DataError, "data.too-small"):
         Batches(text, configured(shards=1, length=1000), fresh())
 
 
-# -- reading what is leased -------------------------------------------------------------------------------------------
+# -- reading leased shards --------------------------------------------------------------------------------------------
 
 
-def test_a_batch_has_the_shape_that_the_step_wants_and_reads_on() -> None:
+def test_batches_have_the_shape_of_a_step_and_read_on() -> None:
     supply = Batches(TEXT, configured(), fresh(0, 1))
     together = supply.next(6)
     assert together.shape == (6, 2, 9)
@@ -190,7 +196,7 @@ def test_a_leased_shard_is_read_once_from_its_cursor_on_before_the_next() -> Non
     assert supply.places() == (Place("2", 0, 0, ended=True), Place("site/0", 5, 0, ended=True))
 
 
-def test_without_a_lease_it_goes_over_its_shard_in_another_order() -> None:
+def test_without_a_lease_it_repeats_its_shard_in_another_order() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("3", 1, 9), None, None, None, Place("1", 0, 0)]))
     for number in range(3):
         expected = rows("3", 1, number)[9 if number == 0 else 0 :]
@@ -202,7 +208,7 @@ def test_without_a_lease_it_goes_over_its_shard_in_another_order() -> None:
     assert supply.repeats == 2
 
 
-def test_an_island_that_never_had_a_lease_begins_with_a_pass_of_its_own() -> None:
+def test_an_island_that_never_had_a_lease_begins_with_a_private_pass() -> None:
     begun: list[str] = []
     supplies = [Batches(TEXT, CONFIG, fresh(), fallback=number) for number in range(6)]
     for supply in supplies:
@@ -213,7 +219,7 @@ def test_an_island_that_never_had_a_lease_begins_with_a_pass_of_its_own() -> Non
     assert PASSES_MAX < PRIVATE_PASSES
 
 
-def test_a_lease_follows_a_pass_of_its_own() -> None:
+def test_a_lease_follows_a_private_pass() -> None:
     supply = Batches(TEXT, CONFIG, leases([None, None, Place("1", 0, 0)]), fallback=1 << 62)
     supply.next(2 * len(rows("2", 0)) + 5)
     assert [place.shard for place in supply.places()] == ["1"]
@@ -225,7 +231,7 @@ def test_a_lease_follows_a_pass_of_its_own() -> None:
     leased=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(0, 15)), unique_by=lambda t: t[0]),
     sizes=st.lists(st.integers(0, 40), max_size=6),
 )
-def test_places_say_how_far_each_lease_was_handed_out(leased: list[tuple[int, int, int]], sizes: list[int]) -> None:
+def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, int]], sizes: list[int]) -> None:
     config = configured(shards=21, batch=3)
     given_out = [Place(str(shard), pass_number, position) for shard, pass_number, position in leased]
     supply = Batches(TEXT, config, leases(given_out))
@@ -235,7 +241,7 @@ def test_places_say_how_far_each_lease_was_handed_out(leased: list[tuple[int, in
         left += 3 * size
     expected = []
     for place in given_out if left else []:
-        count = len(batches.windows(4000, 21, 8, 0, place.shard, place.pass_number))
+        count = len(sharding.windows(4000, 21, 8, 0, place.shard, place.pass_number))
         position = min(count, place.position + left)
         expected.append(Place(place.shard, place.pass_number, 0 if position == count else position, position == count))
         left -= position - place.position
@@ -246,10 +252,10 @@ def test_places_say_how_far_each_lease_was_handed_out(leased: list[tuple[int, in
     assert parse_places(" ".join(map(str, supply.places()))) == supply.places()
 
 
-def test_only_the_newest_places_are_said_until_they_are_forgotten() -> None:
+def test_only_the_newest_places_are_reported_until_they_are_forgotten() -> None:
     shards = PLACES_MAX + 8
     supply = Batches(TEXT, configured(shards=shards, batch=1), fresh(*range(shards)))
-    windows = [len(batches.windows(4000, shards, 8, 0, str(shard), 0)) for shard in range(shards)]
+    windows = [len(sharding.windows(4000, shards, 8, 0, str(shard), 0)) for shard in range(shards)]
     supply.next(sum(windows[:-1]) + 1)
     assert supply.held() == [str(shard) for shard in range(8, shards)]
     assert supply.places()[-1] == Place(str(shards - 1), 0, 1)
@@ -257,7 +263,7 @@ def test_only_the_newest_places_are_said_until_they_are_forgotten() -> None:
     assert supply.held() == [*map(str, range(10)), str(shards - 1)]
 
 
-def test_what_ended_is_forgotten_and_the_rest_read_on() -> None:
+def test_an_ended_pass_is_forgotten_and_the_next_goes_on() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0, 1))
     supply.next(len(rows("0", 0)) + 3)
     supply.forget(["0", "7"])
@@ -265,7 +271,7 @@ def test_what_ended_is_forgotten_and_the_rest_read_on() -> None:
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[3:7])
 
 
-def test_what_was_lost_is_not_read_on() -> None:
+def test_a_lost_lease_is_not_read_on() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0, 1))
     supply.next(3)
     supply.forget({"0"})
@@ -275,7 +281,7 @@ def test_what_was_lost_is_not_read_on() -> None:
     assert supply.repeats == 0
 
 
-def test_what_was_lost_is_repeated_when_there_is_nothing_else_and_is_not_reported() -> None:
+def test_a_lost_lease_is_repeated_unreported_when_there_is_no_other() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0))
     supply.next(3)
     supply.forget({"0"})
@@ -284,7 +290,7 @@ def test_what_was_lost_is_repeated_when_there_is_nothing_else_and_is_not_reporte
     assert supply.repeats == 1
 
 
-def test_a_repeat_goes_on_when_the_pass_that_it_repeats_is_forgotten() -> None:
+def test_a_repeat_goes_on_when_its_pass_is_forgotten() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("0", 0, 0), None, None, Place("0", 1, 0)]))
     count = len(rows("0", 0))
     supply.next(count + 3)
@@ -295,7 +301,7 @@ def test_a_repeat_goes_on_when_the_pass_that_it_repeats_is_forgotten() -> None:
     assert supply.places() == (Place("0", 1, 2),)
 
 
-def test_a_pass_without_a_lease_is_left_for_the_first_lease() -> None:
+def test_a_private_pass_ends_with_the_first_lease() -> None:
     begun: list[str] = []
     supply = Batches(TEXT, CONFIG, leases([None, None, Place("1", 0, 3)]))
     supply.on_begin = begun.append
@@ -306,7 +312,7 @@ def test_a_pass_without_a_lease_is_left_for_the_first_lease() -> None:
     assert begun == [f"0:{PRIVATE_PASSES}:0:0", "1:0:3:0!"]
 
 
-def test_a_shard_leased_again_has_one_place_and_is_the_newest() -> None:
+def test_a_shard_that_is_leased_again_has_one_place_which_is_the_newest() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("0", 0, 0), Place("1", 0, 0), Place("0", 1, 0)]))
     supply.next(len(rows("0", 0)) + len(rows("1", 0)) + 2)
     assert supply.places() == (Place("1", 0, 0, ended=True), Place("0", 1, 2))
@@ -319,7 +325,7 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
     assert supply.places() == (Place("0", 0, 0, ended=True), Place("2", 3, 0, ended=True), Place("1", 0, 4))
 
 
-def test_cursors_beyond_their_passes_without_end_do_not_hold_it_up() -> None:
+def test_endless_cursors_beyond_their_passes_do_not_block() -> None:
     begun: list[str] = []
     supply = Batches(TEXT, CONFIG, leases(repeat(Place("0", 0, 10**9))))
     supply.on_begin = begun.append
@@ -328,30 +334,30 @@ def test_cursors_beyond_their_passes_without_end_do_not_hold_it_up() -> None:
     assert supply.places() == (Place("0", 0, 0, ended=True),)
 
 
-# -- doing it again ---------------------------------------------------------------------------------------------------
+# -- replay and checkpoints -------------------------------------------------------------------------------------------
 
 PLACES = st.builds(
     Place, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
 )
 ANSWERS = st.lists(st.none() | PLACES, max_size=12)
-DEEDS = st.lists(st.integers(0, 30) | st.sets(st.sampled_from([*map(str, range(8)), "site/3"])), max_size=12)
-"""what an island does with its supply: so many steps, or forgetting these shards"""
+#: The actions of an island: taking the batches of so many steps, or forgetting shards.
+ACTIONS = st.lists(st.integers(0, 30) | st.sets(st.sampled_from([*map(str, range(8)), "site/3"])), max_size=12)
 
 
-def do(supply: Batches, deeds: Iterable[int | set[str]]) -> bytes:
-    """What came out."""
+def do(supply: Batches, actions: Iterable[int | set[str]]) -> bytes:
+    """Return the batches, as bytes."""
     out = b""
-    for deed in deeds:
-        if isinstance(deed, int):
-            out += supply.next(deed).tobytes()
+    for action in actions:
+        if isinstance(action, int):
+            out += supply.next(action).tobytes()
         else:
-            supply.forget(deed)
+            supply.forget(action)
     return out
 
 
 @settings(deadline=None)
-@given(before=DEEDS, after=DEEDS, answers=ANSWERS, seed=st.integers(0, 99), fallback=st.integers(0, 1 << 62))
-def test_restored_batches_go_on_exactly(
+@given(before=ACTIONS, after=ACTIONS, answers=ANSWERS, seed=st.integers(0, 99), fallback=st.integers(0, 1 << 62))
+def test_a_restored_supply_goes_on_exactly(
     before: list[int | set[str]], after: list[int | set[str]], answers: list[Place | None], seed: int, fallback: int
 ) -> None:
     text, config = positions(2000), configured(shards=8, length=16, batch=3, seed=seed)
@@ -371,9 +377,9 @@ def test_restored_batches_go_on_exactly(
 
 
 @settings(deadline=None)
-@given(deeds=DEEDS, answers=ANSWERS, ahead=st.booleans())
-def test_the_passes_that_were_begun_make_the_same_batches_again(
-    deeds: list[int | set[str]], answers: list[Place | None], ahead: bool
+@given(actions=ACTIONS, answers=ANSWERS, ahead=st.booleans())
+def test_replaying_the_passes_gives_the_same_batches(
+    actions: list[int | set[str]], answers: list[Place | None], ahead: bool
 ) -> None:
     text, config = positions(2000), configured(shards=8, length=16, batch=3)
     original, again = Batches(text, config, leases(answers), 5), Batches(text, config, leases([]), 6)
@@ -382,19 +388,19 @@ def test_the_passes_that_were_begun_make_the_same_batches_again(
     original.on_begin = heard.append if ahead else again.begin
     again.on_begin = repeated.append
     if ahead:
-        out = do(original, deeds)
+        out = do(original, actions)
         for begun in heard:
             again.begin(begun)
-        assert do(again, deeds) == out
+        assert do(again, actions) == out
         assert repeated == heard
     else:
-        for deed in deeds:
-            out = do(original, [deed])
-            assert do(again, [deed]) == out
+        for action in actions:
+            out = do(original, [action])
+            assert do(again, [action]) == out
     assert again.state() == original.state()
 
 
-def test_what_is_to_be_begun_waits_for_the_present_pass_and_comes_before_any_lease() -> None:
+def test_a_queued_pass_follows_the_present_one_and_precedes_any_lease() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0, 1))
     supply.next(1)
     supply.begin("3:2:100:0")
@@ -406,19 +412,19 @@ def test_what_is_to_be_begun_waits_for_the_present_pass_and_comes_before_any_lea
     assert supply.repeats == 1
 
 
-def test_any_number_of_passes_to_be_begun_may_have_nothing_left() -> None:
+def test_any_number_of_queued_passes_may_be_empty() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0))
     for text in ["1:0:1000:0"] * (3 * LEASES_TRIED) + ["2:0:0:0"]:
         supply.begin(text)
     assert np.array_equal(supply.next(4)[:, 0], rows("2", 0)[:4])
 
 
-def test_a_pass_is_told_before_its_first_window_is_used() -> None:
+def test_a_pass_is_reported_before_its_first_window_is_used() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("1", 0, 7)]))
-    told: list[tuple[str, tuple[Place, ...]]] = []
-    supply.on_begin = lambda text: told.append((text, supply.places()))
+    reported: list[tuple[str, tuple[Place, ...]]] = []
+    supply.on_begin = lambda text: reported.append((text, supply.places()))
     supply.next(3)
-    assert told == [("1:0:7:0", (Place("1", 0, 7),))]
+    assert reported == [("1:0:7:0", (Place("1", 0, 7),))]
 
 
 @pytest.mark.parametrize("text", ["", "1", "1:0:0", "4:0:0:0", "1:0:-1:0", "1:0:0:0 ", "1:0:end:0", "1:٣:0:0"])
@@ -444,41 +450,41 @@ def test_a_text_that_names_no_pass_is_refused(text: str) -> None:
         {"text": "another"},
     ],
 )
-def test_a_place_that_is_not_in_the_text_is_refused(damage: dict[str, int | str]) -> None:
+def test_a_position_outside_the_text_is_refused(damage: dict[str, int | str]) -> None:
     supply = Batches(TEXT, configured(), fresh(3))
     supply.next(2)
     state = supply.state()
-    with pytest.raises(DataError, match="saved place"):
+    with failing(DataError, "data.bad-position"):
         supply.restore(state | damage)
-    with pytest.raises(DataError, match="saved place"):
+    with failing(DataError, "data.bad-position"):
         supply.restore({key: value for key, value in state.items() if key not in damage})
     assert supply.state() == state
 
 
 @pytest.mark.parametrize("config", [configured(shards=5), configured(length=9), configured(seed=1)])
-def test_another_configs_place_is_refused(config: RunConfig) -> None:
+def test_a_position_under_another_config_is_refused(config: RunConfig) -> None:
     supply = Batches(TEXT, configured(), fresh(3))
-    with pytest.raises(DataError, match="another text"):
+    with failing(DataError, "data.bad-position"):
         Batches(TEXT, config, fresh(3)).restore(supply.state())
-    with pytest.raises(DataError, match="another text"):
+    with failing(DataError, "data.bad-position"):
         Batches(TEXT[:-1], configured(), fresh(3)).restore(supply.state())
 
 
 # -- corpora of examples ----------------------------------------------------------------------------------------------
 
+#: Fifty examples of nine bytes. Each byte is the number of its example.
 EXAMPLES = np.stack([np.arange(50, dtype=np.uint8)] * 9, axis=1)
-"""fifty of nine bytes, all of which say which one it is"""
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5), st.integers(0, 3))
 def test_the_shards_of_a_pass_hold_each_example_once(count: int, shards: int, seed: int, pass_number: int) -> None:
-    dealt = [batches.examples(count, shards, seed, str(shard), pass_number).tolist() for shard in range(shards)]
+    dealt = [sharding.examples(count, shards, seed, str(shard), pass_number).tolist() for shard in range(shards)]
     assert sorted(number for shard in dealt for number in shard) == list(range(count))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
-def test_batches_of_examples_are_whole_examples_and_a_pass_over_all_shards_is_each_once() -> None:
+def test_a_pass_over_all_shards_reads_each_example_once_and_whole() -> None:
     supply = Batches(EXAMPLES, configured(), fresh(0, 1, 2, 3))
     rows = np.concatenate([supply.next(1)[0] for _ in range(25)])
     assert rows.shape == (50, 9)
@@ -497,16 +503,16 @@ def test_a_supply_of_examples_goes_on_from_its_state() -> None:
 
 
 def test_held_out_examples_are_whole_and_spread() -> None:
-    assert batches.held_out(EXAMPLES, 5, 8)[:, 0].tolist() == [0, 10, 20, 30, 40]
-    assert np.array_equal(batches.held_out(EXAMPLES, 500, 8), EXAMPLES)
+    assert sharding.held_out(EXAMPLES, 5, 8)[:, 0].tolist() == [0, 10, 20, 30, 40]
+    assert np.array_equal(sharding.held_out(EXAMPLES, 500, 8), EXAMPLES)
 
 
-def test_examples_of_another_size_are_refused_with_the_size_they_have() -> None:
-    with pytest.raises(
-        DataError, match=r"examples of 9 bytes, and data\.sequence_length is 16.*--data.sequence-length 8"
-    ):
+def test_examples_of_another_size_are_refused_with_their_size() -> None:
+    with failing(DataError, "data.wrong-size") as caught:
         Batches(EXAMPLES, configured(length=16), fresh())
-    with pytest.raises(DataError, match=r"--data\.sequence-length 8"):
-        batches.held_out(EXAMPLES, 4, 9)
-    with pytest.raises(DataError, match=r"50 examples are too few for 51 shards.*at most 50"):
+    assert "--data.sequence-length 8" in caught.value.remedy
+    with failing(DataError, "data.wrong-size"):
+        sharding.held_out(EXAMPLES, 4, 9)
+    with failing(DataError, "data.too-small") as caught:
         Batches(EXAMPLES, configured(shards=51), fresh())
+    assert "at most 50" in caught.value.remedy

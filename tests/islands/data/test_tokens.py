@@ -1,4 +1,4 @@
-"""Corpora of tokens: prepared, opened, batched and evaluated per byte; and what does not fit is said."""
+"""Corpora of tokens: how they are prepared, opened, batched and evaluated per byte, and which ones a model refuses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from archipelago.broker.errors import ConfigError, DataError, MismatchError
 from archipelago.broker.manifest import Corpus, Manifest
 from archipelago.broker.wire import unpack
 from archipelago.islands.creation import describe, first_snapshots, fitted, require_readable
-from archipelago.islands.data.batches import Batches, alone, held_out
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus, prepare_text, prepare_tokens
-from archipelago.islands.data.tokenizer import of_bytes
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.preparation import prepare_text, prepare_tokens
+from archipelago.islands.data.sharding import held_out, lease_all
+from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.evaluation import assemble, compile_evaluation, compile_measures
 from archipelago.islands.models.registry import Model, Params, build
+from tests.failing import failing
 
 TEXT = "".join(f"{n} islands, {n * n % 97} ships; häfen, 港\n" for n in range(2500))
 VOCABULARY = 500
@@ -29,7 +32,7 @@ VOCABULARY = 500
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `text`, in bytes, and `tokens` are prepared."""
+    """The folder of two corpora: `text`, in bytes, and `tokens`."""
     made, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
     source.write_text(TEXT, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +53,7 @@ def tokens() -> OpenCorpus:
     return open_corpus("tokens")
 
 
-def test_the_splits_are_the_text_again(tokens: OpenCorpus) -> None:
+def test_the_splits_decode_to_the_text(tokens: OpenCorpus) -> None:
     tokenizer = tokens.open_tokenizer()
     splits = [tokenizer.bytes_of(split.tolist()).decode() for split in (tokens.train, tokens.valid, tokens.test)]
     assert "".join(splits) == TEXT
@@ -62,14 +65,14 @@ def test_the_splits_are_the_text_again(tokens: OpenCorpus) -> None:
     assert tokens.train.size < 0.5 * tokens.text_bytes[0]
 
 
-def test_the_card_says_what_it_holds(tokens: OpenCorpus, data: Path) -> None:
+def test_the_card_describes_the_corpus(tokens: OpenCorpus, data: Path) -> None:
     card = json.loads((data / "tokens" / "corpus.json").read_text())
     assert (card["dtype"], card["vocabulary"], card["tokenizer"]) == ("uint16", VOCABULARY, tokens.tokenizer)
     assert card["text_bytes"] == dict(zip(("train", "valid", "test"), tokens.text_bytes, strict=True))
     assert card["bytes"] == 2 * sum(card["splits"].values())
 
 
-def test_the_tokenizer_knows_nothing_of_what_is_held_out(tmp_path: Path, tokens: OpenCorpus) -> None:
+def test_the_tokenizer_does_not_depend_on_held_out_text(tmp_path: Path, tokens: OpenCorpus) -> None:
     size = tokens.text_bytes[0]
     other = TEXT.encode()[:size] + b"z" * (len(TEXT.encode()) - size)
     (tmp_path / "other").write_bytes(other)
@@ -78,16 +81,16 @@ def test_the_tokenizer_knows_nothing_of_what_is_held_out(tmp_path: Path, tokens:
     assert found.digest != tokens.digest
 
 
-def test_a_prepared_text_becomes_the_same_tokens(tokens: OpenCorpus) -> None:
+def test_a_prepared_text_gives_the_same_tokens(tokens: OpenCorpus) -> None:
     again = prepare_tokens(open_corpus("text"), "again", VOCABULARY)
     assert (again.digest, again.tokenizer) == (tokens.digest, tokens.tokenizer)
-    with pytest.raises(DataError, match="'tokens' is no text of bytes"):
+    with failing(DataError, "data.not-text"):
         prepare_tokens(tokens, "twice", VOCABULARY)
 
 
 def test_another_vocabulary_under_the_same_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
-    with pytest.raises(DataError, match="a different corpus 'tokens'"):
+    with failing(DataError, "data.taken"):
         prepare_text(tmp_path / "text", "tokens", VOCABULARY - 1)
 
 
@@ -113,7 +116,7 @@ def test_a_card_that_contradicts_itself_is_refused(
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
     card = json.loads((mine / "corpus.json").read_text())
     (mine / "corpus.json").write_text(json.dumps({**card, **change}))
-    with pytest.raises(DataError, match="damaged"):
+    with failing(DataError, "data.damaged"):
         open_corpus("tokens")
 
 
@@ -121,14 +124,14 @@ def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, data: Path, 
     path = data / "tokens" / "tokenizer.json"
     kept = path.read_text(encoding="utf-8")
     try:
-        path.write_text(of_bytes().to_json(), encoding="utf-8")
-        with pytest.raises(DataError, match=r"tokenizer\.json is another"):
+        path.write_text(byte_tokenizer().to_json(), encoding="utf-8")
+        with failing(DataError, "data.damaged"):
             tokens.open_tokenizer()
     finally:
         path.write_text(kept, encoding="utf-8")
 
 
-def test_a_corpus_of_bytes_has_the_tokenizer_of_bytes() -> None:
+def test_a_corpus_of_bytes_has_the_tokenizer_byte_tokenizer() -> None:
     plain = open_corpus("text")
     assert plain.open_tokenizer().encode("ä") == list("ä".encode())
     assert (plain.vocabulary, plain.bytes_per_token, plain.identity.tokenizer) == (256, 1.0, "")
@@ -146,48 +149,48 @@ def test_the_model_takes_the_vocabulary_of_its_corpus(tokens: OpenCorpus) -> Non
     assert fitted(CONFIG, open_corpus("text")) == CONFIG
     chosen = replace(CONFIG, model=ModelConfig(vocabulary=512))
     assert fitted(chosen, tokens) == chosen
-    require_readable(chosen, tokens)  # room for more is no harm
+    require_readable(chosen, tokens)  # a larger vocabulary can read it
 
 
 @pytest.mark.parametrize(("size", "rate"), [("tiny", 3e-3), ("small", 1e-3), ("1b", 2e-4), ("tiny-moe", 3e-3)])
-def test_the_learning_rate_is_that_of_the_models_size_unless_it_is_named(size: str, rate: float) -> None:
+def test_the_model_sets_the_learning_rate_of_a_config_that_names_none(size: str, rate: float) -> None:
     config = replace(RunConfig(), model=ModelConfig(size))
     assert fitted(config, open_corpus("text")).inner.learning_rate == rate
     named = replace(config, inner=replace(config.inner, learning_rate=0.5))
     assert fitted(named, open_corpus("text")) == named
 
 
-def test_what_the_model_cannot_read_is_said(tokens: OpenCorpus) -> None:
+def test_a_corpus_that_the_model_cannot_read_is_refused(tokens: OpenCorpus) -> None:
     narrow = replace(CONFIG, model=ModelConfig(vocabulary=400))
-    with pytest.raises(ConfigError, match=r"has 500 tokens, and the model knows 400.*--model.vocabulary 500"):
+    with failing(ConfigError, "config.vocabulary"):
         require_readable(narrow, tokens)
-    with pytest.raises(ConfigError, match=r"made of tokens, and the model knows bytes only"):
+    with failing(ConfigError, "config.vocabulary"):
         Batches(tokens.train, CONFIG, lambda: None)
-    with pytest.raises(ConfigError, match="reads images and has no vocabulary of 500"):
+    with failing(ConfigError, "model.no-vocabulary"):
         require_readable(replace(WIDE, model=ModelConfig("digits", VOCABULARY)), tokens)
 
 
 def test_a_pinned_corpus_must_be_of_the_same_tokenizer(tokens: OpenCorpus) -> None:
     require_readable(WIDE, tokens, tokens.tokenizer)
-    with pytest.raises(ConfigError, match=r"corpus 'text' is made of bytes, and the run's of the tokenizer"):
+    with failing(ConfigError, "config.tokenizer"):
         require_readable(WIDE, open_corpus("text"), tokens.tokenizer)
-    with pytest.raises(ConfigError, match=r"is made of the tokenizer .* and the run's of bytes"):
+    with failing(ConfigError, "config.tokenizer"):
         require_readable(WIDE, tokens, "")
 
 
 def test_batches_are_windows_of_tokens(tokens: OpenCorpus) -> None:
-    batches = Batches(tokens.train, WIDE, alone(8, 0))
+    batches = Batches(tokens.train, WIDE, lease_all(8, 0))
     found = batches.next(3)
     assert (found.dtype.name, found.shape) == ("uint16", (3, 4, 17))
     text = tokens.train.tobytes()
     assert all(window.tobytes() in text for window in found.reshape(-1, 17))
-    with pytest.raises(DataError, match=r"tokens of training text are too few"):
+    with failing(DataError, "data.too-small"):
         Batches(tokens.train[:100], WIDE, lambda: None)
-    with pytest.raises(DataError, match=r"held-out text of 9 tokens is shorter"):
+    with failing(DataError, "data.too-small"):
         held_out(tokens.valid[:9], 4, 16)
 
 
-def test_the_loss_is_per_byte_whatever_the_tokens(tokens: OpenCorpus) -> None:
+def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
     def uniform(params: Params, tokens_BxT: jax.Array) -> jax.Array:
         return jnp.zeros((*tokens_BxT.shape, VOCABULARY), jnp.float32)
 
@@ -208,7 +211,7 @@ def test_the_manifest_pins_the_tokenizer(tokens: OpenCorpus) -> None:
     assert embedding.shape == (VOCABULARY, 64)
     assert Manifest.from_fields(manifest.to_fields()) == manifest
     other = replace(tokens.identity, tokenizer="0" * 32)
-    with pytest.raises(MismatchError, match="corpus 'tokens'"):
+    with failing(MismatchError):
         manifest.require_same(replace(manifest, corpus=other))
 
 
@@ -217,13 +220,13 @@ def test_configs_and_corpora_of_bytes_and_of_tokens_are_told_apart() -> None:
     assert from_json(WIDE.to_json()) == WIDE
     assert RunConfig().digest() != replace(RunConfig(), model=ModelConfig(vocabulary=257)).digest()
     assert Corpus("text", "0" * 32, 9).to_list() == ["text", "0" * 32, 9]
-    with pytest.raises(ConfigError, match=r"model.vocabulary"):
+    with pytest.raises(ConfigError):
         checked({"model": {"vocabulary": 255}})
-    with pytest.raises(ValueError, match="values to unpack"):
+    with pytest.raises(ValueError):
         Corpus.from_list(["text", "0" * 32, 9, "tokenizer"])
 
 
-def test_a_run_begins_with_the_parameters_that_it_is_given(tokens: OpenCorpus) -> None:
+def test_a_run_begins_with_given_parameters(tokens: OpenCorpus) -> None:
     manifest = describe("run", WIDE, tokens.identity)
     params = build(WIDE.model).init(5)
     vectors = [

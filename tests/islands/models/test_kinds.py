@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig, RunConfig, SyncConfig
-from archipelago.islands.data.batches import held_out
-from archipelago.islands.data.corpus import OpenCorpus, prepare_examples, prepare_text
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.preparation import prepare_examples, prepare_text
+from archipelago.islands.data.sharding import held_out
 from archipelago.islands.evaluation import Measures, compile_measures, published
 from archipelago.islands.inner import InnerSteps, compile_steps, counts
 from archipelago.islands.models import moe, registry, transformer, vision

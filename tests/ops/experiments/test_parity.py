@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from archipelago.broker.config import RunConfig
-from archipelago.islands.data.batches import shared_out
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import lease_share
 from archipelago.islands.inner import InnerState
 from archipelago.ops.experiments import baselines, parity
 from archipelago.ops.experiments.baselines import Point
@@ -45,7 +45,7 @@ def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunC
 
 
 def test_replicas_read_shards_of_their_own(config: RunConfig) -> None:
-    leases = [shared_out(config.data.shards, config.seed, worker, 3) for worker in range(3)]
+    leases = [lease_share(config.data.shards, config.seed, worker, 3) for worker in range(3)]
     shards = config.data.shards
     passes = [[lease() for _ in range(len(range(worker, shards, 3)))] for worker, lease in enumerate(leases)]
     names = [place.shard for places in passes for place in places]

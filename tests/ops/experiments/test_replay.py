@@ -15,8 +15,10 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.transport import Transport
 from archipelago.islands import inner
 from archipelago.islands.creation import describe, first_snapshots
-from archipelago.islands.data.batches import Batches, shard_order
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus, prepare_text
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.preparation import prepare_text
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.replay import ActionError, corpus_of
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island

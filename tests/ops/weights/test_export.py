@@ -31,7 +31,8 @@ from archipelago.broker.manifest import Corpus
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.creation import describe, first_snapshots, fitted
-from archipelago.islands.data.corpus import open_corpus, prepare_text
+from archipelago.islands.data.corpus import open_corpus
+from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.models.llama import to_llama
 from archipelago.islands.models.registry import Params, build
 from archipelago.merger.checkpoint import CheckpointStore
