@@ -104,18 +104,21 @@ class _BoundedProgress:
 
     def __init__(self, source: Source, progress: Progress) -> None:
         self.total = 0  # pooch sets it
-        self._source, self._progress, self._done = source, progress, 0
+        self._source, self._progress = source, progress
+        self._done, self._is_finished = 0, False
 
     def update(self, count: int) -> None:
         """Note that up to `count` bytes more were received. Raises ValueError when there are too many."""
+        if self._is_finished:
+            return
         self._done += count
         if self._done > self._source.bytes + _CHUNK_BYTES:
             raise ValueError(f"the file is larger than {self._source.bytes:,} bytes")
         self._progress("downloading", min(self._done, self._source.bytes), self._source.bytes)
 
     def reset(self) -> None:
-        """Start again from zero."""
-        self._done = 0
+        """Note the end: pooch resets a progress bar in order to fill it."""
+        self._is_finished = True
 
     def close(self) -> None:
         """Do nothing."""
