@@ -373,29 +373,31 @@ class MergerClient(Protocol):
         ...
 
 
-class IslandTransport(Protocol):
+class ReaderTransport(Protocol):
+    """What readers and operators use of a connection."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def reader(self) -> ReaderClient: ...
+
+
+class IslandTransport(ReaderTransport, Protocol):
     """What an island uses of a connection."""
 
     @property
     def island(self) -> IslandClient: ...
-    @property
-    def reader(self) -> ReaderClient: ...
 
 
-class MergerTransport(Protocol):
+class MergerTransport(ReaderTransport, Protocol):
     """What a merger uses of a connection."""
 
     @property
     def merger(self) -> MergerClient: ...
-    @property
-    def reader(self) -> ReaderClient: ...
 
 
 class Transport(IslandTransport, MergerTransport, Protocol):
     """A connection to one run. The run need not exist yet."""
-
-    @property
-    def run(self) -> str: ...
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         """Make the run, with version 0 of every fragment, whole or not at all. Raises RunExistsError."""

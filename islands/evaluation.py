@@ -17,7 +17,7 @@ import numpy as np
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.broker.wire import unpack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
@@ -96,7 +96,7 @@ def assemble(manifest: Manifest, vectors: Sequence[Vector]) -> Params:
     return dict(sorted(params.items()))
 
 
-def published(transport: Transport, manifest: Manifest) -> tuple[Params, int, int]:
+def published(transport: ReaderTransport, manifest: Manifest) -> tuple[Params, int, int]:
     """The newest published parameters, the last round in them, and the global step stamped on it."""
     found = [transport.reader.fragment(p) for p in range(len(manifest.fragments))]
     vectors = [unpack(payload, size) for (_, payload), size in zip(found, manifest.sizes, strict=True)]

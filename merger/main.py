@@ -21,7 +21,7 @@ from archipelago.broker.process import (
     print_json,
     stop_on_signals,
 )
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.merger.storage import KEEP, MergerFolder
 
 LINGER_SECONDS = 0.5
@@ -88,7 +88,7 @@ def main(options: MergerOptions) -> int:
     return 0
 
 
-def _merged(transport: Transport) -> int | None:
+def _merged(transport: ReaderTransport) -> int | None:
     """Contributions that were merged in all; None where the broker is away."""
     try:
         return transport.reader.books().merged

@@ -14,7 +14,7 @@ from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import NOTE_MAX, Note
-from archipelago.broker.transport import MergerTransport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.merger.state import RunState
 
 EXPELLED = IN_WORDS[EXPEL]
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class OperatorControls:
     """The operator's wishes. `wall` gives the wall clock's seconds, for notes."""
 
-    def __init__(self, transport: MergerTransport, config: RunConfig, wall: Callable[[], float]) -> None:
+    def __init__(self, transport: ReaderTransport, config: RunConfig, wall: Callable[[], float]) -> None:
         self.transport, self.config, self.wall = transport, config, wall
         self.control = Control()
         self._fields: dict[str, str] | None = None

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Refusal
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.dashboard.history import History, QueueRow, Trail, joined_queues
 from archipelago.ops.dashboard.page_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, RunView, glance
@@ -109,7 +109,7 @@ class Watch:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ReaderTransport,
         manifest: Manifest,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,

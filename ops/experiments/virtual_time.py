@@ -15,7 +15,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Event
-from archipelago.broker.transport import START, Transport
+from archipelago.broker.transport import START, IslandClient, IslandTransport, ReaderClient, Transport
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
@@ -36,36 +36,45 @@ class VirtualClock:
         return self.now
 
 
-class Distant:
-    """An island's connection on which what the merger says comes `seconds` later.
+class DelayedReader:
+    """A reader that learns of each event `seconds` after the merger announced it.
 
-    Islands hold back a snapshot that is newer than all that they have heard, so this delays events alone.
+    Islands hold back a snapshot that is newer than the events that they have read, so it is enough to delay events.
     """
 
-    def __init__(self, transport: Transport, clock: Callable[[], float], seconds: float) -> None:
-        self._transport, self._clock, self._seconds = transport, clock, seconds
-        self._on_the_way: deque[tuple[float, str, Event]] = deque()
+    def __init__(self, reader: ReaderClient, clock: Callable[[], float], seconds: float) -> None:
+        self._reader, self._clock, self._seconds = reader, clock, seconds
+        self._delayed: deque[tuple[float, str, Event]] = deque()
         self._after = START
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+        return getattr(self._reader, name)
 
     def last_event(self) -> str:
-        """Where who joins now begins to hear."""
-        self._after = self._transport.reader.last_event()
-        self._on_the_way.clear()
+        """Return the id after which a new island begins to read."""
+        self._after = self._reader.last_event()
+        self._delayed.clear()
         return self._after
 
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        """Those of them that have arrived."""
+        """Return the events after that id whose delay is over."""
         now = self._clock()
-        for entry, event in self._transport.reader.events(self._after, 0.0, count):
-            self._on_the_way.append((now + self._seconds, entry, event))
+        for entry, event in self._reader.events(self._after, 0.0, count):
+            self._delayed.append((now + self._seconds, entry, event))
             self._after = entry
-        known = [entry for _, entry, _ in self._on_the_way]
+        known = [entry for _, entry, _ in self._delayed]
         for _ in range(known.index(after) + 1 if after in known else 0):
-            self._on_the_way.popleft()
-        return [(entry, event) for at, entry, event in self._on_the_way if at <= now][:count]
+            self._delayed.popleft()
+        return [(entry, event) for at, entry, event in self._delayed if at <= now][:count]
+
+
+@dataclass(frozen=True)
+class DelayedTransport:
+    """An island's connection with a `DelayedReader`."""
+
+    run: str
+    island: IslandClient
+    reader: ReaderClient
 
 
 def paces(count: int) -> list[float]:
@@ -128,9 +137,10 @@ class VirtualRun:
 
     def add_island(self, name: str, step_seconds: float, moments: Literal["fresh", "peer"] = "fresh") -> Island:
         """One more island joins, now."""
-        transport = self._connect()
+        transport: IslandTransport = self._connect()
         if self._late_seconds:
-            transport = cast("Transport", Distant(transport, self.clock, self._late_seconds))
+            delayed = DelayedReader(transport.reader, self.clock, self._late_seconds)
+            transport = DelayedTransport(transport.run, transport.island, cast(ReaderClient, delayed))
         self._born += 1
         incarnation = f"v{self._born}"
         link = Link(transport, self.manifest, f"{name}/{incarnation}", clock=self.clock, wall=self.clock)

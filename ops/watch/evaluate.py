@@ -13,7 +13,7 @@ from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.options import CurveOptions
 from archipelago.broker.process import RunAddress, keep_compiled, print_json, stop_on_signals
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import ReaderTransport
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def main(options: EvaluateOptions) -> int:
     return 0
 
 
-def evaluator(transport: Transport, curves: CurveWriter | None = None) -> Callable[[], Evaluation]:
+def evaluator(transport: ReaderTransport, curves: CurveWriter | None = None) -> Callable[[], Evaluation]:
     """A function that evaluates the newest parameters and records it; nothing new is not evaluated twice."""
     manifest = transport.reader.manifest()
     keep_compiled()

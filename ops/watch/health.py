@@ -8,7 +8,7 @@ from typing import Any
 
 from archipelago.broker.control import DRAIN, EXPEL, Control
 from archipelago.broker.messages import Note, Refusal
-from archipelago.broker.transport import Standing, Transport
+from archipelago.broker.transport import ReaderTransport, Standing
 from archipelago.ops.watch.run_view import RunView
 
 REFUSALS_SHOWN = 3
@@ -42,7 +42,7 @@ class Event:
     text: str
 
 
-def read_health(transport: Transport, refusals: int = REFUSALS_SHOWN) -> Health:
+def read_health(transport: ReaderTransport, refusals: int = REFUSALS_SHOWN) -> Health:
     """Return the run's health now, with at most `refusals` refusals. Raises BrokerError."""
     found = [(at, refusal) for at, refusal in transport.reader.refusals(8 * refusals) if not refusal.repeat]
     return Health(

@@ -20,7 +20,7 @@ from rich.live import Live
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import print_json, stop_on_signals
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch import formatting, health
 from archipelago.ops.watch.health import Event, events_of, read_health, trouble
 from archipelago.ops.watch.live_screen import LiveReading, Screen
@@ -38,7 +38,7 @@ FRAMES_A_SECOND = 4.0
 QUIT_KEYS = ("q", "Q", "\x03", "\x1b")
 
 
-def watch(transport: Transport, every_seconds: float | None, *, as_json: bool) -> None:
+def watch(transport: ReaderTransport, every_seconds: float | None, *, as_json: bool) -> None:
     """Show the run until a quit key or a signal. Without a terminal, print lines until the run has ended."""
     console = Console(highlight=False)
     stopped = stop_on_signals()
@@ -59,7 +59,7 @@ class Watcher:
         error: The error of the last reading; empty if it succeeded.
     """
 
-    def __init__(self, transport: Transport, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, transport: ReaderTransport, wall: Callable[[], float] = time.time) -> None:
         self._transport, self._wall = transport, wall
         self._manifest = transport.reader.manifest()
         self._closes: deque[float] = deque(maxlen=CLOSES_KEPT)

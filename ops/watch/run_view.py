@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, TapeEntry
-from archipelago.broker.transport import Memory, Transport
+from archipelago.broker.transport import Memory, ReaderTransport
 
 RECENT_ROUNDS = 48
 BALANCE_TRIES = 5
@@ -93,7 +93,7 @@ class RunView:
     islands: tuple[IslandView, ...]
 
 
-def observe(transport: Transport, manifest: Manifest) -> RunView:
+def observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
     """The run as Redis has it now. Raises BrokerError."""
     for _ in range(BALANCE_TRIES - 1):
         view = _observe(transport, manifest)
@@ -102,7 +102,7 @@ def observe(transport: Transport, manifest: Manifest) -> RunView:
     return _observe(transport, manifest)
 
 
-def _observe(transport: Transport, manifest: Manifest) -> RunView:
+def _observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
     reader = transport.reader
     return summarise(
         manifest, reader.tape(RECENT_ROUNDS), reader.presences(), reader.books(), reader.pending(),
@@ -111,7 +111,7 @@ def _observe(transport: Transport, manifest: Manifest) -> RunView:
 
 
 def glance(
-    transport: Transport, manifest: Manifest, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation]
+    transport: ReaderTransport, manifest: Manifest, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation]
 ) -> RunView:
     """The same for once a second: `tape` (recent rounds) and `evaluations` were read already, and what waits is counted
     without reading through the stream. So tokens that wait are what the books leave over, and `balanced` is about

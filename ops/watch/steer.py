@@ -28,7 +28,7 @@ from archipelago.broker.control import (
 )
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import RunAddress, print_json
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.settings import say
 
 _EXAMPLES = "Write NAME=VALUE, such as outer.learning_rate=0.5, merging=paused or island.oslo=drain; or `checkpoint`."
@@ -94,7 +94,7 @@ def changes_of(
     return checked_changes(config, {name: changes[name] for name in changes if name not in removed}) | removed
 
 
-def observe(transport: Transport, config: RunConfig) -> dict[str, Any]:
+def observe(transport: ReaderTransport, config: RunConfig) -> dict[str, Any]:
     """What is set, what is in force since the last closed round, and what the run's own settings are."""
     fields = transport.reader.control()
     control = Control.of(fields)
@@ -119,7 +119,7 @@ def _in_force(state: str) -> dict[str, float]:
         return {}
 
 
-def _warn(transport: Transport, changes: Sequence[str]) -> None:
+def _warn(transport: ReaderTransport, changes: Sequence[str]) -> None:
     """Says when a change names an island that nobody knows: it may be a slip, or one that is to come."""
     named = {word.partition("=")[0].removeprefix(ISLAND) for word in changes if word.startswith(ISLAND)}
     known = {presence.heartbeat.island for presence in transport.reader.presences()}
