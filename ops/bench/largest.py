@@ -1,8 +1,8 @@
-"""The largest model that passes the wire on this machine: each fragment once up, merged and down, without training.
+"""`archipelago bench largest`: the largest model that passes the wire here, each fragment once up, merged and down.
 
-A real link, merger and Redis, each a process. The island has one fragment's replica, not all of them, and every
-fragment begins with the same numbers: elsewhere an island's parameters lie on its accelerator. One fragment follows
-the other, so that the seconds of each part are its own. Redis keeps nothing on disk here.
+A real link, merger and Redis, each a process, without training. The island holds the replica of one fragment at a time,
+and every fragment begins with the same numbers, because in a real run the parameters lie on an accelerator. Fragments
+follow one after another, so that the seconds of each part are separate. Redis keeps nothing on disk here.
 """
 
 from __future__ import annotations
@@ -40,42 +40,48 @@ RUN = "bench-largest"
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
 FRAGMENTS = 128
 RATE = 0.7
+#: The share of the available memory that the measurement may take.
 MEMORY_SHARE = 0.75
-"""of the memory that is available: the rest is for the others on this machine"""
+#: The measurement ends when the machine has less memory than this.
 FLOOR_BYTES = 1 << 30
-"""less than this left for others ends the measurement"""
 WATCH_SECONDS = 0.25
+#: For one fragment, and for the merger to begin.
 PATIENCE_SECONDS = 300.0
-"""for one fragment, and for the merger to begin"""
 
-# What leaves the least: SGD has no momentum, and bfloat16 halves what Redis keeps of each snapshot and the one before.
+# The settings need as little memory as possible: SGD has no momentum, and bfloat16 halves the snapshots in Redis.
+#: Per parameter in Redis: its snapshot, the one before, which may still have readers, and the merger's exact one.
 REDIS_BYTES = 2 * 2 + 4
-"""a parameter: its snapshot, the one before, which readers may still be at, and the merger's exact one"""
+#: Per parameter in the merger: exact, and as published.
 MERGER_BYTES = 4 + 4
-"""a parameter: exact, and as published"""
+#: Per element of one fragment: all copies that an island and a merger make of it.
 FRAGMENT_BYTES = 128
-"""an element of one fragment: whatever copies an island and a merger make of it on its way"""
+#: Three processes before they hold anything, and the gaps that the allocator leaves (both measured).
 FIXED_BYTES = 3 << 29
-"""three processes before they hold anything, and holes that the allocator leaves among vectors (as measured)"""
 
 
 @dataclass
 class Passed:
-    """What the island's process has seen."""
+    """What the island's process measured.
+
+    Attributes:
+        bytes_up: Bytes that the island sent.
+        bytes_down: Bytes that the island received.
+        create_seconds: Time to create the run.
+        created_bytes: Payloads of version 0.
+        load_seconds: From the run's creation until a merger serves it.
+        publish_seconds: Per fragment, time to quantise, pack and upload.
+        merge_seconds: Per fragment, from the acknowledgement until the island hears of the new version.
+        adopt_seconds: Per fragment, time to fetch, check, decode and adopt.
+    """
 
     bytes_up: int = 0
     bytes_down: int = 0
     create_seconds: float = 0.0
     created_bytes: int = 0
-    """payloads of version 0"""
     load_seconds: float = 0.0
-    """from the run's creation until a merger serves it"""
     publish_seconds: list[float] = field(default_factory=list)
-    """of each fragment: quantise, pack, upload"""
     merge_seconds: list[float] = field(default_factory=list)
-    """from the acknowledgement until the island hears of the new version"""
     adopt_seconds: list[float] = field(default_factory=list)
-    """fetch, check, decode, adopt"""
 
 
 @dataclass(frozen=True)
@@ -96,10 +102,12 @@ def main(options: LargestOptions) -> int:
 
 
 def largest(parameters: float, say: Callable[[str], None], fragments: int = FRAGMENTS) -> dict[str, Any]:
-    """Rows of seconds and of memory for a model of so many parameters. Raises ConfigError where it would not fit."""
+    """Pass a model of `parameters` elements. Return plain data with `rows`. Raise ConfigError if it does not fit."""
     require_linux()
     if not 1 <= parameters < 1e15:
-        raise ConfigError(f"--parameters cannot be {parameters}", "Give a number of parameters such as 2.5e8.")
+        raise ConfigError(
+            f"--parameters cannot be {parameters}", "Give a number such as 2.5e8.", code="bench.parameters"
+        )
     size = max(1, math.ceil(parameters / fragments))
     require_room(size * fragments, fragments, available_bytes())
     with ExitStack() as held:
@@ -123,26 +131,27 @@ def largest(parameters: float, say: Callable[[str], None], fragments: int = FRAG
 
 
 def needed_bytes(parameters: int, fragments: int) -> int:
-    """What all processes together take at most, estimated."""
+    """Estimate the most memory that all processes take together."""
     return FIXED_BYTES + (REDIS_BYTES + MERGER_BYTES) * parameters + FRAGMENT_BYTES * parameters // fragments
 
 
 def require_room(parameters: int, fragments: int, available: int) -> None:
-    """Raises ConfigError, with the most parameters that would fit, where these do not."""
+    """Raise ConfigError if the model does not fit. Its remedy names the largest model that would."""
     room, needed = int(MEMORY_SHARE * available), needed_bytes(parameters, fragments)
     if needed > room:
         fits = max(0, room - FIXED_BYTES) / (REDIS_BYTES + MERGER_BYTES + FRAGMENT_BYTES / fragments)
         raise ConfigError(
-            f"{parameters:,} parameters would take some {needed / 2**30:.1f} GiB, and {MEMORY_SHARE:.0%} of what this "
-            f"machine has to spare are {room / 2**30:.1f} GiB",
-            f"The largest that would fit now has {fits:.3g} parameters (--parameters {fits * 0.99:.2e})."
+            f"{parameters:,} parameters would take about {needed / 2**30:.1f} GiB, but {MEMORY_SHARE:.0%} of this "
+            f"machine's available memory are {room / 2**30:.1f} GiB",
+            f"The largest model that fits now has {fits:.3g} parameters (--parameters {fits * 0.99:.2e})."
             if fits >= fragments
             else "Free some memory first.",
+            code="bench.memory",
         )
 
 
 def rows(parameters: int, passed: Passed, peaks: dict[str, int]) -> list[dict[str, Any]]:
-    """For people: what was done with its seconds and bytes, then memory."""
+    """Return a table for people: each part with its seconds and bytes, then the peaks of memory."""
     publish, merge, adopt = (sum(s) for s in (passed.publish_seconds, passed.merge_seconds, passed.adopt_seconds))
 
     def row(what: str, seconds: float | str, size: int | str) -> dict[str, Any]:
@@ -163,21 +172,22 @@ def rows(parameters: int, passed: Passed, peaks: dict[str, int]) -> list[dict[st
 
 
 def _await(island: Child) -> Any:
-    """What it says next, unless memory runs out for others before."""
+    """Return its next message. Raise BrokerError when the machine runs out of memory before."""
     while (said := island.says(WATCH_SECONDS)) is None:
         if available_bytes() < FLOOR_BYTES:
             raise BrokerError(
-                "this machine has hardly any memory left, and the measurement was ended for the others' sake",
-                "Give fewer --parameters, or stop something else first.",
+                "the measurement ended because this machine has hardly any memory left",
+                "Give fewer --parameters, or stop another program first.",
+                code="bench.memory",
             )
     return said
 
 
-# -- in processes of their own ----------------------------------------------------------------------------------------
+# -- the processes ---------------------------------------------------------------------------------------------------
 
 
 def _manifest(size: int, fragments: int) -> Manifest:
-    """A run of equal fragments, each one tensor."""
+    """Return a manifest of equal fragments, each of one tensor."""
     config = RunConfig(
         sync=SyncConfig(fragments=fragments, window=1),
         merge=MergeConfig(rest="average"),
@@ -197,7 +207,7 @@ def _serve(pipe: Connection, url: str) -> None:
 
 
 def _pass_all(pipe: Connection, url: str, size: int, fragments: int) -> None:
-    """Creates the run and says so; once a merger serves it, passes every fragment; says what it has `Passed`."""
+    """Create the run and send a word. Once a merger serves it, pass every fragment, and send what was `Passed`."""
     passed, manifest = Passed(), _manifest(size, fragments)
     first_N = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
     began = time.perf_counter()
@@ -205,21 +215,21 @@ def _pass_all(pipe: Connection, url: str, size: int, fragments: int) -> None:
     passed.create_seconds = time.perf_counter() - began
     pipe.send("created")
     began = time.perf_counter()
-    way = _Way(url, manifest, first_N)
-    way.await_merger()
+    end = _IslandEnd(url, manifest, first_N)
+    end.await_merger()
     passed.load_seconds = time.perf_counter() - began
     for p in range(fragments):
-        publish, merge, adopt = way.passes(p)
+        publish, merge, adopt = end.passes(p)
         passed.publish_seconds.append(publish)
         passed.merge_seconds.append(merge)
         passed.adopt_seconds.append(adopt)
-    passed.bytes_up, passed.bytes_down = way.link.bytes_up, way.link.bytes_down
+    passed.bytes_up, passed.bytes_down = end.link.bytes_up, end.link.bytes_down
     pipe.send(passed)
-    pipe.poll(None)  # its memory is looked at
+    pipe.poll(None)  # stay, so that the parent can read the peak of memory
 
 
 def _create(url: str, manifest: Manifest, first_N: Vector) -> int:
-    """Makes the run with the same numbers in all fragments, so that they are in memory once; bytes of all payloads."""
+    """Create the run with the same numbers in all fragments. Return the bytes of all payloads."""
     down = manifest.config.wire.full
     payload = pack(first_N, down, manifest.config.wire.full_zstd_level)
     of_all = [
@@ -232,8 +242,8 @@ def _create(url: str, manifest: Manifest, first_N: Vector) -> int:
     return len(payload) * len(of_all)
 
 
-class _Way:
-    """An island's end of the wire, with one fragment's replica, and a clock on each part of the way."""
+class _IslandEnd:
+    """An island's end of the wire, with the replica of one fragment. It times each part of a fragment's round trip."""
 
     def __init__(self, url: str, manifest: Manifest, first_N: Vector) -> None:
         from archipelago.islands.sync.link import Link
@@ -242,18 +252,18 @@ class _Way:
         self.link = Link(connect(url, RUN), manifest, "island/bench")
         self._manifest = manifest
         wire = manifest.config.wire
-        self._first_N = unpack(pack(first_N, wire.full, 0), first_N.size)  # as islands have it: rounded
+        self._first_N = unpack(pack(first_N, wire.full, 0), first_N.size)  # rounded, as islands have it
         self._progress_N = np.random.default_rng(1).standard_normal(first_N.size, np.float32) * np.float32(1e-3)
         tensor = Tensor("one", first_N.shape)
         self._replica = Replica(replace(manifest, tensors=(tensor,), fragments=((tensor.name,),)))
         self._replica.warm_up(self._replica.begin([self._first_N]))
 
     def await_merger(self) -> None:
-        """Until one serves the run."""
+        """Wait until a merger serves the run."""
         self._hear(Resume)
 
     def passes(self, p: int) -> tuple[float, float, float]:
-        """Seconds that fragment `p` took to be published, merged and adopted. Raises WireError if it came out wrong."""
+        """Pass fragment `p`. Return the seconds of publishing, merging and adopting. Raise WireError if it is wrong."""
         params = {name: x_N - self._progress_N for name, x_N in self._replica.begin([self._first_N]).items()}
         began = time.perf_counter()
         parts = self._replica.measure(0, params)
@@ -264,7 +274,7 @@ class _Way:
         heard = time.perf_counter()
         self.link.pump_receive()
         (arrival,) = self.link.take().arrivals
-        sent_N = self._replica.references[0]  # to where the merger was led; adopting moves it on
+        sent_N = self._replica.references[0]  # the island's position when it sent; adopting changes it
         params = self._replica.adopt(0, params, arrival.params_N)
         for x_N in params.values():
             x_N.block_until_ready()
@@ -285,7 +295,7 @@ class _Way:
         return Draft(contribution, parts, self._first_N.size)
 
     def _hear(self, kind: type[Resume | Snapshot]) -> None:
-        """Listens until such an event has come, and fetches nothing yet."""
+        """Listen until an event of this kind arrives. Fetch no payload yet."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             self.link._listen(1.0)
@@ -293,14 +303,19 @@ class _Way:
                 if isinstance(event, kind):
                     return
                 if isinstance(event, Refusal):
-                    raise WireError(f"the merger refused a fragment: {event.reason}")
-        raise BrokerError(f"the merger did not answer for {PATIENCE_SECONDS:g} s", "See what it wrote above.")
+                    raise WireError(f"the merger refused a fragment: {event.reason}", code="bench.refused")
+        raise BrokerError(
+            f"the merger did not answer for {PATIENCE_SECONDS:g} s", "See its output above.", code="bench.timeout"
+        )
 
     def _require_merged(self, p: int, arrival: Arrival, sent_N: Vector) -> None:
-        """A round of one contribution is a step of SGD from the first numbers towards where the island was."""
+        """Compare with what the merger must make of one contribution: an SGD step from the first numbers."""
         stepped_N = self._first_N - np.float32(self._manifest.config.outer.learning_rate) * (self._first_N - sent_N)
         snapshot = arrival.snapshot
         if (snapshot.fragment, snapshot.version) != (p, 1):
-            raise WireError(f"version {snapshot.version} of fragment {snapshot.fragment} came instead of {p}'s first")
+            raise WireError(
+                f"version {snapshot.version} of fragment {snapshot.fragment} arrived instead of {p}'s first",
+                code="bench.wrong-version",
+            )
         if not np.allclose(arrival.params_N, stepped_N, rtol=2**-7, atol=1e-6):
-            raise WireError(f"fragment {p} came down as something else than what was merged")
+            raise WireError(f"fragment {p} arrived with other values than were merged", code="bench.wrong-values")

@@ -1,6 +1,6 @@
-"""What the merger's arithmetic costs against its floor: codecs against copying, merging against bare numpy.
+"""`archipelago bench merge`: the cost of the merger's arithmetic. Codecs against copying, merging against bare numpy.
 
-Both sides of a ratio take turns in one process, which XLA shares with numpy on equal terms: one thread each.
+Both sides of a ratio take turns in one process, where XLA and numpy have one thread each.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def main(options: MergeOptions) -> int:
 
 
 def merge(quick: bool) -> dict[str, Any]:
-    """Rows of codecs and of a merge, from a process that has one thread."""
+    """Measure in a process that has one thread. Return plain data with `rows`."""
     command = [sys.executable, "-P", "-m", "archipelago.ops.bench.merge", *(["--quick"] if quick else [])]
     done = subprocess.run(command, env={**os.environ, **ONE_THREAD}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise ArchipelagoError("the measuring process failed", "See what it wrote above.")
+        raise ArchipelagoError("the measuring process failed", "See its output above.", code="bench.process-failed")
     return {"rows": json.loads(done.stdout)}
 
 
 def ratio_of(floor: Callable[[], object], ours: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    """Median seconds of both, which take turns, and the median of their ratio; a first round does not count."""
+    """Let both take turns. Return their median seconds and the median of the ratio; the first round does not count."""
     pairs = [(_seconds(floor), _seconds(ours)) for _ in range(rounds + 1)][1:]
     seconds = [statistics.median(side) for side in zip(*pairs, strict=True)]
     return seconds[0], seconds[1], statistics.median(theirs / mine for theirs, mine in pairs)
@@ -77,7 +77,7 @@ def _row(what: str, against: str, found: tuple[float, float, float], goal: float
 
 
 def codecs(elements: int, rounds: int) -> list[dict[str, Any]]:
-    """For each codec encoding and decoding, in numpy and compiled by JAX, against one copy of the float32 vector."""
+    """Compare encoding and decoding, in numpy and compiled by JAX, with one copy of the float32 vector."""
     values_N = np.random.default_rng(0).standard_normal(elements, np.float32)
     target_N = np.empty_like(values_N)
     rows = []
@@ -95,7 +95,7 @@ def _in_numpy(name: str, values_N: Vector) -> Callable[[], object]:
 
 
 def _in_jax(name: str, values_N: Vector) -> Callable[[], object]:
-    """Two programs, so that what travels does exist in between; its bytes are the arrays'."""
+    """Return both directions as two programs, so that the encoded arrays exist in between."""
     import jax
     import jax.numpy as jnp
 
@@ -109,8 +109,10 @@ def _in_jax(name: str, values_N: Vector) -> Callable[[], object]:
 
 
 def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str, Any]]:
-    """Taking int4 contributions in and closing their round with a Nesterov step, as the merger does it: decoded,
-    looked through for NaN, its norm taken for the clipping, and added. Numpy only adds and steps.
+    """Compare a merged round with bare numpy.
+
+    The merger decodes int4 contributions, checks them for NaN, takes their norms for clipping, adds them, and closes
+    the round with a Nesterov step. Numpy only adds and steps, with the decoding or without it.
     """
     what = f"{contributions} int4 of {elements / 1e6:g} M and a Nesterov step"
     rows = []
@@ -122,7 +124,7 @@ def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str
             return bare.step([unpack(payload, elements) for payload in payloads])
 
         found = ratio_of(decoding, ours, rounds)
-        rows.append(_row(f"{what}, {rule}", "numpy, which decodes as well", found, 1.0 if rule == "average" else ""))
+        rows.append(_row(f"{what}, {rule}", "numpy that also decodes", found, 1.0 if rule == "average" else ""))
         found = ratio_of(lambda bare=bare, deltas=deltas: bare.step(deltas), ours, rounds)  # type: ignore[misc]
         rows.append(_row(f"{what}, {rule}", "numpy, decoded before", found))
     return rows
@@ -153,7 +155,7 @@ def _merger_and_bare(
 
 
 class _BareNesterov:
-    """Only the arithmetic, into arrays that are there already."""
+    """Only the arithmetic of a round, into arrays that exist already."""
 
     def __init__(self, params_N: Vector, rate: float, momentum: float) -> None:
         self._params_N, self._rate, self._mu = params_N, np.float32(rate), np.float32(momentum)
@@ -161,7 +163,7 @@ class _BareNesterov:
         self._new_N = np.empty_like(params_N)
 
     def step(self, deltas: Sequence[Vector]) -> Vector:
-        """b ← μb + Δ; θ ← θ − η(Δ + μb), with Δ the mean."""
+        """Return θ − η(Δ + μb) after b ← μb + Δ, where Δ is the mean of the deltas."""
         share = np.float32(1 / len(deltas))
         np.multiply(deltas[0], share, out=self._sum_N)
         for delta_N in deltas[1:]:
@@ -184,7 +186,7 @@ def _contribution(number: int) -> Contribution:
 
 if __name__ == "__main__":
     quick = "--quick" in sys.argv[1:]
-    keep_freed_memory()  # as the merger does; numpy's side profits as much
+    keep_freed_memory()  # as the merger does; numpy's side gains as much from it
     rounds = 5 if quick else 15
     found = codecs(10_000_000 if quick else 100_000_000, 3) + merging(1_000_000, rounds) + merging(10_000_000, rounds)
     sys.stdout.write(json.dumps(found))

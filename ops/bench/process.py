@@ -1,6 +1,6 @@
-"""What measurements of processes need: a process behind a pipe, its peak of memory, its cores.
+"""What measurements of processes need: a child behind a pipe, its memory and processor time, and cores.
 
-Memory is as Linux counts it: what of a process lies in the machine's memory, its file pages among it.
+Memory is what Linux counts as resident, file pages included.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,6 +22,7 @@ from typing import Any
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 
 _SPAWN = multiprocessing.get_context("spawn")
+POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,18 @@ class Child:
     pid: int
 
     def says(self, seconds: float | None = None) -> Any:
-        """What it says next; None where it says nothing for so long. Raises BrokerError when it ends instead."""
+        """Return the next object it sends, or None after `seconds` of silence. Raise BrokerError if it has ended."""
         try:
             return self.pipe.recv() if self.pipe.poll(seconds) else None
         except (EOFError, ConnectionError):
-            raise BrokerError("a process of the measurement failed", "See what it wrote above.") from None
+            raise BrokerError(
+                "a process of the measurement failed", "See its output above.", code="bench.process-failed"
+            ) from None
 
 
 @contextlib.contextmanager
 def child(work: Callable[..., None], *arguments: Any) -> Iterator[Child]:
-    """A process that runs `work(pipe, *arguments)` for as long as this lasts, and is killed then."""
+    """Run `work(pipe, *arguments)` in a new process, and kill that process at the end of the block."""
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_work, args=(work, theirs, *arguments), daemon=True)
     process.start()
@@ -59,29 +63,40 @@ def _work(work: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
         sys.stderr.write(f"error: {error}\n")
 
 
+def wait_until(holds: Callable[[], bool], what: str, seconds: float, poll_seconds: float = POLL_SECONDS) -> None:
+    """Poll until `holds()`. Raise BrokerError after `seconds`, with `what` as the thing that did not happen."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise BrokerError(
+                f"no {what} within {seconds:g} s", "Check whether the machine is very busy.", code="bench.timeout"
+            )
+        time.sleep(poll_seconds)
+
+
 def require_linux() -> None:
-    """Raises ConfigError where memory cannot be read."""
+    """Raise ConfigError on systems without /proc."""
     if sys.platform != "linux":
-        raise ConfigError("this measurement reads memory from /proc, which only Linux has", "Run it there.")
+        raise ConfigError("this measurement reads /proc, which only Linux has", "Run it there.", code="bench.linux")
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has had since it began, or since `forget_peak`."""
+    """Return the most memory that a process has had since it began, or since `forget_peak`."""
     return _kibibytes(Path(f"/proc/{pid}/status"), "VmHWM") << 10
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process and all its threads since it began, to the clock tick (10 ms on most machines)."""
+    """Return the processor time of all threads of a process, to the clock tick (10 ms on most machines)."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
-        raise BrokerError(f"process {pid} is not there", "Has it ended? See what it wrote above.") from None
-    user, system = told.rpartition(")")[2].split()[11:13]  # after its name, which may hold anything
+        raise BrokerError(f"process {pid} has ended", "See its output above.", code="bench.process-gone") from None
+    user, system = told.rpartition(")")[2].split()[11:13]  # the fields follow the name, which may hold anything
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def available_bytes() -> int:
-    """What the machine could still give, without swapping."""
+    """Return how much memory the machine can still give without swapping."""
     return _kibibytes(Path("/proc/meminfo"), "MemAvailable") << 10
 
 
@@ -91,28 +106,30 @@ def _kibibytes(path: Path, name: str) -> int:
     except (FileNotFoundError, ProcessLookupError):
         found = None
     if found is None:
-        raise BrokerError(f"{path} does not say {name}", "Has the process ended? See what it wrote above.")
+        raise BrokerError(
+            f"{path} does not have {name}", "Has the process ended? See its output above.", code="bench.process-gone"
+        )
     return int(found[1])
 
 
 def forget_peak() -> None:
-    """Lets this process's peak begin anew, from what it has now; hands freed memory back first.
+    """Let this process's peak of memory begin anew. Freed memory goes back to the system first.
 
-    What a compiler leaves in the allocator would hide what comes after.
+    Otherwise the memory that a compiler leaves in the allocator would hide later allocations.
     """
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # musl has none
+    with contextlib.suppress(AttributeError, OSError):  # musl has no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def halves_of_the_cores() -> tuple[set[int], set[int]]:
-    """Two sets of cores, one for what is measured and one for what it works with; both all of them if there is one."""
+    """Return two sets of cores: for the measured process, and for its peers. With one core, both hold it."""
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
     return (set(cores[half:]), set(cores[:half])) if half else (set(cores), set(cores))
 
 
 def keep_to(cores: set[int], pid: int = 0) -> None:
-    """Lets a process (by default this one) run on these cores only. For its threads of later on, too."""
+    """Restrict a process (by default this one) and its future threads to these cores."""
     os.sched_setaffinity(pid, cores)

@@ -1,8 +1,8 @@
-"""What starting an island costs, in processor time: from nothing to the end of its first inner step, and its parts.
+"""`archipelago bench start`: the processor time from the start of an island to the end of its first inner step.
 
-Each start is an island process of its own. The first finds empty caches; the others what it left, as an island does
-that was killed and comes back. Processor time, because a storm starts several on cores that are taken. The floor is a
-Python that loads JAX and runs one trivial program, which its cache holds; it takes turns with the islands.
+Each start is a separate island process. The first one finds empty caches; the others find what it left, like an island
+that was killed and restarts. We measure processor time because a storm restarts several islands on busy cores. The
+islands take turns with the floor: a Python that loads JAX and runs one trivial program from its cache.
 """
 
 from __future__ import annotations
@@ -51,22 +51,27 @@ print(time.process_time())
 
 @dataclass(frozen=True)
 class Start:
-    """One island's, in seconds; all but `wall` of processor time."""
+    """The parts of one island's start, in seconds of processor time; `wall` is wall time.
+
+    Attributes:
+        wall: Until the first inner step has ended.
+        total: The same in processor time, to the clock tick (10 ms on most machines).
+        imports: The interpreter, and everything it loads before it joins.
+        joining: Joining the run.
+        programs: Finding or compiling the programs, and trying each once.
+        state: The optimiser's state, from the island's own checkpoint if there is one.
+    """
 
     wall: float
     total: float
-    """until its first inner step has ended; to the clock tick, 10 ms on most machines"""
     imports: float
-    """the interpreter and all that it loads before it joins"""
     joining: float
     programs: float
-    """found or compiled, and tried once"""
     state: float
-    """the optimiser's, from the island's own checkpoint where it has one"""
 
     @property
     def first_step(self) -> float:
-        """The rest."""
+        """What is left of the total."""
         return max(0.0, self.total - self.imports - self.joining - self.programs - self.state)
 
 
@@ -89,7 +94,7 @@ def main(options: StartOptions) -> int:
 
 
 def start(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Rows of the parts of a start."""
+    """Measure the parts of a start. Return plain data with `rows`."""
     require_linux()
     from archipelago.ops.launch.init import create
 
@@ -111,7 +116,7 @@ def start(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[st
         }
         cold = started(folder, environment)
         say(f"{_what(config)}: {cold.total:.2f} s of processor time with empty caches")
-        _floor(environment)  # whose program is kept from now on
+        _floor(environment)  # from now on the cache has its program
         warm, floors, told = [], [], []
         for number in range(STARTS_QUICK if quick else STARTS):
             warm.append(started(folder, environment))
@@ -126,7 +131,7 @@ def start(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[st
 
 
 def settled(config: RunConfig, quick: bool) -> RunConfig:
-    """The config with what this measurement sets where it says nothing: `small` (unless `quick`), short steps."""
+    """Return the config with the `small` model (unless `quick`) and short steps where it has the usual defaults."""
     return replace(
         config,
         model=ModelConfig("small") if config.model == ModelConfig() and not quick else config.model,
@@ -140,7 +145,7 @@ def _what(config: RunConfig) -> str:
 
 
 def started(folder: Path, environment: Mapping[str, str]) -> Start:
-    """Starts an island, lets it make its first step, and ends it. Raises BrokerError when it ends before that."""
+    """Start an island, let it make its first step, and end it. Raise BrokerError if it ends before that."""
     turn_log, log = _fresh(environment), folder / "log"
     began = time.monotonic()
     with (
@@ -162,7 +167,7 @@ def started(folder: Path, environment: Mapping[str, str]) -> Start:
 
 
 def taken_over(folder: Path, environment: Mapping[str, str]) -> tuple[float, float]:
-    """The same island by a standby: seconds from when that is told to the end of its first step, wall and processor."""
+    """Let a standby become the island. Return wall and processor seconds until the end of its first step."""
     turn_log, log = _fresh(environment), folder / "log"
     log.unlink(missing_ok=True)
     standby = Standby("standby", [*ISLAND, "--standby", *PACE], environment, log)
@@ -200,19 +205,25 @@ def _has_stepped(turn_log: Path) -> bool:
 
 
 def _await(holds: Callable[[], bool], process: subprocess.Popen[Any], log: Path) -> None:
-    """Until then. Raises BrokerError when the process ends before it, or it takes too long."""
+    """Poll until `holds()`. Raise BrokerError if the process ends before, or if that takes too long."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not holds():
         if process.poll() is not None:
-            raise BrokerError("an island of the measurement failed", f"It wrote: {_end_of(log)}")
+            raise BrokerError(
+                "an island of the measurement failed", f"It wrote: {_end_of(log)}", code="bench.process-failed"
+            )
         if time.monotonic() > deadline:
-            raise BrokerError(f"an island made no step for {WAIT_SECONDS:g} s", f"It wrote: {_end_of(log)}")
+            raise BrokerError(
+                f"an island made no step for {WAIT_SECONDS:g} s", f"It wrote: {_end_of(log)}", code="bench.timeout"
+            )
         time.sleep(POLL_SECONDS)
 
 
 def _require_success(process: subprocess.Popen[Any], log: Path) -> None:
     if process.returncode:
-        raise BrokerError("an island of the measurement failed", f"It wrote: {_end_of(log)}")
+        raise BrokerError(
+            "an island of the measurement failed", f"It wrote: {_end_of(log)}", code="bench.process-failed"
+        )
 
 
 def _end_of(log: Path) -> str:
@@ -222,14 +233,16 @@ def _end_of(log: Path) -> str:
 def _floor(environment: Mapping[str, str]) -> float:
     found = subprocess.run([sys.executable, "-c", FLOOR], env=environment, capture_output=True, text=True, check=False)
     if found.returncode:
-        raise BrokerError("a Python with nothing but JAX failed", f"It wrote: {found.stderr[-300:]}")
+        raise BrokerError(
+            "a Python with nothing but JAX failed", f"It wrote: {found.stderr[-300:]}", code="bench.process-failed"
+        )
     return float(found.stdout)
 
 
 def summary(
     cold: Start, warm: Sequence[Start], floors: Sequence[float], told: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Medians of what was measured; the ratios, of each start and the floor after it. `told`: of standbys."""
+    """Return the medians, and the ratios of each start to the floor measured after it. `told` belongs to standbys."""
     ratios = [each.total / floor for each, floor in zip(warm, floors, strict=True)]
 
     def median(of: Callable[[Start], float]) -> float:
@@ -254,7 +267,7 @@ def summary(
 
 
 def rows(s: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A summary for people."""
+    """Return a summary as a table for people."""
     floor = s["floor_cpu_seconds"]
 
     def row(what: str, seconds: float, goal: float | str = "") -> dict[str, Any]:
@@ -268,7 +281,7 @@ def rows(s: Mapping[str, Any]) -> list[dict[str, Any]]:
         row("  optimiser state, from its checkpoint", s["state_cpu_seconds"]),
         row("  the first step", s["first_step_cpu_seconds"]),
         row("wall time of it", s["wall_seconds"]),
-        row("a standby, from when it is told: processor time", s["standby_cpu_seconds"]),
+        row("a standby, from the order on: processor time", s["standby_cpu_seconds"]),
         row("  wall time of it", s["standby_wall_seconds"]),
         row("processor time with empty caches", s["cold_cpu_seconds"]),
     ]

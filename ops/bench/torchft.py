@@ -1,6 +1,7 @@
-"""The torchft side of `archipelago bench sync`: two replicas, a lighthouse, and one outer synchronisation a line.
+"""The torchft side of `archipelago bench sync`: two replicas, a lighthouse, and one outer synchronisation per line.
 
-It runs in another Python environment, since torch is no dependency of ours. To make that, with CPython 3.11 or newer:
+It runs in another Python environment, which has torch and torchft and does not need archipelago. To make one, with
+CPython 3.11 or newer:
 
     python -m venv torchft && torchft/bin/pip install torch==2.13.0 torchft==0.2.0 numpy
 
@@ -9,17 +10,18 @@ It runs in another Python environment, since torch is no dependency of ours. To 
 Each empty line on standard input is one round: both replicas move their parameters, then both make one step of
 torchft's `DiLoCo` (quorum, float32 all-reduce of the outer gradients over Gloo, vote, outer Nesterov step). The answer
 is a line of JSON: seconds from the first replica's start to the last one's end, and whether both committed. The first
-line says versions; a line with `error` says why there are none. torchft's quantised all-reduce needs Triton, and so a
-GPU.
+line of output has the versions, or an `error` if something is missing. torchft's quantised all-reduce needs Triton, and
+so a GPU.
 
-With `--mbit`, the second replica is behind a proxy that throttles each direction: Gloo picks its port and writes it
-into the store where replicas meet, and what the second one reads there is the proxy's port instead. The lighthouse, the
-stores and the votes, a few kilobytes, are not throttled.
+With `--mbit`, the second replica is behind a proxy that throttles each direction. Gloo picks its port and writes it
+into the store where replicas meet; the second replica reads the proxy's port there instead. The lighthouse, the stores
+and the votes, a few kilobytes, are not throttled.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import socket
@@ -34,16 +36,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from archipelago.ops.chaos.proxy import Proxy
 
+#: The replicas' addresses. Gloo lets the larger address connect to the smaller one, so the second replica dials.
 ADDRESSES = ("127.0.0.1", "127.0.0.3")
-"""Of the replicas. Gloo lets the larger address connect to the smaller one: so the second one dials, always."""
+#: AF_INET, as a sockaddr_in begins on little-endian Linux. The port, big-endian, and the address follow.
 FAMILY = b"\x02\x00"
-"""AF_INET as a sockaddr_in begins on little-endian Linux; the port, big-endian, and the address follow"""
+#: The proxy is loaded by its location, because archipelago need not be installed in this environment.
+PROXY = Path(__file__).parents[1] / "chaos" / "proxy.py"
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.5
 NOISE = 1e-3
 
 
 def main() -> int:
-    """Reads rounds from standard input until its end."""
+    """Read rounds from standard input until its end."""
     options = _options()
     try:
         import torch
@@ -100,13 +104,13 @@ def _start(options: argparse.Namespace, lighthouse: str, index: int) -> Connecti
 
 
 def _all(pipes: list[Connection], command: str) -> list[Any]:
-    """What both replicas answer to a command that both get at once."""
+    """Send both replicas a command at once, and collect their answers."""
     for pipe in pipes:
         pipe.send(command)
     return [pipe.recv() for pipe in pipes]
 
 
-# -- a replica, in a process of its own -----------------------------------------------------------------------------
+# -- a replica's process -------------------------------------------------------------------------------------------
 
 
 def _replica(pipe: Connection, options: argparse.Namespace, lighthouse: str, index: int) -> None:
@@ -127,7 +131,7 @@ def _replica(pipe: Connection, options: argparse.Namespace, lighthouse: str, ind
         timeout=timeout, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
         lighthouse_addr=lighthouse, replica_id=f"replica_{index}", hostname="127.0.0.1",
     )  # fmt: skip
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)  # without gradients its step only calls the hook that syncs
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)  # without gradients, its step only calls the hook that syncs
     outer = torch.optim.SGD(model.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
     with DiLoCo(manager, [model], inner, outer, sync_every=1):
         while True:
@@ -147,7 +151,7 @@ def _synced(manager: Any, inner: Any, group: Any, model: Any) -> dict[str, Any]:
     began = time.monotonic()
     try:
         inner.step()
-    except Exception as failure:  # noqa: BLE001 - whatever it is, this round did not commit
+    except Exception as failure:  # noqa: BLE001 - any failure means that the round did not commit
         error = f"{type(failure).__name__}: {failure}"[:300]
     ended = time.monotonic()
     up, down = (now - then for now, then in zip(group.carried(), carried, strict=True))
@@ -158,7 +162,7 @@ def _synced(manager: Any, inner: Any, group: Any, model: Any) -> dict[str, Any]:
 
 
 def _group(index: int, timeout: timedelta, mbit: float) -> Any:
-    """torchft's Gloo group on an address of its own; that of the second replica goes through the proxy."""
+    """Return torchft's Gloo group on the replica's own address; the second replica's goes through the proxy."""
     import torch
     from torch import distributed
     from torchft.process_group import ProcessGroupGloo
@@ -166,17 +170,17 @@ def _group(index: int, timeout: timedelta, mbit: float) -> Any:
     gloo = distributed.ProcessGroupGloo
 
     class Rerouted(distributed.Store):  # type: ignore[misc]
-        """The store where Gloo's ends find each other; addresses of the first replica come out as the proxy's."""
+        """The store where Gloo's ends find each other. It returns the proxy's address for the first replica."""
 
-        def __init__(self, store: Any, way: Way) -> None:
+        def __init__(self, store: Any, link: ThinLink) -> None:
             super().__init__()
-            self.store, self.way = store, way
+            self.store, self.link = store, link
 
         def set(self, key: str, value: Any) -> None:
             self.store.set(key, value)
 
         def get(self, key: str) -> bytes:
-            return self.way.rerouted(bytes(self.store.get(key)))
+            return self.link.rerouted(bytes(self.store.get(key)))
 
         def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
             self.store.wait(keys, timeout) if timeout else self.store.wait(keys)
@@ -188,19 +192,19 @@ def _group(index: int, timeout: timedelta, mbit: float) -> Any:
             return bool(self.store.check(keys))
 
     class Group(ProcessGroupGloo):  # type: ignore[misc]
-        """As torchft makes it, but for the address."""
+        """torchft's group, on another address."""
 
         def __init__(self) -> None:
             super().__init__(timeout=timeout)
-            self.way = Way(mbit) if mbit and index else None
+            self.link = ThinLink(mbit) if mbit and index else None
 
         def carried(self) -> tuple[int, int]:
-            return self.way.carried() if self.way else (0, 0)
+            return self.link.carried() if self.link else (0, 0)
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            if self.way:
-                self.way.close()
-                store = self.kept = Rerouted(store, self.way)
+            if self.link:
+                self.link.close()
+                store = self.kept = Rerouted(store, self.link)
             made = distributed.ProcessGroup(store, rank, world_size)
             made._set_default_backend(distributed.ProcessGroup.BackendType.GLOO)
             options = gloo._Options()
@@ -214,8 +218,8 @@ def _group(index: int, timeout: timedelta, mbit: float) -> Any:
     return Group()
 
 
-class Way:
-    """The thin way to the first replica: a proxy for each port that it listens on."""
+class ThinLink:
+    """The throttled connection to the first replica: a proxy for each port that it listens on."""
 
     def __init__(self, mbit: float) -> None:
         self.mbit = mbit
@@ -223,7 +227,7 @@ class Way:
         self._closed = (0, 0)
 
     def rerouted(self, value: bytes) -> bytes:
-        """The value with the port of the first replica's address, wherever it stands, replaced by a proxy's."""
+        """Replace the port of the first replica's address by a proxy's, wherever the address occurs in `value`."""
         address = socket.inet_aton(ADDRESSES[0])
         at = value.find(FAMILY)
         while at >= 0:
@@ -235,16 +239,11 @@ class Way:
 
     def _proxy(self, port: int) -> Proxy:
         if port not in self.proxies:
-            root = str(Path(__file__).parents[2])
-            if root not in sys.path:
-                sys.path.append(root)  # last: the other environment's own packages come first
-            from archipelago.ops.chaos.proxy import Proxy
-
-            self.proxies[port] = Proxy(ADDRESSES[0], port, self.mbit, self.mbit).start()
+            self.proxies[port] = _load_proxy()(ADDRESSES[0], port, self.mbit, self.mbit).start()
         return self.proxies[port]
 
     def carried(self) -> tuple[int, int]:
-        """Bytes from and to the second replica so far."""
+        """Return the bytes from and to the second replica so far."""
         up, down = self._closed
         return (
             up + sum(proxy.bytes_up for proxy in self.proxies.values()),
@@ -252,11 +251,23 @@ class Way:
         )
 
     def close(self) -> None:
-        """Ends all connections; what they carried stays counted."""
+        """End all connections. Their bytes stay counted."""
         self._closed = self.carried()
         for proxy in self.proxies.values():
             proxy.stop()
         self.proxies.clear()
+
+
+def _load_proxy() -> type[Proxy]:
+    """Return the class `Proxy`, from its file."""
+    name = "archipelago_proxy"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, PROXY)
+        assert spec is not None and spec.loader is not None  # noqa: S101
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up here
+        spec.loader.exec_module(sys.modules[name])
+    found: type[Proxy] = sys.modules[name].Proxy
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How much of what the machine's sockets can do arrives through Redis: large payloads, from process to process.
+"""`archipelago bench wire`: the throughput of large payloads through Redis, against bare sockets.
 
-Each figure is the median of several rounds, and both sides of a ratio take turns in the same run: the machine's other
-work then weighs on both. Payloads are random bytes: no codec and no compression stands between.
+Each figure is the median of several rounds. Both sides of a ratio take turns in the same run, so that other work on the
+machine slows both. Payloads are random bytes, without codec and compression.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from archipelago.ops.settings import say
 RUN = "bench-wire"
 PRODUCERS = 8
 GOAL = 0.8
+#: The relay begins its log anew at this size, as the server rewrites its append-only file.
 LOG_BYTES = 512 << 20
-"""after which a relay begins its log anew, as the server rewrites its own"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def main(options: WireOptions) -> int:
 
 
 def wire(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Rows for one producer against a bare relay, and for PRODUCERS at once against one."""
+    """Measure one producer against a bare relay, and PRODUCERS at once against one. Return plain data with `rows`."""
     size, count, rounds = (16 << 20, 4, 3) if quick else (64 << 20, 8, 5)
     rows = []
     for append_only, where in ((False, "in memory"), (True, "append-only file")):
@@ -79,7 +79,7 @@ def _server(folder: Path, append_only: bool, size: int) -> Iterator[Server]:
 
 
 def _make_run(transport: Transport, size: int) -> None:
-    """A run whose one fragment is large enough for honest payloads of `size` bytes."""
+    """Create a run whose one fragment is large enough for valid payloads of `size` bytes."""
     tensors = (Tensor("all", (size // 4,)),)
     manifest = Manifest(RUN, RunConfig(), tensors, (("all",),), Corpus("none", "0" * 32, 1), {})
     nothing = b"nothing"
@@ -87,7 +87,7 @@ def _make_run(transport: Transport, size: int) -> None:
 
 
 def _against_relay(url: str, size: int, count: int, rounds: int, log: Path | None = None) -> dict[str, Any]:
-    """With a `log`, the relay does what an append-only file promises, and so shows what the disk takes."""
+    """Compare with a relay. With a `log`, the relay also writes an append-only file, to show the cost of the disk."""
     with contextlib.ExitStack() as held:
         bare = _Line([held.enter_context(child(_send_bare, size))], held.enter_context(child(_receive_bare, size)))
         held.enter_context(_relay(bare, size, log))
@@ -111,7 +111,7 @@ def _fan_in(url: str, size: int, count: int, rounds: int) -> dict[str, Any]:
 
 
 def _taking_turns(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
-    """Seconds of each side in each round; a first round warms everything up and does not count."""
+    """Return the seconds of each side in each round. The first round only warms everything up."""
     return [list(side) for side in zip(*([side() for side in sides] for _ in range(rounds + 1)), strict=True)]
 
 
@@ -130,13 +130,13 @@ def _row(what: str, against: str, size: int, mine: list[float], theirs: list[flo
 
 
 class _Line:
-    """Producers and a consumer, each a process behind a pipe: a count goes in, a time comes back."""
+    """Producers and a consumer, each a process behind a pipe that receives a count and answers with a time."""
 
     def __init__(self, producers: Sequence[Child], consumer: Child) -> None:
         self.producers, self.consumer = producers, consumer
 
     def seconds(self, count: int) -> float:
-        """From the first producer's start to the consumer's end, where each producer sends `count` payloads."""
+        """Let each producer send `count` payloads. Return the time from the first start to the consumer's end."""
         self.consumer.pipe.send(count * len(self.producers))
         for producer in self.producers:
             producer.pipe.send(count)
@@ -161,7 +161,7 @@ def _publish(pipe: Connection, url: str, size: int, island: str) -> None:
 
 
 def _take(pipe: Connection, url: str) -> None:
-    """Reads each payload whole, then acknowledges and deletes it."""
+    """Read each payload whole, then acknowledge and delete it."""
     transport = connect(url, RUN)
     epoch = transport.merger.acquire("bench", 3600.0)
     if epoch is None:
@@ -184,7 +184,7 @@ def _take(pipe: Connection, url: str) -> None:
 
 @contextlib.contextmanager
 def _relay(line: _Line, size: int, log: Path | None) -> Iterator[None]:
-    """A third process between them, which has each payload whole, and in its log, before it sends it on."""
+    """Put a process between the two that receives each payload whole, and logs it, before it sends it on."""
     with child(_forward, size, log) as relay:
         for end in (*line.producers, line.consumer):
             end.pipe.send(relay.says())
@@ -204,7 +204,7 @@ def _forward(pipe: Connection, size: int, log: Path | None) -> None:
 
 
 class _Log:
-    """A file that has what was appended on the disk a second later, as the server's `appendfsync everysec`."""
+    """A file that is synced to the disk every second, like the server's `appendfsync everysec`."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
@@ -242,7 +242,7 @@ def _receive_bare(pipe: Connection, size: int) -> None:
 
 
 def _fill(source: socket.socket, buffer: memoryview) -> bool:
-    """Reads as many bytes as the buffer holds; False where the other end has closed."""
+    """Fill the buffer. Return False if the other end has closed."""
     start = 0
     while start < len(buffer):
         read = source.recv_into(buffer[start:])

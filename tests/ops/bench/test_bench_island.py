@@ -1,4 +1,4 @@
-"""What syncing costs an island: the figures follow from the turns, and the turns are of a real island that syncs."""
+"""`bench island`: the figures follow from the turns, and a real island syncs in its turns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ import pytest
 
 from archipelago.broker.config import ModelConfig, RunConfig, WireConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench.island import Found, Turn, island, rows, settled, summary
-from archipelago.ops.bench.process import available_bytes, child, forget_peak, halves_of_the_cores, peak_bytes
+from archipelago.ops.bench.island import island, rows, settled, summary
+from archipelago.ops.bench.process import (
+    available_bytes,
+    child,
+    forget_peak,
+    halves_of_the_cores,
+    peak_bytes,
+    wait_until,
+)
+from archipelago.ops.bench.turns import Found, Turn
+from tests.failing import failing
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
-def test_base_and_int4_unless_the_settings_say_something_else() -> None:
+def test_defaults_are_base_and_int4_and_settings_win() -> None:
     found = settled(RunConfig(), quick=False, backend="cpu")
     assert (found.model.size, found.wire.up, found.wire.down) == ("base", "int4", "int4")
     assert found.tokens_per_step < settled(RunConfig(), quick=False, backend="gpu").tokens_per_step
@@ -46,9 +55,10 @@ def test_the_figures_are_medians_of_pairs_and_differences_of_peaks() -> None:
     assert (step["goal"], memory["goal"], memory["ratio"]) == (1.03, 4.0, 20.0)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @linux
-def test_an_island_syncs_in_its_turns_and_not_in_the_others() -> None:
+def test_an_island_syncs_in_every_other_turn() -> None:
     said: list[str] = []
     config = replace(RunConfig(), sync=replace(RunConfig().sync, interval=12, fragments=3))
     found = island(config, quick=True, say=said.append)
@@ -62,7 +72,7 @@ def test_an_island_syncs_in_its_turns_and_not_in_the_others() -> None:
     assert len({tuple(row) for row in found["rows"]}) == 1  # one table
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
+# -- processes and memory ---------------------------------------------------------------------------------------------
 
 
 def _fail(pipe: Connection) -> None:
@@ -74,15 +84,20 @@ def _silent(pipe: Connection) -> None:
 
 
 @pytest.mark.processes
-def test_a_process_that_ends_without_a_word_is_an_error_and_a_silent_one_is_not() -> None:
-    with child(_fail) as failing, pytest.raises(BrokerError, match="failed"):
-        failing.says()
+def test_a_child_that_ends_is_an_error_and_a_silent_one_is_not() -> None:
+    with child(_fail) as ended, failing(BrokerError, "bench.process-failed"):
+        ended.says()
     with child(_silent) as silent:
         assert silent.says(0.0) is None
 
 
+def test_waiting_ends_with_an_error() -> None:
+    with failing(BrokerError, "bench.timeout"):
+        wait_until(lambda: False, "miracle", 0.0)
+
+
 @linux
-def test_a_peak_stays_until_it_is_forgotten() -> None:
+def test_a_peak_of_memory_stays_until_it_is_forgotten() -> None:
     size = 64 << 20
     forget_peak()
     before = peak_bytes(os.getpid())
@@ -97,7 +112,7 @@ def test_a_peak_stays_until_it_is_forgotten() -> None:
 
 
 @linux
-def test_what_is_measured_and_the_rest_share_no_core_where_there_are_two() -> None:
+def test_the_measured_process_and_its_peers_share_no_core() -> None:
     mine, others = halves_of_the_cores()
     assert mine | others == os.sched_getaffinity(0)
     assert mine.isdisjoint(others) or len(mine) == 1

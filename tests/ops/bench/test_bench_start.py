@@ -1,4 +1,4 @@
-"""What starting an island costs: its parts are all of it, and the second start finds what the first has compiled."""
+"""`bench start`: the parts add up to the start, and a second start finds the programs of the first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench import start as bench_start
 from archipelago.ops.bench.process import cpu_seconds
 from archipelago.ops.bench.start import Start, rows, settled, start, started, summary, taken_over
+from tests.failing import failing
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processor time is read from /proc")
 
 
-def test_small_and_short_steps_unless_the_settings_say_something_else() -> None:
+def test_defaults_are_the_small_model_and_short_steps_and_settings_win() -> None:
     found = settled(RunConfig(), quick=False)
     assert (found.model.size, found.tokens_per_step) == ("small", 16)
     assert settled(RunConfig(), quick=True).model.size == "tiny"
@@ -48,7 +49,7 @@ def test_the_figures_are_medians_and_the_ratios_are_of_pairs() -> None:
 
 
 @linux
-def test_processor_time_is_of_all_threads_and_of_that_process(until: Callable[..., None]) -> None:
+def test_processor_time_counts_all_threads_of_a_process(until: Callable[..., None]) -> None:
     busy = "import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()"
     process = subprocess.Popen([sys.executable, "-c", busy])
     try:
@@ -56,22 +57,23 @@ def test_processor_time_is_of_all_threads_and_of_that_process(until: Callable[..
     finally:
         process.kill()
         process.wait()
-    with pytest.raises(BrokerError, match="is not there"):
+    with failing(BrokerError, "bench.process-gone"):
         cpu_seconds(process.pid)
 
 
 @linux
-def test_an_island_that_ends_before_its_first_step_is_told_with_its_last_words(
+def test_the_error_of_an_island_that_ends_early_has_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_start, "PACE", (*bench_start.PACE, "--wait-seconds", "0"))
     environment = {**os.environ, "ARCHIPELAGO_TURN_LOG": str(tmp_path / "turns"), "ARCHIPELAGO_URL": "unix:///nowhere"}
-    with pytest.raises(BrokerError, match=r"failed.*nowhere"):
-        started(tmp_path, environment)
-    with pytest.raises(BrokerError, match=r"failed.*nowhere"):
-        taken_over(tmp_path, environment)
+    for begin in (started, taken_over):
+        with failing(BrokerError, "bench.process-failed") as caught:
+            begin(tmp_path, environment)
+        assert "nowhere" in caught.value.remedy
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @linux
 def test_a_start_with_warm_caches_is_measured_in_its_parts() -> None:

@@ -1,4 +1,4 @@
-"""`bench sync` with hardly any parameters: real processes, a real Redis, and a torchft that is missing or stands in."""
+"""`bench sync` with few parameters: real processes, a real Redis, and a torchft that is missing or replaced."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ import pytest
 
 from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench import sync as bench_sync
-from archipelago.ops.bench.sync import AT_ONCE, FRAGMENTS, TORCHFT_PYTHON, Size, sync
-from archipelago.ops.bench.torchft import ADDRESSES, FAMILY, Way
+from archipelago.ops.bench.sync import TORCHFT_PYTHON, sync
+from archipelago.ops.bench.torchft import ADDRESSES, FAMILY, ThinLink
+from archipelago.ops.bench.torchft_replicas import torchft
+from archipelago.ops.bench.two_islands import AT_ONCE, FRAGMENTS, Size, Synced, two_islands
+from tests.failing import failing
 
 TINY = Size(parameters=12_000, rounds=2, thin_syncs=2, step_seconds=0.002, mbit=50.0)
 STAND_IN = """#!/bin/sh
@@ -47,9 +50,9 @@ def test_parameters_are_cut_into_tensors_of_one_shape() -> None:
 
 @pytest.mark.processes
 def test_a_sync_merges_each_fragment_once_with_both_islands_in_it() -> None:
-    with bench_sync._ours(AT_ONCE, TINY) as ours:
+    with two_islands(AT_ONCE, TINY) as ours:
         first = ours.sync()
-        while not ours.sync().committed:  # the first rounds may close before the merger has looked who lives
+        while not ours.sync().committed:  # the merger may close the first rounds before it hears of both islands
             pass
         before = ours.transport.reader.books()
         last = ours.sync()
@@ -65,6 +68,7 @@ def test_a_sync_merges_each_fragment_once_with_both_islands_in_it() -> None:
     assert four_bits < last.megabytes < 3 * four_bits  # up, and down as differences: never a whole snapshot
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_rows_without_torchft_say_so_and_give_ours() -> None:
     said: list[str] = []
@@ -82,16 +86,16 @@ def test_rows_without_torchft_say_so_and_give_ours() -> None:
 
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Instead:
-        """Our side without processes: the first syncs, of which one is without the second island, are slow."""
+        """Our side without processes. The first syncs are slow, and one of them lacks the second island."""
 
         def __init__(self) -> None:
             self.left = [(9.0, False), (9.0, True), *[(9.0, True)] * bench_sync.WARM_UPS, (4.0, True), (1.0, True)]
 
-        def sync(self) -> bench_sync._Synced:
-            return bench_sync._Synced(*self.left.pop(0), megabytes=10.0)
+        def sync(self) -> Synced:
+            return Synced(*self.left.pop(0), megabytes=10.0)
 
-    monkeypatch.setattr(bench_sync, "_ours", lambda *_: contextlib.nullcontext(Instead()))
-    ours, theirs = bench_sync._on_loopback(TINY, _script(tmp_path, STAND_IN), lambda _: None)
+    monkeypatch.setattr(bench_sync, "two_islands", lambda *_: contextlib.nullcontext(Instead()))
+    ours, theirs = bench_sync.on_loopback(TINY, _script(tmp_path, STAND_IN), lambda _: None)
     assert (theirs["what"], theirs["seconds"], theirs["committed"]) == ("torchft 9.9", 2.0, "0 of 2")
     assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.5, 1.0, 4.0, "2 of 2")
     assert (ours["MB"], theirs["MB"]) == (10.0, 1.5)
@@ -100,20 +104,20 @@ def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path, monkeyp
 
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is not None, reason="torchft is installed here")
 def test_a_python_without_torchft_is_named() -> None:
-    with bench_sync._torchft(TINY, sys.executable) as found:
+    with torchft(TINY, sys.executable) as found:
         assert not found.usable
         assert sys.executable in found.reason and "No module named 'torch" in found.reason
 
 
 def test_a_python_that_is_not_there_is_named() -> None:
-    with bench_sync._torchft(TINY, "/no/such/python") as found:
+    with torchft(TINY, "/no/such/python") as found:
         assert not found.usable
         assert "/no/such/python" in found.reason
 
 
 def test_a_torchft_that_ends_is_an_error_that_users_can_read(tmp_path: Path) -> None:
     ends = _script(tmp_path, '#!/bin/sh\necho \'{"torchft": "9.9"}\'\nread -r line\nexit 3\n')
-    with bench_sync._torchft(TINY, ends) as found, pytest.raises(BrokerError, match="status 3"):
+    with torchft(TINY, ends) as found, failing(BrokerError, "bench.torchft-ended"):
         found.sync()
 
 
@@ -121,12 +125,12 @@ def test_the_way_to_the_first_replica_goes_through_a_proxy() -> None:
     def address(host: str, port: int) -> bytes:
         return FAMILY + struct.pack(">H", port) + socket.inet_aton(host) + bytes(8)
 
-    way = Way(1000.0)
+    link = ThinLink(1000.0)
     with socket.create_server((ADDRESSES[0], 0)) as listening:
         port = listening.getsockname()[1]
         value = b"one" + address(ADDRESSES[0], port) + address(ADDRESSES[1], port) + b"end"
-        found = way.rerouted(value)
-        assert found == way.rerouted(value)  # one proxy a port
+        found = link.rerouted(value)
+        assert found == link.rerouted(value)  # one proxy a port
         (proxied,) = struct.unpack_from(">H", found, 5)
         assert proxied != port
         assert found == b"one" + address(ADDRESSES[0], proxied) + address(ADDRESSES[1], port) + b"end"
@@ -135,8 +139,8 @@ def test_the_way_to_the_first_replica_goes_through_a_proxy() -> None:
             accepted = listening.accept()[0]
             with accepted:
                 assert accepted.recv(5, socket.MSG_WAITALL) == b"hello"
-    way.close()
-    assert way.carried() == (5, 0)
+    link.close()
+    assert link.carried() == (5, 0)
 
 
 def test_the_verb_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,266 @@
+"""The processes of `archipelago bench island`: a merger, an island that syncs in every other turn, plain training."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.manifest import Corpus
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.bench.process import forget_peak, keep_to, peak_bytes
+
+if TYPE_CHECKING:
+    import jax
+
+    from archipelago.islands.inner import InnerState, InnerSteps
+    from archipelago.islands.sync.link import Link
+    from archipelago.islands.worker import Island
+
+RUN = "bench-island"
+TEXT_BYTES = 1 << 22
+SETTLE_SECONDS, POLL_SECONDS = 120.0, 0.02
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A number of inner steps in one process.
+
+    Attributes:
+        seconds: Time of the loop, without waiting for the merger after its end.
+        cpu_seconds: Processor time of all threads, until everything was merged and adopted.
+        peak_bytes: The process's peak of memory in this turn.
+        synced: Parameters that went up and that came down.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+    synced: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the island's process measured.
+
+    Attributes:
+        backend: JAX's name of the device.
+        scan_steps: Inner steps of one compiled program.
+        steps: Inner steps of each turn.
+        parameters: Elements of the model.
+        largest: Elements of its largest fragment.
+        on: The turns with syncing.
+        off: The turns without, each right after one with.
+        held_bytes: Snapshots on the host, to which differences are added.
+        reference_bytes: What contributions are measured from; 0 where that lies on a separate device.
+    """
+
+    backend: str
+    scan_steps: int
+    steps: int
+    parameters: int
+    largest: int
+    on: list[Turn]
+    off: list[Turn]
+    held_bytes: int
+    reference_bytes: int
+
+
+def say_backend(pipe: Connection) -> None:
+    """Send JAX's default backend. The process must end then, or it would keep the accelerator from the island."""
+    import jax
+
+    pipe.send(jax.default_backend())
+
+
+def serve_run(pipe: Connection, url: str, config: RunConfig, cores: set[int]) -> None:
+    """Create the run, send a word, and merge."""
+    keep_to(cores)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+    from archipelago.islands.creation import describe, first_snapshots
+    from archipelago.merger.service import Merger, serve
+
+    transport = connect(url, RUN)
+    manifest = describe(RUN, config, Corpus("none", "0" * 32, TEXT_BYTES))
+    transport.create(manifest, first_snapshots(manifest))
+    pipe.send("created")
+    serve(Merger(transport), pipe.poll)
+
+
+def _text(config: RunConfig) -> NDArray[np.uint8]:
+    """Return random bytes, because the cost of a sync hardly depends on what the model learns."""
+    size = max(TEXT_BYTES, 4 * config.data.sequence_length * (config.data.shards + 1))
+    return np.random.default_rng(config.seed).integers(0, 256, size, np.uint8)
+
+
+def sync_and_not(pipe: Connection, url: str, cores: set[int], pairs: int, turn_seconds: float) -> None:
+    """Take turns with syncing and without, each over whole intervals. Send the ratio of each pair, then a `Found`."""
+    keep_to(cores)
+    import jax
+
+    from archipelago.islands.device import best_scan_steps
+
+    island = _join(url)
+    island.link.start()
+    island.scan_steps = best_scan_steps(island)
+    island.warm_up()
+    interval = max(1, island.config.sync.interval // island.scan_steps) * island.scan_steps
+    first = _synced_turn(island, interval)  # pays for everything that happens only once
+    steps = interval * max(1, math.ceil(turn_seconds / first.seconds))
+    turns = []
+    for _ in range(pairs):
+        on, off = _synced_turn(island, steps), _plain_turn(island, steps)
+        turns.append((on, off))
+        pipe.send(on.seconds / off.seconds)
+    on_host = jax.default_backend() == "cpu"
+    found = Found(
+        backend=jax.default_backend(),
+        scan_steps=island.scan_steps,
+        steps=steps,
+        parameters=island.manifest.parameters,
+        largest=max(island.manifest.sizes),
+        on=[on for on, _ in turns],
+        off=[off for _, off in turns],
+        held_bytes=sum(arrival.params_N.nbytes for arrival in island.link._held.values()),
+        reference_bytes=sum(reference_N.nbytes for reference_N in island.replica.references) if on_host else 0,
+    )
+    island.link.stop()
+    pipe.send(found)
+
+
+def _join(url: str) -> Island:
+    """Make an island as `archipelago island` does, on random bytes."""
+    from archipelago.islands.data.batches import Batches
+    from archipelago.islands.inner import compile_steps
+    from archipelago.islands.models.registry import build
+    from archipelago.islands.sync.link import Link
+    from archipelago.islands.worker import Island
+
+    transport = connect(url, RUN)
+    manifest = transport.reader.manifest()
+    config = manifest.config
+    link = Link(transport, manifest, "island/bench")
+    steps = compile_steps(build(config.model), config.inner)
+    batches = Batches(_text(config), config, link.lease)
+    return Island("island", manifest, steps, batches, link, link.join(), incarnation="bench")
+
+
+def _synced_turn(island: Island, steps: int) -> Turn:
+    """Make `steps` inner steps with syncing, and wait until everything that was sent is merged and adopted."""
+    import jax
+
+    synced = _Synced(island)
+    jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
+    forget_peak()
+    cpu, began = time.process_time(), time.perf_counter()
+    for _ in range(steps // island.scan_steps):
+        island.advance()
+        island.boundary()
+    jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
+    seconds = time.perf_counter() - began
+    while _is_busy(island):
+        _settle(island.link)
+        began = time.perf_counter()
+        island.boundary()  # adopts what arrived, and may send what the window held back
+        jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
+        seconds += time.perf_counter() - began
+    return Turn(seconds, time.process_time() - cpu, peak_bytes(os.getpid()), synced.parameters())
+
+
+class _Synced:
+    """Counts the parameters that an island sends and adopts, from the versions in its ledger."""
+
+    def __init__(self, island: Island) -> None:
+        self._island = island
+        self._sent, self._versions = island.sequence, self._now()
+
+    def _now(self) -> list[int]:
+        return [count.version for count in self._island.ledger.counts]
+
+    def parameters(self) -> int:
+        """Return the count since construction. All that goes up comes down, because this island is the only one."""
+        sizes = self._island.manifest.sizes
+        sent = self._island.sequence - self._sent
+        closed = [new - old for new, old in zip(self._now(), self._versions, strict=True)]
+        if sum(closed) != sent or not sum(closed):
+            raise BrokerError(
+                f"{sent} contributions went up and {sum(closed)} snapshots came down",
+                "A turn must hold whole syncs. Run the measurement again when the machine is less busy.",
+                code="bench.half-sync",
+            )
+        return 2 * sum(size * count for size, count in zip(sizes, closed, strict=True))
+
+
+def _settle(link: Link) -> None:
+    """Wait until the link has nothing more to do."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while _has_work(link):
+        if link.failure is not None:
+            raise link.failure
+        if time.monotonic() > deadline:
+            raise BrokerError(
+                f"the merger did not answer for {SETTLE_SECONDS:g} s", "See its output above.", code="bench.timeout"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _has_work(link: Link) -> bool:
+    return bool(link.unresolved_rounds() or link._wanted)
+
+
+def _is_busy(island: Island) -> bool:
+    """Return whether anything that the island sent is not yet back in its parameters."""
+    return _has_work(island.link) or island.ledger.staleness > 0 or bool(island.link._arrivals)
+
+
+def _plain_turn(island: Island, steps: int) -> Turn:
+    """Make `steps` inner steps of the same island without using the link."""
+    island.inner, turn = plain(island.steps, island.inner, island.batches.next, steps, island.scan_steps)
+    return turn
+
+
+def plain(
+    steps: InnerSteps, state: InnerState, batches: Callable[[int], NDArray[np.uint8]], count: int, scan_steps: int
+) -> tuple[InnerState, Turn]:
+    """Train `count` steps and do nothing else. One call of `steps` is in flight, as in an island."""
+    import jax
+    import jax.numpy as jnp
+
+    jax.block_until_ready(state)  # type: ignore[no-untyped-call]
+    forget_peak()
+    cpu, began = time.process_time(), time.perf_counter()
+    in_flight: jax.Array | None = None
+    for at in range(0, count, scan_steps):
+        state, losses_n = steps(state, jnp.asarray(batches(scan_steps)), jnp.asarray(at, jnp.int32))
+        if in_flight is not None:
+            in_flight.block_until_ready()
+        in_flight = losses_n
+    jax.block_until_ready(state)  # type: ignore[no-untyped-call]
+    return state, Turn(time.perf_counter() - began, time.process_time() - cpu, peak_bytes(os.getpid()))
+
+
+def train_only(pipe: Connection, config: RunConfig, cores: set[int], scan_steps: int, count: int) -> None:
+    """Train the same in a process that loads an island's code but syncs nothing. Send its peak of memory in bytes."""
+    keep_to(cores)
+    import archipelago.islands.worker  # noqa: F401 - so that this process has as much code in memory as an island
+    from archipelago.islands.data.batches import Batches
+    from archipelago.islands.data.sharding import lease_all
+    from archipelago.islands.inner import begin, compile_steps
+    from archipelago.islands.models.registry import build
+
+    model = build(config.model)
+    steps = compile_steps(model, config.inner)
+    batches = Batches(_text(config), config, lease_all(config.data.shards, config.seed))
+    state, _ = plain(steps, begin(config.inner, model.init(config.seed)), batches.next, scan_steps, scan_steps)
+    _, turn = plain(steps, state, batches.next, count, scan_steps)
+    pipe.send(turn.peak_bytes)

@@ -1,0 +1,329 @@
+"""Two islands, a merger and a Redis, each a process, that `archipelago bench sync` commands and measures."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.process import keep_freed_memory
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Transport
+from archipelago.broker.wire import digest, pack
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.inner import InnerState
+from archipelago.islands.sync.link import Link
+from archipelago.islands.worker import Island
+from archipelago.merger.service import Merger, serve
+from archipelago.ops.bench.process import Child, child, wait_until
+from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
+from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.launch.supervisor import thread_environment
+
+RUN = "sync"
+#: The second island is behind the proxy, where there is one.
+ISLANDS = ("near", "thin")
+PARAMETERS = 10_000_000
+#: The tensors have one shape, so that each fragment is two of them.
+TENSORS, COLUMNS, FRAGMENTS = 12, 1000, 6
+WIRE = WireConfig(up="int4", thin="", down="int4")
+#: Each inner step owes all fragments, so a sync is of the whole model. The quorum waits for both islands.
+AT_ONCE = SyncConfig(interval=1, fragments=FRAGMENTS, window=FRAGMENTS, quorum=len(ISLANDS))
+#: The defaults but for the interval: no island waits for the other.
+TRAINING = SyncConfig(interval=48, fragments=FRAGMENTS)
+STEP_SECONDS = 0.1
+THIN_MBIT, THIN_SYNCS = 20.0, 8
+#: torchft's timeout over the thin link. Its own default is a minute.
+THIN_TIMEOUT_SECONDS = 10.0
+POLL_SECONDS = 0.001
+PATIENCE_SECONDS = 120.0
+TEXT_BYTES = 1 << 20
+NOISE = 1e-3
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        parameters: Elements of the model.
+        rounds: Syncs on loopback, of which the median counts.
+        thin_syncs: Syncs over the thin link.
+        step_seconds: How long an inner step takes.
+        mbit: What the thin link carries each way, in Mbit/s.
+    """
+
+    parameters: int = PARAMETERS
+    rounds: int = 9
+    thin_syncs: int = THIN_SYNCS
+    step_seconds: float = STEP_SECONDS
+    mbit: float = THIN_MBIT
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """TENSORS of one shape, with `parameters` elements in all, rounded to whole rows."""
+        return tuple(Tensor(f"layers.{n:02}", self.shape) for n in range(TENSORS))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of each tensor."""
+        return (max(1, round(self.parameters / TENSORS / COLUMNS)), COLUMNS)
+
+
+@dataclass(frozen=True)
+class Synced:
+    """One sync of the whole model. `megabytes` crossed the link of one island or replica, both ways together."""
+
+    seconds: float
+    committed: bool
+    megabytes: float = math.nan
+
+
+@contextlib.contextmanager
+def two_islands(config: SyncConfig, size: Size, proxied: bool = False) -> Iterator[TwoIslands]:
+    """Start a Redis as `up` does, a merger and two islands; yield when they are ready to sync."""
+    with contextlib.ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        server = held.enter_context(start_server(folder / "redis"))
+        proxy = held.enter_context(Proxy(LOOPBACK, server.port)) if proxied else None
+        made = connect(server.url, RUN)
+        held.callback(made.close)
+        _create_run(made, config, size)
+        urls = [server.url, _through(server.url, proxy.port) if proxy else server.url]
+        processes = [Process("the merger", held.enter_context(child(_merge, server.url)))]
+        processes += [
+            Process(f"the island {name}", held.enter_context(child(_train, url, name, size.step_seconds)))
+            for name, url in zip(ISLANDS, urls, strict=True)
+        ]
+        for process in processes:
+            process.answer()
+        wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
+        yield TwoIslands(made, proxy, processes[1:], size)
+
+
+def _through(url: str, port: int) -> str:
+    """Return the Redis URL with the proxy's address."""
+    address = urlsplit(url)
+    return address._replace(netloc=f":{address.password or ''}@{LOOPBACK}:{port}").geturl()
+
+
+def _create_run(transport: Transport, config: SyncConfig, size: Size) -> None:
+    settings = RunConfig(
+        data=DataConfig(sequence_length=64, batch_size=4, shards=8),
+        inner=InnerConfig(steps=1 << 30),
+        sync=config,
+        wire=WIRE,
+    )
+    tensors = size.tensors
+    manifest = Manifest(RUN, settings, tensors, balanced(tensors, FRAGMENTS), Corpus("none", "0" * 32, 1 << 20), {})
+    random = np.random.default_rng(0)
+    firsts = []
+    for p, elements in enumerate(manifest.sizes):
+        payload = pack(random.standard_normal(elements, np.float32), "float32", 0)
+        firsts.append((Snapshot(0, p, 0, 0, "float32", len(payload), digest(payload), merged=""), payload))
+    transport.create(manifest, firsts)
+
+
+class TwoIslands:
+    """The run seen from outside: commands to its islands, and what Redis says about it."""
+
+    def __init__(self, transport: Transport, proxy: Proxy | None, islands: Sequence[Process], size: Size) -> None:
+        self.transport, self.proxy, self.islands, self.size = transport, proxy, islands, size
+
+    def sync(self) -> Synced:
+        """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""
+        _ask(self.islands, "advance")
+        ends = _ask(self.islands, "sync")
+        seconds = max(end.at for end in ends) - min(end.began for end in ends)
+        return Synced(seconds, self._both_in_all(), ends[-1].bytes / 1e6)
+
+    def _both_in_all(self) -> bool:
+        """Return whether both islands are in the newest round of every fragment."""
+        return all(len(entry.members) == len(ISLANDS) for entry in self.transport.reader.tape(FRAGMENTS))
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Let both islands train meanwhile. The first sync, in which they find their pace, is over on entry."""
+        for island in self.islands:
+            island.tell("train")
+        self._next_sync()
+        yield
+        _ask(self.islands, "stop")
+
+    @contextlib.contextmanager
+    def throttled(self, mbit: float) -> Iterator[None]:
+        """Throttle the link of the second island meanwhile, in Mbit/s each way."""
+        assert self.proxy is not None  # noqa: S101
+        self.proxy.set_rates(mbit, mbit)
+        yield
+        self.proxy.set_rates(math.inf, math.inf)
+
+    def syncs(self, count: int) -> tuple[list[Synced], float]:
+        """Wait for `count` syncs. Return them, and the second island's inner steps per second meanwhile."""
+        (before,) = _ask(self.islands[1:], "count")
+        syncs = [self._next_sync() for _ in range(count)]
+        (after,) = _ask(self.islands[1:], "count")
+        return syncs, (after.steps - before.steps) / (after.at - before.at)
+
+    def _next_sync(self) -> Synced:
+        """Wait until each fragment has had one more round."""
+        (before,) = _ask(self.islands[1:], "count")
+        goal, began = self._round() + FRAGMENTS, time.monotonic()
+        wait_until(lambda: self._round() >= goal, "sync", PATIENCE_SECONDS, 10 * POLL_SECONDS)
+        seconds, committed = time.monotonic() - began, self._both_in_all()
+        (after,) = _ask(self.islands[1:], "count")
+        return Synced(seconds, committed, (after.bytes - before.bytes) / 1e6)
+
+    def _round(self) -> int:
+        """Return the number of the last closed round."""
+        newest = self.transport.reader.tape(1)
+        return newest[-1].round if newest else 0
+
+
+# -- the processes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counts:
+    """An island's answer to a command.
+
+    Attributes:
+        began: When the command began, on the monotonic clock of the machine.
+        at: When it ended.
+        steps: Inner steps since the beginning.
+        bytes: Sent and received, in this sync or since the beginning.
+    """
+
+    began: float
+    at: float
+    steps: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that answers commands. `who` names it in errors."""
+
+    who: str
+    child: Child
+
+    def tell(self, command: str) -> None:
+        """Send a command."""
+        self.child.pipe.send(command)
+
+    def answer(self) -> Any:
+        """Wait for the answer. Raise BrokerError if there is none."""
+        answer = self.child.says(2 * PATIENCE_SECONDS)
+        if answer is None:
+            raise BrokerError(f"{self.who} hangs", "See its output above, and run the bench again.")
+        return answer
+
+
+def _ask(processes: Sequence[Process], command: str) -> list[Counts]:
+    """Send all processes a command at once, and collect their answers."""
+    for process in processes:
+        process.tell(command)
+    return [process.answer() for process in processes]
+
+
+def _merge(pipe: Connection, url: str) -> None:
+    """The merger's process: serve until it is killed."""
+    _share_the_cores()
+    keep_freed_memory()  # as the real merger does
+    merger = Merger(connect(url, RUN))
+    pipe.send("ready")
+    serve(merger, lambda: False)
+
+
+def _train(pipe: Connection, url: str, name: str, step_seconds: float) -> None:
+    """An island's process: obey commands, and train between them once it was told to."""
+    _share_the_cores()
+    transport = connect(url, RUN)
+    manifest = transport.reader.manifest()
+    link = Link(transport, manifest, f"{name}/bench")
+    batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
+    steps = stand_in(manifest, sum(name.encode()), 0.0 if manifest.config.sync == AT_ONCE else step_seconds)
+    island = Island(name, manifest, steps, batches, link, link.join(), incarnation="bench")
+    link.start()
+    island.warm_up()
+    island.beat("training")
+    pipe.send("ready")
+    training = False
+    while True:
+        if training and not pipe.poll():
+            island.boundary()
+            island.advance()
+            continue
+        match pipe.recv():
+            case "advance":
+                island.advance()
+                jax.block_until_ready(island.inner.params)  # type: ignore[no-untyped-call]
+                pipe.send(_counts(island))
+            case "sync":
+                pipe.send(_synced(island))
+            case "train":
+                training = True
+            case "stop":
+                training = False
+                pipe.send(_counts(island))
+            case _:
+                pipe.send(_counts(island))
+
+
+def _share_the_cores() -> None:
+    """Limit the threads as the launcher does for the workers of one machine. Call before JAX looks at its devices."""
+    os.environ |= thread_environment(1 + len(ISLANDS))
+
+
+def _counts(island: Island) -> Counts:
+    now = time.monotonic()
+    return Counts(now, now, island.totals.steps, island.link.bytes_up + island.link.bytes_down)
+
+
+def _synced(island: Island) -> Counts:
+    """Publish all fragments, and pass step boundaries until the merged version of each is adopted."""
+    goal = [count.version + 1 for count in island.ledger.counts]
+    before = _counts(island)
+
+    def adopted() -> bool:
+        island.boundary()
+        return all(count.version >= version for count, version in zip(island.ledger.counts, goal, strict=True))
+
+    wait_until(adopted, "merged version of all fragments", PATIENCE_SECONDS, POLL_SECONDS)
+    jax.block_until_ready((island.inner.params, island.replica.references))  # type: ignore[no-untyped-call]
+    after = _counts(island)
+    return Counts(before.at, after.at, after.steps, after.bytes - before.bytes)
+
+
+def stand_in(
+    manifest: Manifest, seed: int, step_seconds: float
+) -> Callable[[InnerState, jax.Array, jax.Array], tuple[InnerState, jax.Array]]:
+    """Return inner steps that take `step_seconds` each: a random walk, because noise does not compress."""
+    random = np.random.default_rng(seed)
+    noise = {t.name: jnp.asarray(random.standard_normal(t.shape, np.float32) * NOISE) for t in manifest.tensors}
+    walked = jax.jit(lambda params: jax.tree.map(jnp.add, params, noise), donate_argnums=0)
+
+    def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
+        until = time.monotonic() + step_seconds * tokens_nxBxT1.shape[0]
+        params = walked(state.params)
+        jax.block_until_ready(params)  # type: ignore[no-untyped-call]
+        time.sleep(max(0.0, until - time.monotonic()))
+        return state._replace(params=params), jnp.full(tokens_nxBxT1.shape[0], 2.0, jnp.float32)
+
+    return steps
