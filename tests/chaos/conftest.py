@@ -1,4 +1,4 @@
-"""The small corpus of the integration tests, and processes that nobody outlives."""
+"""The small corpus of the integration tests, and processes that end with their test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Redis is killed again and again while contributions come, merge and are checkpointed: none that was acknowledged
-is lost, and none counts twice.
+"""Redis is killed repeatedly while contributions arrive, merge and are checkpointed.
+
+No acknowledged contribution is lost, and none is merged twice.
 """
 
 from __future__ import annotations
@@ -20,24 +21,23 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.merger.service import Merger, serve
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.embedded_redis import Server, start_server
-from tests.chaos.crew import Crew, check, create
+from tests.chaos.island_threads import IslandThreads, check, create
 from tests.conftest import Until
 
 pytestmark = pytest.mark.processes
 
-KILLS = 25
+#: Payloads of one fragment have up to 190 kB, which is three chunks here.
 WIDTH = 12_000
-"""payloads of up to 190 kB in one of the fragments, which is three chunks here"""
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks a payload, and not too much to write for so many restarts."""
+    """Make chunks small, so that payloads have several and restarts still load little."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 64 << 10)
 
 
 class MergerThread:
-    """A merger, and another one whenever it leaves."""
+    """A merger, followed by another one whenever it leaves."""
 
     def __init__(self, url: str, run: str, folder: Path) -> None:
         self.url, self.run, self.folder = url, run, folder
@@ -53,8 +53,8 @@ class MergerThread:
                 try:
                     self._serve_once()
                 except BrokerError:
-                    self._stopped.wait(0.05)  # the server is away just now
-        except BaseException as fault:  # noqa: BLE001 - the test raises it
+                    self._stopped.wait(0.05)  # The server is down just now.
+        except BaseException as fault:  # noqa: BLE001 - the test raises it again
             self.fault = fault
 
     def _serve_once(self) -> None:
@@ -77,16 +77,16 @@ class MergerThread:
 
 
 def void(_: object) -> None:
-    """Nothing."""
+    """Ignore the value."""
 
 
 @pytest.fixture
 def seed() -> int:
-    """Another one each time; pytest prints it when the test fails."""
+    """Return a new seed each time. Failures print it."""
     return random.SystemRandom().randrange(1 << 32)
 
 
-class Sunk:
+class KilledServer:
     """A server that is killed and started again on its folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -101,14 +101,14 @@ class Sunk:
 
 
 @pytest.fixture
-def sunk(tmp_path: Path) -> Iterator[Sunk]:
-    running = Sunk(tmp_path / "redis")
+def killed(tmp_path: Path) -> Iterator[KilledServer]:
+    running = KilledServer(tmp_path / "redis")
     yield running
     running.server.stop()
 
 
 def closed(transport: RedisTransport) -> int:
-    """The last closed round; -1 while nobody answers."""
+    """Return the last closed round; -1 while the server is down."""
     try:
         tape = transport.reader.tape(1)
     except BrokerError:
@@ -116,29 +116,29 @@ def closed(transport: RedisTransport) -> int:
     return tape[-1].round if tape else 0
 
 
+@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.full)])
 def test_no_acknowledged_contribution_is_lost(
-    sunk: Sunk, tmp_path: Path, until: Until, seed: int, small_chunks: None
+    killed: KilledServer, tmp_path: Path, until: Until, seed: int, kills: int, small_chunks: None
 ) -> None:
-    print(f"seed {seed}")  # noqa: T201 - of the moments
     moments = random.Random(seed)
-    manifest = create(sunk.server.url, "sunk", WIDTH)
-    transport = connect(sunk.server.url, "sunk")
-    merger = MergerThread(sunk.server.url, "sunk", tmp_path / "merger")
-    crew = Crew(sunk.server.url, manifest, ["a", "b", "c"], pause=0.01)
-    for kill in range(KILLS):
-        before, taken = max(0, closed(transport)), len(crew.acknowledged)
+    manifest = create(killed.server.url, "killed", WIDTH)
+    transport = connect(killed.server.url, "killed")
+    merger = MergerThread(killed.server.url, "killed", tmp_path / "merger")
+    islands = IslandThreads(killed.server.url, manifest, ["a", "b", "c"], pause=0.01)
+    for kill in range(kills):
+        before, taken = max(0, closed(transport)), len(islands.acknowledged)
         until(lambda before=before: closed(transport) > before, f"a round after kill {kill} (seed {seed})")
-        until(lambda taken=taken: len(crew.acknowledged) > taken, f"a contribution after kill {kill} (seed {seed})")
+        until(lambda taken=taken: len(islands.acknowledged) > taken, f"a contribution after kill {kill} (seed {seed})")
         moment = time.monotonic() + 0.4 * moments.random()
-        until(lambda moment=moment: time.monotonic() >= moment, "the moment")
-        sunk.kill()
+        until(lambda moment=moment: time.monotonic() >= moment, "the moment of the kill")
+        killed.kill()
     before = max(0, closed(transport))
     until(lambda: closed(transport) > before + 20, f"rounds after the last kill (seed {seed})")
-    crew.leave()
+    islands.leave()
     until(lambda: transport.reader.backlog() == 0, f"everything to be merged (seed {seed})")
     merger.stop()
-    assert crew.steps > 100
-    assert len(crew.acknowledged) > 4 * KILLS
-    check(transport, crew)
+    assert islands.steps > 100
+    assert len(islands.acknowledged) > 4 * kills
+    check(transport, islands)
     assert MergerFolder(tmp_path / "merger").store.load() is not None
     transport.close()

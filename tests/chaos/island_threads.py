@@ -1,6 +1,6 @@
-"""Islands as threads of the test: real ledgers, links and leases, and a stand-in for training. They note what they do.
+"""Islands as threads of a test, with real ledgers, links and leases, and a stand-in for training.
 
-And what must hold at the end, whatever was done to the Redis and the mergers meanwhile.
+`check` asserts what must hold at the end, whatever happened to Redis and the mergers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Identity = tuple[str, str, int]
 
 
 def create(url: str, run: str, width: int) -> Manifest:
-    """Makes a run of two fragments: one of 8 · `width` elements, and one whose payloads lie in the entries."""
+    """Create a run of two fragments: one of 8 · `width` elements, and one whose payloads fit into stream entries."""
     tensors = (Tensor("embedding", (8, width), "embedding"), Tensor("layers.0", (16, 16)), Tensor("norm", (16,)))
     of = Manifest(run, CONFIG, tensors, balanced(tensors, 2), Corpus("text", "0" * 32, TEXT.size), {"jax": "1"})
     transport = connect(url, run)
@@ -52,11 +52,11 @@ def _walk(params: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]
 
 
 def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
-    """A stand-in for training: each parameter moves a little, another way each step."""
+    """Stand in for an inner step: each parameter moves a little, depending on the step."""
     return state._replace(params=_walk(state.params, global_step)), jnp.ones(1, jnp.float32)
 
 
-class Noting(Intercepted):
+class RecordingTransport(Intercepted):
     """A connection that notes which contributions were acknowledged."""
 
     def __init__(self, inner: Transport, acknowledged: set[Identity]) -> None:
@@ -70,11 +70,11 @@ class Noting(Intercepted):
         return answer
 
 
-class Sailor:
-    """One island on a thread of its own, which makes a step every `pause` seconds."""
+class IslandThread:
+    """One island on a thread of its own. It makes a step every `pause` seconds."""
 
     def __init__(self, url: str, manifest: Manifest, name: str, pause: float, acknowledged: set[Identity]) -> None:
-        transport = Noting(connect(url, manifest.run), acknowledged)
+        transport = RecordingTransport(connect(url, manifest.run), acknowledged)
         self.link = Link(transport, manifest, f"{name}/x")
         arrivals = self.link.join()
         batches = Batches(TEXT, manifest.config, self.link.lease)
@@ -82,21 +82,21 @@ class Sailor:
         self.pause = pause
         self.fault: BaseException | None = None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sail, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._train, name=name, daemon=True)
         self.link.start()
         self._thread.start()
 
-    def _sail(self) -> None:
+    def _train(self) -> None:
         try:
             while not self._stopped.wait(self.pause):
                 self.island.boundary()
                 self.island.advance()
-            assert self.island.leave(), "it could not say goodbye"
-        except BaseException as fault:  # noqa: BLE001 - the test raises it
+            assert self.island.leave(), "the island could not send its last contributions"
+        except BaseException as fault:  # noqa: BLE001 - the test raises it again
             self.fault = fault
 
     def leave(self) -> None:
-        """Sends what it has, and ends."""
+        """Send what the island has, and end."""
         self._stopped.set()
         self._thread.join()
         self.link.stop()
@@ -104,26 +104,26 @@ class Sailor:
             raise self.fault
 
 
-class Crew:
-    """Several islands."""
+class IslandThreads:
+    """Several islands, and the contributions that Redis acknowledged."""
 
     def __init__(self, url: str, manifest: Manifest, names: Sequence[str], pause: float) -> None:
         self.acknowledged: set[Identity] = set()
-        self.sailors = [Sailor(url, manifest, name, pause, self.acknowledged) for name in names]
+        self.threads = [IslandThread(url, manifest, name, pause, self.acknowledged) for name in names]
 
     def leave(self) -> None:
-        """All of them."""
-        for sailor in self.sailors:
-            sailor.leave()
+        """Let all islands leave."""
+        for thread in self.threads:
+            thread.leave()
 
     @property
     def steps(self) -> int:
-        """Inner steps of all islands."""
-        return sum(sailor.island.totals.steps for sailor in self.sailors)
+        """The inner steps of all islands."""
+        return sum(thread.island.totals.steps for thread in self.threads)
 
 
-def check(transport: RedisTransport, crew: Crew) -> None:
-    """What must hold once all have left and nothing waits."""
+def check(transport: RedisTransport, islands: IslandThreads) -> None:
+    """Assert what must hold once all islands have left and nothing waits."""
     books, manifest = transport.reader.books(), transport.reader.manifest()
     assert transport.reader.pending().contributions == transport.reader.backlog() == 0
     assert books.published == books.merged + books.refused
@@ -137,8 +137,8 @@ def check(transport: RedisTransport, crew: Crew) -> None:
     events = [event for _, event in transport.reader.events(START, 0.0, 1 << 20)]
     refused = [e for e in events if isinstance(e, Refusal) and not e.repeat]
     ended = {(e.island, e.incarnation, e.sequence) for e in refused}
-    assert not ended & merged.keys(), "merged and refused"
-    lost = crew.acknowledged - merged.keys() - ended
+    assert not ended & merged.keys(), "contributions were merged and refused"
+    lost = islands.acknowledged - merged.keys() - ended
     assert not lost, f"acknowledged and lost: {sorted(lost)[:5]}"
     assert all(e.reason for e in refused)
     newest = {entry.fragment: entry for entry in tape}
@@ -146,7 +146,7 @@ def check(transport: RedisTransport, crew: Crew) -> None:
         snapshot, payload = transport.reader.fragment(p)
         assert (snapshot.version, snapshot.round) == (entry.version, entry.round)
         assert digest_of(unpack(payload, manifest.sizes[p])) == entry.digest
-    for sailor in crew.sailors:
+    for thread in islands.threads:
         for p in range(len(manifest.fragments)):
-            mine = [m for e in tape if e.fragment == p for m in e.members if m.island == sailor.island.name]
-            assert sum(m.tokens for m in mine) <= sailor.island.totals.tokens, "progress that was counted twice"
+            mine = [m for e in tape if e.fragment == p for m in e.members if m.island == thread.island.name]
+            assert sum(m.tokens for m in mine) <= thread.island.totals.tokens, "some tokens were merged twice"

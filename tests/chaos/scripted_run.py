@@ -1,9 +1,9 @@
-"""A run whose islands are played by the test, answer by answer, while its merger is a real process.
+"""A run whose merger is a real process, while the test plays its islands.
 
-Every island answers every round, and no grace window ends: so a round closes exactly when all have answered, and who
-is merged into which round does not depend on how long anything takes, nor on who dies meanwhile.
+Every island answers every round, and the grace window never ends. So a round closes exactly when all islands have
+answered, and the members of a round depend neither on speed nor on which process dies.
 
-`python -m tests.chaos.scripted URL RUN ROUND ISLAND` is an island's process: it says one answer, and ends.
+`python -m tests.chaos.scripted_run URL RUN ROUND ISLAND` publishes one contribution and ends.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from tests.conftest import Until
 ROOT = Path(__file__).parents[2]
 ISLANDS = ("a", "b", "c")
 ROUNDS = 6
+#: The duration of an inner step that the islands report, so that the grace window outlasts every test.
 STEP_SECONDS = 1e4
-"""of an inner step, as the islands say: the grace window outlasts every test"""
-SECONDS = 60.0
 Answer = tuple[Contribution, bytes]
 
 
 def manifest(run: str) -> Manifest:
-    """Two fragments: one whose payloads are several chunks, and one whose payloads lie in the entries."""
+    """Return two fragments: one whose payloads need several chunks, and one whose payloads fit into stream entries."""
     tensors = (Tensor("embedding", (8, 40_000), "embedding"), Tensor("layers.0", (64, 16)), Tensor("norm", (16,)))
     config = RunConfig(inner=InnerConfig(steps=1 << 20), wire=WireConfig(up="float32"))
     config = replace(config, sync=replace(config.sync, fragments=2, window=2))
@@ -49,7 +48,7 @@ def manifest(run: str) -> Manifest:
 
 
 def answer(of: Manifest, number: int, island: str) -> Answer:
-    """What `island` answers to that round; the last of them is always one version behind."""
+    """Return the contribution of an island to a round. The last island is always one version behind."""
     index, p = ISLANDS.index(island), of.fragment_of(number)
     random = np.random.default_rng([number, index])
     payload = pack(random.standard_normal(of.sizes[p], dtype=np.float32), "float32", 1)
@@ -62,20 +61,28 @@ def answer(of: Manifest, number: int, island: str) -> Answer:
 
 
 def damaged(of: Manifest, number: int) -> Answer:
-    """An answer that is to be refused."""
+    """Return a contribution that must be refused."""
     said, payload = answer(of, number, ISLANDS[0])
     return replace(said, sequence=100 + number, digest="0" * 32), payload
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a run has come to, but for wall-clock times, entry ids, and what depends on when checkpoints were."""
+    """The result of a run, without wall-clock times, entry ids, and what depends on the times of checkpoints.
+
+    Attributes:
+        snapshots: The published snapshot of each fragment.
+        payloads: The digest of each published payload.
+        outers: The digest of each outer state.
+        tape: All rounds.
+        cursors: The merged position in each data shard.
+        books: Counts of contributions.
+        state: The merger's state.
+    """
 
     snapshots: list[Snapshot]
     payloads: list[str]
-    """digest of each fragment's published payload"""
     outers: list[str]
-    """digest of each fragment's outer state"""
     tape: list[TapeEntry]
     cursors: dict[str, tuple[int, int]]
     books: dict[str, int]
@@ -83,12 +90,12 @@ class Outcome:
 
 
 def outcome(transport: RedisTransport) -> Outcome:
-    """What the run has come to; also that each of its rounds was announced once."""
+    """Return the result of a run. Assert that the merger remembers all merged contributions."""
     fragments = [transport.reader.fragment(p) for p in range(2)]
     tape = transport.reader.tape(1000)
     state = json.loads(transport.reader.merger_state())
     for entry in tape:
-        assert all(_has_seen(state, m.island, m.sequence) for m in entry.members), "a repeat would be merged"
+        assert all(_has_seen(state, m.island, m.sequence) for m in entry.members), "a retry would be merged again"
     books = asdict(transport.reader.books()) | {"bytes_down": 0, "kept": 0}
     timeless = {key: state[key] for key in state.keys() - {"pace", "covered", "seen"}}
     return Outcome(
@@ -120,8 +127,8 @@ def _timeless(entry: TapeEntry) -> TapeEntry:
 
 
 @dataclass
-class Play:
-    """One run at `url`, its mergers' folder and logs in `folder`."""
+class ScriptedRun:
+    """One run at `url`. `folder` holds the mergers' folder and the logs."""
 
     url: str
     run: str
@@ -136,12 +143,12 @@ class Play:
         self._beaten_at = float("-inf")
 
     def create(self) -> None:
-        """Makes the run, with all islands alive."""
+        """Create the run, with all islands alive."""
         self.transport.create(self.manifest, samples.first_snapshots(self.manifest, value=1.0))
         self.beat()
 
     def end(self) -> None:
-        """Leaves no process and no connection behind."""
+        """End all processes and the connection."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -151,13 +158,13 @@ class Play:
     # -- processes --------------------------------------------------------------------------------------------------
 
     def merger(self, *options: str, failpoint: str = "") -> subprocess.Popen[bytes]:
-        """Starts a merger, which is killed at that failpoint."""
+        """Start a merger, which is killed at that failpoint."""
         where = ["--run", self.run, "--folder", str(self.folder / "merger"), "--lease-seconds", "0.5"]
         return self._start(["-m", "archipelago.merger", self.url, *where, *options], failpoint)
 
     def island(self, number: int, island: str, failpoint: str = "") -> subprocess.Popen[bytes]:
-        """Starts a process that says one answer, and is killed at that failpoint."""
-        return self._start(["-m", "tests.chaos.scripted", self.url, self.run, str(number), island], failpoint)
+        """Start a process that publishes one contribution, and is killed at that failpoint."""
+        return self._start(["-m", "tests.chaos.scripted_run", self.url, self.run, str(number), island], failpoint)
 
     def _start(self, argv: Sequence[str], failpoint: str) -> subprocess.Popen[bytes]:
         with self._log(len(self.processes)).open("wb") as log:
@@ -171,62 +178,62 @@ class Play:
         return self.folder / f"process-{index}.log"
 
     def said(self, process: subprocess.Popen[bytes]) -> str:
-        """What a process has written so far."""
+        """Return what a process has printed so far."""
         return self._log(self.processes.index(process)).read_text()
 
     def ended(self, process: subprocess.Popen[bytes]) -> int:
-        """Its exit status, once it has ended; meanwhile the islands live."""
+        """Wait for the end of a process while the islands stay alive. Return its exit status."""
 
         def over() -> bool:
             self.beat()
             return process.poll() is not None
 
-        self.until(over, f"the end of a process that said: {self.said(process)}", SECONDS)
+        self.until(over, f"the end of a process that printed: {self.said(process)}")
         assert process.returncode is not None
         return process.returncode
 
     # -- islands ----------------------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """All islands say that they train."""
+        """Send a heartbeat of each island, at most once a second."""
         if time.monotonic() - self._beaten_at > 1.0:
             for island in ISLANDS:
                 self.transport.island.heartbeat(samples.heartbeat(island))
             self._beaten_at = time.monotonic()
 
-    def say(self, number: int, islands: Iterable[str] = ISLANDS, *, with_damaged: bool = True) -> None:
-        """Islands answer a round."""
+    def publish(self, number: int, islands: Iterable[str] = ISLANDS, *, with_damaged: bool = True) -> None:
+        """Publish the islands' contributions to a round."""
         if with_damaged:
             self.transport.island.publish(*damaged(self.manifest, number))
         for island in islands:
             self.transport.island.publish(*answer(self.manifest, number, island))
 
     def await_round(self, number: int, tend: Callable[[], None] = lambda: None) -> None:
-        """Until that round has closed."""
+        """Wait until that round has closed."""
         self.wait(lambda: self.closed >= number, f"round {number}", tend)
 
     def await_cover(self, tend: Callable[[], None] = lambda: None) -> None:
-        """Until a checkpoint holds all that was merged."""
+        """Wait until a checkpoint covers everything that was merged."""
         self.wait(lambda: self.transport.reader.books().kept == 0, "a checkpoint", tend)
 
     def wait(self, holds: Callable[[], bool], what: str, tend: Callable[[], None] = lambda: None) -> None:
-        """Until it holds, with living islands; `tend` is called now and then."""
+        """Wait until `holds`, while the islands stay alive. Call `tend` repeatedly."""
 
         def met() -> bool:
             self.beat()
             tend()
             return holds()
 
-        self.until(met, f"{what} of {self.run}", SECONDS)
+        self.until(met, f"{what} of {self.run}")
 
     @property
     def closed(self) -> int:
-        """The last closed round, 0 before the first."""
+        """The last closed round; 0 before the first."""
         newest = self.transport.reader.tape(1)
         return newest[-1].round if newest else 0
 
     def exists(self) -> bool:
-        """Whether the run is in Redis."""
+        """Whether Redis holds the run."""
         try:
             self.transport.reader.manifest()
         except UnknownRunError:
@@ -234,16 +241,20 @@ class Play:
         return True
 
     def events(self, kind: type[Any]) -> list[Any]:
-        """All events of that kind."""
+        """Return all events of that type."""
         return [event for _, event in self.transport.reader.events(START, 0.0, 10_000) if isinstance(event, kind)]
 
+    def served(self) -> int:
+        """Return how many mergers have begun to serve."""
+        return sum(note.kind == "served" for note in self.transport.reader.notes(1000))
+
     def refused(self) -> list[str]:
-        """Identities of what was refused, without second copies of what was taken."""
+        """Return the identities of refused contributions, without retries of accepted ones."""
         return [refusal.identity_text for refusal in self.events(Refusal) if not refusal.repeat]
 
 
 def main(url: str, run: str, number: str, island: str) -> None:
-    """An island that says what it did, and answers one round."""
+    """Record the actions of an island, and publish its contribution to a round."""
     transport = connect(url, run)
     transport.island.record_actions(samples.actions(int(number), island=island))
     transport.island.publish(*answer(transport.reader.manifest(), int(number), island))
