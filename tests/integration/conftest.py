@@ -15,7 +15,7 @@ from tests.small import SMALL
 
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `small-text` is prepared: some modules of the standard library."""
+    """Prepare `small-text` from modules of the standard library, and return the folder."""
     folder = tmp_path_factory.mktemp("corpora")
     source = tmp_path_factory.mktemp("source")
     for name in ("argparse.py", "ast.py", "datetime.py", "inspect.py", "pathlib.py", "typing.py"):
@@ -30,7 +30,7 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def corpus(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
-    """The small corpus, also for processes that the test starts."""
+    """Open the small corpus, and let processes of the test find it, too."""
     from archipelago.islands.data.corpus import open_corpus
 
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpus_folder))
@@ -39,5 +39,5 @@ def corpus(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
 
 @pytest.fixture
 def config() -> RunConfig:
-    """A run of a second or two."""
+    """Return the config of a run of a second or two."""
     return SMALL

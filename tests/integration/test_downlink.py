@@ -1,4 +1,4 @@
-"""Snapshots as differences: everybody holds the same bits as the merger's shadow, which never drifts."""
+"""Snapshots as differences: all islands hold the same bits as the merger's shadow, which does not drift."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from archipelago.merger.snapshot_codec import sent_down
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server
 from tests.small import compiled
+from tests.tiers import examples
 
 DIFFERENCES = ["int8", "int4", "e3m0"]
 
 
 @pytest.mark.parametrize("down", DIFFERENCES)
 def test_in_a_thousand_rounds_the_shadow_never_drifts(down: Any) -> None:
-    """What is owed stays below a step of the codec; an island that adds up the differences holds the same bits."""
+    """The rounding error stays below a step of the codec, and the sum of the differences has the same bits."""
     random = np.random.default_rng(0)
     wire = WireConfig(down=down)
     exact_N = random.standard_normal(1000).astype(np.float32)
@@ -47,10 +48,10 @@ def test_in_a_thousand_rounds_the_shadow_never_drifts(down: Any) -> None:
     assert np.abs(exact_N - shadow_N).max() < 0.02
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32 - 1), down=st.sampled_from(DIFFERENCES))
-def test_what_stands_still_is_reached(seed: int, down: Any) -> None:
-    """The shadow comes as close as float32 allows: rounding is owed until it is sent."""
+def test_the_shadow_reaches_constant_parameters(seed: int, down: Any) -> None:
+    """The rounding error is carried over, so the shadow comes as close as float32 allows."""
     random = np.random.default_rng(seed)
     exact_N, shadow_N = (random.standard_normal(300).astype(np.float32) for _ in range(2))
     for _ in range(40):
@@ -61,22 +62,21 @@ def test_what_stands_still_is_reached(seed: int, down: Any) -> None:
 
 @pytest.mark.parametrize("down", DIFFERENCES)
 def test_a_run_begins_from_its_exact_parameters(config: RunConfig, corpus: OpenCorpus, down: Any) -> None:
-    """A difference's codec is for differences: what somebody fine-tunes must not be rounded to four bits."""
+    """The codec of differences must not round the first parameters, which may be fine-tuned ones."""
     manifest = describe("exact", replace(config, wire=WireConfig(down=down)), corpus.identity)
     exact = build(config.model.size).init(config.seed)
     for rows, (_, payload), size in zip(manifest.layout, first_snapshots(manifest), manifest.sizes, strict=True):
         np.testing.assert_array_equal(unpack(payload, size), np.asarray(flatten(rows, exact)))
 
 
-@pytest.mark.parametrize("where", ["memory", "redis"])
-@pytest.mark.parametrize("down", DIFFERENCES)
-def test_islands_hold_what_the_merger_believes(
-    config: RunConfig, corpus: OpenCorpus, server: Server, down: Any, where: str
+@pytest.mark.parametrize("down", ["int4", *(pytest.param(d, marks=pytest.mark.full) for d in ("int8", "e3m0"))])
+def test_islands_hold_the_bits_that_the_merger_published(
+    config: RunConfig, corpus: OpenCorpus, server: Server, down: Any
 ) -> None:
-    """Also one that comes late, and one that misses some; and far fewer bytes go down than in full."""
+    """This includes an island that joins late and one that misses rounds. Far fewer bytes go down than in full."""
     config = replace(config, wire=WireConfig(up="int4", down=down), inner=replace(config.inner, steps=10_000))
-    name = f"down-{down}-{where}"
-    connection = partial(connect, server.url, name) if where == "redis" else None
+    name = f"down-{down}"
+    connection = partial(connect, server.url, name)
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.2], connect=connection, run=name)
     run.advance_until(lambda: run.merger.rounds.closed >= 12)
     late = run.add_island("late", 1.0)
@@ -87,7 +87,7 @@ def test_islands_hold_what_the_merger_believes(
     taken = run.transport.reader.books().bytes_down
     run.advance_until(lambda: run.merger.rounds.closed >= 36)
     full = sum(len(run.transport.reader.fragment(p)[1]) for p in range(6))
-    assert run.transport.reader.books().bytes_down - taken < 0.5 * full * 2 * 3, "they took full snapshots"
+    assert run.transport.reader.books().bytes_down - taken < 0.5 * full * 2 * 3, "the islands took full snapshots"
     assert late.totals.steps
     for island in run.islands.values():
         for p, arrival in island.link._held.items():
@@ -101,7 +101,8 @@ def test_islands_hold_what_the_merger_believes(
         assert bound_N.max() < 0.05
 
 
-def test_a_merger_that_restarts_goes_on_to_the_same_bits(config: RunConfig, corpus: OpenCorpus) -> None:
+@pytest.mark.full
+def test_a_restarted_merger_continues_to_the_same_bits(config: RunConfig, corpus: OpenCorpus) -> None:
     config = replace(config, wire=WireConfig(up="int4", down="int4"))
     digests = []
     for restarts in (False, True):
@@ -114,7 +115,7 @@ def test_a_merger_that_restarts_goes_on_to_the_same_bits(config: RunConfig, corp
     assert digests[0][:12] == digests[1][:12]
 
 
-def test_a_difference_that_is_gone_or_damaged_costs_a_full_snapshot(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_a_missing_or_damaged_difference_is_replaced_by_a_full_snapshot(config: RunConfig, corpus: OpenCorpus) -> None:
     config = replace(config, wire=WireConfig(down="int4"), inner=replace(config.inner, steps=10_000))
     run = VirtualRun(config, corpus, compiled(config), [1.0])
     run.advance_until(lambda: run.merger.rounds.closed >= 8)
@@ -135,10 +136,10 @@ def test_a_difference_that_is_gone_or_damaged_costs_a_full_snapshot(config: RunC
 
 
 @pytest.mark.parametrize("hostile", ["no header", "another codec", "other values", "no number"])
-def test_a_hostile_difference_costs_a_full_snapshot_and_never_other_parameters(
+def test_a_hostile_difference_is_replaced_by_a_full_snapshot(
     config: RunConfig, corpus: OpenCorpus, hostile: str
 ) -> None:
-    """Of the announced size, so that only the bytes themselves can tell; the pump goes on without trouble."""
+    """It has the announced size, so that only its bytes are wrong."""
     config = replace(config, wire=WireConfig(down="int4", zstd_level=0), inner=replace(config.inner, steps=10_000))
     run = VirtualRun(config, corpus, compiled(config), [1.0])
     run.advance_until(lambda: run.merger.rounds.closed >= 8)

@@ -1,4 +1,4 @@
-"""Workers that are started while their Redis is away: whichever call meets the outage first, nobody ends by it."""
+"""Workers that start during an outage of Redis: no call ends them, whichever meets the outage first."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from archipelago.broker.process import AwaitedRun
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.merger.service import serve
+from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.islands.test_main import CORPUS
 from tests.small import SMALL
 
 
 class Stuttering(Intercepted):
-    """A connection on which each call breaks the first time, and the third."""
+    """A connection on which the first and the third call of each method fail."""
 
     def __init__(self, transport: RedisTransport) -> None:
         super().__init__(transport)
@@ -34,7 +35,7 @@ class Stuttering(Intercepted):
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.calls[name] += 1
         if self.calls[name] in (1, 3):
-            raise UnreachableError("redis://here does not answer (connection reset)")
+            raise UnreachableError("the connection was reset")
         return method(*args, **kwargs)
 
 
@@ -42,7 +43,7 @@ class Stuttering(Intercepted):
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     monkeypatch.setattr("archipelago.broker.process.PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("archipelago.islands.prepared.training_text", lambda *_: CORPUS)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as the merger sets it
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # The merger sets it as well.
     for module in (archipelago.islands.main, archipelago.merger.main):
         monkeypatch.setattr(module, "keep_compiled", lambda: None)
     monkeypatch.setattr(archipelago.merger.main, "keep_freed_memory", lambda: None)
@@ -62,11 +63,11 @@ def stuttering(transport: RedisTransport, monkeypatch: pytest.MonkeyPatch) -> St
 
 
 def until(module: Any, monkeypatch: pytest.MonkeyPatch, holds: Callable[[], object]) -> None:
-    """As if a signal came then."""
+    """Stop the worker, as a signal does, once `holds`."""
     monkeypatch.setattr(module, "stop_on_signals", lambda: lambda: bool(holds()))
 
 
-def test_a_merger(
+def test_a_merger_waits(
     transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     until(archipelago.merger.main, monkeypatch, lambda: stuttering.calls["updates"] > 1)
@@ -98,7 +99,7 @@ def test_a_merger_that_ends_in_an_outage(
     assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": None}
 
 
-def test_an_island(
+def test_an_island_waits(
     transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     until(archipelago.islands.main, monkeypatch, lambda: transport.reader.backlog())
@@ -114,9 +115,9 @@ AT_THE_START = ("manifest", "control", "claim_return", "last_event", "fragment")
 
 
 @pytest.mark.parametrize("call", AT_THE_START)
-def test_who_is_not_to_wait_ends_at_once(call: str, stuttering: Stuttering, tmp_path: Path) -> None:
+def test_a_worker_without_patience_ends_at_once(call: str, stuttering: Stuttering, tmp_path: Path) -> None:
     stuttering.calls.update(dict.fromkeys(set(AT_THE_START) - {call}, 3))
-    with pytest.raises(UnreachableError, match="does not answer"):
+    with failing(UnreachableError):
         archipelago.islands.main.main(
             archipelago.islands.main.IslandOptions(run="demo", folder=tmp_path, name="oslo", wait_seconds=0.0)
         )

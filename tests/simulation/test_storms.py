@@ -12,11 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from tests.simulation import storm
-from tests.tiers import is_full
 
-SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "2000" if is_full() else "100"))
 FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
-SEEDS_OF_A_TEST = 200
+#: The quick tier plays this number of seeds, and each test of the full tier twice as many.
+QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "100"))
+FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 1900
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,21 @@ def workers() -> Iterator[ProcessPoolExecutor]:
         yield workers
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, SEEDS_OF_A_TEST))
-def test_storms(workers: ProcessPoolExecutor, first: int) -> None:
-    """The invariants hold after every event, and the run makes progress after the storm."""
-    parts = storm.spread(workers, first, min(SEEDS_OF_A_TEST, FIRST + SEEDS - first))
+def play(workers: ProcessPoolExecutor, first: int, count: int) -> None:
+    parts = storm.spread(workers, first, count)
     failures = [failure for part in parts if (failure := part.result()) is not None]
     assert not failures, "\n\n".join(map(str, failures))
+
+
+def test_storms(workers: ProcessPoolExecutor) -> None:
+    """The invariants hold after every event, and the run makes progress after the storm."""
+    play(workers, FIRST, QUICK_SEEDS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(FIRST + QUICK_SEEDS, FIRST + QUICK_SEEDS + FULL_SEEDS, 2 * QUICK_SEEDS))
+def test_more_storms(workers: ProcessPoolExecutor, first: int) -> None:
+    play(workers, first, min(2 * QUICK_SEEDS, FIRST + QUICK_SEEDS + FULL_SEEDS - first))
 
 
 def test_a_seed_plays_the_same_storm_again(workers: ProcessPoolExecutor) -> None:
