@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from archipelago.broker.codecs import CODECS
+from archipelago.broker.redis.keys import Keys
+from archipelago.islands.models.registry import MODELS
+from archipelago.merger.merge_rules import MERGE_RULES
+from archipelago.merger.outer import OUTER
 from archipelago.ops.cli import VERBS
 from archipelago.ops.verbs import Group
 
@@ -83,6 +89,16 @@ def test_paths_in_this_repository_exist(page: Path) -> None:
     named = {code for code in code_of(page) if _PATH.fullmatch(code)}
     missing = {path for path in named if not (ROOT / path).exists()}
     assert not missing, f"{page.name} names {missing}"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [VERBS, CODECS, MODELS, MERGE_RULES, OUTER, [key for name, key in vars(Keys("RUN")).items() if name != "tag"]],
+    ids=["verbs", "codecs", "models", "merge rules", "outer rules", "keys"],
+)
+def test_the_reference_lists_all(names: Iterable[str]) -> None:
+    listed = {word for code in code_of(ROOT / "docs" / "reference.md") for word in (code, *code.split())}
+    assert not set(names) - listed
 
 
 def test_documents_that_the_code_names_exist() -> None:
