@@ -76,19 +76,3 @@ def say(text: str = "") -> None:
         return
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
-
-
-def pyplot() -> Any:
-    """Return `matplotlib.pyplot`, set up to draw into files. Raise ConfigError if matplotlib is not installed."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed",
-            "Run `pip install 'archipelago-train[plots]'`.",
-            code="config.no-plots",
-        ) from None
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt

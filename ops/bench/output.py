@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from archipelago.broker.process import finite, print_json
-from archipelago.ops.extras import can_draw
+from archipelago.ops.plots import can_draw
 from archipelago.ops.settings import say, table_console
 
 

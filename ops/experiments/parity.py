@@ -34,7 +34,7 @@ from archipelago.ops.experiments.baselines import (
 )
 from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
-from archipelago.ops.extras import can_draw, pyplot
+from archipelago.ops.plots import can_draw, pyplot
 from archipelago.ops.settings import say
 
 TUNING = (0.5, 2.0, 4.0)

@@ -1,9 +1,9 @@
-"""Real training along a failure tape: islands stand, go, come and lose slices as the tape says. Virtual time.
+"""Real training along a failure tape, in virtual time: islands stall, leave, return and lose slices as the tape says.
 
-One inner step of the tape is one second of the run's clock. A short stall keeps an island's state, and what it missed
-arrives when it goes on; after AWAY_STEPS it is taken for dead, and one that takes its place gets parameters from the
-merger and optimiser state from a peer. An island with fewer slices trains on fewer sequences a step; those that the
-lost slices had in hand are skipped.
+One inner step of the tape is one second of the run's clock. A short stall keeps an island's state, and the events that
+it missed arrive when it goes on. After AWAY_STEPS it counts as dead, and its successor gets parameters from the merger
+and optimiser state from a peer. An island with fewer slices trains on fewer sequences a step and skips the sequences of
+the lost slices.
 """
 
 from __future__ import annotations
@@ -31,44 +31,48 @@ from archipelago.ops.simulation.tape import FailureTape, Leg
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 _ENDLESS = 1 << 30
+#: A real merger stops waiting for a silent island after about this time, in steps of a second.
 AWAY_STEPS = 10.0
-"""about when a real merger stops waiting for an island that is silent, in steps of a second"""
 
 
-class Standing(NamedTuple):
+class Stall(NamedTuple):
     """A time in which an island makes no steps, in steps of the run's clock."""
 
     begin: float
     end: float
 
 
-_NONE = Standing(0.0, 0.0)
+_NO_STALL = Stall(0.0, 0.0)
 
 
 class Course:
-    """What one island does at any time of the run; the tape begins again when it is over. Time is in steps."""
+    """What one island does at any time of the run, in steps. The tape starts again at its end."""
 
     def __init__(self, legs: Sequence[Leg], step_seconds: float, seconds: float) -> None:
         self._at = [leg.at / step_seconds for leg in legs]
         self._live = [leg.live for leg in legs]
         self._length = seconds / step_seconds
         if not any(self._live):
-            raise DataError("an island of the tape never makes a step", "Leave it out, or simulate a shorter return.")
+            raise DataError(
+                "an island of the tape never makes a step",
+                "Leave it out, or simulate a shorter return.",
+                code="tape.never-steps",
+            )
 
     def live(self, now: float) -> float:
-        """The share of its slices that make steps."""
+        """Return the share of its slices that make steps."""
         return self._live[self._index(now)]
 
-    def walk(self, now: float, steps: float) -> tuple[float, Standing]:
-        """When so many steps from `now` on are made, and the longest time without any in between."""
+    def walk(self, now: float, steps: float) -> tuple[float, Stall]:
+        """Return when `steps` steps from `now` on are made, and the longest stall in between."""
         turn, index = math.floor(now / self._length), self._index(now)
-        longest, begin = _NONE, None
+        longest, begin = _NO_STALL, None
         while True:
             last = index + 1 == len(self._at)
             end = (turn + 1) * self._length if last else turn * self._length + self._at[index + 1]
             if self._live[index]:
                 if begin is not None and now - begin > longest.end - longest.begin:
-                    longest = Standing(begin, now)
+                    longest = Stall(begin, now)
                 if now + steps <= end:
                     return now + steps, longest
                 steps, begin = steps - max(0.0, end - now), None
@@ -81,7 +85,12 @@ class Course:
 
 
 class TapeRun(VirtualRun):
-    """A run whose islands follow a tape, from its beginning on."""
+    """A run whose islands follow a tape from its beginning.
+
+    Attributes:
+        tokens: Tokens that all islands have trained on.
+        deaths: How often an island stalled for so long that it counted as dead.
+    """
 
     def __init__(self, config: RunConfig, corpus: OpenCorpus, steps: InnerSteps, tape: FailureTape) -> None:
         self._courses = {
@@ -91,17 +100,16 @@ class TapeRun(VirtualRun):
         self._paces = dict(zip(self._courses, paces(len(self._courses)), strict=True))
         self._full_steps, self._full_config = steps, config
         self.tokens = self.deaths = 0
-        """tokens that all islands trained on; islands that were away for too long"""
         self._counted: dict[Island, int] = {}
-        self._doomed: dict[str, float] = {}  # when they would be back
+        self._stalled: dict[str, float] = {}  # the time at which each will be back
         self._away: dict[str, float] = {}
-        self._ended = False  # once an island has made the last step, nobody comes back
+        self._ended = False  # once an island has made the last step, no island returns
         super().__init__(config, corpus, steps, list(self._paces.values()))
 
     def finish(self, tokens: float = math.inf) -> None:
-        """Follows the tape to the run's end, or to so many tokens, and merges what the leavers sent."""
+        """Follow the tape to the run's end or to `tokens`, and merge the last contributions."""
         while self.islands or (self._away and not self._ended):
-            self._go_and_come()
+            self._leave_and_return()
             if self.islands:
                 before = set(self.islands)
                 for island in self.islands.values():
@@ -117,20 +125,20 @@ class TapeRun(VirtualRun):
                     self.remove_island(name, farewell=True)
         self.merger.turn(0.0)
 
-    def _go_and_come(self) -> None:
-        """Who will be away too long goes, who is back comes."""
-        for name, back in self._doomed.items():
+    def _leave_and_return(self) -> None:
+        """Remove the islands that will stall for too long, and add those that are back."""
+        for name, back in self._stalled.items():
             self.remove_island(name, farewell=False)
             self._away[name] = back
             self.deaths += 1
-        self._doomed.clear()
+        self._stalled.clear()
         for name in [name for name, back in self._away.items() if back <= self.clock.now and not self._ended]:
             del self._away[name]
             island = self.add_island(name, self._paces[name], "peer" if self.islands else "fresh")
-            self._counted[island] = island.totals.tokens  # those of its former life
+            self._counted[island] = island.totals.tokens  # tokens from before it left are counted already
 
     def _fit(self, island: Island) -> None:
-        """Its next batch is as large a part of a whole one as its slices are; rounded up or down in turn."""
+        """Set the size of its next batch to its share of live slices, rounded up or down in turn."""
         whole = self._full_config.data.batch_size
         phase = island.totals.steps * _GOLDEN % 1.0
         live = self._courses[island.name].live(self.clock.now) or 1.0
@@ -144,11 +152,11 @@ class TapeRun(VirtualRun):
         island.steps = self._full_steps if sequences == whole else fewer
 
     def _schedule(self, island: Island, at: float) -> None:
-        """Its next step boundary, put off by as long as the tape lets it make no steps."""
+        """Schedule its next step boundary, delayed by its stalls."""
         now = self.clock.now
-        boundary, standing = self._courses[island.name].walk(now, at - now)
-        if standing.end - standing.begin > AWAY_STEPS:
-            self._doomed[island.name] = standing.end
+        boundary, stall = self._courses[island.name].walk(now, at - now)
+        if stall.end - stall.begin > AWAY_STEPS:
+            self._stalled[island.name] = stall.end
         super()._schedule(island, boundary)
 
     def _count(self) -> None:
@@ -161,9 +169,12 @@ Say = Callable[[str], None]
 
 
 def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> list[dict[str, Any]]:
-    """A row for each tape: held-out bits per byte after as many tokens as on the first tape, and to the first row's.
+    """Train along each tape on as many tokens as along the first one.
 
-    A tape that leaves less goodput is trained along for longer, and the schedule ends with the tokens on each.
+    A tape with less goodput takes longer. On each tape the learning rate schedule ends with the tokens.
+
+    Returns:
+        A row for each tape, with held-out bits per byte and their ratio to the first row's.
     """
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
@@ -184,9 +195,10 @@ def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> li
 def follow(
     config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float
 ) -> tuple[TapeRun, float, Point, Point]:
-    """A run along the tape until its islands have trained on so many tokens, with a schedule that ends there.
+    """Run along the tape until the islands have trained on `tokens`, with a schedule that ends there.
 
-    With the goodput on its way, and the held-out loss before it and after it.
+    Returns:
+        The run, its goodput, and the held-out loss before and after it.
     """
     point = scoring(config, corpus)
     longer = dataclasses.replace(config.inner, steps=rehearsed(config, corpus, tape, tokens))
@@ -198,10 +210,10 @@ def follow(
 
 
 def rehearsed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float) -> int:
-    """The global step at which the islands of a tape will have trained on so many tokens.
+    """Return the global step at which the islands of a tape will have trained on `tokens`.
 
-    The whole run is played, with steps that train nothing: when islands step, meet and part does not hang on what they
-    learn, and how the global step lags where the fastest of them stalls is best asked of the run itself.
+    This plays the whole run with steps that train nothing, because the timing does not depend on what islands learn. It
+    also shows how the global step lags while the fastest island stalls.
     """
 
     def idle(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
@@ -214,5 +226,5 @@ def rehearsed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: 
 
 
 def calm(islands: int, step_seconds: float) -> FailureTape:
-    """A tape on which nothing fails."""
+    """Return a tape on which nothing fails."""
     return FailureTape(((Leg(0.0, 1.0),),) * islands, step_seconds, 1e6 * step_seconds)

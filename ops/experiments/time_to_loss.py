@@ -30,7 +30,7 @@ from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.baselines import DILOCO_RATE, EVALUATIONS, Point, compiled, data_parallel, diloco
 from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
-from archipelago.ops.extras import can_draw
+from archipelago.ops.plots import can_draw
 from archipelago.ops.settings import say
 from archipelago.ops.watch.run_summary import draw
 

@@ -179,14 +179,21 @@ def _check(options: PlanOptions) -> None:
                 "slice_chips")  # fmt: skip
     for name in positive:
         if not 0 < getattr(options, name) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} cannot be {getattr(options, name)}", "Give more than 0.")
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"--{flag} cannot be {getattr(options, name)}", "Give more than 0.", code=f"config.{flag}"
+            )
     most = max(options.sites, options.islands)
     if options.chips < most:
         raise ConfigError(
-            f"{options.chips} chips are too few for {most} islands", "Each site and each island needs at least one."
+            f"{options.chips} chips are too few for {most} islands",
+            "Each site and each island needs at least one.",
+            code="config.chips",
         )
     if options.islands < 0:
-        raise ConfigError(f"--islands cannot be {options.islands}", "Give a number, or leave it out.")
+        raise ConfigError(
+            f"--islands cannot be {options.islands}", "Give a number, or leave it out.", code="config.islands"
+        )
 
 
 def _counts(options: PlanOptions) -> list[int]:
@@ -244,7 +251,9 @@ def _number(text: str, what: str) -> float:
     found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([kmbgt]?)\s*", text.lower())
     value = float(found[1].replace("_", "")) * _UNITS[found[2]] if found else math.nan
     if not 1 <= value <= 1e18:
-        raise ConfigError(f"{what} cannot be {text!r}", "Write a number such as 5e9, 5B or 120M.")
+        raise ConfigError(
+            f"{what} cannot be {text!r}", "Write a number such as 5e9, 5B or 120M.", code=f"config.{what[2:]}"
+        )
     return value
 
 

@@ -13,7 +13,7 @@ import tyro
 from rich.table import Table
 
 from archipelago.broker.process import print_json
-from archipelago.ops.extras import can_draw, pyplot
+from archipelago.ops.plots import can_draw, pyplot
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.simulation.failures import DAYS, FailureModel, rng_of
 from archipelago.ops.simulation.published import (

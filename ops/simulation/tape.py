@@ -1,10 +1,10 @@
-"""Failure tapes: what islands do in a simulation, as a file that real training follows; and measured outages, read.
+"""Failure tapes: files with what islands do in a simulation, which real training can follow. And measured outages.
 
-A tape (the paper's Appendix E.1) is a text file of JSON lines. The first one is the head:
-`{"tape": 1, "islands": 2, "step_seconds": 6.0, "seconds": 600.0, "about": {…}}`. Each of the others says what one
-island does from a moment on, in the order of time: `{"at": 132.5, "island": 0, "live": 0.75}`, with `at` in seconds
-and `live` the share of its slices that make steps: its batch shrinks to that share. 0: it makes no steps. Every island
-begins with a line at 0. `about` says where the tape comes from, and is for people.
+A tape (the paper's Appendix E.1) is a text file of JSON lines. The first line is the head:
+`{"tape": 1, "islands": 2, "step_seconds": 6.0, "seconds": 600.0, "about": {…}}`. Each other line says what one island
+does from a moment on, in the order of time: `{"at": 132.5, "island": 0, "live": 0.75}`. `at` is in seconds, and `live`
+is the share of the island's slices that make steps. Its batch shrinks to that share; with 0 it makes no steps. Every
+island has a line at 0. `about` tells people where the tape comes from.
 
 Measured outages are a CSV file with the columns `slice,failed_seconds,returned_seconds`: a name, and seconds since the
 measurement began.
@@ -28,17 +28,15 @@ ISLANDS_MAX, LINES_MAX = 4096, 10_000_000
 
 
 class Leg(NamedTuple):
-    """What an island does from a moment on."""
+    """From `at`, in seconds, the share `live` of an island's slices makes steps (0 to 1)."""
 
     at: float
-    """seconds"""
     live: float
-    """share of its slices that make steps, 0 to 1"""
 
 
 @dataclass(frozen=True)
 class FailureTape:
-    """Legs of each island, in the order of time; the first of each is at 0."""
+    """The legs of each island in the order of time. The first leg of each is at 0."""
 
     islands: tuple[tuple[Leg, ...], ...]
     step_seconds: float
@@ -46,19 +44,19 @@ class FailureTape:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def goodput_of(self, island: int, until: float | None = None) -> float:
-        """Share of that island's time that went into steps, a step with fewer slices counting less; up to `until`."""
+        """Return the share of an island's time that went into steps, weighted by its live slices, up to `until`."""
         end = min(until or self.seconds, self.seconds)
         legs = self.islands[island]
         ends = [min(leg.at, end) for leg in legs[1:]] + [end]
         return sum(leg.live * max(0.0, stop - leg.at) for leg, stop in zip(legs, ends, strict=True)) / end
 
     def goodput(self, until: float | None = None) -> float:
-        """Mean over the islands."""
+        """Return the mean goodput of the islands."""
         return sum(self.goodput_of(island, until) for island in range(len(self.islands))) / len(self.islands)
 
 
 def taped(outcome: Outcome, step_seconds: float, about: Mapping[str, Any] | None = None) -> FailureTape:
-    """The tape of a simulation."""
+    """Return the tape of a simulation."""
     islands = []
     for stretches, slices in zip(outcome.islands, outcome.slices, strict=True):
         legs: list[Leg] = []
@@ -76,7 +74,7 @@ def taped(outcome: Outcome, step_seconds: float, about: Mapping[str, Any] | None
 
 
 def write(tape: FailureTape, path: Path) -> None:
-    """The tape as a file."""
+    """Write the tape to a file."""
     head = {"tape": VERSION, "islands": len(tape.islands), "step_seconds": tape.step_seconds, "seconds": tape.seconds}
     lines = [json.dumps({**head, "about": dict(tape.about)})]
     legs = sorted((leg.at, number, leg.live) for number, legs in enumerate(tape.islands) for leg in legs)
@@ -85,7 +83,7 @@ def write(tape: FailureTape, path: Path) -> None:
 
 
 def read(path: Path) -> FailureTape:
-    """The tape in a file. Raises DataError for anything else."""
+    """Read the tape in a file. Raise DataError for anything else."""
     lines = _text(path, "the tape").splitlines()
     try:
         head = json.loads(lines[0])
@@ -105,7 +103,8 @@ def read(path: Path) -> FailureTape:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as fault:
         raise DataError(
             f"{path} is no failure tape ({fault or type(fault).__name__})",
-            "`archipelago simulate run --tape` writes them.",
+            "`archipelago simulate run --tape FILE` writes one.",
+            code="tape.invalid",
         ) from None
     return FailureTape(tuple(map(tuple, islands)), step_seconds, seconds, about)
 
@@ -120,7 +119,7 @@ def _add(line: Mapping[str, Any], islands: list[list[Leg]], seconds: float) -> N
 
 
 def outages(path: Path) -> list[list[tuple[float, float]]]:
-    """(failed, returned) of each slice in a CSV file, merged where they overlap. Raises DataError for anything else."""
+    """Read (failed, returned) of each slice from a CSV file, and merge overlaps. Raise DataError for anything else."""
     by_slice: dict[str, list[tuple[float, float]]] = {}
     try:
         for row in csv.DictReader(_text(path, "the failure data").splitlines(), strict=True):
@@ -134,6 +133,7 @@ def outages(path: Path) -> list[list[tuple[float, float]]]:
         raise DataError(
             f"{path} cannot be used as failure data ({fault})",
             "Give CSV with the columns slice,failed_seconds,returned_seconds.",
+            code="tape.outages",
         ) from None
     return [_merged(sorted(one)) for one in by_slice.values()]
 
@@ -152,4 +152,4 @@ def _text(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{what} {path} cannot be read ({error})", "Check the path.") from None
+        raise DataError(f"{what} {path} cannot be read ({error})", "Check the path.", code="tape.unreadable") from None

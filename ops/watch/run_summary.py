@@ -13,7 +13,7 @@ from archipelago.broker.extras import is_installed
 from archipelago.broker.files import write_atomically
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import finite
-from archipelago.ops.extras import pyplot
+from archipelago.ops.plots import pyplot
 from archipelago.ops.watch.run_view import RunView
 
 TEXT, PICTURE = "report.json", "loss.png"

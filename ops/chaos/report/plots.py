@@ -10,7 +10,7 @@ from archipelago.ops.chaos.report.record import StormRecord
 from archipelago.ops.chaos.report.tables import SHARE_LABELS, methods
 from archipelago.ops.chaos.report.timelines import Timelines, timelines
 from archipelago.ops.chaos.schedule import KINDS
-from archipelago.ops.settings import pyplot
+from archipelago.ops.plots import pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.redis.transport import connect
-from archipelago.ops import extras
+from archipelago.ops import plots
 from archipelago.ops.bench import wire
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
 from archipelago.ops.bench.output import OutputOptions, finish, table, with_picture
@@ -82,4 +82,4 @@ def test_a_result_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch:
     assert finish("wire", found, options) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["wire.json"]
     with failing(ConfigError, "config.extra"):
-        extras.pyplot()
+        plots.pyplot()

@@ -1,4 +1,4 @@
-"""The failure model against closed forms, against what was measured, and against the published tables."""
+"""The failure model against closed forms, small cases by hand, and the published tables."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from archipelago.ops.simulation.published import (
     goodput_and_uptime,
     rms,
 )
+from tests.failing import failing
+from tests.tiers import examples
 
 SEED = 7
 DAY = 86400.0
@@ -55,7 +57,7 @@ def test_one_island_is_up_for_mtbf_of_mtbf_and_return(elastic: bool) -> None:
 
 
 @pytest.mark.parametrize("islands", [2, 3, 5])
-def test_islands_are_all_down_as_often_as_chance_has_it(islands: int) -> None:
+def test_all_islands_are_down_together_by_chance(islands: int) -> None:
     """Uptime of M islands is 1 − (1 − u)^M."""
     model = one_slice(islands=islands, slices=islands, chips=islands, return_seconds=950.0)
     outcome = simulate(model, 1.5e7, rng())
@@ -85,7 +87,7 @@ def test_steps_that_vary_cost_nothing() -> None:
     ],
 )
 def test_delays_are_exponentiated_weibull(shape: float, power: float, unit_mean: float) -> None:
-    """The mean is what was asked for; with that the scale is known, and with it every quantile."""
+    """The mean is the requested one. It fixes the scale, and the scale fixes every quantile."""
     delays, random = Delays(60.0, shape, power), rng()
     drawn = np.sort([delays(random) for _ in range(20_000)])
     assert drawn.mean() == pytest.approx(60.0, rel=0.05), f"seed {SEED}"
@@ -95,7 +97,7 @@ def test_delays_are_exponentiated_weibull(shape: float, power: float, unit_mean:
         assert (1.0 - math.exp(-((quantile / scale) ** shape))) ** power == pytest.approx(share, abs=0.015)
 
 
-# -- what happens when, by hand ---------------------------------------------------------------------------------------
+# -- small cases by hand ----------------------------------------------------------------------------------------------
 
 
 def by_hand(outages: list[list[tuple[float, float]]], seconds: float = 30.0, elastic: bool = True) -> Outcome:
@@ -141,8 +143,8 @@ def test_uptime_counts_overlaps_once() -> None:
     elastic=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60)
-def test_time_only_goes_on(
+@settings(max_examples=examples(60))
+def test_stretches_follow_one_another(
     chips: float, islands: int, more: int, pause: float, back: float, elastic: bool, seed: int
 ) -> None:
     model = FailureModel(chips, islands, islands + more, pause_seconds=pause, return_seconds=back, elastic=elastic)
@@ -152,24 +154,24 @@ def test_time_only_goes_on(
         assert all(a.end <= b.begin for a, b in pairwise(island))
     assert sum(outcome.slices) == model.slices
     assert 0.0 <= outcome.goodput <= outcome.uptime + 1e-9 <= 1.0 + 1e-8
-    assert outcome == simulate(model, 5000.0, rng(seed)), "the same seed, the same course"
+    assert outcome == simulate(model, 5000.0, rng(seed)), "the same seed gives the same outcome"
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"chips": 0}, {"step_seconds": math.nan}, {"pause_seconds": -1}, {"slices": 7}, {"step_deviation": 0.5}],
 )
-def test_what_cannot_be_simulated_is_refused(changes: dict[str, float]) -> None:
+def test_impossible_models_are_refused(changes: dict[str, float]) -> None:
     name = next(iter(changes)).replace("_", "-")
-    with pytest.raises(ConfigError, match=f"--{name} cannot be"):
+    with failing(ConfigError, f"config.{name}"):
         FailureModel(**changes)  # type: ignore[arg-type]
 
 
-# -- what was published -----------------------------------------------------------------------------------------------
+# -- the published tables ---------------------------------------------------------------------------------------------
 
 
 def test_the_defaults_reproduce_table_1() -> None:
-    """Within two points rms, which is what this model is for."""
+    """The differences are within two points rms."""
     goodput, uptime = goodput_and_uptime(FailureModel(), 2.0, SEED)
     assert rms(goodput, GOODPUT) < 2.0, f"seed {SEED}"
     assert rms(uptime, UPTIME) < 2.0, f"seed {SEED}"
@@ -197,8 +199,8 @@ def test_the_formulas_reproduce_table_13() -> None:
     assert cells == 56, "all but data-parallel at 99 %"
 
 
-def test_what_is_not_covered_scales_as_no_formula_does() -> None:
-    """A link that carries a step's bytes needs a fifth of it for a step that is five times longer."""
+def test_cells_that_no_formula_covers_do_not_scale() -> None:
+    """For a step that is five times longer, a link needs a fifth of the bandwidth."""
     long, short = BANDWIDTH[ROW_5S]["data-parallel"], BANDWIDTH[ROW_1S]["data-parallel"]
     ratios = [a / b for a, b in zip(short, long, strict=True)]
     assert ratios[:4] == pytest.approx([5.0] * 4, rel=0.06)
@@ -211,10 +213,8 @@ ROW_1S, ROW_5S = [site for site in BANDWIDTH if site.sites == 8]
 @given(
     utilisation=st.floats(0.1, 0.99), step=st.floats(0.1, 100.0), sites=st.integers(2, 64), bits=st.floats(0.5, 32.0)
 )
-def test_bandwidth_gives_the_utilisation_that_was_asked_for(
-    utilisation: float, step: float, sites: int, bits: float
-) -> None:
-    """The definition, T_math / (T_math + T_comm), with what the found bandwidth leaves unhidden."""
+def test_bandwidth_gives_the_requested_utilisation(utilisation: float, step: float, sites: int, bits: float) -> None:
+    """Check T_math / (T_math + T_comm) with the communication that this bandwidth does not hide."""
     gbit = 5.0 * bits * ring_factor(sites)
     sending = gbit / data_parallel_gbits(5e9, bits, step, sites, utilisation)
     unhidden = sending - step * 2 / 3
@@ -224,7 +224,7 @@ def test_bandwidth_gives_the_utilisation_that_was_asked_for(
     assert 30.0 * step / (30.0 * step + unhidden) == pytest.approx(utilisation)
 
 
-def test_our_own_load_is_what_the_codecs_send() -> None:
+def test_our_load_follows_from_the_codecs() -> None:
     """2^20 parameters, three islands, a sync of all of them in 10 s."""
     need = load(1 << 20, 3, 0.5, 20, 4, "bfloat16", "float32", 1e6)
     assert need.up == (2 << 20) / 10.0

@@ -1,4 +1,4 @@
-"""`archipelago plan`: what it chooses, that its numbers are consistent, and one page."""
+"""`archipelago simulate plan`: its choices, the consistency of its numbers, and its page."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from archipelago.ops.simulation.plan import (
     plan,
     tokens_of,
 )
+from tests.failing import failing
 
 SPOT = PlanOptions(model="1e8", tokens="2B", sites=2, chips=16, slice_chips=1, hours_between=2.0, batch_tokens=100_000)
 
 
 def test_more_islands_are_taken_while_they_bring_goodput() -> None:
     assert choose([Fleet(2, 0.60, 1.0), Fleet(4, 0.80, 1.0), Fleet(8, 0.81, 1.0)]).islands == 4
-    assert choose([Fleet(2, 0.97, 0.95), Fleet(4, 0.98, 1.0), Fleet(8, 0.99, 1.0)]).islands == 4, "for its uptime"
+    assert choose([Fleet(2, 0.97, 0.95), Fleet(4, 0.98, 1.0), Fleet(8, 0.99, 1.0)]).islands == 4, "for the uptime"
     assert choose([Fleet(2, 0.99, 1.0), Fleet(4, 0.995, 1.0)]).islands == 2
     assert choose([Fleet(3, 0.1, 0.1)]).islands == 3
 
@@ -85,7 +86,7 @@ def test_a_plan_is_one_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tokens"] == 3_000_000
 
 
-def test_the_settings_that_it_names_are_those_of_a_run() -> None:
+def test_the_settings_on_the_page_are_those_of_a_run() -> None:
     """Its last line can be given to `init`."""
     from archipelago.broker.config import RunConfig, checked
 
@@ -105,20 +106,20 @@ def test_tokens_by_number_or_multiple() -> None:
     assert tokens_of("26B", 5) == 26_000_000_000
     assert tokens_of("20x", 1000) == 20_000
     for text in ("", "x", "-3", "many", "1e99", "nan"):
-        with pytest.raises(ConfigError, match="--tokens cannot be"):
+        with failing(ConfigError, "config.tokens"):
             tokens_of(text, 1000)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "code"),
     [
-        PlanOptions(chips=1),
-        PlanOptions(link_mbits=0.0),
-        PlanOptions(islands=-1),
-        PlanOptions(hours_between=float("inf")),
-        PlanOptions(chips=4, islands=8),
+        (PlanOptions(chips=1), "chips"),
+        (PlanOptions(link_mbits=0.0), "link-mbits"),
+        (PlanOptions(islands=-1), "islands"),
+        (PlanOptions(hours_between=float("inf")), "hours-between"),
+        (PlanOptions(chips=4, islands=8), "chips"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(options: PlanOptions) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be|too few"):
+def test_impossible_options_are_refused(options: PlanOptions, code: str) -> None:
+    with failing(ConfigError, f"config.{code}"):
         plan(options)

@@ -1,4 +1,4 @@
-"""Failure tapes: written, read, refused when they are none, and followed by real islands."""
+"""Failure tapes: files are written, read and refused, and real islands follow them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.experiments.tape_run import Course, TapeRun, calm, quality, rehearsed
 from archipelago.ops.simulation.failures import FailureModel, simulate
 from archipelago.ops.simulation.tape import FailureTape, Leg, outages, read, taped, write
+from tests.failing import failing
 from tests.small import SMALL, compiled
 
 HEAD = '{"tape": 1, "islands": 1, "step_seconds": 1.0, "seconds": 9.0}\n'
@@ -24,7 +25,7 @@ HEAD = '{"tape": 1, "islands": 1, "step_seconds": 1.0, "seconds": 9.0}\n'
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_tape_says_what_the_simulation_did(tmp_path: Path) -> None:
+def test_a_tape_records_a_simulation(tmp_path: Path) -> None:
     model = FailureModel(chips=2.4e6, islands=4, slices=32)
     outcome = simulate(model, 20_000.0, np.random.default_rng(3))
     tape = taped(outcome, model.step_seconds, {"chips": model.chips})
@@ -42,7 +43,7 @@ def test_goodput_of_a_tape_up_to_a_moment() -> None:
     tape = FailureTape(((Leg(0, 0.5), Leg(40, 1)), (Leg(0, 1), Leg(20, 0), Leg(40, 1))), 1.0, 100.0)
     assert tape.goodput(40.0) == pytest.approx(0.5)
     assert tape.goodput(50.0) == pytest.approx(0.6)
-    assert tape.goodput() == tape.goodput(200.0) == pytest.approx(0.8), "a tape has an end"
+    assert tape.goodput() == tape.goodput(200.0) == pytest.approx(0.8), "the tape ends at 100 s"
 
 
 @pytest.mark.parametrize(
@@ -66,10 +67,10 @@ def test_goodput_of_a_tape_up_to_a_moment() -> None:
         HEAD + '{"at": 0, "island": 0}\n',
     ],
 )
-def test_what_is_no_tape_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tape_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match="is no failure tape"):
+    with failing(DataError, "tape.invalid"):
         read(path)
 
 
@@ -85,15 +86,15 @@ def test_measured_outages_are_merged_where_they_overlap(tmp_path: Path) -> None:
     "text",
     ["", "a,b\n1,2\n", "slice,failed_seconds,returned_seconds\n", "slice,failed_seconds,returned_seconds\na,2,1\n"],
 )
-def test_what_is_no_failure_data_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_failure_data_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "outages.csv"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match="slice,failed_seconds,returned_seconds"):
+    with failing(DataError, "tape.outages"):
         outages(path)
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with failing(DataError, "tape.unreadable"):
         read(tmp_path / "nowhere")
 
 
@@ -105,26 +106,26 @@ def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     now=st.floats(0.0, 500.0),
     steps=st.floats(0.0, 60.0),
 )
-def test_steps_take_as_long_as_the_tape_lets_them(legs: list[tuple[float, float]], now: float, steps: float) -> None:
-    """Counted in small pieces, the time that the island makes steps in is what it walked."""
+def test_steps_take_the_time_that_the_tape_gives(legs: list[tuple[float, float]], now: float, steps: float) -> None:
+    """The time in which the island makes steps, counted in small pieces, is the time that the steps take."""
     legs = [*legs, (1.0, 1.0)]
     ends = np.cumsum([length for length, _ in legs])
     course = Course(
         [Leg(float(end) - length, live) for end, (length, live) in zip(ends, legs, strict=True)], 1.0, float(ends[-1])
     )
-    reached, standing = course.walk(now, steps)
+    reached, stall = course.walk(now, steps)
     pieces = np.linspace(now, reached, 4001)
     middles = (pieces[1:] + pieces[:-1]) / 2
     stepping = np.mean([course.live(float(at)) > 0 for at in middles]) if reached > now else 0.0
     assert stepping * (reached - now) == pytest.approx(steps, abs=0.02 * (reached - now) + 1e-6)
-    assert now <= standing.begin <= standing.end <= reached or standing == (0.0, 0.0)
+    assert now <= stall.begin <= stall.end <= reached or stall == (0.0, 0.0)
 
 
-def test_the_longest_standing_is_found() -> None:
+def test_the_longest_stall_is_found() -> None:
     course = Course([Leg(0, 1), Leg(2, 0), Leg(3, 1), Leg(4, 0), Leg(8, 0), Leg(9, 1)], 1.0, 10.0)
     assert course.walk(0.0, 4.0) == (10.0, (4.0, 9.0))
-    assert course.walk(5.0, 3.0) == (12.0, (5.0, 9.0)), "it begins again"
-    with pytest.raises(DataError, match="never makes a step"):
+    assert course.walk(5.0, 3.0) == (12.0, (5.0, 9.0)), "the tape starts again"
+    with failing(DataError, "tape.never-steps"):
         Course([Leg(0, 0)], 1.0, 10.0)
 
 
@@ -164,7 +165,7 @@ def test_a_short_stall_keeps_the_island(config: RunConfig, corpus: OpenCorpus) -
     assert stalled.totals.steps in range(config.inner.steps - 9, config.inner.steps - 6), "eight steps fewer"
 
 
-def test_a_long_one_is_a_death_and_a_return(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_a_long_stall_is_a_death_and_a_return(config: RunConfig, corpus: OpenCorpus) -> None:
     run = followed(config, corpus, of([(0, 1)], [(0, 1), (10.5, 0), (30.5, 1)]))
     assert run.deaths == 1
     members = [{(m.island, m.incarnation) for m in entry.members} for entry in run.transport.reader.tape(1000)]
@@ -174,14 +175,14 @@ def test_a_long_one_is_a_death_and_a_return(config: RunConfig, corpus: OpenCorpu
     assert run.tokens == pytest.approx(full - 20 * config.tokens_per_step, abs=2.5 * config.tokens_per_step)
 
 
-def test_who_never_comes_back_does_not_keep_the_run(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_the_run_ends_without_an_island_that_never_returns(config: RunConfig, corpus: OpenCorpus) -> None:
     run = followed(config, corpus, of([(0, 1)], [(0, 1), (5.5, 0)]))
     assert run.deaths == 1
     assert not run.islands
 
 
-def test_all_may_be_away(config: RunConfig, corpus: OpenCorpus) -> None:
-    """Those who return train on from what was merged."""
+def test_all_islands_may_be_away(config: RunConfig, corpus: OpenCorpus) -> None:
+    """Islands that return continue from the merged parameters."""
     legs: list[tuple[float, float]] = [(0, 1), (20.5, 0), (60.5, 1)]
     run = followed(config, corpus, of(legs, legs))
     assert run.deaths == 2
@@ -203,15 +204,16 @@ def test_the_batch_shrinks_with_the_slices(config: RunConfig, corpus: OpenCorpus
     assert per_step["island-1"] == pytest.approx(0.625 * config.tokens_per_step, rel=0.05)
 
 
-def test_a_rehearsal_tells_when_the_work_will_be_done(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_a_rehearsal_predicts_the_last_step(config: RunConfig, corpus: OpenCorpus) -> None:
     """160 steps of work: 60 until step 40, 20 until step 60, and two a step from there on."""
     tape = of([(0, 0.5), (40, 1)], [(0, 1), (40, 0), (60, 1)])
     assert rehearsed(config, corpus, tape, 160 * config.tokens_per_step) == pytest.approx(100, abs=3)
     both_stand = of(*[[(0.0, 1.0), (10.0, 0.0), (20.0, 1.0)]] * 2)
     steps = rehearsed(config, corpus, both_stand, 60 * config.tokens_per_step)
-    assert steps == pytest.approx(30, abs=2), "the global step stands with all of them"
+    assert steps == pytest.approx(30, abs=2), "the global step stalls with all of them"
 
 
+@pytest.mark.full
 def test_quality_is_compared_at_equal_tokens(config: RunConfig, corpus: OpenCorpus) -> None:
     legs: list[tuple[float, float]] = [(0, 1), (8, 0), (13, 0.75), (18, 1)]
     tape = FailureTape((tuple(Leg(*leg) for leg in legs), tuple(Leg(*leg) for leg in legs)), 1.0, 25.0)
