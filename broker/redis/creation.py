@@ -43,6 +43,8 @@ class Creation:
             with self._connection.watching(self._keys.manifest) as pipe:
                 if pipe.exists(self._keys.manifest):
                     raise self._exists()
+                # Before the transaction, whose keys all share one hash tag. Names without a run are not listed.
+                self._connection.redis.sadd(REGISTRY, self._connection.run)
                 placed = [self._chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
                 fill = self.prepared(image) if image else None
                 pipe.multi()
@@ -51,7 +53,6 @@ class Creation:
                     self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
                 pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
                 pipe.xgroup_create(self._keys.updates, GROUP, id="0", mkstream=True)
-                pipe.sadd(REGISTRY, self._connection.run)
                 if fill:
                     fill(pipe)
                 pipe.execute()

@@ -1,4 +1,4 @@
-"""The hash `RUN:data`: the cursor and the holder of each shard, and the digest of each registered corpus."""
+"""The hash `{RUN:s0}:data`: the cursor and the holder of each shard, and the digest of each registered corpus."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which merger may write: the lease, and the fence around each of its writes.
+"""The lease that lets one merger write, and the fence around each of its writes.
 
-Fencing is WATCH on the epoch and one MULTI for each write: Redis itself refuses the older epoch.
+Every write watches the epoch's key and is one transaction, so Redis itself refuses writes of an older epoch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from typing import Any
 from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
+from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.stored_run import StoredRun
+
+OVERTAKEN, EXPIRED = -1, 0
+_EXTEND = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return -1 end
+return redis.call('PEXPIRE', KEYS[2], ARGV[2])
+"""
 
 
 class Lease:
     """The hold of one merger on the run.
 
-    Attributes:
-        holder: The name of this merger.
-        epoch: The last epoch that this merger had. A server that forgets it must not give it to us again, because
-            writes that we sent in it may still be on their way.
+    It remembers its last epoch: a server that forgot it must not give us the same number again, because writes that we
+    sent in it may still be on their way.
     """
 
     def __init__(self, connection: RedisConnection, stored: StoredRun) -> None:
@@ -52,13 +57,24 @@ class Lease:
         return epoch
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
-        with self._connection.translated():
-            kept = self._redis.pexpire(self._keys.lease, int(seconds * 1000))  # works at maxmemory, where SET does not
-            current = self._redis.get(self._keys.epoch) == self.mark(epoch)
-        if not current or not kept:
+        try:
             with self.fenced(epoch) as pipe:
                 pipe.set(self._keys.lease, holder, px=int(seconds * 1000))
+        except BrokerError as error:
+            if not is_full(error):
+                raise
+            self._renew_when_full(error, epoch, seconds)
         failpoint("renew.done")
+
+    def _renew_when_full(self, full: BrokerError, epoch: int, seconds: float) -> None:
+        """Renew by a script: a server at its memory limit refuses every transaction, but only a merger can free it."""
+        with self._connection.translated():
+            milliseconds = int(seconds * 1000)
+            found = self._redis.eval(_EXTEND, 2, self._keys.epoch, self._keys.lease, self.mark(epoch), milliseconds)
+        if found == OVERTAKEN:
+            raise self.overtaken(epoch)
+        if found == EXPIRED:
+            raise full
 
     def release(self, epoch: int) -> None:
         failpoint("release.before")
@@ -67,14 +83,20 @@ class Lease:
         failpoint("release.done")
 
     def mark(self, epoch: int) -> bytes:
-        """What the epoch's key holds while it is ours. The number alone is not enough: a server that dies may forget
-        the newest, and would give it to two.
+        """Return the value of the epoch's key while it is ours.
+
+        The number alone is not enough: a server that loses its newest writes would give one number to two mergers.
         """
         return f"{epoch} {self._holder}".encode()
 
     @contextmanager
     def fenced(self, epoch: int, after_round: int | None = None) -> Iterator[Any]:
-        """A transaction that Redis refuses when a newer epoch exists, or another round than that was closed last."""
+        """Yield a transaction that Redis accepts only in this epoch, and only while `after_round` is the last round.
+
+        Raises:
+            FencedError: A newer epoch exists.
+            BrokerError: Another round was closed last (code `broker.other-round`).
+        """
         try:
             with self._connection.watching(self._keys.epoch) as pipe:
                 if pipe.get(self._keys.epoch) != self.mark(epoch):
@@ -90,11 +112,13 @@ class Lease:
     def _require_round(self, stored: bytes | None, expected: int) -> None:
         if int(stored or 0) != expected:
             raise BrokerError(
-                f"{self._connection.where} holds round {int(stored or 0)} where round {expected} was closed last",
-                "It was started again without its newest writes; the merger goes back to what is there.",
+                f"{self._connection.where} holds round {int(stored or 0)} although round {expected} was closed last",
+                "It restarted without its newest writes; the merger continues from what is there.",
+                code="broker.other-round",
             )
 
     def overtaken(self, epoch: int) -> FencedError:
+        """Return the error of a write in an older epoch."""
         return FencedError(
-            f"this merger's epoch {epoch} was overtaken", "Another merger serves this run; this one leaves."
+            f"another merger took the lease after epoch {epoch}", "It serves this run now; this merger leaves."
         )

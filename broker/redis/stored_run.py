@@ -5,7 +5,7 @@ from __future__ import annotations
 from archipelago.broker.errors import UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.keys import REGISTRY
+from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import names_in, text_fields
 from archipelago.broker.wire import payload_bytes_max
 
@@ -18,9 +18,14 @@ class StoredRun:
         self._sizes: tuple[int, ...] = ()
 
     def names(self) -> list[str]:
-        """Return the names of all runs at the server."""
+        """Return the names of all runs at the server. A name is registered before its run is made."""
         with self._connection.translated():
-            return names_in(self._connection.redis.smembers(REGISTRY))
+            names = names_in(self._connection.redis.smembers(REGISTRY))
+            with self._connection.redis.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.exists(Keys(name).manifest)
+                exist = pipe.execute()
+        return [name for name, exists in zip(names, exist, strict=True) if exists]
 
     def manifest(self) -> Manifest:
         """Return the manifest. Raises UnknownRunError."""

@@ -156,7 +156,7 @@ class _Service:
     # -- what is changed --------------------------------------------------------------------------------------------
 
     async def steer(self, request: Request) -> Response:
-        """Changes of `RUN:control`, for who has the token; none only asks whether the token fits."""
+        """Changes of `{RUN:s0}:control`, for who has the token; none only asks whether the token fits."""
         if not self._may(request):
             return _said(401, "The token is missing or wrong; it was printed when the dashboard started.",
                          **{"WWW-Authenticate": "Bearer"})  # fmt: skip

@@ -353,7 +353,7 @@ def test_init_of_a_run_that_is_there_with_another_config(
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(call: Call, url: str, raw: Any, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("seed = 5\n[sync]\ninterval = 12\nwindow = 3\n", encoding="utf-8")
     one_object(call("init", url, *SMALL, "--config", "run.toml", "--sync.window", "1", "--json"))
-    stored = json.loads(raw.hget("demo:manifest", "config"))
+    stored = json.loads(raw.hget("{demo:s0}:manifest", "config"))
     assert (stored["seed"], stored["sync"]["interval"], stored["sync"]["window"]) == (5, 12, 1)
     assert stored["sync"]["fragments"] == RunConfig().sync.fragments
 

@@ -768,6 +768,31 @@ def test_a_full_server_can_be_trimmed(
     assert transport.merger.actions(START) == []
 
 
+def test_a_full_server_renews_the_lease_of_the_newest_epoch_only(
+    transport: RedisTransport, connections: Connect, raw: Any, epoch: int, full: Callable[[], None]
+) -> None:
+    full()
+    transport.merger.renew(epoch, "merger", 1000.0)
+    left = raw.pttl(Keys(transport.run).lease)
+    assert left > 900_000
+    other = connections()
+    raw.config_set("maxmemory", 0)
+    assert other.merger.acquire("merger", 60.0) == epoch + 1
+    full()
+    with failing(FencedError):
+        transport.merger.renew(epoch, "merger", 1000.0)
+    assert raw.pttl(Keys(transport.run).lease) <= 60_000
+
+
+def test_an_older_epoch_does_not_extend_the_lease(transport: RedisTransport, connections: Connect, raw: Any) -> None:
+    epoch = transport.merger.acquire("merger", 60.0)
+    assert epoch is not None
+    assert connections().merger.acquire("merger", 60.0) == epoch + 1
+    with failing(FencedError):
+        transport.merger.renew(epoch, "merger", 1000.0)
+    assert raw.pttl(Keys(transport.run).lease) <= 60_000
+
+
 def test_a_full_server_is_not_trimmed_by_an_older_merger(
     transport: RedisTransport, connections: Connect, epoch: int
 ) -> None:
@@ -949,9 +974,9 @@ def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) 
     assert lasting_chunks(raw, run) == wanted
     names = {key.replace(run, "RUN") for key in keys(raw, run) if ":c:" not in key}
     assert names == {
-        "RUN:manifest", "RUN:islands", "RUN:island:a", "{RUN:s0}:updates", "{RUN:s0}:snapshots", "{RUN:s0}:tape",
+        "{RUN:s0}:manifest", "RUN:islands", "RUN:island:a", "{RUN:s0}:updates", "{RUN:s0}:snapshots", "{RUN:s0}:tape",
         "{RUN:s0}:lease", "{RUN:s0}:epoch", "{RUN:s0}:state", "{RUN:s0}:books", "{RUN:s0}:fragment:0",
-        "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "RUN:data", "RUN:actions",
+        "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "{RUN:s0}:data", "{RUN:s0}:actions",
     }  # fmt: skip
     assert {key.replace(run, "RUN") for key in keys(raw, run) if raw.ttl(key) > 0 and ":c:" not in key} == {
         "RUN:island:a",
@@ -961,6 +986,63 @@ def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) 
     assert replaced  # for whoever reads them just now
     assert all(0 < raw.ttl(key) <= chunks.PREVIOUS_SECONDS for key in replaced)
     assert raw.sismember(REGISTRY, run)
+
+
+class Spying:
+    """A client that records which keys each of its transactions names."""
+
+    def __init__(self, inner: Any) -> None:
+        self._client = inner
+        self.transactions: list[set[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def pipeline(self, transaction: bool) -> Any:
+        made = self._client.pipeline(transaction=transaction)
+        if transaction:
+            self.transactions.append(set())
+            for name in ("watch", "delete", "hset", "unlink", "xadd", "set", "expire", "persist", "hincrby", "hdel",
+                         "hsetnx", "xack", "xdel", "xtrim", "xgroup_create", "sadd", "get", "hget", "hgetall",
+                         "exists", "hexists"):  # fmt: skip
+                setattr(made, name, partial(self._named, getattr(made, name), self.transactions[-1]))
+        return made
+
+    @staticmethod
+    def _named(call: Callable[..., Any], keys: set[str], *args: Any, **kwargs: Any) -> Any:
+        many = call.__name__ in ("watch", "delete", "unlink")
+        keys |= set(args if many else args[:1])
+        return call(*args, **kwargs)
+
+
+def test_the_keys_of_each_transaction_share_one_hash_tag(connections: Connect) -> None:
+    """A cluster refuses other transactions."""
+    base = connections()
+    spying = Spying(base.connection.redis)
+    transport = RedisTransport(cast(Any, spying), base.run)
+    manifest = samples.manifest(transport.run, width=WIDTH)
+    transport.restore(samples.image(manifest, [(samples.contribution(LARGE), LARGE)], outer=LARGE))
+    island, merger = transport.island, transport.merger
+    epoch = merger.acquire("merger", 60.0)
+    assert epoch is not None
+    merger.renew(epoch, "merger", 60.0)
+    island.lease_shard(["0"], "a/x")
+    entries = [island.publish(samples.contribution(LARGE, sequence=n), LARGE, samples.actions(n)) for n in (1, 2)]
+    merger.updates(0.0)
+    merger.refuse(epoch, [(entries[1], REFUSAL)])
+    commit = samples.commit([entries[0]], LARGE, 3, cursors={"0": (1, 0)})
+    merger.commit(epoch, replace(commit, outer=LARGE, difference=LARGE))
+    merger.announce(epoch, Call(1, 0))
+    merger.trim(epoch, [entries[0]], merger.actions(START)[0][0])
+    transport.reader.steer({"merging": "paused", "checkpoint": ""})
+    island.ask("b/y")
+    island.promise("b/y", "a/x")
+    island.hand_over("b/y", samples.handover(LARGE), LARGE)
+    island.withdraw("b/y")
+    merger.release(epoch)
+    named = [keys for keys in spying.transactions if keys]
+    assert len(named) >= 12
+    assert {key.partition("}")[0] for keys in named for key in keys} == {f"{{{base.run}:s0"}
 
 
 def test_chunks_of_a_contribution_go_with_it(transport: RedisTransport, raw: Any, epoch: int) -> None:
