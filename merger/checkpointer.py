@@ -36,6 +36,7 @@ Spawn = Callable[[Callable[[], "Covered"]], "Future[Covered]"]
 class CheckpointCut:
     """What the merger knew between two rounds."""
 
+    manifest: Manifest
     number: int
     """of the checkpoint"""
     round: int
@@ -120,10 +121,10 @@ class Checkpointer:
         """The run was taken up anew: what is under way may hold rounds that never happened, and covers none."""
         self._job = None
 
-    def begin(self, cut: CheckpointCut, manifest: Manifest, now: float) -> None:
+    def begin(self, cut: CheckpointCut, now: float) -> None:
         """Sends a cut to disk."""
         self._due_at = now + self.every_seconds
-        self._job = self._spawn(lambda: self._keep(cut, manifest))
+        self._job = self._spawn(lambda: self._keep(cut))
 
     def finished(self, now: float, *, wait: bool = False) -> Covered | None:
         """What the last checkpoint covers, once, when it is on disk. One that failed is tried again soon."""
@@ -147,7 +148,7 @@ class Checkpointer:
         self._trouble = trouble
         log.log(logging.DEBUG if again else logging.WARNING, "no checkpoint, training goes on: %s", error)
 
-    def _keep(self, cut: CheckpointCut, manifest: Manifest) -> Covered:
+    def _keep(self, cut: CheckpointCut) -> Covered:
         newest = self.transport.reader.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
         tape = [entry for entry in newest if entry.round <= cut.round]
         _require_same(cut, tape)
@@ -156,7 +157,7 @@ class Checkpointer:
             actions_until, logged = self._actions()
             covered = max(cut.covered, self.recorder.last_round())
             self._record(self.recorder, [entry for entry in tape if entry.round > covered], logged)
-        self.store.save(self._image(cut, manifest, tape[-TAPE_IN_IMAGE:]))
+        self.store.save(self._image(cut, tape[-TAPE_IN_IMAGE:]))
         return Covered(cut.number, cut.round, actions_until)
 
     def _actions(self) -> tuple[str, list[Actions]]:
@@ -177,15 +178,15 @@ class Checkpointer:
             rounds.append((entry, tuple(members)))
         recorder.append(Segment(rounds, logged))
 
-    def _image(self, cut: CheckpointCut, manifest: Manifest, tape: Sequence[TapeEntry]) -> Image:
-        wire = manifest.config.wire
+    def _image(self, cut: CheckpointCut, tape: Sequence[TapeEntry]) -> Image:
+        wire = cut.manifest.config.wire
         outers, snapshots = [], []
         for fragment, snapshot in zip(cut.fragments, cut.snapshots, strict=True):
             payload = pack(np.asarray(fragment.published_N), wire.full, wire.full_zstd_level)
             snapshots.append((replace(snapshot, bytes=len(payload), digest=digest(payload)), payload))
             outers.append(outer.dump(fragment.params_N, fragment.outer) if snapshot.version else b"")
         return Image(
-            manifest=manifest,
+            manifest=cut.manifest,
             number=cut.number,
             snapshots=tuple(snapshots),
             outers=tuple(outers),

@@ -67,16 +67,22 @@ def main(options: MergerOptions) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
     from archipelago.merger.service import Merger, serve
-    from archipelago.merger.telemetry import Telemetry
+    from archipelago.merger.telemetry import MergerCollector, RoundTelemetry
 
+    telemetry = RoundTelemetry(manifest, curves, registry)
     every = options.checkpoint_every
     checkpointer = folder.checkpointer(transport, manifest, every) if every > 0 else None
     merger = awaited(  # it asks for the manifest
         lambda: Merger(
-            transport, linger_seconds=LINGER_SECONDS, checkpointer=checkpointer, lease_seconds=options.lease_seconds
+            transport,
+            linger_seconds=LINGER_SECONDS,
+            checkpointer=checkpointer,
+            lease_seconds=options.lease_seconds,
+            on_round=telemetry.closed,
         )
     )
-    Telemetry(merger, curves, registry)
+    if registry is not None:
+        registry.register(MergerCollector(merger, telemetry))
     curves.start()
     try:
         serve(merger, stopped)

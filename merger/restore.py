@@ -14,10 +14,10 @@ from archipelago.broker.transport import Image, MergerTransport
 from archipelago.broker.wire import digest_of, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.clip import NormWindow
-from archipelago.merger.closing import new_state
-from archipelago.merger.replay import DifferenceError, Rules, redo
+from archipelago.merger.replay import DifferenceError, replay_round
+from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
+from archipelago.merger.weights import NormWindow
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,10 @@ class Loaded:
 
 
 def load(
-    transport: MergerTransport, rules: Rules, store: CheckpointStore | None, between: Callable[[], None] = lambda: None
+    transport: MergerTransport,
+    rules: RoundMerge,
+    store: CheckpointStore | None,
+    between: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """The run as its last commit left it; calls `between` now and then, since large fragments take their time.
 
@@ -78,7 +81,7 @@ def _state(transport: MergerTransport) -> tuple[RunState, ConfigError | None]:
         return RunState(), error
 
 
-def _fragment(rules: Rules, p: int, payload: bytes, outer_state: bytes) -> FragmentState:
+def _fragment(rules: RoundMerge, p: int, payload: bytes, outer_state: bytes) -> FragmentState:
     """Raises WireError for bytes that are not of this run."""
     size = rules.manifest.sizes[p]
     fresh = new_state(unpack(payload, size), rules.outer)
@@ -94,7 +97,9 @@ def _with_norms(fragment: FragmentState, state: RunState, p: int) -> FragmentSta
     return replace(fragment, norms=state.norms.get(p, NormWindow()))
 
 
-def _recovered(transport: MergerTransport, rules: Rules, store: CheckpointStore | None, found: Loaded) -> Loaded | None:
+def _recovered(
+    transport: MergerTransport, rules: RoundMerge, store: CheckpointStore | None, found: Loaded
+) -> Loaded | None:
     """The run from the newest checkpoint and what came after it; None where they do not bring it back."""
     try:
         image = store.load() if store else None
@@ -114,7 +119,7 @@ def _recovered(transport: MergerTransport, rules: Rules, store: CheckpointStore 
     return Loaded(found.state if known else state, fragments, found.snapshots)
 
 
-def rebuild(rules: Rules, image: Image, transport: MergerTransport) -> tuple[RunState, list[FragmentState]]:
+def rebuild(rules: RoundMerge, image: Image, transport: MergerTransport) -> tuple[RunState, list[FragmentState]]:
     """The run at the end of the tape: the checkpoint's rounds, and those after it done again from their entries.
 
     Raises DifferenceError where the tape has a gap, where an entry is gone, or where a bit differs; WireError for an
@@ -127,11 +132,11 @@ def rebuild(rules: Rules, image: Image, transport: MergerTransport) -> tuple[Run
         if tape.round > state.closed:
             p = rules.manifest.fragment_of(tape.round)
             deliveries = transport.merger.read([member.entry for member in tape.members])
-            fragments[p] = redo(rules, state, fragments[p], tape, deliveries)
+            fragments[p] = replay_round(rules, state, fragments[p], tape, deliveries)
     return state, fragments
 
 
-def of_image(rules: Rules, image: Image) -> list[FragmentState]:
+def of_image(rules: RoundMerge, image: Image) -> list[FragmentState]:
     """The fragments in a checkpoint. Raises WireError when it is not of this run."""
     if image.manifest.to_fields() != rules.manifest.to_fields():
         raise WireError(f"checkpoint {image.number} is of another run")
@@ -141,7 +146,7 @@ def of_image(rules: Rules, image: Image) -> list[FragmentState]:
 
 
 def _require_published(
-    rules: Rules, transport: MergerTransport, state: RunState, fragments: list[FragmentState]
+    rules: RoundMerge, transport: MergerTransport, state: RunState, fragments: list[FragmentState]
 ) -> None:
     """Raises DifferenceError unless the fragments are those that the islands have seen."""
     full, newest = rules.manifest.config.wire.full, 0

@@ -1,24 +1,29 @@
-"""Rounds as a state machine without clocks or sockets: contributions, the living, the time in; decisions out.
+"""Rounds as a state machine without clocks or sockets: contributions and live islands in, decisions out.
 
-Rounds close in order, and the τ after the last closed one are *open*. The first contribution to an open round calls
-it. It closes when every live island has answered, or when the grace window after its quorum has passed. Whatever
-waits for its fragment is merged then: answers, what came too late for an earlier round, what leavers sent ahead.
+Rounds close in order. The τ rounds after the last closed one are *open* (the window). The first contribution to an open
+round calls it. A round closes when every live island has answered, or when the grace window after its quorum is over.
+It merges everything that waits for its fragment: answers, contributions that came too late for an earlier round, and
+contributions that departing islands sent ahead.
+
+The grace window follows Decoupled DiLoCo (arXiv 2604.21428), Eq. 3: slack = τ·T_step − (T_quorum + T_sync), and
+grace ≤ γ·slack. T_step is the time of one stride (H/P inner steps) of the fastest live island. Times are in seconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.round_timing import Pace, grace_seconds, slack, stride_seconds
+from archipelago.merger.state import RoundTiming, RunState
 
 
 @dataclass(frozen=True)
 class Close:
-    """The decision to merge what waits for a round's fragment; the times are for the tape."""
+    """The decision to close a round, with its times for the tape."""
 
     round: int
     quorum_seconds: float
@@ -28,40 +33,59 @@ class Close:
 
 @dataclass
 class OpenRound:
-    """What is known of a round that has not closed."""
+    """A round that has not closed.
+
+    Attributes:
+        answered: The islands that have contributed to it.
+        first_at: When the first island that stays contributed, which calls the round. A departing island does not.
+        announced: Whether the islands were told.
+        quorum_at: When the quorum was reached.
+        grace_seconds: The grace window after the quorum.
+        is_merged: Its contributions were merged by an earlier round of its fragment. This happens when a broker lost
+            rounds and the islands were ahead.
+    """
 
     answered: set[str] = field(default_factory=set)
     first_at: float | None = None
-    """when the first island that stays contributed: what calls the round. Leavers hurry nobody."""
     announced: bool = False
     quorum_at: float | None = None
     grace_seconds: float = 0.0
     is_merged: bool = False
-    """What answers it went with an earlier round of its fragment: a broker forgot rounds, and islands were ahead."""
 
     def seconds_since_first(self, at: float | None) -> float:
-        """Seconds from the first contribution to `at`, 0 where either never was."""
+        """Return the seconds from the first contribution to `at`, or 0 when one of them did not happen."""
         return 0.0 if at is None or self.first_at is None else at - self.first_at
 
 
 class Rounds:
-    """The rounds of a run. `closed` is the last one that has closed, 0 before the first."""
+    """The open rounds of a run, whose progress it reads from the run's state.
 
-    def __init__(
-        self, config: SyncConfig, fragments: int, closed: int, pace: Pace, step_seconds: Mapping[str, float]
-    ) -> None:
+    Args:
+        config: When rounds close.
+        fragments: P, the number of fragments.
+        state: The run as last committed. It owns the number of the last closed round.
+    """
+
+    def __init__(self, config: SyncConfig, fragments: int, state: RunState) -> None:
         self.config = config
         self.fragments = fragments
         self.window = min(config.window, fragments)  # two open rounds never share a fragment
-        self.closed = closed
-        self.pace = pace
+        #: No round closes while paused. Islands train on until the window stops them.
         self.is_paused = False
-        """no round closes; islands, bounded by the window, train on"""
+        #: The timing of the committed state, plus the time that its own commit took, which the next commit stores.
+        self.timing = state.timing
+        self._state = state
         self._open: dict[int, OpenRound] = {}
-        self._step_seconds = dict(step_seconds)
+        #: Reports of contributions that are not merged yet are in here, too.
+        self._step_seconds = dict(state.step_seconds)
+
+    @property
+    def closed(self) -> int:
+        """The last round that has closed, 0 before the first."""
+        return self._state.closed
 
     def answer(self, contribution: Contribution, now: float) -> None:
-        """Notes an admitted contribution. One for a closed round is late: it waits, and answers nothing."""
+        """Note an admitted contribution. One for a closed round is late: it waits for the next round."""
         self._step_seconds[contribution.island] = contribution.step_seconds
         if contribution.round <= self.closed:
             return
@@ -71,12 +95,12 @@ class Rounds:
             found.first_at = now
 
     def forget(self, islands: Collection[str]) -> None:
-        """What these islands answered counts for no quorum that is not reached yet."""
+        """Remove the answers of these islands from every quorum that is not reached yet."""
         for found in self._open.values():
             found.answered.difference_update(islands)
 
     def calls(self) -> list[int]:
-        """Open rounds that have a contribution and are not announced yet; they are, once this was asked."""
+        """Return the open rounds that have a contribution and were not announced, and mark them as announced."""
         due = []
         for number in range(self.closed + 1, self.closed + 1 + self.window):
             found = self._open.get(number)
@@ -86,12 +110,17 @@ class Rounds:
         return due
 
     def close(self, now: float, live: AbstractSet[str], waiting: Collection[int]) -> Close | None:
-        """The next round, if it is to close now. `waiting` holds the fragments that contributions wait for.
+        """Return the decision to close the next round, or None.
 
-        When nobody lives, rounds close one after the other until nothing waits, empty ones among them; and so does one
-        whose answers were merged before, which nobody answers again.
+        Without live islands, rounds close one after the other until nothing waits, with empty ones among them. A round
+        whose contributions were merged by an earlier one closes empty too, because no island will answer it again.
+
+        Args:
+            now: The time.
+            live: The live islands.
+            waiting: The fragments that contributions wait for.
         """
-        self._note_quorums(now, live)  # also in a pause: the pace knows of no pauses
+        self._note_quorums(now, live)  # during a pause as well, because round timing does not know about pauses
         number = self.closed + 1
         found = self._open.get(number, OpenRound())
         is_due = found.is_merged or (number - 1) % self.fragments in waiting if live else bool(waiting)
@@ -107,26 +136,20 @@ class Rounds:
             open_seconds=found.seconds_since_first(now),
         )
 
-    def pace_after(self, close: Close) -> Pace:
-        """The averages with this round's time to quorum: what its commit keeps for the next merger."""
-        return self.pace.after_quorum(close.quorum_seconds, self.config.smoothing)
-
-    def closed_round(self, close: Close, sync_seconds: float) -> None:
-        """The round was merged and committed, which took `sync_seconds`."""
-        self.closed = close.round
-        self._open.pop(close.round, None)
-        for number, found in self._open.items():  # its fragment's contributions are merged, all of them
-            found.is_merged |= bool(found.answered) and (number - close.round) % self.fragments == 0
-        self.pace = self.pace_after(close).after_sync(sync_seconds, self.config.smoothing)
+    def committed(self, state: RunState, sync_seconds: float) -> None:
+        """Continue from the state in which the next round has closed, which took `sync_seconds`."""
+        self.timing = state.timing.after_sync(sync_seconds, self.config.smoothing)
+        self._state = state
+        self._open.pop(state.closed, None)
+        for number, found in self._open.items():  # the round merged all contributions to its fragment
+            found.is_merged |= bool(found.answered) and (number - state.closed) % self.fragments == 0
 
     def deadline(self) -> float | None:
-        """When the next round's grace window ends, if it has begun and anything follows from its end."""
+        """Return when the next round's grace window ends, or None when no window has begun or rounds are paused."""
         found = self._open.get(self.closed + 1)
-        return (
-            None
-            if self.is_paused or found is None or found.quorum_at is None
-            else found.quorum_at + found.grace_seconds
-        )
+        if self.is_paused or found is None or found.quorum_at is None:
+            return None
+        return found.quorum_at + found.grace_seconds
 
     def _note_quorums(self, now: float, live: AbstractSet[str]) -> None:
         quorum = max(1, min(self.config.quorum, len(live)))
@@ -140,4 +163,27 @@ class Rounds:
 
     def _grace_seconds(self, live: AbstractSet[str]) -> float:
         stride = stride_seconds(self._step_seconds, live, self.config.interval, self.fragments)
-        return grace_seconds(self.config.grace, slack(self.window, stride, self.pace))
+        return grace_seconds(self.config.grace, slack(self.window, stride, self.timing))
+
+
+def stride_seconds(
+    step_seconds_by_island: Mapping[str, float], live: Collection[str], interval: int, fragments: int
+) -> float:
+    """Return T_step, the fastest live island's time for a stride of H/P = interval/fragments inner steps.
+
+    Only positive finite reports count. While no live island has reported one, all known islands count. Without any
+    report the result is 0.0, which leaves no slack.
+    """
+    known = {name: s for name, s in step_seconds_by_island.items() if s > 0.0 and math.isfinite(s)}
+    alive = [s for name, s in known.items() if name in live]
+    return min(alive or known.values(), default=0.0) * interval / fragments
+
+
+def slack(window: int, stride_seconds: float, timing: RoundTiming) -> float:
+    """Return Eq. 3, τ·T_step − (T_quorum + T_sync), which is negative when rounds are late. Unmeasured times are 0."""
+    return window * stride_seconds - ((timing.quorum_seconds or 0.0) + (timing.sync_seconds or 0.0))
+
+
+def grace_seconds(gamma: float, slack: float) -> float:
+    """Return the longest that a round stays open after its quorum, γ · max(0, slack)."""
+    return gamma * max(0.0, slack)

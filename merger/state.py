@@ -1,10 +1,10 @@
-"""What a merger knows beside the waiting contributions, and how it is written down: with every commit, to the bit."""
+"""The merger's state besides the waiting contributions, and its JSON form, which every commit stores exactly."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -13,20 +13,23 @@ from archipelago.broker.control import read_fields, read_settings
 from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Contribution
-from archipelago.merger.admission import Sequences
-from archipelago.merger.clip import NormWindow
-from archipelago.merger.round_timing import Pace
-from archipelago.merger.weights import RunningMean
+from archipelago.merger.weights import NormWindow, RunningMean
 
+#: How many incarnations of islands are remembered. Those that were silent longest are forgotten first.
 INCARNATIONS_MAX = 4096
-"""Lives of islands whose contributions are remembered; those that were silent longest are forgotten first."""
+#: How many sequence numbers are remembered one by one. Missing ones further back count as seen.
+REMEMBERED_MAX = 1024
 
 
 @dataclass(frozen=True)
 class FragmentState:
-    """One fragment: exact parameters (float32, N elements), the outer optimiser's state, and the norms it has seen.
+    """One fragment of N elements.
 
-    `published_N` is what the islands hold: `params_N`, rounded where the codec of snapshots rounds.
+    Attributes:
+        params_N: The exact parameters, float32.
+        outer: The outer optimiser's state, a pytree of arrays.
+        norms: The norms that clipping compares with.
+        published_N: What the islands hold: `params_N`, rounded by the codec of snapshots.
     """
 
     params_N: jax.Array
@@ -36,78 +39,135 @@ class FragmentState:
 
 
 @dataclass
+class Sequences:
+    """The sequence numbers of one incarnation that were seen: all below `floor`, and those in `above`."""
+
+    floor: int = 0
+    above: set[int] = field(default_factory=set)
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence < self.floor or sequence in self.above
+
+    def with_one(self, sequence: int) -> Sequences:
+        """Return these and one more. Numbers arrive almost in order, so `above` stays small; old gaps are closed."""
+        floor, above = self.floor, set(self.above)
+        if sequence >= floor:
+            above.add(sequence)
+        if len(above) > REMEMBERED_MAX:
+            floor = min(above)
+        while floor in above:
+            above.remove(floor)
+            floor += 1
+        return Sequences(floor, above)
+
+
+@dataclass(frozen=True)
+class RoundTiming:
+    """Exponential moving averages of a round's times in seconds; None before the first sample, which sets the average.
+
+    Attributes:
+        quorum_seconds: T_quorum, from a round's first contribution to its quorum.
+        sync_seconds: T_sync, from a round's close to its published snapshot.
+    """
+
+    quorum_seconds: float | None = None
+    sync_seconds: float | None = None
+
+    def after_quorum(self, sample: float, smoothing: float) -> RoundTiming:
+        """Return the averages with one more time to quorum, by the decay `SyncConfig.smoothing`."""
+        return RoundTiming(_smoothed(self.quorum_seconds, sample, smoothing), self.sync_seconds)
+
+    def after_sync(self, sample: float, smoothing: float) -> RoundTiming:
+        """Return the averages with one more time to sync, by the decay `SyncConfig.smoothing`."""
+        return RoundTiming(self.quorum_seconds, _smoothed(self.sync_seconds, sample, smoothing))
+
+
+def _smoothed(mean: float | None, sample: float, smoothing: float) -> float:
+    sample = max(0.0, sample)  # a clock that was set back must not lengthen the window
+    return sample if mean is None else smoothing * mean + (1.0 - smoothing) * sample
+
+
+@dataclass
 class RunState:
-    """What is not of one fragment. `seen` holds the contributions that were merged or refused, by incarnation."""
+    """The state of the run that belongs to no single fragment.
+
+    Attributes:
+        closed: The last round that has closed, 0 before the first.
+        step: The furthest global step among merged contributions.
+        tokens: Merged tokens, summed over the fragments.
+        staleness: The running mean of staleness factors.
+        timing: Averages of how long rounds take.
+        norms: The norms that clipping compares with, by fragment.
+        seen: The contributions that were merged or refused, by incarnation.
+        cursors: Pass and sequence from which each shard of the corpus is read next.
+        step_seconds: Each island's seconds per inner step, as it last reported.
+        island_tokens: Merged tokens of each island, summed over the fragments.
+        covered: The last round in a finished checkpoint.
+        steered: The settings that the last closed round used in place of the run's own (`broker.control`).
+        control: The operator's requests that were acted on last.
+    """
 
     closed: int = 0
     step: int = 0
     tokens: int = 0
     staleness: RunningMean = field(default_factory=RunningMean)
-    pace: Pace = field(default_factory=Pace)
+    timing: RoundTiming = field(default_factory=RoundTiming)
     norms: dict[int, NormWindow] = field(default_factory=dict)
     seen: dict[str, Sequences] = field(default_factory=dict)
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """pass and sequence from which each shard of the data is to be read"""
     step_seconds: dict[str, float] = field(default_factory=dict)
-    """of each island's inner step, as it reported last"""
     island_tokens: dict[str, int] = field(default_factory=dict)
-    """merged tokens of each island, summed over the fragments"""
     covered: int = 0
-    """the last round that a finished checkpoint on disk holds"""
     steered: dict[str, float] = field(default_factory=dict)
-    """settings that the last closed round had in place of the run's own (`broker.control`)"""
     control: dict[str, str] = field(default_factory=dict)
-    """the operator's wishes that were acted on last"""
 
-    def after_round(self, number: int, merged: Sequence[Contribution], pace: Pace) -> None:
-        """Takes in that a round closed with these contributions."""
+    def copy(self) -> RunState:
+        """Return a copy that can change without changing this one."""
+        values: dict[str, Any] = {name: v.copy() for name, v in vars(self).items() if isinstance(v, dict)}
+        return replace(self, **values)
+
+    def after_round(self, number: int, merged: Sequence[Contribution]) -> None:
+        """Take in a closed round with these contributions."""
         self.closed = number
-        self.pace = pace
         self.step = max([self.step, *(c.global_step for c in merged)])
         self.tokens += sum(c.tokens for c in merged)
-        for c in sorted(merged, key=lambda c: c.identity):  # what comes out does not depend on who arrived first
+        for c in sorted(merged, key=lambda c: c.identity):  # so that the result does not depend on the order of arrival
             self.see(c.identity)
             self.step_seconds[c.island] = c.step_seconds
             self.island_tokens[c.island] = self.island_tokens.get(c.island, 0) + c.tokens
             self.cursors |= advanced(self.cursors, parse_places(c.data))
 
     def has_seen(self, identity: tuple[str, str, int]) -> bool:
-        """Whether this contribution has ended already."""
+        """Whether this contribution was merged or refused."""
         island, incarnation, sequence = identity
         return sequence in self.seen.get(f"{island}/{incarnation}", ())
 
     def see(self, identity: tuple[str, str, int]) -> None:
-        """Marks a contribution as ended."""
+        """Mark a contribution as merged or refused."""
         island, incarnation, sequence = identity
         who = f"{island}/{incarnation}"
-        found = self.seen.pop(who, None) or Sequences()
-        found.add(sequence)
-        self.seen[who] = found  # at the end: the dictionary's order is that of the last use, and JSON keeps it
+        # At the end: the dictionary's order is that of the last use, and JSON keeps it.
+        self.seen[who] = (self.seen.pop(who, None) or Sequences()).with_one(sequence)
         while len(self.seen) > INCARNATIONS_MAX:
             del self.seen[next(iter(self.seen))]
 
     def to_json(self) -> str:
-        """JSON for the commit."""
-        values = {
-            "closed": self.closed,
-            "step": self.step,
-            "tokens": self.tokens,
+        """Return the JSON for the commit."""
+        values = vars(self) | {
             "staleness": asdict(self.staleness),
-            "pace": asdict(self.pace),
+            "timing": asdict(self.timing),
             "norms": {p: list(window.norms) for p, window in self.norms.items()},
             "seen": {who: [s.floor, *sorted(s.above)] for who, s in self.seen.items()},
-            "cursors": {shard: list(cursor) for shard, cursor in self.cursors.items()},
-            "step_seconds": self.step_seconds,
-            "island_tokens": self.island_tokens,
-            "covered": self.covered,
-            "steered": self.steered,
-            "control": self.control,
         }
         return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: str) -> RunState:
-        """The state that `to_json` wrote; a fresh one for empty text. Raises ConfigError for anything else."""
+        """Return the state that `to_json` wrote, or a fresh one for empty text.
+
+        Raises:
+            ConfigError: The text is anything else (`config.merger-state`).
+        """
         if not text:
             return cls()
         try:
@@ -117,7 +177,7 @@ class RunState:
                 step=int(values["step"]),
                 tokens=int(values["tokens"]),
                 staleness=RunningMean(**values["staleness"]),
-                pace=Pace(**values["pace"]),
+                timing=RoundTiming(**values["timing"]),
                 norms={int(p): NormWindow(tuple(norms)) for p, norms in values["norms"].items()},
                 seen={who: Sequences(floor, set(above)) for who, (floor, *above) in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import family
-from archipelago.merger.service import Merger
+from archipelago.merger.service import Clock, Merger
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter
@@ -87,36 +89,43 @@ class RoundMetrics:
                 gauge.labels(self._run).set(value)
 
 
-class Telemetry:
-    """Records what one merger does, and reads its state when Prometheus asks. Without a registry it only draws."""
+class RoundTelemetry:
+    """Records each round that a merger commits, in metrics if there is a registry. Pass `closed` as `on_round`."""
 
-    def __init__(self, merger: Merger, curves: CurveWriter, registry: CollectorRegistry | None) -> None:
-        self.merger, self.curves = merger, curves
-        self._rounds: RoundMetrics | None = None
-        self._closed_at = math.nan
-        if registry is not None:
-            self._rounds = RoundMetrics(merger.manifest.run, len(merger.manifest.fragments), registry)
-            registry.register(self)
-        merger.on_round = self.closed
+    def __init__(
+        self, manifest: Manifest, curves: CurveWriter, registry: CollectorRegistry | None, clock: Clock = time.monotonic
+    ) -> None:
+        self.clock = clock
+        #: When the last round was recorded, by `clock`; NaN before the first.
+        self.closed_at = math.nan
+        self._curves = curves
+        self._metrics = RoundMetrics(manifest.run, len(manifest.fragments), registry) if registry else None
 
     def closed(self, entry: TapeEntry, snapshot: Snapshot) -> None:
         """Record a round that was committed."""
-        self._closed_at = self.merger.clock()
-        if self._rounds is not None:
-            self._rounds.closed(entry, snapshot)
-        self.curves.put(entry.round, values(entry))
+        self.closed_at = self.clock()
+        if self._metrics is not None:
+            self._metrics.closed(entry, snapshot)
+        self._curves.put(entry.round, values(entry))
+
+
+class MergerCollector:
+    """Reads a merger's state when Prometheus asks. Register it with a registry."""
+
+    def __init__(self, merger: Merger, rounds: RoundTelemetry) -> None:
+        self.merger, self.rounds = merger, rounds
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the merger knows now. A standby has not looked at the run, so it leaves out round and islands."""
-        merger = self.merger
+        merger, rounds = self.merger, self.rounds
         serves = merger.epoch > 0
         for name, documentation, value in (
             ("serving", "1 while this merger holds the lease, 0 as a standby.", float(serves)),
             ("epoch", "Epoch of its lease, the fencing number; 0 without one.", merger.epoch),
-            ("round", "The last round that has closed.", merger.rounds.closed if serves else math.nan),
+            ("round", "The last round that has closed.", merger.state.closed if serves else math.nan),
             ("live_islands", "Islands that rounds wait for.", len(merger.live) if serves else math.nan),
-            ("refused_contributions_total", "Contributions that this process has refused.", merger.refused),
-            ("round_age_seconds", "Time since this process closed its last round.", merger.clock() - self._closed_at),
+            ("refused_contributions_total", "Contributions that this process has refused.", merger.inbox.refused),
+            ("round_age_seconds", "Time since this process closed its last round.", rounds.clock() - rounds.closed_at),
         ):
             labels = {"run": merger.manifest.run}
             yield family(f"archipelago_merger_{name}", documentation, labels, [(labels, value)])

@@ -1,8 +1,12 @@
-"""How much each contribution of a round counts, and how much the round as a whole does.
+"""How much each contribution of a round counts, how much the round counts, and how large a contribution may be.
 
 A contribution weighs `tokens · (tokens / steps) · s(staleness)`: Decoupled DiLoCo (arXiv 2604.21428), Algorithm 2,
-times a staleness factor s. Within the round only the ratios matter (`shares`). Across rounds, a run whose rounds are
-always somewhat stale would be slowed by s as such; so the round's mean s is divided by its running mean (`gain`).
+times a staleness factor s. Within a round only the ratios matter (`shares`). Across rounds, s alone would slow a run
+whose rounds are always somewhat stale, so the mean s of a round is divided by its running mean (`gain`).
+
+A contribution is clipped to a multiple of the usual norm, so that one outlier cannot derail the run. Norms are divided
+by the length of the path behind them, which is learning rate times steps. The first contributions of a run cover a few
+steps at the start of the warm-up, and their norms alone would be far too small a measure for later ones.
 """
 
 from __future__ import annotations
@@ -10,15 +14,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from archipelago.broker.config import MergeConfig
+from archipelago.broker.config import MergeConfig, RunConfig
 
+#: Decay per round of the running mean of s, which remembers about twenty rounds.
 RUNNING_DECAY = 0.95
-"""Decay, a round, of the running mean of s: a memory of about twenty rounds."""
-_IDLE = 1e-9
-"""what a contribution without tokens weighs against one of a single token"""
+#: A fresh round after many stale ones is enlarged by at most this factor.
 GAIN_MAX = 2.0
-"""A fresh round after many stale ones is enlarged by at most this factor."""
+#: How many norms are remembered for clipping.
+WINDOW = 64
+#: Nothing is clipped before this many norms are known.
+ENOUGH = 8
+#: Steps beyond this many sync intervals do not count as a longer path, whatever an island claims.
+INTERVALS_MOST = 4
+#: A path counts at least this share of the peak learning rate per step, because the rate may fall to 0 at the end.
+RATE_LEAST = 1e-3
+#: The weight of a contribution without tokens, relative to one with a single token.
+_IDLE = 1e-9
+
+#: What decides one contribution's weight: tokens ≥ 0, inner steps ≥ 1, staleness ≥ 0 in versions.
+Part = tuple[int, int, int]
 
 
 def _none(staleness: int) -> float:
@@ -33,41 +49,41 @@ def _polynomial(staleness: int) -> float:
 #: FedAsync (arXiv 1903.03934). To add one, write a function here and add its name to `MergeConfig.staleness`.
 STALENESS: dict[str, Callable[[int], float]] = {"none": _none, "polynomial": _polynomial}
 
-Part = tuple[int, int, int]
-"""What decides one contribution's weight: tokens ≥ 0, inner steps ≥ 1, staleness ≥ 0 in versions."""
-
 
 @dataclass(frozen=True)
 class RunningMean:
-    """Exponential mean, over the rounds, of a round's mean s. It starts at 1, as if all rounds before were fresh."""
+    """Exponential mean over the rounds of a round's mean s. It starts at 1, as if all earlier rounds were fresh."""
 
     value: float = 1.0
 
     def after(self, mean_staleness_factor: float) -> RunningMean:
-        """The mean with one more round in it."""
+        """Return the mean with one more round in it."""
         # In this form, unlike decay·a + (1 − decay)·b, a constant sample is an exact fixed point.
         return RunningMean(self.value + (1.0 - RUNNING_DECAY) * (mean_staleness_factor - self.value))
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """A round's decisions about weight, in the order of its parts."""
+    """The weights of one round.
+
+    Attributes:
+        shares: The share of each part in [0, 1]; they sum to one.
+        gain: The factor on the merged outer gradient, in (0, GAIN_MAX].
+        running: The running mean for the next round.
+    """
 
     shares: tuple[float, ...]
-    """of each part, in [0, 1]; they sum to one"""
     gain: float
-    """factor on the merged outer gradient, in (0, GAIN_MAX]"""
     running: RunningMean
-    """for the next round"""
 
 
 def raw_weight(tokens: int, steps: int) -> float:
-    """`tokens · (tokens / steps)`: the work done, times its batch size (Decoupled DiLoCo, Algorithm 2). steps ≥ 1."""
+    """Return `tokens · (tokens / steps)`, the work done times its batch size (Algorithm 2). steps ≥ 1."""
     return tokens * (tokens / steps)
 
 
 def _scaled(weights: Sequence[float]) -> list[float]:
-    """The weights relative to the largest, so that no sum of them overflows; ones when all are zero."""
+    """Return the weights relative to the largest, so that no sum overflows; ones when all are zero."""
     if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
         raise ValueError(f"weights must be finite and not negative: {list(weights)}")
     largest = max(weights, default=0.0)
@@ -75,10 +91,12 @@ def _scaled(weights: Sequence[float]) -> list[float]:
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """Each weight's part of their sum; equal parts when all are zero. One weight has exactly 1.0.
+    """Return each weight's part of their sum; equal parts when all are zero. A single weight gets exactly 1.0.
 
-    The sum is rounded once (`fsum`), so the order of the weights changes no bit of any share. Raises ValueError for a
-    negative or non-finite weight.
+    The sum is rounded once (`fsum`), so the order of the weights changes no bit of any share.
+
+    Raises:
+        ValueError: A weight is negative or not finite.
     """
     scaled = _scaled(weights)
     total = math.fsum(scaled)
@@ -86,21 +104,24 @@ def shares(weights: Sequence[float]) -> list[float]:
 
 
 def gain(mean_staleness_factor: float, running: RunningMean) -> float:
-    """How much a round counts against the rounds before it: its mean s over their running mean, at most GAIN_MAX."""
+    """Return the factor on a round: its mean s over the running mean of earlier rounds, at most GAIN_MAX."""
     return min(mean_staleness_factor / running.value, GAIN_MAX)
 
 
 def effective(part: Part, config: MergeConfig) -> float:
-    """A contribution's weight before its round is known: positive, so that a round of idle ones has a mean, too."""
+    """Return a contribution's weight before its round is known. It is positive even for one without tokens."""
     tokens, steps, staleness = part
     return max(raw_weight(tokens, steps), _IDLE) * STALENESS[config.staleness](staleness)
 
 
 def weigh(parts: Sequence[Part], config: MergeConfig, running: RunningMean) -> Weighed:
-    """Shares and gain of one round, from its parts (at least one).
+    """Return the shares and the gain of one round.
 
-    The gain is `gain(mean s, running)`, with the mean weighted by `raw_weight`; or mean s itself when
-    `config.normalise` is off, so that stale rounds take smaller steps. Raises ValueError for a round without parts.
+    The gain is `gain(mean s, running)`, where the mean is weighted by `raw_weight`. When `config.normalise` is off, the
+    gain is the mean s itself, so stale rounds take smaller steps.
+
+    Raises:
+        ValueError: There are no parts.
     """
     if not parts:
         raise ValueError("a round without contributions has no weights")
@@ -113,3 +134,47 @@ def weigh(parts: Sequence[Part], config: MergeConfig, running: RunningMean) -> W
         gain=gain(mean, running) if config.normalise else mean,
         running=running.after(mean),
     )
+
+
+# -- clipping ------------------------------------------------------------------------------------------------------
+
+
+def path(config: RunConfig, steps: int, global_step: int) -> float:
+    """Return about how far Adam can have moved each element in `steps` up to the global step.
+
+    It is the number of steps times the learning rate in their middle.
+    """
+    inner, steps = config.inner, min(max(1, steps), INTERVALS_MOST * config.sync.interval)
+    return steps * max(inner.rate_at(max(0.0, global_step - steps / 2)), RATE_LEAST * inner.peak)
+
+
+@dataclass(frozen=True)
+class NormWindow:
+    """Norm over path of the last WINDOW merged contributions after clipping, oldest first."""
+
+    norms: tuple[float, ...] = ()
+
+    def with_norm(self, clipped_norm: float) -> NormWindow:
+        """Return the window with one more norm, without the oldest one when it is full.
+
+        Pass the norm after clipping. An attacker who sends ever larger contributions then moves the median by no more
+        than the clipping multiple in half a window.
+
+        Raises:
+            ValueError: The norm is negative or not finite.
+        """
+        if not (math.isfinite(clipped_norm) and clipped_norm >= 0.0):
+            raise ValueError(f"a norm must be finite and not negative, not {clipped_norm}")
+        return NormWindow((*self.norms, clipped_norm)[-WINDOW:])
+
+
+def limit(window: NormWindow, multiple: float) -> float:
+    """Return the largest norm over path that is not clipped, `multiple · median`.
+
+    It is infinite when `multiple` is 0, when fewer than ENOUGH norms are known, and when the median is 0, because a
+    fragment that has not moved so far must be able to start.
+    """
+    if multiple == 0.0 or len(window.norms) < ENOUGH:
+        return math.inf
+    usual = median(window.norms)
+    return multiple * usual if usual > 0.0 else math.inf

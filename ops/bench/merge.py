@@ -133,23 +133,22 @@ def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str
 def _merger_and_bare(
     rule: Literal["average", "rda"], elements: int, contributions: int
 ) -> tuple[Callable[[], object], _BareNesterov, list[bytes]]:
-    from archipelago.merger.closing import new_state
-    from archipelago.merger.replay import Rules
+    from archipelago.merger.round_merge import RoundMerge, new_state
     from archipelago.merger.state import RunState
 
     config = RunConfig(merge=MergeConfig(embedding=rule, rest=rule), wire=WireConfig(up="int4", down="float32"))
     manifest = Manifest("bench", config, (Tensor("all", (elements,)),), (("all",),), Corpus("none", "0" * 32, 1), {})
-    rules, random = Rules.of(manifest), np.random.default_rng(0)
+    rules, random = RoundMerge.of(manifest), np.random.default_rng(0)
     params_N = random.standard_normal(elements, np.float32)
     state, fragment = RunState(), new_state(params_N, rules.outer)
     payloads = [pack(random.standard_normal(elements, np.float32), "int4", 0) for _ in range(contributions)]
     arrived = [(str(n), _contribution(n), unpack_encoded(payload, elements)) for n, payload in enumerate(payloads)]
 
     def ours() -> object:
-        gathered = rules.gather(0, fragment, 0)
+        round_sum = rules.begin(0, fragment, 0)
         for each in arrived:
-            gathered.take(*each)
-        return rules.close(1, fragment, state, gathered, contributions)
+            round_sum.add(*each)
+        return rules.close(fragment, state, round_sum, contributions)
 
     return ours, _BareNesterov(params_N, config.outer.learning_rate, config.outer.momentum), payloads
 

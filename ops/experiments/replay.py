@@ -96,13 +96,12 @@ class Again:
     """A recorded run, round by round. `delivery` says what stands for a recorded contribution."""
 
     def __init__(self, record: Record, config: RunConfig) -> None:
-        from archipelago.merger.closing import new_state
-        from archipelago.merger.replay import Rules
+        from archipelago.merger.round_merge import RoundMerge, new_state
         from archipelago.merger.state import RunState
 
         self.record = record
         self.manifest = replace(record.manifest, config=config)
-        self.rules = Rules.of(self.manifest)
+        self.rules = RoundMerge.of(self.manifest)
         self.state = RunState()
         vectors = [unpack(data, size) for (_, data), size in zip(record.beginning, self.manifest.sizes, strict=True)]
         self.fragments = [new_state(vector_N, self.rules.outer) for vector_N in vectors]
@@ -123,22 +122,21 @@ class Again:
 
     def redo(self, tape: TapeEntry, deliveries: Sequence[Delivery]) -> None:
         """One round; raises DifferenceError."""
-        from archipelago.merger.replay import redo
+        from archipelago.merger.replay import replay_round
 
         p = tape.fragment
-        self.fragments[p] = redo(self.rules, self.state, self.fragments[p], tape, deliveries)
+        self.fragments[p] = replay_round(self.rules, self.state, self.fragments[p], tape, deliveries)
         self._publish(tape)
 
     def redo_differently(self, tape: TapeEntry, deliveries: Sequence[Delivery], pinned: Collection[str]) -> None:
         """One round by other rules; nothing is compared. What was steered is, but for `pinned` settings."""
-        from archipelago.merger.replay import again as close_again
-        from archipelago.merger.replay import steer
+        from archipelago.merger.replay import apply_steering, merge_recorded
 
         p = tape.fragment
-        steer(self.rules, self.state, tape, pinned)
-        closed, gathered = close_again(self.rules, self.state, self.fragments[p], tape, deliveries)
-        self.rules.take_in(tape.round, closed, self.state, gathered)
-        self.fragments[p] = closed.state
+        apply_steering(self.rules, self.state, tape, pinned)
+        merged, round_sum = merge_recorded(self.rules, self.state, self.fragments[p], tape, deliveries)
+        self.rules.advance(self.state, tape.round, merged, round_sum)
+        self.fragments[p] = merged.state
 
     def _publish(self, tape: TapeEntry) -> None:
         if not self.uses[tape.fragment, tape.version]:

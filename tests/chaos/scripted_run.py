@@ -97,7 +97,7 @@ def outcome(transport: RedisTransport) -> Outcome:
     for entry in tape:
         assert all(_has_seen(state, m.island, m.sequence) for m in entry.members), "a retry would be merged again"
     books = asdict(transport.reader.books()) | {"bytes_down": 0, "kept": 0}
-    timeless = {key: state[key] for key in state.keys() - {"pace", "covered", "seen"}}
+    timeless = {key: state[key] for key in state.keys() - {"timing", "covered", "seen"}}
     return Outcome(
         snapshots=[snapshot for snapshot, _ in fragments],
         payloads=[digest(payload) for _, payload in fragments],

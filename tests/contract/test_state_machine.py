@@ -52,10 +52,10 @@ from archipelago.islands.sync.rejoin import Rejoin
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import at_once
-from archipelago.merger.closing import new_state
 from archipelago.merger.record import read
-from archipelago.merger.replay import Rules, redo
+from archipelago.merger.replay import replay_round
 from archipelago.merger.restore import rebuild
+from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.storage import MergerFolder
@@ -176,7 +176,7 @@ class Wire(Intercepted):
 class Model:
     """What the run's Redis must hold. `history[t]` is the merger's knowledge after round t."""
 
-    rules: Rules
+    rules: RoundMerge
     sent: dict[str, tuple[Contribution, bytes]] = field(default_factory=dict)
     """every contribution that was ever published, by identity"""
     copies: Counter[str] = field(default_factory=Counter)
@@ -206,7 +206,7 @@ class Model:
         state, fragments = copied(self.history[-1][0]), list(self.history[-1][1])
         members = [self.sent[member.identity_text] for member in entry.members]
         deliveries = [Delivery(m.entry, *both) for m, both in zip(entry.members, members, strict=True)]
-        fragments[entry.fragment] = redo(self.rules, state, fragments[entry.fragment], entry, deliveries)
+        fragments[entry.fragment] = replay_round(self.rules, state, fragments[entry.fragment], entry, deliveries)
         self.history.append((state, fragments))
         self.tape.append(entry)
 
@@ -270,7 +270,7 @@ class Run(RuleBasedStateMachine):
         first = samples.first_snapshots(manifest, value=1.0)
         self.direct.create(manifest, first)
         self.manifest = manifest
-        rules = Rules.of(manifest)
+        rules = RoundMerge.of(manifest)
         beginning = [
             new_state(unpack(data, n), rules.outer) for (_, data), n in zip(first, manifest.sizes, strict=True)
         ]
@@ -456,7 +456,7 @@ class Run(RuleBasedStateMachine):
             return
         with self.merging(fault, trap) as serving:
             serving.checkpoint()
-            serving._let_go(wait=True)
+            serving.retention.release(serving.state, serving.epoch, wait=True)
 
     @precondition(lambda self: self.merger is not None and self.loaded and self.model.exists)
     @rule()

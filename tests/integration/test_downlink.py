@@ -20,7 +20,7 @@ from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.registry import build
 from archipelago.islands.sync.arrays import flatten
-from archipelago.merger.snapshot_codec import sent_down
+from archipelago.merger.round_merge import publish
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server
 from tests.small import compiled
@@ -39,7 +39,7 @@ def test_in_a_thousand_rounds_the_shadow_never_drifts(down: Any) -> None:
     for number in range(1000):
         exact_N = exact_N + np.float32(0.01) * random.standard_normal(1000).astype(np.float32)
         owed_N = exact_N - shadow_N
-        held_N, body = sent_down(wire, jnp.asarray(shadow_N), jnp.asarray(exact_N))
+        held_N, body = publish(wire, jnp.asarray(shadow_N), jnp.asarray(exact_N))
         shadow_N = np.asarray(held_N)
         island_N = island_N + codec(down).decode(body, 1000)
         assert island_N.tobytes() == shadow_N.tobytes(), f"round {number}"
@@ -55,7 +55,7 @@ def test_the_shadow_reaches_constant_parameters(seed: int, down: Any) -> None:
     random = np.random.default_rng(seed)
     exact_N, shadow_N = (random.standard_normal(300).astype(np.float32) for _ in range(2))
     for _ in range(40):
-        held_N, _ = sent_down(WireConfig(down=down), jnp.asarray(shadow_N), jnp.asarray(exact_N))
+        held_N, _ = publish(WireConfig(down=down), jnp.asarray(shadow_N), jnp.asarray(exact_N))
         shadow_N = np.asarray(held_N)
     np.testing.assert_allclose(shadow_N, exact_N, rtol=0, atol=1e-5)
 

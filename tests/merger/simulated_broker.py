@@ -21,9 +21,8 @@ from archipelago.broker.wire import pack, unpack
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import Checkpointer, Covered, Spawn, at_once
 from archipelago.merger.record import Recorder
-from archipelago.merger.round_timing import Pace
 from archipelago.merger.service import Merger
-from archipelago.merger.state import RunState
+from archipelago.merger.state import RoundTiming, RunState
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.intercept import Intercepted
@@ -166,14 +165,14 @@ class SimulatedBroker:
 def state_of(simulated: SimulatedBroker) -> RunState:
     """The committed state; that no sync was timed yet counts as one that took no time, as it does in Eq. 3."""
     state = RunState.from_json(simulated.transport.reader.merger_state())
-    state.pace = Pace(state.pace.quorum_seconds or 0.0, state.pace.sync_seconds or 0.0)
+    state.timing = RoundTiming(state.timing.quorum_seconds or 0.0, state.timing.sync_seconds or 0.0)
     return state
 
 
 def bits(simulated: SimulatedBroker) -> list[Any]:
     """All that must come out the same however often mergers died, but for the record of wall-clock times."""
     state = state_of(simulated)
-    state.covered, state.pace = 0, Pace()
+    state.covered, state.timing = 0, RoundTiming()
     tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.reader.tape(10_000)]
     return [tape, simulated.digests(), [simulated.transport.merger.outer(p) for p in range(2)], state]
 

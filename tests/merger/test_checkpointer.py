@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import archipelago.merger.service
+import archipelago.merger.retention
 from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.messages import Evaluation, Marker, Resume
 from archipelago.broker.transport import START, Transport
@@ -210,8 +210,8 @@ def test_a_new_merger_knows_what_is_kept() -> None:
     merger.checkpoint()
     simulated.play(merger, 3, 4)
     again = serving(simulated, store)
-    assert [kept.round for kept in again.kept] == [3, 4]
-    assert sum(kept.bytes for kept in again.kept) == sum(len(payload) for _, payload in simulated.sent[4:])
+    assert [kept.round for kept in again.retention.kept] == [3, 4]
+    assert sum(kept.bytes for kept in again.retention.kept) == sum(len(payload) for _, payload in simulated.sent[4:])
     again.checkpoint()
     again.turn(0.0)
     assert simulated.transport.reader.books().kept == 0
@@ -232,7 +232,7 @@ def test_many_kept_bytes_make_the_next_one_urgent(monkeypatch: pytest.MonkeyPatc
     merger_ = serving(simulated, store)
     simulated.play(merger_, 1)
     one_round = sum(len(payload) for _, payload in simulated.sent)
-    monkeypatch.setattr(archipelago.merger.service, "KEPT_BYTES_MAX", 4 * one_round + 100)
+    monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 4 * one_round + 100)
     simulated.play(merger_, 2)
     assert store.images == {}  # half, and no more
     simulated.play(merger_, 3)
@@ -247,7 +247,7 @@ def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, cap
     merger_ = serving(simulated, store, spawn=later)
     simulated.play(merger_, 1)
     one_round = sum(len(payload) for _, payload in simulated.sent)
-    monkeypatch.setattr(archipelago.merger.service, "KEPT_BYTES_MAX", 3 * one_round + 100)
+    monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 3 * one_round + 100)
     simulated.play(merger_, 2, 3)
     assert kept_rounds(simulated) == [1, 2, 3]
     assert not caplog.records
@@ -308,11 +308,11 @@ def test_urgency_does_not_wear_a_failing_disk_out(monkeypatch: pytest.MonkeyPatc
     store = Shelf([OSError("no")] * 100)
     simulated = SimulatedBroker(quorum=2)
     merger_ = serving(simulated, store)
-    monkeypatch.setattr(archipelago.merger.service, "KEPT_BYTES_MAX", 0)
+    monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 0)
     for number in range(1, 9):
         simulated.play(merger_, number)
     assert len(store.faults) == 100  # nothing is kept, so nothing is urgent
-    monkeypatch.setattr(archipelago.merger.service, "KEPT_BYTES_MAX", 400)
+    monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 400)
     for number in range(9, 17):
         simulated.play(merger_, number)
         merger_.turn(0.0)

@@ -17,7 +17,7 @@ from archipelago.broker.observe.metrics import new_registry
 from archipelago.broker.redis.transport import connect
 from archipelago.merger import main
 from archipelago.merger.service import Merger
-from archipelago.merger.telemetry import RoundMetrics, Telemetry, values
+from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry, values
 from tests import samples
 from tests.broker.observe.test_curves import events
 from tests.broker.observe.test_metrics import values as exported
@@ -64,10 +64,17 @@ def test_rounds_are_counted() -> None:
     assert "loss" not in scraped(registry)
 
 
+def listening(merger: Merger, drawn: Drawn, registry: CollectorRegistry) -> None:
+    """Connect a merger's telemetry, as `merger.main` does."""
+    rounds = RoundTelemetry(merger.manifest, drawn, registry, merger.clock)
+    merger.on_round = rounds.closed
+    registry.register(MergerCollector(merger, rounds))
+
+
 def test_a_standby_exports_only_what_it_knows() -> None:
     registry = new_registry()
     simulated = SimulatedBroker(quorum=2)
-    Telemetry(Merger(simulated.transport, simulated.clock), Drawn(), registry)
+    listening(Merger(simulated.transport, simulated.clock), Drawn(), registry)
     found = scraped(registry)
     assert (found["serving"], found["epoch"], found["rounds_total"]) == (0, 0, 0)
     assert not {"round", "live_islands", "open_seconds", "round_age_seconds"} & set(found)
@@ -77,7 +84,7 @@ def test_rounds_are_counted_and_drawn() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger()
     drawn, registry = Drawn(), new_registry()
-    Telemetry(merger, drawn, registry)
+    listening(merger, drawn, registry)
     simulated.play(merger, 1, 2, 3)
     shown = scraped(registry)
     books = simulated.transport.reader.books()
@@ -102,7 +109,7 @@ def test_refusals_are_counted() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger()
     registry = new_registry()
-    Telemetry(merger, Drawn(), registry)
+    listening(merger, Drawn(), registry)
     simulated.live("a", "b")
     simulated.send("a", 1, constant(float("nan")))
     merger.turn(0.0)
@@ -118,7 +125,7 @@ def test_a_round_whose_commit_broke_is_not_counted(when: str) -> None:
     assert merger.acquire()
     merger.load()
     registry = new_registry()
-    Telemetry(merger, Drawn(), registry)
+    listening(merger, Drawn(), registry)
     with pytest.raises(UnreachableError):
         simulated.play(merger, 1)
     assert scraped(registry)["rounds_total"] == 0

@@ -166,7 +166,7 @@ def test_what_was_refused_is_remembered_where_the_state_is_there() -> None:
     run_of(simulated).outer.clear()
     again = simulated.merger(checkpointer=simulated.checkpointer(store))
     assert again.state.has_seen(refused.identity)
-    assert again.state.pace == RunState.from_json(simulated.transport.reader.merger_state()).pace
+    assert again.state.timing == RunState.from_json(simulated.transport.reader.merger_state()).timing
 
 
 def test_kept_entries_stay_kept_after_it_came_back() -> None:
@@ -176,7 +176,7 @@ def test_kept_entries_stay_kept_after_it_came_back() -> None:
     DAMAGE["all of it gone"](run_of(simulated))
     merger = simulated.merger(checkpointer=simulated.checkpointer(store))
     assert simulated.transport.reader.books().kept == 8
-    assert [kept.round for kept in merger.kept] == [4, 5, 6, 7]
+    assert [kept.round for kept in merger.retention.kept] == [4, 5, 6, 7]
     DAMAGE["all of it gone"](run_of(simulated))
     merger = simulated.merger(checkpointer=simulated.checkpointer(store))
     simulated.play(merger, 8, 9, 10)
@@ -358,10 +358,10 @@ def test_it_keeps_its_lease_while_it_loads() -> None:
         nonlocal asked
         asked += 1
 
-    from archipelago.merger.replay import Rules
     from archipelago.merger.restore import load
+    from archipelago.merger.round_merge import RoundMerge
 
-    load(simulated.transport, Rules.of(simulated.manifest), None, between)
+    load(simulated.transport, RoundMerge.of(simulated.manifest), None, between)
     assert asked == 2  # once a fragment
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,17 +12,23 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.round_timing import Pace
-from archipelago.merger.rounds import Close, Rounds
+from archipelago.merger.rounds import Close, Rounds, grace_seconds, slack, stride_seconds
+from archipelago.merger.state import RoundTiming, RunState
 from tests import samples
 
 FRAGMENTS = 4
 
 
-def rounds(closed: int = 0, pace: Pace | None = None, fragments: int = FRAGMENTS, **settings: Any) -> Rounds:
+def rounds(closed: int = 0, timing: RoundTiming | None = None, fragments: int = FRAGMENTS, **settings: Any) -> Rounds:
     """Four fragments every eight steps: a stride is two inner steps. Half of the slack is grace."""
     changes = {"interval": 8, "window": 2, "quorum": 1, "grace": 0.5, "smoothing": 0.8} | settings
-    return Rounds(SyncConfig(**changes), fragments, closed, pace or Pace(), {})
+    return Rounds(SyncConfig(**changes), fragments, RunState(closed=closed, timing=timing or RoundTiming()))
+
+
+def commit(some: Rounds, close: Close, sync_seconds: float = 0.0) -> None:
+    """Commit a round as the merger does."""
+    timing = some.timing.after_quorum(close.quorum_seconds, some.config.smoothing)
+    some.committed(replace(some._state, closed=close.round, timing=timing), sync_seconds)
 
 
 def answered(island: str, number: int = 1, *, farewell: bool = False, step_seconds: float = 1.0) -> Contribution:
@@ -59,7 +66,7 @@ def test_only_open_rounds_are_called() -> None:
     assert some.calls() == [5]
     close = some.close(0.0, frozenset("a"), waiting(5, 6, 7))
     assert close is not None
-    some.closed_round(close, 0.0)
+    commit(some, close, 0.0)
     assert some.calls() == [7]
 
 
@@ -135,7 +142,7 @@ def test_an_answer_of_a_dead_island_makes_up_the_quorum_of_the_living() -> None:
 
 
 def test_grace_by_hand() -> None:
-    some = rounds(pace=Pace(quorum_seconds=0.5, sync_seconds=0.5), quorum=2)
+    some = rounds(timing=RoundTiming(quorum_seconds=0.5, sync_seconds=0.5), quorum=2)
     live = frozenset({"fast", "slow", "silent"})
     some.answer(answered("slow", step_seconds=3.0), 10.0)
     some.answer(answered("fast", step_seconds=1.0), 11.0)
@@ -148,15 +155,15 @@ def test_grace_by_hand() -> None:
 
 
 def test_the_averages_move_with_every_round() -> None:
-    some = rounds(pace=Pace(quorum_seconds=0.5, sync_seconds=0.5))
+    some = rounds(timing=RoundTiming(quorum_seconds=0.5, sync_seconds=0.5))
     live = frozenset({"fast", "silent"})
     some.answer(answered("fast"), 10.0)
     assert some.close(11.0, live, waiting(1)) is None  # seen a second late: T_quorum
     close = some.close(20.0, live, waiting(1))
     assert close == Close(1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=10.0)
-    some.closed_round(close, sync_seconds=1.5)
-    assert some.pace.quorum_seconds == pytest.approx(0.6)  # 0.8 · 0.5 + 0.2 · 1
-    assert some.pace.sync_seconds == pytest.approx(0.7)  # 0.8 · 0.5 + 0.2 · 1.5
+    commit(some, close, 1.5)
+    assert some.timing.quorum_seconds == pytest.approx(0.6)  # 0.8 · 0.5 + 0.2 · 1
+    assert some.timing.sync_seconds == pytest.approx(0.7)  # 0.8 · 0.5 + 0.2 · 1.5
     some.answer(answered("fast", 2), 30.0)
     assert some.close(30.0, live, waiting(2)) is None
     assert some.deadline() == pytest.approx(31.35)  # ½ · (4 − 1.3)
@@ -179,7 +186,7 @@ def test_no_grace_closes_at_the_quorum() -> None:
 
 
 def test_without_slack_there_is_no_grace() -> None:
-    some = rounds(pace=Pace(quorum_seconds=4.0, sync_seconds=0.5))
+    some = rounds(timing=RoundTiming(quorum_seconds=4.0, sync_seconds=0.5))
     some.answer(answered("a"), 0.0)
     assert some.close(0.0, LIVE, waiting(1)) is not None
 
@@ -206,7 +213,7 @@ def test_rounds_close_in_order() -> None:
         close = some.close(1e6, LIVE, waiting(number, 2))
         assert close is not None
         assert close.round == number
-        some.closed_round(close, 0.0)
+        commit(some, close, 0.0)
     assert some.closed == 2
 
 
@@ -218,7 +225,7 @@ def test_a_round_behind_another_keeps_its_own_quorum_and_grace() -> None:
     assert some.close(10.0, LIVE, waiting(1, 2)) is None
     close = some.close(12.0, LIVE, waiting(1, 2))
     assert close == Close(1, quorum_seconds=0.0, grace_seconds=2.0, open_seconds=2.0)
-    some.closed_round(close, 0.0)
+    commit(some, close, 0.0)
     assert some.deadline() == 2.0  # over long ago
     assert some.close(12.0, LIVE, waiting(2)) == Close(2, 0.0, 2.0, 12.0)
 
@@ -248,7 +255,7 @@ def drain(some: Rounds, left: set[int]) -> list[int]:
     closed = []
     while (close := some.close(0.0, frozenset(), left)) is not None:
         left.discard((close.round - 1) % some.fragments)
-        some.closed_round(close, 0.0)
+        commit(some, close, 0.0)
         closed.append(close.round)
     return closed
 
@@ -262,11 +269,11 @@ def test_a_round_whose_answers_were_merged_before_it_closes_empty() -> None:
     for number in (1, 2, 3, 4):
         close = some.close(0.0, LIVE, waiting(*range(number, 5)))
         assert close is not None
-        some.closed_round(close, 0.0)
+        commit(some, close, 0.0)
     close = some.close(0.0, LIVE, set())
     assert close is not None
     assert close.round == 5
-    some.closed_round(close, 0.0)
+    commit(some, close, 0.0)
     assert some.close(0.0, LIVE, set()) is None
 
 
@@ -325,5 +332,74 @@ def test_no_round_closes_early(
             assert close.round == some.closed + 1
             if not live <= answers.get(close.round, set()):
                 assert now >= quorum_at[close.round] + close.grace_seconds
-            some.closed_round(close, 0.0)
+            commit(some, close, 0.0)
             note_quorums(live)
+
+
+# -- the grace window of the paper's Eq. 3 -----------------------------------------------------------------------------
+
+SECONDS = st.floats(0.0, 1e6)
+
+
+def test_the_first_sample_sets_the_average_and_the_next_ones_move_it() -> None:
+    timing = RoundTiming().after_quorum(10.0, 0.8)
+    assert timing == RoundTiming(quorum_seconds=10.0, sync_seconds=None)
+    assert timing.after_quorum(20.0, 0.8).quorum_seconds == pytest.approx(12.0)  # 0.8·10 + 0.2·20
+    timing = timing.after_sync(1.0, 0.5).after_sync(3.0, 0.5)
+    assert timing == RoundTiming(quorum_seconds=10.0, sync_seconds=2.0)  # 0.5·1 + 0.5·3
+    assert timing.after_quorum(4.0, 0.0).quorum_seconds == 4.0  # no smoothing: the last sample
+
+
+def test_a_clock_set_back_counts_as_no_time() -> None:
+    assert RoundTiming().after_sync(-5.0, 0.8).sync_seconds == 0.0
+    assert RoundTiming(10.0, None).after_quorum(-5.0, 0.5).quorum_seconds == 5.0
+
+
+def test_slack_and_grace_by_hand() -> None:
+    timing = RoundTiming(quorum_seconds=3.0, sync_seconds=1.5)
+    assert slack(2, 4.0, timing) == 3.5  # 2·4 − (3 + 1.5)
+    assert grace_seconds(0.9, slack(2, 4.0, timing)) == pytest.approx(3.15)
+    assert slack(1, 4.0, timing) == -0.5
+    assert grace_seconds(0.9, -0.5) == 0.0
+    assert slack(2, 4.0, RoundTiming()) == 8.0
+    assert slack(2, 4.0, RoundTiming(sync_seconds=1.0)) == 7.0
+
+
+def test_stride_by_hand() -> None:
+    step_seconds = {"fast": 0.5, "slow": 2.0, "gone": 0.1, "new": 0.0, "odd": math.nan, "stuck": math.inf}
+    # H = 24 over P = 6: strides of 4 inner steps.
+    assert stride_seconds(step_seconds, {"fast", "slow"}, 24, 6) == 2.0
+    assert stride_seconds(step_seconds, ["slow"], 24, 6) == 8.0
+    assert stride_seconds(step_seconds, [], 24, 6) == pytest.approx(0.4)  # nobody lives: all known
+    assert stride_seconds(step_seconds, ["new", "odd", "stuck"], 24, 6) == pytest.approx(0.4)  # nothing known of them
+    assert stride_seconds({"new": 0.0, "wrong": -1.0}, ["new"], 24, 6) == 0.0
+    assert stride_seconds({}, ["fast"], 24, 6) == 0.0
+    assert stride_seconds({"fast": 1.0}, ["fast"], 2, 6) == pytest.approx(1 / 3)  # a stride may be part of a step
+
+
+@given(st.floats(0.0, 1.0), st.integers(1, 64), SECONDS, SECONDS, SECONDS, SECONDS)
+def test_grace_is_never_negative_and_moves_the_right_way(
+    gamma: float, window: int, stride: float, quorum: float, sync: float, more: float
+) -> None:
+    grace = grace_seconds(gamma, slack(window, stride, RoundTiming(quorum, sync)))
+    assert 0.0 <= grace <= gamma * (window * stride)
+    assert grace_seconds(gamma, slack(window + 1, stride, RoundTiming(quorum, sync))) >= grace
+    assert grace_seconds(gamma, slack(window, stride, RoundTiming(quorum + more, sync))) <= grace
+    assert grace_seconds(gamma, slack(window, stride, RoundTiming(quorum, sync + more))) <= grace
+
+
+def test_grace_grows_with_the_window_and_shrinks_with_the_quorum() -> None:
+    def grace(window: int, quorum: float) -> float:
+        return grace_seconds(0.5, slack(window, 10.0, RoundTiming(quorum, 0.0)))
+
+    assert grace(2, 6.0) == 7.0 < grace(3, 6.0) == 12.0
+    assert grace(2, 6.0) > grace(2, 8.0) == 6.0
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=20), st.floats(0.0, 0.99))
+def test_an_average_stays_among_its_samples(samples: list[float], smoothing: float) -> None:
+    timing = RoundTiming()
+    for sample in samples:
+        timing = timing.after_quorum(sample, smoothing)
+    assert timing.quorum_seconds is not None
+    assert min(samples) * (1 - 1e-9) <= timing.quorum_seconds <= max(samples) * (1 + 1e-9)

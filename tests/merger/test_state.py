@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 
 import archipelago.merger.state
 from archipelago.broker.errors import ConfigError
-from archipelago.merger.admission import Sequences
-from archipelago.merger.clip import NormWindow
-from archipelago.merger.round_timing import Pace
-from archipelago.merger.state import INCARNATIONS_MAX, RunState
-from archipelago.merger.weights import RunningMean
+from archipelago.merger.state import INCARNATIONS_MAX, REMEMBERED_MAX, RoundTiming, RunState, Sequences
+from archipelago.merger.weights import NormWindow, RunningMean
 from tests import samples
 from tests.failing import failing
 
@@ -32,7 +29,7 @@ FULL = RunState(
     step=40,
     tokens=1000,
     staleness=RunningMean(0.9),
-    pace=Pace(0.25, 1.5),
+    timing=RoundTiming(0.25, 1.5),
     norms={0: NormWindow((1.0, 2.0)), 1: NormWindow()},
     seen={"a/x": Sequences(3, {5, 7}), "b/y": Sequences()},
     cursors={"0": (0, 96), "site/7": (2, 0)},
@@ -49,7 +46,7 @@ def states(draw: st.DrawFn) -> RunState:
         step=draw(COUNT),
         tokens=draw(COUNT),
         staleness=RunningMean(draw(st.floats(1e-6, 1.0))),
-        pace=Pace(draw(SECONDS), draw(SECONDS)),
+        timing=RoundTiming(draw(SECONDS), draw(SECONDS)),
         norms=draw(st.dictionaries(st.integers(0, 20), NORMS, max_size=4)),
         cursors=draw(st.dictionaries(NAMES, st.tuples(COUNT, COUNT), max_size=4)),
         step_seconds=draw(st.dictionaries(NAMES, st.floats(0.0, 1e9), max_size=4)),
@@ -101,7 +98,7 @@ def test_a_missing_part_is_an_error(missing: str) -> None:
         damaged(tokens=math.inf),
         damaged(staleness={"wrong": 1.0}),
         damaged(staleness=0.5),
-        damaged(pace=[1.0, 2.0]),
+        damaged(timing=[1.0, 2.0]),
         damaged(norms=[[1.0]]),
         damaged(norms={"first": [1.0]}),
         damaged(norms={"0": 1.0}),
@@ -154,8 +151,8 @@ def test_a_round_is_taken_in() -> None:
         ),
         samples.contribution(island="c", sequence=0, tokens=30, global_step=44, step_seconds=0.3, data="0:0:97"),
     ]
-    state.after_round(8, merged, Pace(0.5, 1.5))
-    assert (state.closed, state.step, state.tokens, state.pace) == (8, 44, 1080, Pace(0.5, 1.5))
+    state.after_round(8, merged)
+    assert (state.closed, state.step, state.tokens, state.timing) == (8, 44, 1080, FULL.timing)
     assert state.cursors == {"0": (0, 97), "1": (1, 0)}  # forwards only, and on to the next pass
     assert state.step_seconds == {"a": 0.25, "b": 0.2, "c": 0.3}
     assert state.island_tokens == {"a": 700, "b": 350, "c": 30}
@@ -166,7 +163,7 @@ def test_a_round_is_taken_in() -> None:
 
 def test_a_round_of_none_moves_only_the_count() -> None:
     state = RunState.from_json(FULL.to_json())
-    state.after_round(8, [], FULL.pace)
+    state.after_round(8, [])
     assert state == replace(FULL, closed=8)
 
 
@@ -188,9 +185,9 @@ def test_who_arrived_first_changes_no_bit(parts: list[tuple[str, str, int, float
         for n, (island, life, tokens, seconds, at) in enumerate(parts)
     ]
     one, other = RunState(), RunState()
-    one.after_round(1, merged, Pace())
+    one.after_round(1, merged)
     random.shuffle(merged)
-    other.after_round(1, merged, Pace())
+    other.after_round(1, merged)
     assert one.to_json() == other.to_json()
 
 
@@ -234,3 +231,34 @@ def test_restarts_do_not_change_who_is_forgotten(identities: list[tuple[str, str
         return state.to_json()
 
     assert remembered(restarts) == remembered(set())
+
+
+# -- sequences -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 40), max_size=80))
+def test_sequences_are_a_set_that_packs_its_beginning(numbers: list[int]) -> None:
+    kept, plain = Sequences(), set[int]()
+    for number in numbers:
+        kept = kept.with_one(number)
+        plain.add(number)
+        assert kept.floor == next(n for n in range(42) if n not in plain)
+        assert kept.above == {n for n in plain if n > kept.floor}
+    assert [n in kept for n in range(42)] == [n in plain for n in range(42)]
+
+
+def test_numbers_in_order_take_no_room() -> None:
+    kept = Sequences()
+    for number in range(5000):
+        kept = kept.with_one(number)
+    assert (kept.floor, kept.above) == (5000, set())
+
+
+def test_a_gap_does_not_take_room_for_ever() -> None:
+    kept = Sequences()
+    for number in range(1, 3 * REMEMBERED_MAX):  # number 0 never came
+        kept = kept.with_one(number)
+        assert len(kept.above) <= REMEMBERED_MAX
+        assert number in kept
+        assert number + 1 not in kept
+    assert all(number in kept for number in range(1, 3 * REMEMBERED_MAX))

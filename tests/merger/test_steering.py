@@ -23,7 +23,7 @@ from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED
 from tests.intercept import Intercepted
 from tests.merger.simulated_broker import SIZE, Shelf, SimulatedBroker, bits, constant, state_of
-from tests.merger.test_round_replay import recorded, redone
+from tests.merger.test_replay import recorded, redone
 
 STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
 CLOCK = 1.7e9
@@ -252,7 +252,7 @@ def test_the_pace_knows_of_no_pauses() -> None:
     assert merger.turn(0.0)
     (entry,) = simulated.transport.reader.tape(9)
     assert (entry.quorum_seconds, entry.open_seconds) == (1.0, 10_001.0)
-    assert state_of(simulated).pace.quorum_seconds == 1.0
+    assert state_of(simulated).timing.quorum_seconds == 1.0
 
 
 def test_a_checkpoint_is_taken_in_a_pause_too() -> None:
@@ -318,7 +318,7 @@ def test_a_checkpoint_that_holds_all_already_is_not_taken_again() -> None:
         merger.turn(0.0)
         merger.turn(0.0)
     assert len(shelf.images) == 1
-    assert notes(simulated, "checkpoint")[-1] == "the last one holds all that there is, round 1"
+    assert len(notes(simulated, "checkpoint")) == 2
 
 
 def test_a_checkpoint_that_failed_is_told_of_once_it_is_made_up_for() -> None:

@@ -20,9 +20,9 @@ import archipelago.islands.data.sharding
 import archipelago.islands.sync.recovery
 import archipelago.islands.sync.replica
 import archipelago.islands.worker
-import archipelago.merger.closing
 import archipelago.merger.merge_rules
 import archipelago.merger.outer
+import archipelago.merger.round_merge
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig
 from archipelago.broker.wire import Body
@@ -66,7 +66,7 @@ def install() -> None:
         archipelago.islands.worker,
     ):
         _replace(module, jax=host)
-    _replace(archipelago.merger.closing, jax=SimpleNamespace(numpy=np))
+    _replace(archipelago.merger.round_merge, jax=SimpleNamespace(numpy=np))
     _replace(archipelago.merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), take=_take, finish=_finish)
     _replace(archipelago.merger.outer, build=_outer, _on_cpu=lambda tree: tree)
     _replace(archipelago.islands.worker, begin=_begin, platform=SimpleNamespace(node=lambda: "storm"))

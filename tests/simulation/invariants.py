@@ -15,8 +15,8 @@ from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
-from archipelago.merger.closing import new_state
-from archipelago.merger.replay import Rules, redo
+from archipelago.merger.replay import replay_round
+from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 
@@ -264,13 +264,13 @@ class Invariants:
     def check_replay(self) -> None:
         """Check that replaying the tape from version 0 and the contributions gives the published bits."""
         simulation = self.simulation
-        rules, state = Rules.of(simulation.manifest), RunState()
+        rules, state = RoundMerge.of(simulation.manifest), RunState()
         sizes = simulation.manifest.sizes
         fragments = [new_state(unpack(payload, sizes[s.fragment]), rules.outer) for s, payload in simulation.first]
         for entry in simulation.run.tape:
             deliveries = [Delivery(m.entry, *self.entries[m.entry]) for m in entry.members]
             p = entry.fragment
-            fragments[p] = redo(rules, state, fragments[p], entry, deliveries)
+            fragments[p] = replay_round(rules, state, fragments[p], entry, deliveries)
 
     def not_deleted(self) -> list[int]:
         """Return the merged entries that the serving merger keeps without need."""

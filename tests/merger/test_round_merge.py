@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.config import MergeConfig, OuterConfig
+from archipelago.broker.config import MergeConfig, OuterConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
-from archipelago.merger.clip import NormWindow
-from archipelago.merger.closing import Closed, Gathering, close_fragment, mean_loss, new_state
 from archipelago.merger.merge_rules import Group
+from archipelago.merger.round_merge import MergedRound, RoundSum, mean_loss, merge_round, new_state
 from archipelago.merger.state import FragmentState
-from archipelago.merger.weights import RunningMean
+from archipelago.merger.weights import NormWindow, RunningMean
 from tests import samples
 from tests.failing import failing
 
@@ -55,18 +54,18 @@ def state(params_N: Vector, norms: NormWindow | None = None, rule: outer.OuterOp
 
 def gather(
     norms: NormWindow, *parts: Part, groups: tuple[Group, ...] = AVERAGE, config: MergeConfig = MERGE
-) -> Gathering:
-    gathered = Gathering(groups, config, norms=norms, version=3, path=lambda c: 1.0)
+) -> RoundSum:
+    round_sum = RoundSum(groups, config, norms=norms, version=3, path=lambda c: 1.0)
     for contribution, delta_N in parts:
-        gathered.take(f"entry-{contribution.island}", contribution, encoded(delta_N, "float32"))
-    return gathered
+        round_sum.add(f"entry-{contribution.island}", contribution, encoded(delta_N, "float32"))
+    return round_sum
 
 
-def close(of: FragmentState, *parts: Part, running: float = 1.0, **changes: Any) -> Closed:
+def close(of: FragmentState, *parts: Part, running: float = 1.0, **changes: Any) -> MergedRound:
     gathering = {"groups": changes.pop("groups")} if "groups" in changes else {}
     settings: dict[str, Any] = {"live": len(parts), "config": MERGE, "outer": SGD, "now": outer.Round()} | changes
-    gathered = gather(of.norms, *parts, config=settings["config"], **gathering)
-    return close_fragment(of, RunningMean(running), gathered, **settings)
+    round_sum = gather(of.norms, *parts, config=settings["config"], **gathering)
+    return merge_round(of, RunningMean(running), round_sum, wire=WireConfig(down="float32"), **settings)
 
 
 # -- by hand -------------------------------------------------------------------------------------------------------
@@ -179,13 +178,13 @@ def test_what_cannot_be_merged_is_refused_and_leaves_the_sum_as_it_was(
     values: tuple[float, ...], groups: tuple[Group, ...]
 ) -> None:
     good, more = part("a", vector(3, 4)), part("b", vector(1, -2), tokens=300)
-    gathered, alone = (gather(NormWindow(), good, groups=groups) for _ in range(2))
+    round_sum, alone = (gather(NormWindow(), good, groups=groups) for _ in range(2))
     with failing(WireError, "wire.norm"):
-        gathered.take("bad", part("c", vector(0, 0), tokens=900).contribution, encoded(vector(*values), "float32"))
-    for each in (gathered, alone):
-        each.take("more", more.contribution, encoded(more.delta_N, "float32"))
-    assert gathered.waiting == alone.waiting
-    assert np.asarray(gathered.merged(1.0)).tolist() == np.asarray(alone.merged(1.0)).tolist()
+        round_sum.add("bad", part("c", vector(0, 0), tokens=900).contribution, encoded(vector(*values), "float32"))
+    for each in (round_sum, alone):
+        each.add("more", more.contribution, encoded(more.delta_N, "float32"))
+    assert round_sum.addends == alone.addends
+    assert np.asarray(round_sum.merged(1.0)).tolist() == np.asarray(alone.merged(1.0)).tolist()
 
 
 @pytest.mark.parametrize("work", [(1, 10**12), (10**12, 1), (0, 1), (1, 0), (0, 0)])

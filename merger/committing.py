@@ -1,0 +1,121 @@
+"""What the commit of a merged round writes: the snapshot, the tape entry, and the merger's own state. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.transport import Commit
+from archipelago.broker.wire import digest, digest_of, pack, pack_body
+from archipelago.merger import outer
+from archipelago.merger.round_merge import MergedRound, RoundSum, mean_loss
+from archipelago.merger.rounds import Close
+from archipelago.merger.state import RunState
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What the tape notes about a round besides its merge.
+
+    Attributes:
+        close: The decision to close it.
+        epoch: The epoch of the merger that closed it.
+        live: How many islands were live.
+        steered: The settings that an operator changed with it.
+        unix_seconds: When it was committed.
+        merge_seconds: How long the arithmetic took.
+    """
+
+    close: Close
+    epoch: int
+    live: int
+    steered: str
+    unix_seconds: float
+    merge_seconds: float
+
+
+def build_commit(
+    manifest: Manifest,
+    record: RoundRecord,
+    merged: MergedRound,
+    round_sum: RoundSum,
+    before: RunState,
+    after: RunState,
+    trim: Sequence[str],
+) -> Commit:
+    """Return the commit of a round.
+
+    Args:
+        manifest: The run.
+        record: What the tape notes about the round.
+        merged: The merged round.
+        round_sum: What it merged.
+        before: The run's state before the round.
+        after: The run's state after it.
+        trim: Merged entries that need not be kept any longer.
+    """
+    wire, held_N = manifest.config.wire, merged.state.published_N
+    difference = (
+        pack_body(merged.difference, wire.down, held_N.size, wire.zstd_level) if wire.sends_differences else b""
+    )
+    snapshot, payload = _snapshot(manifest, merged, after, difference)
+    return Commit(
+        snapshot,
+        payload,
+        outer.dump(merged.state.params_N, merged.state.outer),
+        after.to_json(),
+        _tape_entry(manifest, record, merged, round_sum, after, snapshot.held),
+        [addend.entry for addend in round_sum.addends],
+        sum(addend.contribution.tokens for addend in round_sum.addends),
+        trim=trim,
+        cursors={s: c for s, c in after.cursors.items() if before.cursors.get(s) != c},
+        after_round=before.closed,
+        difference=difference,
+    )
+
+
+def _snapshot(manifest: Manifest, merged: MergedRound, after: RunState, difference: bytes) -> tuple[Snapshot, bytes]:
+    wire, held_N = manifest.config.wire, np.asarray(merged.state.published_N)
+    payload = pack(held_N, wire.full, wire.full_zstd_level)
+    by_weight = sorted(merged.members, key=lambda member: -member.weight)
+    snapshot = Snapshot(
+        round=after.closed,
+        fragment=manifest.fragment_of(after.closed),
+        version=manifest.version_after(after.closed),
+        step=after.step,
+        codec=wire.full,
+        bytes=len(payload),
+        digest=digest(payload),
+        merged=" ".join(member.identity_text for member in by_weight),
+        held=digest_of(held_N),
+        difference_bytes=len(difference),
+    )
+    return snapshot, payload
+
+
+def _tape_entry(
+    manifest: Manifest, record: RoundRecord, merged: MergedRound, round_sum: RoundSum, after: RunState, held: str
+) -> TapeEntry:
+    return TapeEntry(
+        round=after.closed,
+        fragment=manifest.fragment_of(after.closed),
+        version=manifest.version_after(after.closed),
+        epoch=record.epoch,
+        step=after.step,
+        gain=merged.gain,
+        quorum_seconds=record.close.quorum_seconds,
+        grace_seconds=record.close.grace_seconds,
+        open_seconds=record.close.open_seconds,
+        live=record.live,
+        bytes_up=sum(addend.contribution.bytes for addend in round_sum.addends),
+        loss=mean_loss(merged.members),
+        digest=held,
+        members=merged.members,
+        unix_seconds=record.unix_seconds,
+        merge_seconds=max(0.0, record.merge_seconds),
+        steered=record.steered,
+    )

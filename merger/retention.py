@@ -1,0 +1,139 @@
+"""When checkpoints are taken, and how long merged entries stay in the stream until a checkpoint covers them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from archipelago.broker.messages import Marker
+from archipelago.broker.transport import MergerTransport
+from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
+from archipelago.merger.state import RunState
+from archipelago.merger.steering import OperatorControls
+
+#: The most bytes of merged contributions that stay in the stream. Beyond it, the oldest go without a checkpoint.
+KEPT_BYTES_MAX = 256 << 20
+#: More rounds than any tape holds.
+WHOLE_TAPE = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MergedEntries:
+    """The entries that a round merged, and the bytes of their payloads."""
+
+    round: int
+    entries: tuple[str, ...]
+    bytes: int
+
+
+class Retention:
+    """Keeps merged entries until they are covered, and has checkpoints taken that cover them.
+
+    Args:
+        transport: The connection to the run.
+        checkpointer: Writes checkpoints; None when this merger takes none. Merged entries then go with their commit.
+        controls: An operator may ask for a checkpoint.
+        clock: Seconds of the merger's clock.
+        cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`. `asked` is the operator's
+            request that the checkpoint answers.
+    """
+
+    def __init__(
+        self,
+        transport: MergerTransport,
+        checkpointer: Checkpointer | None,
+        controls: OperatorControls,
+        clock: Callable[[], float],
+        cut: Callable[[int, str], CheckpointCut],
+    ) -> None:
+        self.transport, self.checkpointer, self.controls = transport, checkpointer, controls
+        self.clock, self._cut = clock, cut
+        #: What is kept, oldest round first.
+        self.kept: deque[MergedEntries] = deque()
+        self._asked = ""  # the operator's request that the checkpoint in progress answers
+
+    def load(self, state: RunState) -> None:
+        """Start from what the stream still holds."""
+        self._asked = ""
+        self.kept.clear()
+        if self.transport.reader.books().kept:
+            for entry in self.transport.reader.tape(WHOLE_TAPE):
+                if entry.round > state.covered:
+                    entries = tuple(member.entry for member in entry.members)
+                    self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
+
+    def keep(self, merged: MergedEntries) -> list[str]:
+        """Keep what a round merges, and return the entries to trim with its commit.
+
+        These are all entries when no checkpoints are taken, else the oldest ones beyond KEPT_BYTES_MAX.
+        """
+        self.kept.append(merged)
+        most = KEPT_BYTES_MAX if self.checkpointer is not None else 0
+        size = self._kept_bytes()
+        gone: list[str] = []
+        while self.kept and (size > most or self.checkpointer is None):
+            oldest = self.kept.popleft()
+            size -= oldest.bytes
+            gone += oldest.entries
+        if gone and self.checkpointer is not None:
+            log.warning("checkpoints are too slow or fail: until the next one, only Redis can restore this run")
+        return gone
+
+    def tend(self, state: RunState, epoch: int) -> None:
+        """Take a checkpoint if one is due, or if the operator asks for one."""
+        asked = self.controls.wanted_checkpoint(state)
+        if self.checkpointer is None:
+            if asked:
+                self.controls.took_checkpoint(state, asked)
+                self.controls.note("checkpoint", "none is taken: this merger keeps none (--checkpoint-every 0)")
+            return
+        crowded = self._kept_bytes() > KEPT_BYTES_MAX / 2
+        urgent = crowded or asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
+        if not self.checkpointer.is_due(self.clock(), urgent=urgent):
+            return
+        if self.checkpointer.lacks(state.closed, state.covered):
+            self._asked = asked
+            self.take(state, epoch)
+        elif asked:
+            self.controls.took_checkpoint(state, asked)
+            self.controls.note("checkpoint", f"the newest checkpoint is up to date with round {state.closed}")
+
+    def take(self, state: RunState, epoch: int) -> None:
+        """Cut the run, tell the islands, and start writing the checkpoint."""
+        assert self.checkpointer is not None  # noqa: S101
+        number = self.checkpointer.next_number(self.clock())
+        if number is None:
+            return
+        # At least the round, so that an island's checkpoint of that number fits whichever merger's folder it is with.
+        cut = self._cut(max(number, state.closed), self._asked)
+        self.transport.merger.announce(epoch, Marker(cut.number, cut.round))
+        self.checkpointer.begin(cut, self.clock())
+
+    def release(self, state: RunState, epoch: int, *, wait: bool) -> None:
+        """Trim what a finished checkpoint covers. With `wait`, wait for the one in progress."""
+        covered = self.checkpointer.finished(self.clock(), wait=wait) if self.checkpointer is not None else None
+        if covered is None:
+            return
+        entries: list[str] = []
+        while self.kept and self.kept[0].round <= covered.round:
+            entries += self.kept.popleft().entries
+        self.transport.merger.trim(epoch, entries, covered.actions_until)
+        state.covered = max(state.covered, covered.round)
+        if self._asked:
+            self.controls.took_checkpoint(state, self._asked)
+            self._asked = ""
+            self.controls.note("checkpoint", f"checkpoint {covered.number} holds the run up to round {covered.round}")
+
+    def finish(self, state: RunState, epoch: int) -> None:
+        """Take a last checkpoint and wait for it, so that the run can continue from disk alone."""
+        self.release(state, epoch, wait=True)
+        if self.checkpointer is not None and self.checkpointer.lacks(state.closed, state.covered):
+            self.take(state, epoch)
+            self.release(state, epoch, wait=True)
+
+    def _kept_bytes(self) -> int:
+        return sum(merged.bytes for merged in self.kept)

@@ -1,0 +1,308 @@
+"""The merge of one round: add contributions to a sum as they arrive, then weigh, step and round for the islands.
+
+Everything here is pure: state and contributions in, state and decisions out. The service calls it live, and
+`merger.replay` calls it with recorded contributions.
+
+Islands that are sent quantised differences all hold the same rounded parameters, because all add the same differences.
+The merger keeps a copy of these (`published_N`). It measures each difference from that copy to the exact parameters,
+so a difference includes the rounding that earlier ones left out, and rounding errors do not add up.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from archipelago.broker import control
+from archipelago.broker.codecs import body_of, codec
+from archipelago.broker.config import MergeConfig, WireConfig
+from archipelago.broker.errors import WireError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Contribution, Member
+from archipelago.broker.transport import Delivery
+from archipelago.broker.wire import Body, digest, unpack_encoded
+from archipelago.merger import merge_rules, outer, weights
+from archipelago.merger.merge_rules import Group
+from archipelago.merger.outer import OuterOptimizer, Round
+from archipelago.merger.state import FragmentState, RunState
+from archipelago.merger.weights import NormWindow, RunningMean
+
+Vector = jax.Array | NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Addend:
+    """A contribution that is in a round's sum.
+
+    Attributes:
+        entry: Its entry of the updates stream.
+        contribution: Its header.
+        norm: Its L2 norm before clipping.
+        clip: The factor that it was multiplied by.
+        path: The length of the path that its norm is compared by (`weights.path`).
+    """
+
+    entry: str
+    contribution: Contribution
+    norm: float
+    clip: float
+    path: float
+
+
+class RoundSum:
+    """The weighted sum of the contributions that wait for a fragment's next round, and the list of them.
+
+    Weights are relative to the largest one so far, which counts as one. No sum of them can overflow, and a contribution
+    that stays alone keeps its bits. The tape keeps the order of arrival, which is the order of the sum.
+
+    Args:
+        groups: The tensors of the fragment.
+        config: The merge rules.
+        norms: The norms that clipping compares with.
+        version: The fragment's version before the round.
+        path: Returns the length of the path that a contribution's norm is compared by.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        config: MergeConfig,
+        *,
+        norms: NormWindow,
+        version: int,
+        path: Callable[[Contribution], float],
+    ) -> None:
+        self.addends: list[Addend] = []
+        self.total_weight = 0.0
+        self.version = version
+        self._groups, self._config = groups, config
+        self._limit = weights.limit(norms, config.clip)
+        self._path = path
+        self._acc: tuple[merge_rules.Accumulator, ...] = ()  # allocated late: many rounds of a fragment stay empty
+        self._largest = 0.0
+
+    def add(self, entry: str, contribution: Contribution, body: Body) -> None:
+        """Decode a contribution into the sum. Raises WireError, and adds nothing, if a value is NaN or too large."""
+        c = contribution
+        own = weights.effective((c.tokens, c.steps, self.version - c.base), self._config)
+        largest = max(own, self._largest)
+        weight, keep = own / largest, self._largest / largest
+        acc = self._acc or merge_rules.begin(self._groups)
+        path = self._path(c)
+        taken = merge_rules.take(acc, body, self._groups, weight=weight, keep=keep, limit=self._limit * path)
+        self._acc = taken.acc
+        if not taken.is_sound:
+            found = f"the norm is {taken.norm:.1e}" if math.isfinite(taken.norm) else "a value is NaN or infinite"
+            raise WireError(f"{found}; norms up to {merge_rules.NORM_MAX:.0e} can be merged", code="wire.norm")
+        self._largest, self.total_weight = largest, keep * self.total_weight + weight
+        self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path))
+
+    def warm_up(self, body: Body) -> None:
+        """Compile the program that adds a contribution of that codec. The sum stays as it is."""
+        acc = self._acc or merge_rules.begin(self._groups)
+        self._acc = merge_rules.take(acc, body, self._groups, weight=0.0).acc
+
+    def merged(self, gain: float) -> jax.Array:
+        """Return the merged outer gradient (float32 [N]), times `gain`."""
+        return merge_rules.finish(self._acc, self._groups, total_weight=self.total_weight or 1.0, gain=gain)
+
+
+@dataclass(frozen=True)
+class MergedRound:
+    """The result of a round.
+
+    Attributes:
+        state: The fragment after the round.
+        staleness: The running mean of staleness factors after the round.
+        members: The contributions, with their weights, as the tape records them.
+        gain: The factor on the merged outer gradient.
+        difference: The body that takes islands to the new version; empty where full snapshots go down.
+    """
+
+    state: FragmentState
+    staleness: RunningMean
+    members: tuple[Member, ...]
+    gain: float
+    difference: bytes = b""
+
+
+@dataclass(frozen=True)
+class RoundMerge:
+    """The rules by which a run merges its rounds.
+
+    Attributes:
+        manifest: The run.
+        groups: The tensors of each fragment, with their merge rules.
+        outer: The outer optimiser without an operator's changes.
+    """
+
+    manifest: Manifest
+    groups: tuple[tuple[Group, ...], ...]
+    outer: OuterOptimizer
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> RoundMerge:
+        """Return the rules in the manifest's config."""
+        merge = manifest.config.merge
+        groups = tuple(merge_rules.groups(rows, merge) for rows in manifest.layout)
+        return cls(manifest, groups, outer.build(manifest.config.outer))
+
+    def begin(self, p: int, fragment: FragmentState, version: int) -> RoundSum:
+        """Return an empty sum for the next round of fragment `p`, whose version is still `version`."""
+        config = self.manifest.config
+        return RoundSum(
+            self.groups[p],
+            config.merge,
+            norms=fragment.norms,
+            version=version,
+            path=lambda c: weights.path(config, c.steps, c.global_step),
+        )
+
+    def add(self, round_sum: RoundSum, delivery: Delivery) -> None:
+        """Add a delivery to the sum. Raises WireError, and adds nothing, when its payload is not as announced."""
+        contribution = delivery.contribution
+        if contribution is None or delivery.fault:
+            raise WireError(delivery.fault or "the entry cannot be read")
+        payload = delivery.payload
+        if digest(payload) != contribution.digest:
+            raise WireError("the payload's digest is not the announced one", code="wire.digest")
+        if len(payload) != contribution.bytes:  # the tape adds these numbers up
+            raise WireError(f"the payload has {len(payload)} bytes, not {contribution.bytes}", code="wire.size")
+        size = self.manifest.sizes[contribution.fragment]
+        round_sum.add(delivery.entry, contribution, unpack_encoded(payload, size, contribution.codec))
+
+    def close(self, fragment: FragmentState, state: RunState, round_sum: RoundSum, live: int) -> MergedRound:
+        """Return the round that merges the sum while `live` islands are live. Changes none of its arguments."""
+        config = self.manifest.config
+        optimizer = outer.build(control.steered(config, state.steered).outer)
+        now = Round(progress=min(1.0, state.step / config.inner.steps), interval=float(config.sync.interval))
+        return merge_round(
+            fragment,
+            state.staleness,
+            round_sum,
+            live=live,
+            config=config.merge,
+            wire=config.wire,
+            outer=optimizer,
+            now=now,
+        )
+
+    def advance(self, state: RunState, number: int, merged: MergedRound, round_sum: RoundSum) -> None:
+        """Take a merged round into the run's state. The timings of rounds come from clocks and stay as they are."""
+        p = self.manifest.fragment_of(number)
+        state.staleness, state.norms[p] = merged.staleness, merged.state.norms
+        state.after_round(number, [addend.contribution for addend in round_sum.addends])
+
+
+def merge_round(
+    fragment: FragmentState,
+    staleness: RunningMean,
+    round_sum: RoundSum,
+    *,
+    live: int,
+    config: MergeConfig,
+    wire: WireConfig,
+    outer: OuterOptimizer,
+    now: Round,
+) -> MergedRound:
+    """Weigh, merge and take the outer step.
+
+    A round without contributions changes nothing: momentum must not move a run that nobody trains.
+
+    Args:
+        fragment: The fragment before the round.
+        staleness: The running mean of staleness factors before the round.
+        round_sum: The contributions.
+        live: The number of live islands.
+        config: The merge rules.
+        wire: The codecs, by which published parameters are rounded.
+        outer: The outer optimiser.
+        now: The progress of the run; participation is filled in here.
+    """
+    addends, version = round_sum.addends, round_sum.version
+    if not addends:
+        published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
+        return MergedRound(_with_published(fragment, published_N), staleness, (), 0.0, difference)
+    present = len({addend.contribution.island for addend in addends})
+    islands = max(live, present)
+    parts = [(a.contribution.tokens, a.contribution.steps, version - a.contribution.base) for a in addends]
+    weighed = weights.weigh(parts, config, staleness)
+    now = now._replace(participation=present / islands, islands=float(present))
+    params_N, outer_state = outer.step(fragment.params_N, fragment.outer, round_sum.merged(weighed.gain), now)
+    norms = fragment.norms
+    for addend in addends:
+        norms = norms.with_norm(addend.norm * addend.clip / addend.path)
+    members = tuple(_member(a, version, share) for a, share in zip(addends, weighed.shares, strict=True))
+    published_N, difference = publish(wire, fragment.published_N, params_N)
+    state = FragmentState(params_N, outer_state, norms, published_N)
+    return MergedRound(state, weighed.running, members, weighed.gain, difference)
+
+
+def _with_published(fragment: FragmentState, published_N: jax.Array) -> FragmentState:
+    return FragmentState(fragment.params_N, fragment.outer, fragment.norms, published_N)
+
+
+def _member(addend: Addend, version: int, share: float) -> Member:
+    contribution = addend.contribution
+    return Member(
+        island=contribution.island,
+        incarnation=contribution.incarnation,
+        sequence=contribution.sequence,
+        base=contribution.base,
+        staleness=version - contribution.base,
+        weight=share,
+        clip=addend.clip,
+        tokens=contribution.tokens,
+        steps=contribution.steps,
+        loss=contribution.loss,
+        entry=addend.entry,
+    )
+
+
+def mean_loss(members: Sequence[Member]) -> float:
+    """Return the mean of the members' losses weighted by tokens, or NaN when no member measured one."""
+    known = [(m.loss, m.tokens) for m in members if not math.isnan(m.loss)]
+    return statistics.fmean([v for v, _ in known], [n for _, n in known]) if known else math.nan
+
+
+def new_state(params_N: Vector, outer: OuterOptimizer) -> FragmentState:
+    """Return the state of a fragment before its first round."""
+    params = jax.numpy.asarray(params_N)
+    return FragmentState(params, outer.init(params), NormWindow(), params)
+
+
+def publish(wire: WireConfig, held_N: jax.Array, exact_N: jax.Array) -> tuple[jax.Array, bytes]:
+    """Return what islands hold after the next snapshot, and the body of the difference that takes them there.
+
+    Args:
+        wire: The codecs. Without differences the snapshot is rounded by its own codec, and the body is empty.
+        held_N: What the islands hold now (float32 [N]).
+        exact_N: The merger's own parameters (float32 [N]).
+    """
+    if not wire.sends_differences:
+        if wire.full == "float32":
+            return exact_N, b""
+        chosen = codec(wire.full)
+        return jnp.asarray(chosen.decode(chosen.encode(np.asarray(exact_N)), exact_N.size)), b""
+    parts, next_N = _difference_program(wire.down)(held_N, exact_N)
+    return next_N, body_of(parts)
+
+
+@cache
+def _difference_program(name: str) -> Any:
+    chosen = codec(name)
+
+    def step(held_N: jax.Array, exact_N: jax.Array) -> tuple[Any, jax.Array]:
+        parts = chosen.quantise(exact_N - held_N, jnp)
+        return parts, held_N + chosen.restore(parts, held_N.size, jnp)
+
+    return jax.jit(step)
