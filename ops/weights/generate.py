@@ -1,4 +1,4 @@
-"""`archipelago generate`: text by a run's newest parameters, or by an export, as it is made."""
+"""`archipelago generate`: print text that a run's newest parameters, or an export, generate."""
 
 from __future__ import annotations
 
@@ -20,75 +20,84 @@ from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import CONTROLS
-from archipelago.ops.weights.export import OWN_KIND, find, tokenizer_of
+from archipelago.ops.weights.export import OWN_KIND
+from archipelago.ops.weights.parameters import find, tokenizer_of
 from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.registry import Model, Params
 
+#: The most tokens that the model sees at once. Their keys and values take memory.
 CONTEXT_MAX = 8192
-"""tokens that the model sees at once, at most: what is kept of them takes memory"""
+#: Control characters become U+FFFD, so that text cannot control the terminal.
 _SILENT = {**CONTROLS, ord("\n"): "\n", ord("\t"): "\t"}
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen; checked as `islands.writing.Sampling`."""
+    """How the next token is chosen. `islands.models.sampling.Sampling` checks the values."""
 
     temperature: float = 0.8
-    """logits are divided by it; 0 takes the most probable token"""
+    """Divides the logits. 0 takes the most probable token."""
     top_k: int = 0
-    """only the k most probable tokens; 0 for all"""
+    """Sample only from the k most probable tokens. 0 means all of them."""
     top_p: float = 1.0
-    """only the most probable tokens that have this much probability together"""
+    """Sample only from the most probable tokens that together have this probability."""
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Write text with a run's newest parameters, or with an export, which needs no Redis."""
+    """Generate text with a run's newest parameters, or with an export, which needs no Redis."""
 
     source: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT and the like (default $ARCHIPELAGO_URL), name or folder of a run with checkpoints here, or
-    a folder that `archipelago export` wrote"""
+    """A Redis URL such as redis://HOST:PORT (default $ARCHIPELAGO_URL), the name or folder of a run with checkpoints on
+    this machine, or a folder that `archipelago export` wrote."""
     run: str | None = None
-    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
+    """The name of the run. The default is $ARCHIPELAGO_RUN, or the only run there."""
     prompt: str = "\n"
-    """the text to go on from"""
+    """The text to continue."""
     tokens: int = 256
-    """how many to write"""
+    """The number of tokens to generate."""
     sampling: Annotated[SamplingOptions, tyro.conf.arg(name="")] = field(default_factory=SamplingOptions)
     seed: int | None = None
-    """the same seed gives the same text; default another one each time"""
+    """Equal seeds give equal text. The default is random."""
     json: bool = False
-    """print one JSON object at the end, instead of the text as it comes"""
+    """Print one JSON object at the end instead of the text."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A model that writes text, and all that it needs for that."""
+    """A model of text with its parameters and its tokenizer.
+
+    Attributes:
+        model: The model.
+        params: Its parameters.
+        tokenizer: Its tokenizer.
+        context: The tokens that it was trained to see at once.
+        origin: Where the parameters come from, in words.
+    """
 
     model: Model
     params: Params
     tokenizer: TextTokenizer
     context: int
-    """tokens that it was trained to see at once"""
     origin: str
 
 
 def main(options: GenerateOptions) -> int:
-    """Writes the text."""
+    """Generate and print the text."""
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
     if not 0 <= seed < 1 << 31:
-        raise ConfigError(f"--seed cannot be {seed}", "Choose 0 to 2147483647.")
+        raise ConfigError(f"--seed cannot be {seed}", "Choose 0 to 2147483647.", code="generate.bad-flag")
     if options.tokens < 1:
-        raise ConfigError(f"--tokens cannot be {options.tokens}", "Give a positive number.")
+        raise ConfigError(f"--tokens cannot be {options.tokens}", "Choose a positive number.", code="generate.bad-flag")
     keep_compiled()
     writer = open_writer(options.source, options.run)
     prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
     times: list[float] = []
     pieces = []
-    for piece in written(writer, prompt, options.tokens, options.sampling, seed, times):
+    for piece in generate(writer, prompt, options.tokens, options.sampling, seed, times):
         pieces.append(piece)
         if not options.json:
             show(piece)
@@ -103,10 +112,14 @@ def main(options: GenerateOptions) -> int:
     return 0
 
 
-def written(
+def generate(
     writer: Writer, prompt: str, tokens: int, sampling: SamplingOptions, seed: int, times: list[float]
 ) -> Iterator[str]:
-    """The text that follows, in pieces; `times` gets the second of each token."""
+    """Yield the text that continues the prompt, in pieces, and append the time of each token to `times` (in seconds).
+
+    Raises:
+        ConfigError: A sampling option is out of range (`generate.bad-flag`).
+    """
     from archipelago.islands.models.sampling import Sampling, continuation
 
     values = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -115,35 +128,47 @@ def written(
     except ValidationError as error:
         faults = [f"--{str(e['loc'][0]).replace('_', '-')}: {e['msg'].lower()}" for e in error.errors()]
         raise ConfigError(
-            f"text cannot be sampled so ({'; '.join(faults)})", "See `archipelago generate --help`."
+            f"text cannot be sampled with these options ({'; '.join(faults)})",
+            "See `archipelago generate --help`.",
+            code="generate.bad-flag",
         ) from None
-    assert writer.model.decoder is not None  # noqa: S101 - `open_writer` has seen to it
+    assert writer.model.decoder is not None  # noqa: S101 - `open_writer` checks it
     start = writer.tokenizer.encode(prompt) or writer.tokenizer.encode("\n")
     endless = continuation(writer.model.decoder, writer.params, start, writer.context, how, seed)
 
     def timed() -> Iterator[int]:
         for token in islice(endless, tokens):
             times.append(time.perf_counter())
-            yield token if token < writer.tokenizer.vocabulary else 0  # a model may have room for more than there are
+            yield (
+                token if token < writer.tokenizer.vocabulary else 0
+            )  # a model's vocabulary may be larger than the tokenizer's
 
     yield from writer.tokenizer.decode(timed())
 
 
 def tokens_per_second(times: Sequence[float]) -> float:
-    """Of tokens that came at these seconds, less the first two, for which programs are compiled; 0 for no more."""
+    """Return the rate of tokens that came at these times, in seconds, or 0 if there are too few.
+
+    The first two do not count, because programs are compiled for them.
+    """
     since = times[1:]
     return (len(since) - 1) / (since[-1] - since[0]) if len(since) > 1 and since[-1] > since[0] else 0.0
 
 
 def show(piece: str) -> None:
-    """Puts text on standard output, at once."""
+    """Print text without control characters, and flush it."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(piece.translate(_SILENT).encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 
 def open_writer(source: str | None, run: str | None) -> Writer:
-    """The model of an export, of a checkpoint or of a run. Raises ConfigError for one that does not write text."""
+    """Open the model of an export, of a checkpoint or of a run.
+
+    Raises:
+        ConfigError: The model generates no text (`model.no-text`), or one of the errors of `find`.
+        DataError: The export is damaged.
+    """
     if source is not None and "://" not in source and read_config(Path(source)):
         return _of_export(Path(source))
     found = find(source, run)
@@ -166,7 +191,7 @@ def _of_export(folder: Path) -> Writer:
 
 
 def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
-    """The model that `config.json` names, its name, and how many tokens it sees. Raises ConfigError."""
+    """Return the model that `config.json` describes, its name, and the tokens that it sees at once."""
     from archipelago.islands.models.llama import size_of
     from archipelago.islands.models.registry import build, default_compute_dtype
     from archipelago.islands.models.transformer import transformer
@@ -176,7 +201,7 @@ def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
     try:
         if config.get("model_type") == "llama":
             size, vocabulary = size_of(config), int(config["vocab_size"])
-            if size.layers > len(files.held):  # before so many are laid out
+            if size.layers > len(files.held):  # before that many are built
                 raise ValueError(f"{size.layers} layers, and {len(files.held)} tensors")
             if not 0 < vocabulary < 1 << 24:
                 raise ValueError(f"vocab_size {vocabulary}")
@@ -186,18 +211,22 @@ def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
             model = build(ModelConfig(str(own["size"]), int(own.get("vocabulary", BYTES))))
             return model, str(own["size"]), int(own["sequence_length"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{folder / CONFIG_FILE} is damaged ({error!r:.100})", "Export the run again.") from None
+        raise DataError(
+            f"{folder / CONFIG_FILE} is damaged ({error!r:.100})", "Export the run again.", code="export.damaged"
+        ) from None
     raise ConfigError(
-        f"{folder / CONFIG_FILE} describes a {config.get('model_type')!r:.40}, which is none of ours",
+        f"{folder / CONFIG_FILE} describes a {config.get('model_type')!r:.40}, which is not one of our models",
         "Name a folder that `archipelago export` wrote.",
+        code="export.foreign",
     )
 
 
 def _of_text(model: Model, name: str) -> Model:
     if model.decoder is None:
         raise ConfigError(
-            f"the model {name!r} reads images and writes no text",
-            "`archipelago evaluate` says how many it gets right; for text train a model of text, such as tiny.",
+            f"the model {name!r} reads examples and generates no text",
+            "Measure its accuracy with `archipelago evaluate`, or train a model of text, such as tiny.",
+            code="model.no-text",
         )
     return model
 

@@ -1,4 +1,4 @@
-"""Weights from safetensors files: our own exports, and Llamas that are shaped like ours. Checked before use."""
+"""Read weights from safetensors files: our own exports, and Llamas with our architecture. They are checked first."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CONFIG_FILE = "config.json"
 ORBAX_FOLDER = "orbax"
 _CONFIG_BYTES_MAX = 16 << 20
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+#: A table that older programs store with the weights.
 _NOT_WEIGHTS = "rotary_emb.inv_freq"
-"""a table that older programs kept with the weights"""
+#: The most tensors that a message names. It counts the others.
 _NAMED = 3
-"""tensors that a sentence names; the others are counted"""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in a file, by the name that it has there."""
+    """A tensor in a file, under its name there."""
 
     file: Path
     name: str
@@ -37,26 +37,30 @@ class Held:
 
     @property
     def our_shape(self) -> tuple[int, ...]:
-        """In our layout."""
+        """Its shape in our layout."""
         return self.shape[::-1] if self.transposed else self.shape
 
 
 class WeightFiles:
-    """The tensors of a file, or of all `*.safetensors` of a folder, by our names; only their headers are read.
+    """The tensors of a file, or of all `*.safetensors` of a folder, by our names. Opening reads only the headers.
 
-    Raises DataError when there are none or a header is damaged, ConfigError when a `config.json` beside them describes
-    a Llama that is not our transformer.
+    Raises:
+        DataError: There are none (`weights.missing`), or a header is damaged (`weights.damaged`).
+        ConfigError: A `config.json` beside them describes a Llama that our transformer cannot be (`llama.different`).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not self.files and (path / ORBAX_FOLDER).is_dir():
-            raise DataError(f"{path} holds an Orbax checkpoint", "Export the run with --format safetensors.")
+            raise DataError(
+                f"{path} holds an Orbax checkpoint", "Export the run with --format safetensors.", code="weights.orbax"
+            )
         if not self.files or not self.files[0].is_file():
             raise DataError(
                 f"there are no weights in {path}" if path.is_dir() else f"there is no file {path}",
                 "Name a .safetensors file, or a folder with one, such as `archipelago export` writes.",
+                code="weights.missing",
             )
         self.config = read_config(path if path.is_dir() else path.parent)
         if self.config.get("model_type") == "llama":
@@ -74,36 +78,45 @@ class WeightFiles:
 
         try:
             with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                     place, part = from_llama(name), opened.get_slice(name)
                     held = Held(file, name, tuple(part.get_shape()), part.get_dtype(), place.transposed)
                     if place.name in self.held:
-                        raise DataError(f"{self.path} holds the tensor {place.name!r:.80} twice", "Name one file.")
+                        raise DataError(
+                            f"{self.path} holds the tensor {place.name!r:.80} twice",
+                            "Name one file.",
+                            code="weights.damaged",
+                        )
                     self.held[place.name] = held
         except (SafetensorError, OSError, ValueError) as error:
             raise _damaged(file, error) from None
 
     def require(self, tensors: Sequence[Tensor]) -> None:
-        """Raises DataError, naming what is missing, extra or mis-shaped, unless these are the tensors."""
+        """Check that the files hold exactly these tensors.
+
+        Raises:
+            DataError: Tensors are missing, unknown, or of another shape or dtype (`weights.unfit`).
+        """
         wanted = {tensor.name: tensor.shape for tensor in tensors}
         extra = [held.name for name, held in self.held.items() if name not in wanted and not self._is_spare(name)]
         shaped = [
-            f"{self.held[name].name} is {_shape(self.held[name].our_shape)} and not {_shape(shape)}"
+            f"{self.held[name].name} is {_shape(self.held[name].our_shape)} instead of {_shape(shape)}"
             for name, shape in wanted.items()
             if name in self.held and self.held[name].our_shape != shape
         ]
-        typed = [f"{self.held[name].name} is {self.held[name].dtype}" for name in wanted if self._is_no_float(name)]
+        typed = [f"{self.held[name].name} is {self.held[name].dtype}" for name in wanted if self._is_not_float(name)]
         faults = {
             "missing": [name for name in wanted if name not in self.held],
             "not in the model": extra,
             "of another shape": shaped,
-            "no floating-point numbers": typed,
+            "not floating-point": typed,
         }
         found = [f"{len(names):,} {fault} ({_some(names)})" for fault, names in faults.items() if names]
         if found:
             raise DataError(
                 f"the weights in {self.path} do not fit the model: {'; '.join(found)}",
-                "Choose the --model.size (and --data.corpus, whose tokens are the vocabulary) that they were made for.",
+                "Choose the --model.size, and the --data.corpus with the vocabulary, that they were trained with.",
+                code="weights.unfit",
             )
 
     def _is_spare(self, name: str) -> bool:
@@ -111,11 +124,15 @@ class WeightFiles:
 
         return name.endswith(_NOT_WEIGHTS) or (name == OUTPUT and "embedding" in self.held)
 
-    def _is_no_float(self, name: str) -> bool:
+    def _is_not_float(self, name: str) -> bool:
         return name in self.held and self.held[name].dtype not in _FLOATS
 
     def load(self, tensors: Sequence[Tensor]) -> Params:
-        """These tensors as float32, in our layout. Raises DataError when one does not fit, or holds NaN or infinity."""
+        """Read these tensors as float32, in our layout.
+
+        Raises:
+            DataError: They do not fit (`weights.unfit`), or hold NaN or infinity (`weights.not-finite`).
+        """
         import jax.numpy as jnp
         from safetensors import SafetensorError, safe_open
 
@@ -137,19 +154,21 @@ class WeightFiles:
                 raise _damaged(file, error) from None
         if output is not None and not jnp.array_equal(output, params["embedding"]):
             raise DataError(
-                f"the weights in {self.path} do not fit the model: {OUTPUT} is another matrix than the embedding",
-                "Our models use the embedding as the output again.",
+                f"the weights in {self.path} do not fit the model: {OUTPUT} is not the embedding",
+                "Our models use the embedding as the output projection too. Name weights with tied embeddings.",
+                code="weights.unfit",
             )
         broken = [self.held[name].name for name, value in params.items() if not bool(jnp.all(jnp.isfinite(value)))]
         if broken:
             raise DataError(
                 f"the weights in {self.path} hold NaN or infinity, in {len(broken):,} tensors ({_some(broken)})",
-                "They are of a model that has diverged: name another file.",
+                "The model had diverged. Name another file.",
+                code="weights.not-finite",
             )
         return dict(sorted(params.items()))
 
     def describe(self) -> str:
-        """Name and BLAKE2b-128 of the files, for the manifest."""
+        """Return the name and BLAKE2b-128 of the files, for the manifest."""
         whole = hashlib.blake2b(digest_size=16)
         for path in self.files:
             with path.open("rb") as file:
@@ -159,7 +178,7 @@ class WeightFiles:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """What `config.json` in that folder says; nothing where there is none. Raises DataError when it is damaged."""
+    """Read `config.json` in a folder. It is empty if there is none. Raises DataError (`weights.damaged`)."""
     path = folder / CONFIG_FILE
     try:
         with path.open("rb") as file:
@@ -167,16 +186,26 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})", "Check the path.") from None
+        raise DataError(
+            f"{path} cannot be read ({error.strerror})", "Check the path.", code="weights.damaged"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error!s:.100})", "Put back a copy, or delete it.") from None
+        raise DataError(
+            f"{path} is not JSON ({error!s:.100})", "Restore it from a copy, or delete it.", code="weights.damaged"
+        ) from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds no object", "Put back a copy, or delete it.")
+        raise DataError(
+            f"{path} does not hold a JSON object", "Restore it from a copy, or delete it.", code="weights.damaged"
+        )
     return found
 
 
 def _damaged(file: Path, error: Exception) -> DataError:
-    return DataError(f"{file} cannot be read as safetensors ({error!s:.200})", "Is it whole? Put back a copy.")
+    return DataError(
+        f"{file} cannot be read as safetensors ({error!s:.200})",
+        "It may be incomplete. Restore it from a copy.",
+        code="weights.damaged",
+    )
 
 
 def _shape(shape: Sequence[int]) -> str:
