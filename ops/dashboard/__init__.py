@@ -1,1 +1,1 @@
-"""`archipelago dash`: a run in the browser."""
+"""`archipelago dash`: show a run in the browser."""

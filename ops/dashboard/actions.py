@@ -1,4 +1,4 @@
-"""What a person may change on the page, and the sentence that answers. No Redis, no clock."""
+"""The changes that a person can make on the page, and the sentences that confirm them. Pure."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ _NAMES = {OUTER_RATE: "The outer rate", QUORUM: "The quorum K", GRACE: "The grac
 
 
 def stamped(changes: Mapping[str, str], unix_seconds: float) -> dict[str, str]:
-    """The same, with a text for `checkpoint` that no checkpoint was asked for with before."""
+    """Return the changes with the time as the value of `checkpoint`, so that each request is a new one."""
     return {name: f"{unix_seconds:.3f}" if name == CHECKPOINT else value for name, value in changes.items()}
 
 
 def sentence(changes: Mapping[str, str]) -> str:
-    """What was asked for, in words; `changes` are checked ones, and an empty value takes a setting back."""
-    return " ".join(_said(name, value) for name, value in changes.items()) or "Nothing was asked for."
+    """Describe checked changes in words. An empty value removes a setting."""
+    return " ".join(_sentence(name, value) for name, value in changes.items()) or "No change was requested."
 
 
-def _said(name: str, value: str) -> str:
+def _sentence(name: str, value: str) -> str:
     if name in _NAMES:
         return (
-            f"{_NAMES[name]} is {value} from the next round on." if value else f"{_NAMES[name]} is the run's own again."
+            f"{_NAMES[name]} is {value} from the next round on."
+            if value
+            else f"{_NAMES[name]} has the run's own value again."
         )
     if name == MERGING:
-        return "Merging pauses; islands train on." if value else "Merging goes on."
+        return "Merging is paused; islands continue to train." if value else "Merging continues."
     if name == CHECKPOINT:
-        return "The merger takes a checkpoint."
+        return "The merger takes a checkpoint now."
     if name.startswith(ISLAND):
-        return _of_island(name.removeprefix(ISLAND), value)
-    return f"{name} is {value}." if value else f"{name} is taken back."
+        return _island_sentence(name.removeprefix(ISLAND), value)
+    return f"{name} is {value}." if value else f"{name} is removed."
 
 
-def _of_island(island: str, value: str) -> str:
+def _island_sentence(island: str, value: str) -> str:
     if value == DRAIN:
         return f"{island} sends what it has and leaves."
     if value == EXPEL:
-        return f"{island} leaves, and is refused from now on."
-    return f"{island} may come again."
+        return f"{island} leaves, and its contributions are refused from now on."
+    return f"{island} may join again."

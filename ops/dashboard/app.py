@@ -1,10 +1,9 @@
-"""The dashboard's pages and its small interface: what is seen is open, what changes a run asks for a token."""
+"""The dashboard's web application. Anyone who reaches it can look; changing the run needs the token."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import importlib.util
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,13 +23,13 @@ from archipelago.broker.control import checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.actions import sentence, stamped
-from archipelago.ops.dashboard.watcher import Board, Watch, written
+from archipelago.ops.dashboard.assets import FILES, PAGE, chart_library
+from archipelago.ops.dashboard.watcher import Board, Watcher, to_json
 
-PAGE = Path(__file__).parent / "page"
 BODY_BYTES_MAX = 1 << 16
 POLL_SECONDS = 0.2
+#: A ping keeps the connection alive through proxies.
 PING_SECONDS = 5.0
-"""a line now and then, so that a browser and what lies between know that we are there"""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -38,29 +37,24 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 FRESH = {**HEADERS, "Cache-Control": "no-store"}
-FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
-
-
-def chart_library() -> Path:
-    """plotly.min.js of the installed package, which is not imported for it. Raises ConfigError where it is missing."""
-    found = importlib.util.find_spec("plotly")
-    path = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None
-    if path is None or not path.is_file():
-        raise ConfigError("the chart library plotly is not installed here", "`pip install plotly` brings it.")
-    return path
 
 
 def application(
-    watch: Watch,
+    watch: Watcher,
     token: str,
     wall: Callable[[], float] = time.time,
     clock: Callable[[], float] = time.monotonic,
     hosts: Sequence[str] = ("*",),
 ) -> Starlette:
-    """The pages over what `watch` sees; `token` is what steering asks for.
+    """Return the web application.
 
-    `hosts`: names by which a browser may call us. Another site's name that leads here is not one of them, so that
-    no page of another site reads ours.
+    Args:
+        watch: What reads the run.
+        token: The token that changes need.
+        wall: Unix seconds.
+        clock: Monotonic seconds.
+        hosts: Host names that requests may carry. Other names are refused, so a page of another site whose name
+            resolves to this machine cannot read ours.
     """
     service = _Service(watch, token, wall, clock)
     library = chart_library()
@@ -86,12 +80,12 @@ def _file(path: Path, headers: dict[str, str]) -> Callable[[Request], Any]:
     return answer
 
 
-def _said(status: int, text: str, **more: str) -> Response:
+def _answer(status: int, text: str, **more: str) -> Response:
     return JSONResponse({"said": text}, status, headers={**FRESH, **more})
 
 
 class _Service:
-    def __init__(self, watch: Watch, token: str, wall: Callable[[], float], clock: Callable[[], float]) -> None:
+    def __init__(self, watch: Watcher, token: str, wall: Callable[[], float], clock: Callable[[], float]) -> None:
         self.watch, self.wall, self.clock = watch, wall, clock
         self._token = token.encode()
 
@@ -99,41 +93,41 @@ class _Service:
     def board(self) -> Board:
         return self.watch.board
 
-    # -- what is seen -----------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """200 while we serve: what Redis does is in the words."""
+        """Answer 200 while we serve, with the state of Redis in the text."""
         fault = self.board.fault(self.clock())
         return JSONResponse({"serving": True, "redis": fault.what if fault else "answers"}, headers=FRESH)
 
     async def metrics(self, request: Request) -> Response:
-        """The run's figures in Prometheus' text format; 503 while there are none, or none of now."""
+        """Answer with the run's metrics in Prometheus' text format, or with 503 if they are missing or out of date."""
         fault, view = self.board.fault(self.clock()), self.board.view
         if fault or view is None:
-            return Response(f"{fault.what if fault else 'nothing was read yet'}\n", 503, headers=FRESH)
+            return Response(f"{fault.what if fault else 'not read yet'}\n", 503, headers=FRESH)
         text = await run_in_threadpool(metrics.render, view, self.board.round_seconds)
         return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
 
     async def view(self, request: Request) -> Response:
-        """Page, charts and fault as one JSON object; parts that are not there yet are null."""
-        return Response(self._everything(), media_type="application/json", headers=FRESH)
+        """Answer with page, charts and fault as one JSON object; parts that are missing are null."""
+        return Response(self._whole(), media_type="application/json", headers=FRESH)
 
-    def _everything(self) -> str:
+    def _whole(self) -> str:
         parts = {"page": self.board.page, "charts": self.board.charts, "fault": self._fault()}
         return "{" + ",".join(f'"{name}":{text or "null"}' for name, text in parts.items()) + "}"
 
     def _fault(self) -> str:
         fault = self.board.fault(self.clock())
-        return written({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more}) if fault else "null"
+        return to_json({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more}) if fault else "null"
 
     async def events(self, request: Request) -> Response:
-        """Server-sent events `page`, `charts` and `fault`, each when it changes."""
+        """Answer with server-sent events `page`, `charts` and `fault`, each when it changes."""
         headers = {**FRESH, "X-Accel-Buffering": "no"}
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers=headers)
 
     async def _stream(self) -> AsyncIterator[str]:
         yield "retry: 1000\n\n"
-        told: dict[str, object] = {"page": 0, "charts": 0, "fault": ""}
+        sent: dict[str, object] = {"page": 0, "charts": 0, "fault": ""}
         silent_since = self.clock()
         while not self.board.closed:
             now: dict[str, tuple[object, str]] = {
@@ -142,37 +136,37 @@ class _Service:
             }
             fault = self._fault()
             now["fault"] = (fault, fault)
-            news = [name for name, (number, _) in now.items() if number != told[name]]
-            for name in news:
-                told[name], text = now[name]
+            changed = [name for name, (number, _) in now.items() if number != sent[name]]
+            for name in changed:
+                sent[name], text = now[name]
                 yield f"event: {name}\ndata: {text}\n\n"
-            if news:
+            if changed:
                 silent_since = self.clock()
             elif self.clock() - silent_since > PING_SECONDS:
                 silent_since = self.clock()
                 yield "event: ping\ndata: 0\n\n"
             await asyncio.sleep(POLL_SECONDS)
 
-    # -- what is changed --------------------------------------------------------------------------------------------
+    # -- changing ---------------------------------------------------------------------------------------------------
 
     async def steer(self, request: Request) -> Response:
-        """Changes of `{RUN:s0}:control`, for who has the token; none only asks whether the token fits."""
+        """Change the run's controls, if the token is right. A request without changes only checks the token."""
         if not self._may(request):
-            return _said(401, "The token is missing or wrong; it was printed when the dashboard started.",
+            return _answer(401, "The token is missing or wrong; it was printed when the dashboard started.",
                          **{"WWW-Authenticate": "Bearer"})  # fmt: skip
         try:
             wanted = _changes(await _body(request))
             changes = checked_changes(self.watch.manifest.config, stamped(wanted, self.wall()))
             if not changes:
-                return _said(200, "The token fits.")
+                return _answer(200, "The token is right.")
             await run_in_threadpool(self.watch.transport.reader.steer, changes)
         except ConfigError as error:
-            return _said(400, str(error))
+            return _answer(400, str(error))
         except ArchipelagoError as error:
-            return _said(503, str(error))
-        except ClientDisconnect:  # who asked has gone, and hears nothing
-            return _said(400, "The request ended before its end.")
-        return _said(200, sentence(changes))
+            return _answer(503, str(error))
+        except ClientDisconnect:  # The browser has gone.
+            return _answer(400, "The request was cut off.")
+        return _answer(200, sentence(changes))
 
     def _may(self, request: Request) -> bool:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -180,21 +174,25 @@ class _Service:
 
 
 async def _body(request: Request) -> bytes:
-    """Raises ConfigError for one that is larger than any request of ours."""
+    """Return the request's body. Raise ConfigError if it is larger than any request of ours."""
     out = b""
     async for part in request.stream():
         out += part
         if len(out) > BODY_BYTES_MAX:
-            raise ConfigError("the request is too large", f"{BODY_BYTES_MAX:,} bytes are the most.")
+            raise ConfigError(
+                "the request is too large", f"Send at most {BODY_BYTES_MAX:,} bytes.", code="config.request"
+            )
     return out
 
 
 def _changes(body: bytes) -> dict[str, str]:
-    """`{"changes": {NAME: TEXT}}`. Raises ConfigError for anything else."""
+    """Parse `{"changes": {NAME: TEXT}}`. Raise ConfigError for anything else."""
     try:
         found = json.loads(body)["changes"]
         if all(isinstance(name, str) and isinstance(value, str) for name, value in found.items()):
             return dict(found)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
-    raise ConfigError("the request cannot be read", 'Send {"changes": {"sync.quorum": "2"}} as JSON.')
+    raise ConfigError(
+        "the request cannot be read", 'Send {"changes": {"sync.quorum": "2"}} as JSON.', code="config.request"
+    )

@@ -1,4 +1,4 @@
-"""`archipelago dash`: a run in the browser, live; and with a token, steered from there."""
+"""`archipelago dash`: show a run live in the browser, and steer it from there with a token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from archipelago.broker import extras
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import RunAddress, print_json, stop_on_signals
-from archipelago.ops.dashboard.watcher import Watch
+from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.settings import say
 
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -28,32 +29,33 @@ STOP_SECONDS = 5
 
 @dataclass(frozen=True)
 class DashOptions(RunAddress):
-    """Show a run in the browser, live, and steer it from there. Reads Redis only; may run anywhere.
+    """Show a run live in the browser, and steer it from there. Needs only Redis, so it can run anywhere.
 
-    What is seen is open to whoever reaches the port; what changes the run asks for the token.
+    Anyone who can reach the port can look. Changing the run needs the token.
     """
 
     host: str = "127.0.0.1"
-    """address to listen on; 0.0.0.0 shows the run to everybody who can reach this machine"""
+    """address to listen on; 0.0.0.0 shows the run to everyone who can reach this machine"""
     port: int = 8765
     """port to listen on; 0 takes a free one"""
     token: str | None = None
-    """what steering asks for; default $ARCHIPELAGO_TOKEN, or a random one, printed at start"""
+    """token that changes need; default $ARCHIPELAGO_TOKEN, or a random one that is printed at the start"""
     open: bool = True
-    """open the page in a browser, where this machine has one"""
+    """open the page in a browser if this machine has one"""
     screenshot: Path | None = None
-    """write dash-light.png, dash-dark.png and dash-phone.png into this folder with chromium, and end"""
+    """only write dash-light.png, dash-dark.png and dash-phone.png into this folder, with chromium"""
     json: bool = False
-    """print one JSON object: address and token once it serves, or the pictures"""
+    """print one JSON object: address and token once it serves, or the names of the pictures"""
 
 
 def main(options: DashOptions) -> int:
-    """Serves until a signal comes."""
+    """Serve until a signal arrives."""
+    extras.require("dash", "The dashboard")
     stopped = stop_on_signals()
     token = _token(options.token)
     transport = options.connect()
     try:
-        watch = Watch(transport, transport.reader.manifest())
+        watch = Watcher(transport, transport.reader.manifest())
         if options.screenshot is not None:
             from archipelago.ops.dashboard.screenshot import take
 
@@ -77,9 +79,11 @@ def _token(given: str | None) -> str:
     token = (os.environ.get(TOKEN_VARIABLE) or None) if given is None else given
     if token is None:
         return secrets.token_urlsafe(18)
-    if not re.fullmatch(r"[!-~]+", token):  # as a header can hold it
+    if not re.fullmatch(r"[!-~]+", token):  # The characters that a header can hold.
         raise ConfigError(
-            "that token cannot be used", "Use letters, digits and signs, or leave it out for a random one."
+            "that token cannot be used",
+            "Use letters, digits and signs, or leave it out for a random one.",
+            code="config.token",
         )
     return token
 
@@ -89,7 +93,7 @@ def _greet(run: str, address: str, token: str, options: DashOptions) -> None:
     if options.json:
         print_json({"run": run, "address": address, "token": token})
     say(f"run {run!r} in the browser: {whole}")
-    say(f"  token   {token} (asked for by what changes the run; Ctrl-C ends the page, not the run)")
+    say(f"  token   {token} (needed to change the run; Ctrl-C ends the page, not the run)")
     if options.open and sys.stderr.isatty() and _has_screen():
         webbrowser.open(whole)
 
@@ -99,8 +103,8 @@ def _has_screen() -> bool:
 
 
 @contextmanager
-def serving(watch: Watch, token: str, host: str, port: int) -> Iterator[str]:
-    """The page over that watch, in threads of this process; gives its address. Raises ConfigError."""
+def serving(watch: Watcher, token: str, host: str, port: int) -> Iterator[str]:
+    """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError."""
     import uvicorn
 
     from archipelago.ops.dashboard.app import application
@@ -114,7 +118,7 @@ def serving(watch: Watch, token: str, host: str, port: int) -> Iterator[str]:
         server = uvicorn.Server(config)
         ended = threading.Event()
         looking = threading.Thread(target=watch.keep_looking, args=(ended,), name="watch", daemon=True)
-        # Beside the main thread, which alone gets signals.
+        # Only the main thread receives signals.
         pages = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="pages", daemon=True)
         looking.start()
         pages.start()
@@ -128,18 +132,19 @@ def serving(watch: Watch, token: str, host: str, port: int) -> Iterator[str]:
 
 
 def _shown(host: str) -> str:
-    named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host)  # noqa: S104 - of others' choice
+    named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host)  # noqa: S104 - the user's choice
     return named or (f"[{host}]" if ":" in host else host)
 
 
 def _listening(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise ConfigError(f"--port cannot be {port}", "Choose 0 to 65535.")
+        raise ConfigError(f"--port cannot be {port}", "Choose 0 to 65535.", code="config.port")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as error:  # the latter for a host that can be no name
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a name.
         raise ConfigError(
             f"the page cannot be served on {host}:{port} ({getattr(error, 'strerror', None) or error})",
-            "Is another dashboard there? Choose another with --port, or --port 0 for a free one.",
+            "Another dashboard may use it. Choose another --port; --port 0 takes a free one.",
+            code="config.dash-address",
         ) from None

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard, for a README: a Chromium without a window opens the page as it is now."""
+"""Take pictures of the dashboard with a headless Chromium, for a README."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+#: Theme, width and largest height in CSS pixels.
 PICTURES = {"dash-light": ("light", 1440, 4000), "dash-dark": ("dark", 1440, 4000), "dash-phone": ("light", 390, 1900)}
-"""theme; width and most height in CSS pixels"""
 READY = "return !!document.querySelector('.chart .main-svg, .chart .nothing')"
 WAIT_SECONDS = 30.0
 
 
 def take(address: str, token: str, folder: Path, stopped: Callable[[], bool]) -> list[Path]:
-    """dash-light.png, dash-dark.png and dash-phone.png of the page at that address. Raises ConfigError."""
+    """Write dash-light.png, dash-dark.png and dash-phone.png of the page at that address. Raises ConfigError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # said before a browser is started
+        folder.mkdir(parents=True, exist_ok=True)  # Fail before a browser is started.
     except OSError as error:
         raise _unwritable(folder, error) from None
     out = []
@@ -48,18 +48,20 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path} cannot be written ({error.strerror})", "Name another folder.")
+    return ConfigError(f"{path} cannot be written ({error.strerror})", "Name another folder.", code="config.unwritable")
 
 
 def picture(driver: WebDriver, address: str, width: int, height_most: int, stopped: Callable[[], bool]) -> bytes:
-    """The page as a PNG, from its top, two pixels for each of the page's."""
+    """Return the page as a PNG, with two pixels for each CSS pixel."""
     metrics: dict[str, Any] = {"width": width, "height": 900, "deviceScaleFactor": 2, "mobile": width < 600}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     driver.get(address)
     deadline = time.monotonic() + WAIT_SECONDS
     while not driver.execute_script(READY) and not stopped():
         if time.monotonic() > deadline:
-            raise ConfigError(f"the page drew nothing for {WAIT_SECONDS:.0f} s", "Is a round closed? See the page.")
+            raise ConfigError(
+                f"the page drew nothing for {WAIT_SECONDS:.0f} s", "Open the page to see why.", code="config.no-picture"
+            )
         time.sleep(0.05)
     height = min(height_most, int(driver.execute_script("return document.documentElement.scrollHeight")))
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**metrics, "height": height})
@@ -69,17 +71,19 @@ def picture(driver: WebDriver, address: str, width: int, height_most: int, stopp
 
 @contextmanager
 def browser() -> Iterator[WebDriver]:
-    """A Chromium without a window, that speaks to nobody but us. Raises ConfigError where there is none."""
+    """Start a headless Chromium that only contacts us. Raise ConfigError if there is none."""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     service = shutil.which("chromedriver")
     if program is None or service is None:
         missing = "Chromium" if program is None else "chromedriver"
-        raise ConfigError(f"there is no {missing} on this machine", "Install chromium and chromium-driver.")
+        raise ConfigError(
+            f"there is no {missing} on this machine", "Install chromium and chromium-driver.", code="config.no-browser"
+        )
     try:
         from selenium import webdriver
         from selenium.common.exceptions import WebDriverException
     except ImportError:
-        raise ConfigError("the package selenium is not installed here", "`pip install selenium` brings it.") from None
+        raise ConfigError("selenium is not installed", "Run: pip install selenium.", code="config.no-browser") from None
     options = webdriver.ChromeOptions()
     options.binary_location = program
     with tempfile.TemporaryDirectory(prefix="dash-") as profile:
@@ -93,7 +97,9 @@ def browser() -> Iterator[WebDriver]:
             driver = webdriver.Chrome(options, webdriver.ChromeService(service))
         except WebDriverException as error:
             said = (error.msg or "").splitlines()[:1]
-            raise ConfigError(f"{program} does not start ({' '.join(said)})", "Does it start by hand?") from None
+            raise ConfigError(
+                f"{program} does not start ({' '.join(said)})", "Try to start it yourself.", code="config.no-browser"
+            ) from None
         try:
             yield driver
         finally:

@@ -1,4 +1,4 @@
-"""The dashboard's eye: reads a run once a second, beside the pages that look at what it found."""
+"""Read a run once a second, and keep the newest reading as JSON for the pages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, RunView
 LOOK_SECONDS = 1.0
 CHARTS_SECONDS = 2.0
 SELDOM_SECONDS = 5.0
+#: The largest share of time that is spent on readings that grow with the run.
 SELDOM_SHARE = 0.05
-"""of the time at most goes into readings that grow with the run"""
+#: A reading that takes longer counts as an outage. The connection itself waits longer.
 PATIENCE_SECONDS = 4.0
-"""after which a reading that hangs counts as silence; the connection itself waits longer"""
 SILENT = "Redis does not answer"
 TAPE_MOST = 1 << 16
 NOTES_READ, REFUSALS_READ = 200, 100
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fault:
-    """Why the page stands still, and since when."""
+    """Why the page does not update, and since when."""
 
     since_unix_seconds: float
     what: str
@@ -42,49 +42,52 @@ class Fault:
 
 
 class Board:
-    """The newest of what pages are told, as JSON; one writer, any number of readers."""
+    """The newest page and charts as JSON, with one writer and any number of readers.
+
+    Attributes:
+        round_seconds: Seconds since the newest round closed; NaN before the first.
+    """
 
     def __init__(self) -> None:
         self.page, self.charts = "", ""
         self.page_number = self.charts_number = 0
         self.view: RunView | None = None
         self.round_seconds = math.nan
-        """since the newest round was closed"""
         self.closed = False
         self._fault: Fault | None = None
         self._turn: tuple[float, float] | None = None
 
-    def begins(self, monotonic: float, unix_seconds: float) -> None:
-        """A reading has begun."""
+    def begin_reading(self, monotonic: float, unix_seconds: float) -> None:
+        """Note that a reading begins."""
         self._turn = (monotonic, unix_seconds)
 
-    def ends(self, fault: Fault | None) -> None:
-        """It is over; a fault that goes on keeps its beginning."""
+    def end_reading(self, fault: Fault | None) -> None:
+        """Note that the reading has ended. A fault that continues keeps its first time."""
         if fault and self._fault:
             fault = replace(fault, since_unix_seconds=self._fault.since_unix_seconds)
         self._fault, self._turn = fault, None
 
     def fault(self, monotonic: float) -> Fault | None:
-        """What is wrong now, if anything is: also a reading that does not come back."""
+        """Return the present fault, if any. A reading that hangs is one."""
         turn = self._turn
         if self._fault is None and turn and monotonic - turn[0] > PATIENCE_SECONDS:
-            return Fault(turn[1], SILENT, "The page goes on by itself.")
+            return Fault(turn[1], SILENT, "The page continues by itself.")
         return self._fault
 
     def show(self, page: dict[str, Any], reading: Reading) -> None:
-        """What changes with each reading."""
-        self.page, self.view = written(page), reading.view
+        """Publish what changes with each reading."""
+        self.page, self.view = to_json(page), reading.view
         self.round_seconds = reading.round_seconds if reading.view.rounds else math.nan
         self.page_number += 1
 
     def draw(self, charts: dict[str, Any]) -> None:
-        """What changes with each round."""
-        self.charts = written(charts)
+        """Publish what changes with each round."""
+        self.charts = to_json(charts)
         self.charts_number += 1
 
 
-class Seldom(Generic[T]):
-    """A reading that costs more, the longer the run: made again when it has cost little against the time since."""
+class RareReading(Generic[T]):
+    """A reading whose cost grows with the run. It is repeated so seldom that it takes a small share of the time."""
 
     def __init__(self, read: Callable[[], T], clock: Callable[[], float]) -> None:
         self._read, self._clock = read, clock
@@ -92,7 +95,7 @@ class Seldom(Generic[T]):
         self._value: T | None = None
 
     def newest(self) -> T:
-        """The value, made anew when that is due."""
+        """Return the value, read again if that is due."""
         began = self._clock()
         if self._value is None or began >= self._due:
             self._value = self._read()
@@ -100,12 +103,12 @@ class Seldom(Generic[T]):
         return self._value
 
     def forget(self) -> None:
-        """It is due at once."""
+        """Make the next call read again."""
         self._due = -math.inf
 
 
-class Watch:
-    """One run, and the board that shows it."""
+class Watcher:
+    """Reads one run and publishes it on a board."""
 
     def __init__(
         self,
@@ -120,38 +123,38 @@ class Watch:
         self._rates: dict[str, Rate] = {}
         self._queues: Trail[QueueRow] = Trail(joined_queues)
         self._history = History(len(manifest.fragments))
-        self._token_books = Seldom(self._read_token_books, clock)
-        self._evaluations: Seldom[list[Evaluation]] = Seldom(transport.reader.evaluations, clock)
-        self._refusals: Seldom[list[tuple[float, Refusal]]] = Seldom(
+        self._token_books = RareReading(self._read_token_books, clock)
+        self._evaluations: RareReading[list[Evaluation]] = RareReading(transport.reader.evaluations, clock)
+        self._refusals: RareReading[list[tuple[float, Refusal]]] = RareReading(
             lambda: transport.reader.refusals(REFUSALS_READ), clock
         )
         self._round_at = wall()
         self._charts_due = -math.inf
 
     def look(self) -> None:
-        """One reading, onto the board. A broker that is away or empty is a fault on it, and no error."""
-        self.board.begins(self.clock(), self.wall())
+        """Read once and publish it. If the broker is away or empty, publish a fault."""
+        self.board.begin_reading(self.clock(), self.wall())
         try:
             reading = self.read()
         except UnreachableError as error:
-            self.board.ends(Fault(self.wall(), SILENT, f"{error.what}. The page goes on by itself."))
+            self.board.end_reading(Fault(self.wall(), SILENT, f"{error.what}. The page continues by itself."))
         except ArchipelagoError as error:
-            self.board.ends(Fault(self.wall(), error.what, error.remedy))
+            self.board.end_reading(Fault(self.wall(), error.what, error.remedy))
         else:
-            self.board.ends(None)
+            self.board.end_reading(None)
             self.board.show(page_of(reading, self._history, self.manifest.config), reading)
             if self.clock() >= self._charts_due:
                 self._charts_due = self.clock() + CHARTS_SECONDS
                 self.board.draw(charts_of(reading, self._history, self._queues.rows))
 
     def keep_looking(self, stopped: threading.Event) -> None:
-        """Once a second, until it is stopped."""
+        """Look once a second until `stopped` is set."""
         while not stopped.is_set():
             self.look()
             stopped.wait(LOOK_SECONDS)
 
     def read(self) -> Reading:
-        """Everything that the page shows, as Redis has it now. Raises BrokerError and WireError."""
+        """Return everything that the page shows, as Redis has it now. Raises BrokerError and WireError."""
         transport = self.transport
         tape = self._follow()
         evaluations = self._evaluations.newest()
@@ -175,15 +178,15 @@ class Watch:
         )
 
     def charts(self, reading: Reading) -> dict[str, Any]:
-        """What is drawn of it."""
+        """Return the charts' data."""
         return charts_of(reading, self._history, self._queues.rows)
 
     def page(self, reading: Reading) -> dict[str, Any]:
-        """What is written of it."""
+        """Return the page's data."""
         return page_of(reading, self._history, self.manifest.config)
 
     def _follow(self) -> list[Any]:
-        """The recent tape, taken into the history; where that does not go on from it, history is read anew."""
+        """Add the recent tape to the history and return it. If they do not connect, read the whole tape again."""
         tape = self.transport.reader.tape(RECENT_ROUNDS)
         if not self._history.follows(tape):
             whole = self.transport.reader.tape(TAPE_MOST)
@@ -195,7 +198,7 @@ class Watch:
         return tape
 
     def _begin_again(self, tape: list[Any]) -> None:
-        """The first look, or a run that went back to a checkpoint, or one that was made again under its name."""
+        """Restart the history: on the first look, after a return to a checkpoint, or for a new run of the same name."""
         self.manifest = self.transport.reader.manifest()
         self._history = History(len(self.manifest.fragments))
         self._history.begin(self.transport.reader.books().merged_tokens, tape)
@@ -207,7 +210,7 @@ class Watch:
 
     def _read_token_books(self) -> TokenBooks:
         found = self._token_books_now()
-        for _ in range(BALANCE_TRIES - 1):  # a round that closes meanwhile tears a reading
+        for _ in range(BALANCE_TRIES - 1):  # A round that closes meanwhile makes a reading inconsistent.
             if found.balanced:
                 break
             found = self._token_books_now()
@@ -221,8 +224,8 @@ class Watch:
         )
 
 
-def written(value: Any) -> str:
-    """Compact JSON: five digits are more than a screen shows; what JSON lacks becomes null."""
+def to_json(value: Any) -> str:
+    """Return compact JSON with five significant digits, which is more than a screen shows. NaN becomes null."""
     return json.dumps(_short(value), separators=(",", ":"))
 
 

@@ -1,4 +1,4 @@
-"""`archipelago evaluate`: the run's parameters on held-out text, once or as they come. Reads; trains nothing."""
+"""`archipelago evaluate`: measure the run's parameters on held-out text, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ class EvaluateOptions(CurveOptions, RunAddress):
     """Measure bits per byte of the merged parameters on held-out text, and record it with the run."""
 
     every: float = 0.0
-    """seconds between two evaluations, until SIGTERM (then once more); 0 evaluates once"""
+    """seconds between two evaluations, until SIGTERM and then once more; 0 evaluates once"""
     folder: Path | None = None
-    """where its curves go; default runs/RUN/evaluate"""
+    """folder for curves; default runs/RUN/evaluate"""
     json: bool = False
     """print one JSON object at the end"""
 
 
 def main(options: EvaluateOptions) -> int:
-    """Evaluates once, or again and again until a signal."""
+    """Evaluate once, or repeatedly until a signal."""
     if not options.every >= 0.0:
-        raise ConfigError(f"--every cannot be {options.every}", "Give seconds, such as 15, or 0 to evaluate once.")
+        raise ConfigError(
+            f"--every cannot be {options.every}",
+            "Give a number of seconds, or 0 to evaluate once.",
+            code="config.every",
+        )
     stopped = stop_on_signals()
     origin = options.log_as("evaluate", options.run)
     transport = options.connect()
     origin.run = transport.run
     folder = options.folder or Path("runs") / transport.run / "evaluate"
-    # One look is asked for its answer, not for a folder where it happens to be asked.
+    # A single evaluation writes no curves: its user wants the answer, not a folder.
     curves = CurveWriter(
         options.sinks(transport.run, "evaluate", "evaluate", folder, "tokens") if options.every else []
     )
@@ -55,7 +59,7 @@ def main(options: EvaluateOptions) -> int:
         try:
             newest = evaluate()
         except UnreachableError:
-            continue  # an outage ends by itself
+            continue  # The next attempt may succeed.
     if options.every:
         newest = evaluate()
     curves.close()
@@ -67,7 +71,7 @@ def main(options: EvaluateOptions) -> int:
 
 
 def evaluator(transport: ReaderTransport, curves: CurveWriter | None = None) -> Callable[[], Evaluation]:
-    """A function that evaluates the newest parameters and records it; nothing new is not evaluated twice."""
+    """Return a function that evaluates the newest parameters and records the result, once for each round."""
     manifest = transport.reader.manifest()
     keep_compiled()
 
@@ -79,7 +83,11 @@ def evaluator(transport: ReaderTransport, curves: CurveWriter | None = None) -> 
     config = manifest.config
     corpus = open_corpus(manifest.corpus.name)
     if corpus.identity != manifest.corpus:
-        raise BrokerError(f"the corpus {corpus.name!r} on this machine is not the run's", "Copy the run's corpus here.")
+        raise BrokerError(
+            f"the corpus {corpus.name!r} on this machine is not the run's",
+            "Copy the run's corpus to this machine.",
+            code="broker.other-corpus",
+        )
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
     measure = compile_measures(build(config.model), text, corpus.bytes_per_token)
 

@@ -18,10 +18,10 @@ from archipelago.broker.process import connect_to, print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Image, Memory
-from archipelago.ops.dashboard.app import PAGE, chart_library
+from archipelago.ops.dashboard.assets import PAGE, chart_library
 from archipelago.ops.dashboard.history import History
 from archipelago.ops.dashboard.page_data import Reading, charts_of, page_of
-from archipelago.ops.dashboard.watcher import Watch, written
+from archipelago.ops.dashboard.watcher import Watcher, to_json
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.run_view import IslandView, RunView, merged_by_island, summarise
@@ -68,7 +68,7 @@ def everything(options: ReportOptions) -> dict[str, Any]:
     if options.target is None or "://" in options.target:
         transport = connect_to(options.target, options.run)
         try:
-            return of_watch(Watch(transport, transport.reader.manifest()))
+            return of_watch(Watcher(transport, transport.reader.manifest()))
         finally:
             transport.close()
     folder = Path(options.target) if "/" in options.target else options.folder / checked_name(options.target, "the run")
@@ -79,7 +79,7 @@ def everything(options: ReportOptions) -> dict[str, Any]:
     return of_folder(folder)
 
 
-def of_watch(watch: Watch) -> dict[str, Any]:
+def of_watch(watch: Watcher) -> dict[str, Any]:
     """From Redis, as it is now."""
     reading = watch.read()
     return {"page": watch.page(reading), "charts": watch.charts(reading), "fault": None}
@@ -109,7 +109,7 @@ def _of_own_server(folder: Path) -> dict[str, Any]:
                 raise BrokerError(error.what, "If it runs, give the URL of its Redis, which `up` prints.") from None
         transport = connect(url, folder.resolve().name)
         stack.callback(transport.close)
-        return of_watch(Watch(transport, transport.reader.manifest()))
+        return of_watch(Watcher(transport, transport.reader.manifest()))
 
 
 def of_image(image: Image, told: Mapping[str, Any], unix_seconds: float) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def html(found: Mapping[str, Any], library: str) -> str:
         "style-src 'unsafe-inline'; img-src data: blob:\">"
     )
     page = _replaced(page, '<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
-    page = _replaced(page, 'id="data"></script>', f'id="data">{_harmless(written(found))}</script>')
+    page = _replaced(page, 'id="data"></script>', f'id="data">{_harmless(to_json(found))}</script>')
     page = _replaced(page, '<script src="plotly.min.js"></script>', f"<script>{_closed(library)}</script>")
     for name in SCRIPTS:
         script = (PAGE / name).read_text(encoding="utf-8")

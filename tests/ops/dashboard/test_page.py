@@ -19,11 +19,12 @@ from archipelago.broker.messages import Evaluation, Member, Note, Refusal
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.screenshot import PICTURES, browser, take
-from archipelago.ops.dashboard.watcher import Watch
+from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.watch.report import html, of_watch
 from tests import samples
 from tests.conftest import Until
+from tests.failing import failing
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
@@ -115,7 +116,7 @@ def transport() -> MemoryTransport:
 @pytest.fixture
 def address(transport: MemoryTransport) -> Iterator[str]:
     """Where the page of that run is."""
-    with serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as found:
+    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as found:
         yield found
 
 
@@ -204,7 +205,7 @@ def test_a_round_that_closes_is_there_by_itself(
     driver.execute_script("window.same = true")
     close_round(transport, 41)
     transport.island.heartbeat(samples.heartbeat("newcomer"))
-    until(lambda: text(driver, "#step-sub").startswith("round 41"), "the round is written")
+    until(lambda: text(driver, "#step-sub").startswith("round 41"), "the round is shown")
     until(lambda: line(driver, "chart-islands")[0][-1] == 41, "the round is drawn")
     until(lambda: "newcomer" in text(driver, "#lanes"), "the island has its lane")
     assert driver.execute_script("return window.same")  # nothing was loaded again
@@ -223,12 +224,12 @@ def test_over_tokens_and_over_rounds(driver: WebDriver, address: str, opened: Op
 def test_it_stands_a_restart_of_its_own_server(
     driver: WebDriver, transport: MemoryTransport, opened: Opened, until: Until
 ) -> None:
-    with serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as first:
+    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as first:
         opened(first)
         port = int(first.rpartition(":")[2])
     until(lambda: "does not answer" in text(driver, "#banner"), "the page says that it hears nothing")
     close_round(transport, 41)
-    with serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", port):
+    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", port):
         until(lambda: text(driver, "#step-sub").startswith("round 41"), "the page goes on")
         until(lambda: not is_shown(driver, "#banner"), "all is well again")
 
@@ -239,7 +240,7 @@ def test_it_stands_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: 
     with suppress(ConfigError), ExitStack() as stack:
         stack.callback(transport.close)
         transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-        address = stack.enter_context(serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0))
+        address = stack.enter_context(serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0))
         driver.get(address)
         until(lambda: text(driver, "#run") == "sample", "the page is there")
         server.stop()
@@ -254,7 +255,7 @@ def test_it_stands_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: 
 def test_before_anything_has_happened(driver: WebDriver, until: Until) -> None:
     transport = MemoryBroker().connect("sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    with serving(Watch(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as address:
+    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as address:
         driver.get(address)
         until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page says so")
         until(lambda: "No round has closed yet." in text(driver, "#chart-loss"), "empty charts say why")
@@ -380,10 +381,10 @@ def test_words_from_islands_are_words(
 def test_a_report_is_one_file_that_needs_no_network(
     driver: WebDriver, opened: Opened, until: Until, transport: MemoryTransport, tmp_path: Path
 ) -> None:
-    from archipelago.ops.dashboard.app import chart_library
+    from archipelago.ops.dashboard.assets import chart_library
 
     transport.reader.note(Note(1.8e9, "</script><script>window.evil = 1</script>", "joined", "<!-- and so on"))
-    found = of_watch(Watch(transport, transport.reader.manifest()))
+    found = of_watch(Watcher(transport, transport.reader.manifest()))
     path = tmp_path / "report.html"
     path.write_text(html(found, chart_library().read_text(encoding="utf-8")), encoding="utf-8")
     complaints(driver)
@@ -412,7 +413,7 @@ def test_the_pictures(address: str, tmp_path: Path, driver: WebDriver) -> None:
     assert light[-1, 5, :3].mean() > 0.8 > 0.2 > dark[-1, 5, :3].mean()
 
 
-def test_without_a_browser_the_pictures_are_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pictures_without_a_browser_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match="no Chromium"):
+    with failing(ConfigError, "config.no-browser"):
         take("", TOKEN, tmp_path, lambda: False)

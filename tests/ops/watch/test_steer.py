@@ -217,7 +217,7 @@ def test_an_island_is_sent_away_and_the_others_go_on(config: RunConfig, corpus: 
     run.transport.reader.steer({"island.island-2": wish})
     run.advance_until(lambda: "island-2" not in run.islands)
     last = run.merger.rounds.closed
-    with pytest.raises(ConfigError, match=r"island\.island-2="):
+    with pytest.raises(ConfigError):
         run.add_island("island-2", 1.0)
     run.advance_until(closed(run, last + 10))
     # What it sent ahead when it left is in the next round of each fragment.
