@@ -103,6 +103,7 @@ def require_welcome(fields: Mapping[str, str], island: str, run: str) -> None:
         raise ConfigError(
             f"the island {island!r} {state} run {run!r}, by its operator",
             f"`archipelago steer URL --run {run} {island_field(island)}=` lets it in again; or take another --name.",
+            code="control.unwelcome",
         )
 
 

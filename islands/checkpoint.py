@@ -25,10 +25,11 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Actions, Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import InnerState
-from archipelago.islands.sync.actions import ActionLog
+from archipelago.islands.progress import Totals
+from archipelago.islands.sync.actions import ActionLog, RestoreWhole, TakeMoments
 from archipelago.islands.sync.arrays import device_copy
-from archipelago.islands.sync.link import Draft, Published
-from archipelago.islands.worker import Island, Totals
+from archipelago.islands.sync.outbox import Draft, Published
+from archipelago.islands.worker import Island
 
 KEPT = 3
 LEAVING = 0
@@ -65,9 +66,14 @@ class Found:
         return str(self.rest["incarnation"])
 
     @property
-    def point(self) -> str:
-        """When, in the words of an action."""
-        return f"{self.rest['island']}/{self.incarnation}@{self.rest['done']}"
+    def who(self) -> str:
+        """The island and the incarnation that took the checkpoint."""
+        return f"{self.rest['island']}/{self.incarnation}"
+
+    @property
+    def done(self) -> int:
+        """The number of actions that the incarnation had done."""
+        return int(self.rest["done"])
 
     @property
     def untold(self) -> list[Actions]:
@@ -77,7 +83,7 @@ class Found:
 
 def cut(island: Island, number: int) -> IslandCut:
     """Everything that the island is, now. Costs a copy on the device."""
-    in_flight, queued = island.link.in_flight(number)
+    in_flight, queued = island.link.outbox.in_flight(number)
     logged = [
         actions for actions in (*(draft.actions for draft in queued), island.action_log.peek()) if actions is not None
     ]
@@ -201,7 +207,7 @@ class IslandStore:
                 island.inner = InnerState(island.inner.params, device_copy(host["inner"]["optimizer"]))
                 island.totals = Totals(*found.rest["totals"])
                 island.moments = "own checkpoint"
-                island.action_log.did(f"moments:{found.point}")
+                island.action_log.add(TakeMoments(found.who, found.done))
                 return found
         return None
 
@@ -218,7 +224,7 @@ class IslandStore:
         island.ledger.restore(rest["ledger"])
         island.ledger.formerly = found.incarnation
         island.action_log = ActionLog(island.name, island.incarnation, island.action_log.enabled)
-        island.action_log.did(f"whole:{found.point}")
+        island.action_log.add(RestoreWhole(found.who, found.done))
         island.totals = Totals(*rest["totals"])
         island.moments = "own checkpoint"
         island.link.resume(payloads)

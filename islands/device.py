@@ -1,4 +1,4 @@
-"""How many inner steps are worth one dispatch, measured on the device at hand."""
+"""How many inner steps one dispatch should make, measured on the present device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.worker import Island
 
+#: Longer steps hide their dispatch, and single steps let an island answer calls sooner.
 DISPATCH_MATTERS_SECONDS = 0.02
-"""A step that takes longer than this hides its dispatch anyway, and finer boundaries answer calls sooner."""
+#: The longest time between two step boundaries when several steps are made at once.
 BOUNDARY_SECONDS = 0.04
 
 
 def best_scan_steps(island: Island) -> int:
-    """Steps a boundary: 1, or as many as divide a stride and fit into 40 ms when single steps are short. Measured."""
+    """Return the steps between two boundaries: 1, or a divisor of the stride that fits into 40 ms and is faster."""
     one = _seconds_a_step(island, 1)
     stride = max(1, island.config.sync.interval // len(island.manifest.fragments))
     if one > DISPATCH_MATTERS_SECONDS or stride == 1:
@@ -29,7 +30,7 @@ def best_scan_steps(island: Island) -> int:
 
 
 def _seconds_a_step(island: Island, scan_steps: int) -> float:
-    """The best of a few runs on copies, after one that compiles."""
+    """Return the best time of several calls on copies, after one that compiles."""
     data = island.config.data
     batch = jax.device_put(np.zeros((scan_steps, data.batch_size, data.sequence_length + 1), island.batches.dtype))
     state = device_copy(island.inner)

@@ -12,6 +12,7 @@ import optax
 import optax.contrib
 
 from archipelago.broker.config import InnerConfig
+from archipelago.broker.errors import WireError
 from archipelago.islands.models.interface import Model, Params
 
 
@@ -98,6 +99,25 @@ def _compiled_init(config: InnerConfig) -> Callable[[Params], optax.OptState]:
 def counts(moments: optax.OptState) -> list[jax.Array]:
     """The steps that these moments have seen, as often as their optimiser counts them; int32, [] each."""
     return [count for _, count in optax.tree_utils.tree_get_all_with_path(moments, "count")]
+
+
+def require_sound(state: optax.OptState, like: optax.OptState) -> None:
+    """Raise WireError for optimiser state that no steps of the optimiser lead to.
+
+    Args:
+        state: What a peer sent.
+        like: Fresh state of the same optimiser.
+    """
+
+    def named(tree: optax.OptState, *names: str) -> list[jax.Array]:
+        found = [part for name in names for _, part in optax.tree_utils.tree_get_all_with_path(tree, name)]
+        return jax.tree.leaves(found)
+
+    if any((leaf < 0).any() for leaf in named(state, "nu", "count")):
+        raise WireError("a negative second moment or count in the peer's optimiser state", code="handover.unsound")
+    constant = zip(named(state, "ns_coeffs"), named(like, "ns_coeffs"), strict=True)  # of Muon's Newton-Schulz steps
+    if any((theirs != ours).any() for theirs, ours in constant):
+        raise WireError("other coefficients in the peer's optimiser state", code="handover.unsound")
 
 
 def _ramp(moments: optax.OptState, steps: int) -> jax.Array:

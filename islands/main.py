@@ -1,4 +1,4 @@
-"""`archipelago island` and `python -m archipelago.islands`: joins a run with its URL, trains, leaves on SIGTERM."""
+"""`archipelago island` and `python -m archipelago.islands`: join a run, train, and leave on SIGTERM."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IslandOptions(WorkerOptions, AwaitedRun):
-    """Join a run and train. Needs nothing but the Redis URL (and the run's name where that Redis has several)."""
+    """Join a run and train. An island needs only the Redis URL, and the run's name if that Redis has several runs."""
 
     name: str | None = None
-    """name of this island; default one of its own, kept over restarts if you name it"""
+    """name of this island; a name that you give is kept over restarts, the default is random"""
     folder: Path | None = None
-    """where the island keeps its checkpoints for its own return; default runs/RUN/islands/NAME"""
+    """where the island keeps its checkpoints; default runs/RUN/islands/NAME"""
     corpus: str | None = None
     """a corpus of this machine to train on instead of the run's: text that must not leave its site"""
     scan_steps: int = 0
-    """inner steps between two step boundaries, as one compiled scan; 0 measures whether more than one pays"""
+    """inner steps between two step boundaries, compiled as one scan; 0 measures which number is fastest"""
     step_seconds_min: float = 0.0
-    """an inner step takes at least so many seconds: for trials of more islands than a machine has cores for"""
+    """minimum duration of an inner step, for trials of more islands than the machine has cores"""
     standby: bool = False
-    """load and compile everything, say `ready`, and join once a line on standard input says as whom"""
+    """load and compile everything, print `ready`, and join once a line on standard input names the island"""
     json: bool = False
     """print one JSON object at the end"""
 
 
 def main(options: IslandOptions) -> int:
-    """Runs one island until the run's end or a signal; a standby, from when it is told which."""
+    """Run one island until the end of the run or a signal. A standby waits for its assignment first."""
     stopped = stop_on_signals()
     return _stand_by(options, stopped) if options.standby else _island(options, stopped)
 
@@ -64,18 +64,20 @@ def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
     options.log_as("standby", options.run)
     if options.name or options.folder:
         raise ConfigError(
-            "a standby has no name or folder yet", "Leave --name and --folder for the line that it reads."
+            "A standby has no name and no folder yet",
+            "Give --name and --folder in the line that it reads.",
+            code="standby.named",
         )
     _require_sensible(options)
     if sys.stdin is None:
-        raise ConfigError("a standby has no standard input", "It reads there as whom to join: leave it open.")
+        raise ConfigError("A standby needs its standard input", "Leave it open: the assignment arrives there.")
     prepared = _prepared(options, stopped)
     if stopped():
         return 0
     log.info(
         "ready to become an island of %s, after %.1f s of processor time", prepared.manifest.run, time.process_time()
     )
-    with suppress(OSError):  # whoever does not read that may write all the same
+    with suppress(OSError):  # a supervisor that has closed the pipe may write an assignment all the same
         os.write(1, READY)
     assigned = await_assignment(sys.stdin.buffer, stopped)
     if assigned is None:
@@ -84,19 +86,21 @@ def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
     as_ours = dataclasses.replace(options, standby=False)
     island = tyro.cli(IslandOptions, prog="archipelago island", args=assigned.arguments, default=as_ours)
     if island.standby:
-        raise ConfigError("a standby cannot become a standby", "Leave --standby out of the line that it reads.")
+        raise ConfigError(
+            "A standby cannot become a standby", "Leave --standby out of the line that it reads.", code="standby.nested"
+        )
     return _island(island, stopped, prepared)
 
 
 def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIsland:
-    """All that an island of this run loads and compiles."""
+    """Load and compile everything that an island of this run needs."""
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     try:
         manifest = awaited(transport.reader.manifest)
         keep_compiled()
 
-        import orbax.checkpoint  # noqa: F401 - with the modules below, what `_run` would wait for
+        import orbax.checkpoint  # noqa: F401 - loaded now, as `_run` would wait for it
 
         from archipelago.islands import (
             telemetry,  # noqa: F401
@@ -112,9 +116,9 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
 
 def _require_sensible(options: IslandOptions) -> None:
     if options.scan_steps < 0:
-        raise ConfigError(f"--scan-steps cannot be {options.scan_steps}", "Give a number of steps, or 0 to measure.")
+        raise ConfigError(f"--scan-steps is {options.scan_steps}", "Give a number of steps, or 0 to measure.")
     if not 0.0 <= options.step_seconds_min < math.inf:
-        raise ConfigError(f"--step-seconds-min cannot be {options.step_seconds_min}", "Give seconds, or 0 for none.")
+        raise ConfigError(f"--step-seconds-min is {options.step_seconds_min}", "Give seconds, or 0 for none.")
 
 
 def _island(options: IslandOptions, stopped: Callable[[], bool], prepared: PreparedIsland | None = None) -> int:
@@ -136,21 +140,21 @@ def _run(
     origin: Origin,
     prepared: PreparedIsland | None = None,
 ) -> dict[str, object]:
-    began = time.process_time() if prepared else 0.0  # a standby's time before it was told is not this island's
+    began = time.process_time() if prepared else 0.0  # the time before a standby's assignment does not count
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run
     folder = options.folder or Path("runs") / transport.run / "islands" / name
     registry = options.registry()
     sinks = options.sinks(transport.run, name, "island", folder, "global_step")
-    manifest = awaited(transport.reader.manifest)  # before JAX loads: a wrong name is answered at once
-    require_welcome(awaited(transport.reader.control), name, manifest.run)  # before anything is claimed in that name
+    manifest = awaited(transport.reader.manifest)  # before JAX loads, so that a wrong name fails at once
+    require_welcome(awaited(transport.reader.control), name, manifest.run)  # before anything is claimed under that name
     keep_compiled()
 
     from archipelago.islands import telemetry
     from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.prepared import prepare, register_text
-    from archipelago.islands.sync.rejoin import Rejoin
+    from archipelago.islands.rejoin import Rejoin
     from archipelago.islands.turn_log import TurnLog
     from archipelago.islands.worker import train
 
@@ -164,8 +168,7 @@ def _run(
     incarnation = uuid.uuid4().hex[:8]
     link = prepared.link(transport, f"{name}/{incarnation}")
     arrivals = awaited(link.join)
-    island = prepared.island(name, incarnation, link, arrivals)
-    island.on_marker = store.on_marker
+    island = prepared.island(name, incarnation, link, arrivals, store.on_marker)
     joined = time.process_time() - began
     rejoin = Rejoin(transport, store, island, arrivals)
     rejoin.ask()
@@ -178,7 +181,7 @@ def _run(
     prepared.warm_up(island, options.scan_steps)
     compiled = time.process_time() - began
     rejoin.complete(whole)
-    del arrivals, rejoin, whole  # the model as it was then: one more in memory
+    del arrivals, rejoin, whole  # they hold another copy of the model
     curves.start()
     ready = time.process_time() - began
     log.info(
@@ -190,7 +193,7 @@ def _run(
         state = train(island, stopped, TurnLog.named_in(os.environ, incarnation))
     finally:
         link.stop()
-        curves.close()  # of an island that has diverged, the last points are those that matter
+        curves.close()  # an island that diverged needs its last points most
     store.finish(island)
     log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
     return {
@@ -201,9 +204,9 @@ def _run(
         "tokens": island.totals.tokens,
         "global_step": island.ledger.global_step,
         "moments": island.moments,
-        "sent": link.sent,
+        "sent": link.outbox.sent,
         "refused": island.ledger.refused,
-        "bytes_up": link.bytes_up,
+        "bytes_up": link.outbox.bytes_up,
         "bytes_down": link.bytes_down,
         "start_seconds": {
             "imports": loaded,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from archipelago.broker.errors import MismatchError
@@ -21,7 +21,8 @@ from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.device import best_scan_steps
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import build
-from archipelago.islands.sync.link import Arrival, Link
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import Island
 
 REHEARSING = "rehearsal"
@@ -49,11 +50,18 @@ class PreparedIsland:
         config = self.manifest.config
         return Link(transport, self.manifest, who, shard_order(config.data.shards, config.seed, self.pinned or ""))
 
-    def island(self, name: str, incarnation: str, link: Link, arrivals: Sequence[Arrival]) -> Island:
+    def island(
+        self,
+        name: str,
+        incarnation: str,
+        link: Link,
+        arrivals: Sequence[Arrival],
+        on_marker: Callable[[Island, int], None] | None = None,
+    ) -> Island:
         """One that begins with these snapshots."""
         batches = Batches(self.corpus.train, self.manifest.config, link.lease, fallback=_number_of(name))
         return Island(
-            name, self.manifest, self.steps, batches, link, arrivals, incarnation=incarnation
+            name, self.manifest, self.steps, batches, link, arrivals, incarnation=incarnation, on_marker=on_marker
         )  # fmt: skip
 
     def warm_up(self, island: Island, scan_steps: int) -> None:

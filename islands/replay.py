@@ -1,13 +1,12 @@
-"""An island done again from its actions: the same batches, steps, adoptions and sendings, without Redis and clocks.
+"""Repeat an island from its actions: the same batches, steps, adoptions and sendings, without Redis and clocks.
 
-Pure but for the device: published parameters, their stamps and other islands' states come from whoever replays.
+Published parameters and the states of other islands come from the caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +17,30 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.inner import InnerState, InnerSteps, begin
+from archipelago.islands.sync.actions import (
+    Action,
+    Adopt,
+    BeginPass,
+    ForgetShards,
+    Join,
+    RestoreWhole,
+    Send,
+    Steps,
+    TakeMoments,
+    word,
+)
 from archipelago.islands.sync.replica import Replica
 
 
 class ActionError(ArchipelagoError):
-    """The actions have a gap, or an action that cannot be done."""
+    """The actions of an island have a gap, or one of them cannot be repeated."""
+
+    code = "replay.action"
 
 
 @dataclass(frozen=True)
 class Point:
-    """All that an incarnation was after so many of its actions."""
+    """The whole state of an incarnation after some of its actions."""
 
     inner: InnerState
     references: Sequence[jax.Array]
@@ -37,25 +50,41 @@ class Point:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an island learns from others. `published(p, version)` gives float32 [N] and its stamp, a global step."""
+    """What an island learns from others.
+
+    Attributes:
+        published: From a fragment and a version to its parameters, float32 [N], and its global step.
+        point: From another incarnation (`NAME/INCARNATION`) and a number of its actions to its state after these.
+    """
 
     published: Callable[[int, int], tuple[Vector, int]]
     point: Callable[[str, int], Point]
-    """what another incarnation (`ISLAND/INCARNATION`) was after that many actions"""
 
 
 @dataclass
 class Redone:
-    """One incarnation. `sent` holds the body of what it measured, by sequence number, until it is taken."""
+    """One incarnation that is repeated.
+
+    Attributes:
+        who: The island and its incarnation.
+        actions: Its actions in order.
+        manifest: The run.
+        steps: The compiled inner steps.
+        text: The training text.
+        around: What it learned from others.
+        points_wanted: The numbers of actions after which another island needs this one's state.
+        sent: The bodies of its contributions by sequence number, until they are taken.
+        points: The wanted states, until they are taken.
+        done: The number of actions that were repeated so far.
+    """
 
     who: str
-    actions: Sequence[str]
+    actions: Sequence[Action]
     manifest: Manifest
     steps: InnerSteps
     text: Tokens
     around: Surroundings
     points_wanted: Collection[int] = ()
-    """after how many actions somebody else will want to know what it was"""
     sent: dict[int, bytes] = field(default_factory=dict)
     points: dict[int, Point] = field(default_factory=dict)
     done: int = 0
@@ -68,13 +97,13 @@ class Redone:
         self._batches = Batches(self.text, self.manifest.config, lambda: None)
 
     def until_sent(self, sequence: int) -> bytes:
-        """Does what it did until it sent that contribution; its body, as the codec encodes it. Raises ActionError."""
+        """Repeat all actions until that contribution is sent, and return its encoded body. Raises ActionError."""
         while self._sequence <= sequence:
             self._next()
         return self.sent.pop(sequence)
 
     def until(self, count: int) -> Point:
-        """What it was after that many actions. Raises ActionError."""
+        """Repeat the first `count` actions and return the state after them. Raises ActionError."""
         while self.done < count:
             self._next()
         try:
@@ -89,45 +118,36 @@ class Redone:
         try:
             self._do(action)
         except (ValueError, IndexError, KeyError, AssertionError) as error:
-            raise ActionError(f"action {self.done} of {self.who}, {action!r:.60}, cannot be done ({error!r})") from None
+            what = f"action {self.done} of {self.who}, {word(action)!r:.60}, cannot be repeated ({error!r})"
+            raise ActionError(what) from None
         self.done += 1
         if self.done in self.points_wanted:
             self.points[self.done] = self._point()
 
-    def _do(self, action: str) -> None:
-        kind, rest = action[:1], action[1:]
-        word, _, value = action.partition(":")
-        if word == "join":
-            self._join([int(version) for version in value.split(",")])
-        elif word == "moments":
-            self._inner = self._state()._replace(optimizer=self._other(value).inner.optimizer)
-        elif word == "whole":
-            self._become(self._other(value))
-        elif kind == "d":
-            self._batches.begin(rest)
-        elif kind == "f":
-            self._batches.forget(rest.split(","))
-        elif kind == "n":
-            self._step(int(rest))
-        elif kind == "a":
-            fragment, _, version = rest.partition(":")
-            self._adopt(int(fragment), int(version))
-        elif kind == "s":
-            number, _, name = rest.partition(":")
-            p = self.manifest.fragment_of(int(number))
-            parts = self._replica.measure(p, self._state().params, name)
-            self.sent[self._sequence] = body_of(parts)
-            self._sequence += 1
-        else:
-            raise ValueError("unknown")
+    def _do(self, action: Action) -> None:
+        match action:
+            case Join(versions):
+                self._join(versions)
+            case TakeMoments(who, index):
+                self._inner = self._state()._replace(optimizer=self.around.point(who, index).inner.optimizer)
+            case RestoreWhole(who, index):
+                self._become(self.around.point(who, index))
+            case BeginPass(point):
+                self._batches.begin(point)
+            case ForgetShards(shards):
+                self._batches.forget(shards)
+            case Steps(count):
+                self._step(count)
+            case Adopt(fragment, version):
+                self._adopt(fragment, version)
+            case Send(number, codec):
+                parts = self._replica.measure(self.manifest.fragment_of(number), self._state().params, codec)
+                self.sent[self._sequence] = body_of(parts)
+                self._sequence += 1
 
     def _state(self) -> InnerState:
         assert self._inner is not None, "it never joined"  # noqa: S101
         return self._inner
-
-    def _other(self, value: str) -> Point:
-        who, _, count = value.partition("@")
-        return self.around.point(who, int(count))
 
     def _point(self) -> Point:
         inner: InnerState = jax.tree.map(jnp.copy, self._state())
@@ -156,32 +176,38 @@ class Redone:
         self._global_step = max(self._global_step, stamp)
 
 
-def corpus_of(who: str, actions: Mapping[str, Sequence[str]]) -> str:
-    """The corpus that an incarnation trained on, as its shards name it, from everybody's actions; empty for the run's.
+def corpus_of(who: str, actions: Mapping[str, Sequence[Action]]) -> str:
+    """Return the corpus that an incarnation was trained on; empty for the run's.
 
-    Where no shard names one, it reads on where the incarnation was that it took over `whole`. Raises ActionError.
+    The names of its shards tell. If none of them names a corpus, the incarnation went on where the one that it
+    restored had stopped.
+
+    Args:
+        who: The incarnation.
+        actions: The actions of all incarnations.
+
+    Raises:
+        ActionError: The shards name several corpora.
     """
     passed: set[str] = set()
     while who in actions and who not in passed:
         passed.add(who)
-        shards = [action[1:].partition(":")[0] for action in actions[who] if action[:1] == "d"]
+        shards = [action.shard for action in actions[who] if isinstance(action, BeginPass)]
         names = {shard.rpartition("/")[0] for shard in shards if "/" in shard}
         if len(names) > 1:
-            raise ActionError(f"the actions of {who} name the corpora {', '.join(sorted(names)):.200}: it has one")
+            raise ActionError(f"the actions of {who} name several corpora: {', '.join(sorted(names)):.200}")
         if names:
             return names.pop()
-        taken = [action for action in actions[who] if action.startswith("whole:")]
-        who = taken[-1].partition(":")[2].partition("@")[0] if taken else ""
+        restored = [action.who for action in actions[who] if isinstance(action, RestoreWhole)]
+        who = restored[-1] if restored else ""
     return ""
 
 
-def wanted_points(actions: dict[str, Any]) -> dict[str, set[int]]:
-    """Which incarnations' states others took over, and after how many actions, from everybody's actions."""
+def wanted_points(actions: Mapping[str, Sequence[Action]]) -> dict[str, set[int]]:
+    """Return the incarnations whose state others took over, with the numbers of actions after which they did."""
     wanted: dict[str, set[int]] = {}
     for mine in actions.values():
         for action in mine:
-            word, _, value = action.partition(":")
-            if word in ("moments", "whole"):
-                who, _, count = value.partition("@")
-                wanted.setdefault(who, set()).add(int(count))
+            if isinstance(action, TakeMoments | RestoreWhole):
+                wanted.setdefault(action.who, set()).add(action.index)
     return wanted

@@ -1,9 +1,9 @@
-"""A standby: everything of an island but its name, loaded and compiled. It joins once it is told who it is.
+"""A standby: a process that has loaded and compiled everything an island needs, and waits for the island's name.
 
-An island that is started anew takes seconds to load what it runs; a standby takes a moment. Whoever starts it (its
-launcher) reads `ready` from its standard output, and then writes one line of JSON to its standard input, an
-`Assignment`. Until then no other island hears of it; when its input ends instead, so does the standby. Nothing here
-loads JAX before that is needed: launchers import this.
+An island that is started anew takes seconds to load; a standby joins within a moment. The supervisor that starts it
+reads `ready` from its standard output and later writes one line of JSON, an `Assignment`, to its standard input. No
+other island knows of a standby before that. A standby ends when its input ends. Supervisors import this module, so it
+does not import JAX.
 """
 
 from __future__ import annotations
@@ -19,67 +19,84 @@ from archipelago.broker.errors import ConfigError
 
 READY = b"ready\n"
 LINE_MAX = 1 << 20
+#: A signal is noticed within this time.
 POLL_SECONDS = 0.25
-"""how soon a signal is noticed"""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which island a standby becomes."""
+    """The island that a standby becomes.
+
+    Attributes:
+        arguments: The arguments of `archipelago island`.
+        environment: Changes of the environment.
+        log: The file that takes standard output and error from then on; empty leaves them.
+    """
 
     arguments: tuple[str, ...]
-    """of `archipelago island`"""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """what changes in it"""
     log: str = ""
-    """the file that standard output and error go to from then on; empty leaves them"""
 
     def line(self) -> bytes:
-        """As its standby reads it."""
-        said = {"arguments": self.arguments, "environment": dict(self.environment), "log": self.log}
-        return json.dumps(said).encode() + b"\n"
+        """Return the line that the standby reads."""
+        fields = {"arguments": self.arguments, "environment": dict(self.environment), "log": self.log}
+        return json.dumps(fields).encode() + b"\n"
 
     def take(self) -> None:
-        """Gives this process the environment, and the log. Raises ConfigError for one that cannot be written."""
+        """Give this process the environment and the log. Raises ConfigError if the log cannot be written."""
         os.environ.update(self.environment)
         if not self.log:
             return
         try:
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
-            raise ConfigError(f"{self.log} cannot be written ({error.strerror})", "Name another log.") from None
+            raise ConfigError(
+                f"Cannot write the log {self.log} ({error.strerror})", "Name another log.", code="standby.log"
+            ) from None
         for standard in (1, 2):
             os.dup2(log, standard)
         os.close(log)
 
 
 def assignment(line: bytes) -> Assignment:
-    """What a launcher wrote. Raises ConfigError for anything else."""
+    """Return the assignment in a line. Raises ConfigError for any other line."""
     try:
-        said: Any = json.loads(line)
-        arguments, environment, log = said["arguments"], said.get("environment", {}), said.get("log", "")
+        fields: Any = json.loads(line)
+        arguments, environment, log = fields["arguments"], fields.get("environment", {}), fields.get("log", "")
         texts = [*arguments, *environment.keys(), *environment.values(), log]
-        named = all(name and "=" not in name for name in environment)
-        if isinstance(arguments, list) and named and not any(b"\0" in os.fsencode(text) for text in texts):
+        are_names = all(name and "=" not in name for name in environment)
+        if isinstance(arguments, list) and are_names and not any(b"\0" in os.fsencode(text) for text in texts):
             return Assignment(tuple(arguments), environment, log)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise ConfigError(
-        f"a standby cannot become {line[:80].decode(errors='replace').strip()!r}",
-        'It reads one line such as {"arguments": ["--name", "oslo"], "environment": {}, "log": "oslo.log"}.',
+        f"A standby cannot read the line {line[:80].decode(errors='replace').strip()!r}",
+        'Write one line such as {"arguments": ["--name", "oslo"], "environment": {}, "log": "oslo.log"}.',
+        code="standby.assignment",
     )
 
 
 def await_assignment(standard_input: IO[bytes], stopped: Callable[[], bool]) -> Assignment | None:
-    """The first line, as soon as it is whole; None once that cannot come any more. May raise ConfigError."""
-    held, number = b"", standard_input.fileno()
+    """Wait for the first line.
+
+    Args:
+        standard_input: Where the line arrives.
+        stopped: Whether a signal has arrived.
+
+    Returns:
+        The assignment, or None if a signal arrived or the input ended first.
+
+    Raises:
+        ConfigError: The line is no assignment.
+    """
+    received, number = b"", standard_input.fileno()
     while not stopped():
         if not select.select([number], [], [], POLL_SECONDS)[0]:
             continue
         more = os.read(number, 1 << 16)
-        held += more
-        if b"\n" in held or len(held) > LINE_MAX:
-            return assignment(held.partition(b"\n")[0])
+        received += more
+        if b"\n" in received or len(received) > LINE_MAX:
+            return assignment(received.partition(b"\n")[0])
         if not more:
             return None
     return None

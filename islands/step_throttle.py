@@ -1,8 +1,7 @@
-"""Gives inner steps a minimum duration, as if a slower device made them: for trials of many islands on few cores. Pure.
+"""A minimum duration of inner steps, which simulates a slower device: for trials of many islands on few cores.
 
-The device that is stood in for works through its steps one after the other, with one stretch of them waiting: so what
-the training thread does between two steps costs it nothing as long as that takes less than a step, as on any device
-that works beside its host.
+The simulated device works through its steps in order, with one call in its queue. Work of the training thread between
+two steps therefore costs nothing as long as it is shorter than a step. Pure.
 """
 
 from __future__ import annotations
@@ -13,25 +12,28 @@ from dataclasses import dataclass
 
 @dataclass
 class Pacer:
-    """When such a device is done with what it was given. Call `dispatched` and then `nap_seconds`, once a stretch."""
+    """The clock of the simulated device. Call `dispatched` and then `nap_seconds` once for each call of the steps.
+
+    Attributes:
+        step_seconds_min: The minimum duration of a step; 0 slows nothing down.
+        idle_seconds: How long the device had been idle before the last call.
+    """
 
     step_seconds_min: float = 0.0
-    """0 leaves steps as fast as they are"""
     idle_seconds: float = 0.0
-    """how long the device had stood idle when it was given the last stretch"""
     _steps: int = 0
     _before_at: float = -math.inf
     _done_at: float = -math.inf
 
     def dispatched(self, steps: int, now: float) -> None:
-        """The device is given so many steps."""
+        """Note that the device is given `steps` steps."""
         first = math.isinf(self._done_at)
         self.idle_seconds = 0.0 if first else max(0.0, now - self._done_at)
         self._steps, self._before_at = steps, self._done_at
         self._done_at = max(self._done_at, now) + steps * self.step_seconds_min
 
     def nap_seconds(self, now: float) -> float:
-        """How long until the stretch before the last one is done; its arithmetic is done by `now`."""
-        if now > self._before_at:  # the steps themselves take longer than the minimum: what follows begins later
+        """Return how long the call before the last one still takes, given that its arithmetic is done by `now`."""
+        if now > self._before_at:  # the steps take longer than the minimum, so the next ones begin later
             self._done_at = max(self._done_at, now + self._steps * self.step_seconds_min)
         return max(0.0, self._before_at - now)

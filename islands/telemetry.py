@@ -43,7 +43,7 @@ class IslandCollector:
         beat = island.link.heartbeat
         if beat is None:
             return
-        since = island.link.clock() - island.link.arrived_at
+        since = island.link.clock() - island.link.inbox.arrived_at
         labels = {"run": island.manifest.run, "island": beat.island}
         for name, documentation, value in (
             ("steps_total", "Inner steps made, including those before the island rejoined.", beat.steps),

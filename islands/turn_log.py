@@ -1,8 +1,7 @@
-"""What an island does when, for who watches from outside: a line of JSON for each turn of its loop, in a file that
-the environment names. Without that, nothing is written.
+"""A log of the turns of an island's loop, for measurements from outside.
 
-Times are the machine's monotonic clock, which all of its processes share. A line is with the system once it is
-written: a kill takes at most the turn that it interrupts.
+Each turn writes one line of JSON to the file that the environment names. Times are those of the machine's monotonic
+clock, which all its processes share. A written line survives a kill of the process, so at most one turn is missing.
 """
 
 from __future__ import annotations
@@ -16,36 +15,40 @@ from pathlib import Path
 from archipelago.broker.errors import ConfigError
 
 VARIABLE = "ARCHIPELAGO_TURN_LOG"
-_SCHEDULED = Path("/proc/thread-self/schedstat")
+_SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
 
 
 class TurnLog:
-    """One incarnation's. Belongs to the thread that makes it."""
+    """The turns of one incarnation. Only the thread that creates it may use it."""
 
     def __init__(self, path: Path, incarnation: str) -> None:
-        """Raises OSError where the file cannot be written."""
+        """Open the file. Raises OSError if it cannot be written."""
         self.incarnation = incarnation
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._scheduled = os.open(_SCHEDULED, os.O_RDONLY) if _SCHEDULED.exists() else -1
+        is_there = _SCHEDULER_STATISTICS.exists()
+        self._statistics = os.open(_SCHEDULER_STATISTICS, os.O_RDONLY) if is_there else -1
         self._waited = self._waited_seconds()
 
     @classmethod
     def named_in(cls, environment: Mapping[str, str], incarnation: str) -> TurnLog | None:
-        """Where the environment names a file. Raises ConfigError for one that cannot be written."""
+        """Open the file that the environment names, if any. Raises ConfigError if it cannot be written."""
         path = environment.get(VARIABLE)
         try:
             return cls(Path(path), incarnation) if path else None
         except OSError as error:
             raise ConfigError(
-                f"{VARIABLE}: {path} cannot be written ({error.strerror})", "Name another file."
+                f"Cannot write {path}, which {VARIABLE} names ({error.strerror})", "Name another file.", code="turn-log"
             ) from None
 
     def turned(self, at: float, steps: int, versions: int, between_seconds: float, idle_seconds: float) -> None:
-        """One turn of the loop is done.
+        """Write one turn, with the time that the thread waited for a core in it, if the system tells.
 
-        `steps`: inner steps of this incarnation; `versions`: of all fragments together, which grow with each adoption;
-        `between_seconds`: what the training thread did between two steps; `idle_seconds`: of the device before this
-        step. How long the thread waited for a core in this turn is noted beside them, where the system says so.
+        Args:
+            at: The monotonic time.
+            steps: Inner steps of this incarnation so far.
+            versions: The sum of the versions of all fragments, which grows with each adoption.
+            between_seconds: Time that the training thread spent between two steps.
+            idle_seconds: Time that the device was idle before this step.
         """
         waited, before = self._waited_seconds(), self._waited
         self._waited = waited
@@ -53,12 +56,12 @@ class TurnLog:
             "at": round(at, 6), "who": self.incarnation, "steps": steps, "versions": versions,
             "between": round(between_seconds, 6), "idle": round(idle_seconds, 6), "waited": round(waited - before, 6),
         }  # fmt: skip
-        with contextlib.suppress(OSError):  # a full disk is no reason to stop training
+        with contextlib.suppress(OSError):  # a full disk must not stop training
             os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def _waited_seconds(self) -> float:
-        """Seconds that this thread was ready to run and had no core; 0 where the system does not say."""
-        if self._scheduled < 0:
+        """Return the time that this thread was ready to run without a core; 0 if the system does not tell."""
+        if self._statistics < 0:
             return 0.0
-        fields = os.pread(self._scheduled, 128, 0).split()
+        fields = os.pread(self._statistics, 128, 0).split()
         return int(fields[1]) * 1e-9

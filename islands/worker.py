@@ -1,4 +1,4 @@
-"""An island trains on its own and never waits. Between two inner steps it adopts what came and sends what it owes."""
+"""An island: it trains on its own and never waits. Between two inner steps it adopts snapshots and sends progress."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import os
 import platform
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -19,51 +17,47 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution, Heartbeat, Marker, Resume
+from archipelago.broker.messages import Heartbeat, Marker, Resume
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.inner import InnerSteps, begin
+from archipelago.islands.progress import SMOOTHING, Losses, Speed, Totals
 from archipelago.islands.step_throttle import Pacer
-from archipelago.islands.sync.actions import ActionLog
+from archipelago.islands.sync.actions import (
+    ActionLog,
+    Adopt,
+    BeginPass,
+    ForgetShards,
+    Join,
+    Send,
+    Steps,
+    TakeMoments,
+)
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.ledger import Ledger
-from archipelago.islands.sync.link import Arrival, Draft, Link
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.outbox import ContributionHeader, Draft
 from archipelago.islands.sync.recovery import Gift, Received
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.sync.uplink import averaged
 from archipelago.islands.turn_log import TurnLog
 
 FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
-SMOOTHING = 0.9
+#: An island leaves after this many contributions in a row whose loss was not finite.
 DIVERGED_MAX = 3
-LOSSES_KEPT = 256
-"""an island that hears nothing sends nothing, and its losses pile up"""
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Speed:
-    """Moving averages of what an inner step takes, and the loss that it reached."""
-
-    step_seconds: float = 0.0
-    loss: float = math.nan
-
-    def stepped(self, steps: int, seconds: float) -> None:
-        """So many steps took so many seconds."""
-        self.step_seconds = averaged(self.step_seconds, seconds / steps, SMOOTHING)
-
-
-@dataclass
-class Totals:
-    """Of this island, over its returns."""
-
-    steps: int = 0
-    tokens: int = 0
-
-
 class Island:
-    """One island of one run, without a loop of its own: `boundary` and `advance` in turn, then `leave`."""
+    """One island of one run. The caller runs the loop: `boundary` and `advance` in turn, then `leave`.
+
+    Attributes:
+        moments: Where the inner optimiser's state comes from, in words.
+        stretch: The steps of a contribution as a share of the run's interval (a moving average).
+        sequence: The number of contributions that this incarnation has sent.
+    """
 
     def __init__(
         self,
@@ -76,12 +70,27 @@ class Island:
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
         scan_steps: int = 1,
+        on_marker: Callable[[Island, int], None] | None = None,
     ) -> None:
-        """Begins from `arrivals`, one snapshot of every fragment, with fresh inner optimiser state."""
+        """Begin from published snapshots with fresh inner optimiser state.
+
+        Args:
+            name: The island's name.
+            manifest: The run.
+            steps: The compiled inner steps.
+            batches: The supply of training data.
+            link: The connection to the broker.
+            arrivals: One snapshot of every fragment.
+            clock: Monotonic seconds.
+            incarnation: Names this process among all that bear the island's name; random by default.
+            scan_steps: Inner steps between two boundaries.
+            on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
+        """
         config = manifest.config
         self.name = name
         self.manifest = manifest
         self.config = config
+        self.steps = steps
         self.link = link
         self.batches = batches
         self.clock = clock
@@ -91,29 +100,24 @@ class Island:
         self.ledger = Ledger(name, self.incarnation, len(manifest.fragments), config.sync.interval, config.sync.window)
         self.device = jax.devices()[0].device_kind[:200]
         self.speed = Speed()
+        self.losses = Losses()
         self.pacer = Pacer()
         self.totals = Totals()
         self.action_log = ActionLog(name, self.incarnation, config.record)
         self.inner = begin(config.inner, self.replica.begin([arrival.params_N for arrival in arrivals]))
         for arrival in arrivals:
             self.ledger.adopted(arrival.snapshot, keeps_progress=False)
-        self.action_log.did("join:" + ",".join(str(arrival.snapshot.version) for arrival in arrivals))
-        batches.on_begin = lambda text: self.action_log.did(f"d{text}")
+        self.action_log.add(Join(tuple(arrival.snapshot.version for arrival in arrivals)))
         self.moments = "fresh"
         self.stretch = 0.0
-        """steps that a contribution goes over, as a share of the run's interval; moving average"""
-        self.on_marker: Callable[[Island, int], None] = lambda island, number: None
-        """called between two inner steps for each checkpoint that the merger takes, with its number"""
-        self.steps = steps
         self.sequence = 0
-        self._diverged = 0
+        self._on_marker = on_marker
         self._has_joined = False
         self._in_flight: jax.Array | None = None
-        self._losses: deque[jax.Array] = deque(maxlen=LOSSES_KEPT)
         self._stepped_at = clock()
 
     def warm_up(self) -> None:
-        """Compiles whatever the loop runs, on copies, so that nothing compiles while others wait for this island."""
+        """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later."""
         self.beat("joining")
         shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
         batch = jax.device_put(np.zeros(shape, self.batches.dtype))
@@ -124,67 +128,76 @@ class Island:
 
     @property
     def finished(self) -> bool:
-        """Whether the global step has reached the run's end."""
+        """Whether the global step has reached the end of the run."""
         return self.ledger.global_step >= self.config.inner.steps
 
     @property
     def is_sent_away(self) -> bool:
-        """Whether the operator wants it to leave."""
+        """Whether the operator wants the island to leave."""
         return bool(self.link.wish)
 
-    # -- the loop's two halves --------------------------------------------------------------------------------------
+    # -- the two halves of the loop -----------------------------------------------------------------------------------
 
     def boundary(self) -> None:
-        """Between two inner steps: hears, adopts, sends. Waits for nobody."""
+        """Take in news, adopt snapshots and send contributions, without waiting for anything.
+
+        Raises:
+            DivergedError: The loss has not been finite for several contributions.
+        """
         if self.link.failure is not None:
             raise self.link.failure
-        if self._diverged >= DIVERGED_MAX:
-            raise DivergedError(
-                f"the loss of {self.name} was no number in its last {self._diverged} contributions",
-                "Start it again: it takes the run's parameters and fresh optimiser state. If all islands end like "
-                "this, lower --inner.learning-rate in a new run.",
-            )
+        self._require_finite_loss()
         news = self.link.take()
         arrivals = news.arrivals
         for event in news.events:
             match event:
                 case Resume():
-                    self.ledger.resumed(event.round, self.link.unresolved_rounds())
+                    self.ledger.resumed(event.round, self.link.outbox.unresolved_rounds())
                 case Marker():
                     before = [arrival for arrival in arrivals if arrival.snapshot.round <= event.round]
                     arrivals = [arrival for arrival in arrivals if arrival.snapshot.round > event.round]
                     self._adopt_all(before)
-                    if self.ledger.closed <= event.round:  # who joined after that round cannot be part of it
-                        self.on_marker(self, event.number)
+                    # An island that joined after that round is no part of the checkpoint.
+                    if self._on_marker is not None and self.ledger.closed <= event.round:
+                        self._on_marker(self, event.number)
                 case _:
                     self.ledger.heard(event)
         self._adopt_all(arrivals)
         if news.lost_shards:
             self.batches.forget(news.lost_shards)
-            self.action_log.did("f" + ",".join(sorted(news.lost_shards)))
+            self.action_log.add(ForgetShards(tuple(sorted(news.lost_shards))))
         for who in news.asked_by:
             self._give(who)
-        if self.link.backlog < self.config.sync.window:  # else the interval stretches, whoever calls rounds meanwhile
+        if self.link.backlog < self.config.sync.window:  # a longer backlog stretches the interval
             while (number := self.ledger.due()) is not None:
                 self._send(number, farewell=False)
-        self.link.hold(self.batches.held())
+        self.link.leases.hold(self.batches.held())
         self.beat("training")
 
+    def _require_finite_loss(self) -> None:
+        if self.losses.diverged >= DIVERGED_MAX:
+            raise DivergedError(
+                f"The loss of {self.name} was not finite in its last {self.losses.diverged} contributions",
+                "Start the island again: it takes the run's parameters and fresh optimiser state. If all islands end "
+                "this way, lower --inner.learning-rate in a new run.",
+            )
+
     def advance(self) -> None:
-        """`scan_steps` inner steps. The device works on them while the next boundary passes."""
+        """Dispatch `scan_steps` inner steps. The device works on them during the next boundary."""
         n = self.scan_steps
-        # Not `jnp.asarray`: that compiles a program for what it takes to the device.
-        batch = jax.device_put(self.batches.next(n))
-        self.action_log.did(f"n{n}")
-        self.pacer.dispatched(n, self.clock())  # first: on a CPU the call may do the arithmetic itself
+        batch = jax.device_put(self.batches.next(n))  # `jnp.asarray` would compile a program for the transfer
+        for point in self.batches.take_begun():
+            self.action_log.add(BeginPass(point))
+        self.action_log.add(Steps(n))
+        self.pacer.dispatched(n, self.clock())  # noted first: on a CPU, the call below may do the arithmetic itself
         self.inner, losses_n = self.steps(self.inner, batch, jax.device_put(np.int32(self.ledger.global_step)))
         tokens = n * self.config.tokens_per_step
         self.ledger.stepped(n, tokens)
         self.totals.steps += n
         self.totals.tokens += tokens
-        # One stretch of steps may be in flight: enough to keep the device busy, and the clock honest.
+        # One call may be in flight: that keeps the device busy, and the clock honest.
         if self._in_flight is not None:
-            self._losses.append(self._in_flight.block_until_ready())
+            self.losses.add(self._in_flight.block_until_ready())
             if nap := self.pacer.nap_seconds(self.clock()):
                 time.sleep(nap)
         self._in_flight = losses_n
@@ -192,19 +205,21 @@ class Island:
         self.speed.stepped(n, now - self._stepped_at)
         self._stepped_at = now
 
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
     def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
-        """Sends what it has of every fragment, and says goodbye; whether all of it got through."""
+        """Send the progress on every fragment and say goodbye; return whether the broker took all of it."""
         self.beat("leaving")
         for number in self.ledger.farewells():
             self._send(number, farewell=True)
-        through = self.link.drain(flush_seconds)
-        kind, why = self.last_words()
-        self.link.note(kind, f"after {self.totals.steps:,} steps: {why}")
+        is_sent = self.link.drain(flush_seconds)
+        kind, reason = self.last_words()
+        self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
         self.beat(state)
-        return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and through
+        return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and is_sent
 
     def last_words(self) -> tuple[str, str]:
-        """Why it leaves, as a note's kind and text."""
+        """Return why the island leaves, as a note's kind and text."""
         if self.finished:
             return "left", "the run is at its end"
         kinds = {DRAIN: "drained", EXPEL: "expelled"}
@@ -212,33 +227,36 @@ class Island:
         return (kinds[wish], IN_WORDS[wish]) if wish in kinds else ("left", "it was stopped")
 
     def give_up(self, error: DivergedError) -> None:
-        """Says goodbye with nothing to send."""
+        """Say goodbye without sending any progress."""
         self.link.note("diverged", f"after {self.totals.steps:,} steps: {error.what}")
         self.beat("left")
         self.link.drain(FAREWELL_SECONDS)
 
-    # -- parts ------------------------------------------------------------------------------------------------------
+    # -- parts --------------------------------------------------------------------------------------------------------
 
     def adopt(self, arrival: Arrival) -> None:
-        """Takes a snapshot in between two inner steps, unless it is the one that is held."""
+        """Adopt a snapshot between two inner steps, unless the island holds this version already.
+
+        An older version is adopted too: a broker that lost its data took the newer one with it.
+        """
         snapshot = arrival.snapshot
         if snapshot.version == self.ledger.counts[snapshot.fragment].version:
-            return  # an older one is news too: a broker that died took the newer with it
+            return
         params = self.replica.adopt(snapshot.fragment, self.inner.params, arrival.params_N)
         self.inner = self.inner._replace(params=params)
         self.ledger.adopted(snapshot, self.replica.rule.keeps_progress)
-        self.action_log.did(f"a{snapshot.fragment}:{snapshot.version}")
+        self.action_log.add(Adopt(snapshot.fragment, snapshot.version))
 
     def _adopt_all(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
             self.adopt(arrival)
 
     def take_over(self, received: Received) -> None:
-        """Begins with a peer's inner optimiser state instead of fresh moments."""
+        """Begin with a peer's inner optimiser state instead of fresh moments."""
         handover = received.handover
         self.inner = self.inner._replace(optimizer=received.optimizer)
         self.moments = f"peer {handover.giver}"
-        self.action_log.did(f"moments:{handover.giver}/{handover.incarnation}@{handover.index}")
+        self.action_log.add(TakeMoments(f"{handover.giver}/{handover.incarnation}", handover.index))
 
     def _give(self, who: str) -> None:
         moments, done = device_copy(self.inner.optimizer), self.action_log.done
@@ -248,8 +266,8 @@ class Island:
         p = self.manifest.fragment_of(number)
         count = self.ledger.counts[p]
         name = self._codec(p)
-        self._stretch(count.steps)
-        contribution = Contribution(
+        self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval, SMOOTHING)
+        header = ContributionHeader(
             island=self.name,
             incarnation=self.incarnation,
             sequence=self.sequence,
@@ -259,86 +277,82 @@ class Island:
             tokens=count.tokens,
             steps=count.steps,
             global_step=self.ledger.global_step,
-            loss=self._mean_loss(),
+            loss=self.losses.take_mean(),
             step_seconds=self.speed.step_seconds,
             farewell=farewell,
             codec=name,
-            bytes=0,
-            digest="",
             data=" ".join(map(str, self.batches.places())),
         )
-        self.action_log.did(f"s{number}" if name == self.config.wire.up else f"s{number}:{name}")
+        self.action_log.add(Send(number, "" if name == self.config.wire.up else name))
         parts = self.replica.measure(p, self.inner.params, name)
-        self.link.send(Draft(contribution, parts, self.manifest.sizes[p], self.action_log.take()))
+        self.link.send(Draft(header, parts, self.manifest.sizes[p], self.action_log.take()))
         self.sequence += 1
         self.ledger.sent(number)
 
     def _codec(self, p: int) -> str:
-        """The run's codec, or the one for thin links when a payload of the other would not be through in a stride."""
+        """Return the run's codec, or the thin one if a payload of the run's would take longer than a stride to send."""
         wire, sync = self.config.wire, self.config.sync
         stride_seconds = self.speed.step_seconds * sync.interval / len(self.manifest.fragments)
         size = codec(wire.up).encoded_size(self.manifest.sizes[p])
         return wire.up if not wire.thin or self.link.uplink.fits(size, stride_seconds) else wire.thin
 
-    def _stretch(self, steps: int) -> None:
-        """Notes over how many steps a contribution goes, of those that the run's interval would have."""
-        self.stretch = averaged(self.stretch, steps / self.config.sync.interval, SMOOTHING)
-
-    def _mean_loss(self) -> float:
-        """Mean loss of the steps since it was asked last; the last known where there were none."""
-        if self._losses:
-            mean = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in self._losses]))
-            self.speed.loss = mean if math.isfinite(mean) else math.nan  # no message carries an infinite number
-            self._diverged = 0 if math.isfinite(mean) else self._diverged + 1
-            self._losses.clear()
-        return self.speed.loss
-
     def beat(self, state: str) -> None:
-        """Renews what the next heartbeat says."""
-        seconds = self.speed.step_seconds
+        """Renew the next heartbeat."""
         if state == "training" and not self._has_joined:
             self._has_joined = True
             where = f"after round {self.ledger.closed} on {self.device}"
             self.link.note("joined", f"{where}, optimiser state: {self.moments}")
-        self.link.beat(
-            Heartbeat(
-                island=self.name,
-                incarnation=self.incarnation,
-                state=state,
-                host=platform.node()[:200],
-                pid=os.getpid(),
-                device=self.device,
-                steps=self.totals.steps,
-                global_step=self.ledger.global_step,
-                tokens=self.totals.tokens,
-                tokens_per_second=self.config.tokens_per_step / seconds if seconds else 0.0,
-                step_seconds=seconds,
-                loss=self.speed.loss,
-                staleness=self.ledger.staleness,
-                backlog=self.link.backlog,
-                sent=self.link.sent,
-                refused=self.ledger.refused,
-                last_refusal=self.ledger.last_refusal,
-                bytes_up=self.link.bytes_up,
-                bytes_down=self.link.bytes_down,
-                link=self.link.trouble or self.link.uplink.in_words(self.stretch) or "ok",
-                data=" ".join(map(str, self.batches.places())),
-                moments=self.moments,
-                uplink_bytes_per_second=_rate(self.link.uplink.seconds_a_byte),
-                downlink_bytes_per_second=_rate(self.link.uplink.down_seconds_a_byte),
-            )
-        )
+        self.link.beat(_heartbeat(self, state))
+
+
+def _heartbeat(island: Island, state: str) -> Heartbeat:
+    link, ledger, seconds = island.link, island.ledger, island.speed.step_seconds
+    return Heartbeat(
+        island=island.name,
+        incarnation=island.incarnation,
+        state=state,
+        host=platform.node()[:200],
+        pid=os.getpid(),
+        device=island.device,
+        steps=island.totals.steps,
+        global_step=ledger.global_step,
+        tokens=island.totals.tokens,
+        tokens_per_second=island.config.tokens_per_step / seconds if seconds else 0.0,
+        step_seconds=seconds,
+        loss=island.losses.mean,
+        staleness=ledger.staleness,
+        backlog=link.backlog,
+        sent=link.outbox.sent,
+        refused=ledger.refused,
+        last_refusal=ledger.last_refusal,
+        bytes_up=link.outbox.bytes_up,
+        bytes_down=link.bytes_down,
+        link=link.trouble or link.uplink.in_words(island.stretch) or "ok",
+        data=" ".join(map(str, island.batches.places())),
+        moments=island.moments,
+        uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
+        downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
+    )
 
 
 def _rate(seconds_a_byte: float) -> float:
-    """Bytes per second; NaN where nothing was measured yet."""
+    """Return bytes per second; NaN before the first measurement."""
     return 1.0 / seconds_a_byte if seconds_a_byte > 0.0 else math.nan
 
 
 def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None = None) -> str:
-    """Trains until the run's end, `stopped`, or the operator's wish; then leaves. Returns how: `done` or `left`.
+    """Train until the end of the run, a signal or the operator's wish, then leave.
 
-    Raises DivergedError, once it has said so.
+    Args:
+        island: The island.
+        stopped: Whether a signal has arrived.
+        turn_log: Takes one line for each turn of the loop.
+
+    Returns:
+        `done` at the end of the run, else `left`.
+
+    Raises:
+        DivergedError: The loss is not finite any more. The island has said goodbye by then.
     """
     steps_before = island.totals.steps
     while not (stopped() or island.finished or island.is_sent_away):
@@ -358,5 +372,5 @@ def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None 
     if state == "left" and island.is_sent_away:
         log.warning("leaves: %s", island.last_words()[1])
     if not island.leave(state):
-        log.warning("the broker did not take everything: %s contributions stay behind", island.link.backlog)
+        log.warning("the broker did not take %s contributions", island.link.backlog)
     return state

@@ -87,7 +87,6 @@ class Batches:
 
     Attributes:
         repeats: The passes that were read again because no shard could be leased.
-        on_begin: Called with every pass that begins, in the form that `begin` takes, before its first window is used.
 
     Raises:
         DataError: The text is too short for the shards, or examples have another size.
@@ -101,7 +100,7 @@ class Batches:
         self._places: dict[str, Place] = {}  # by shard, in the order of leasing; all but the newest have ended
         self._queue: deque[_Start] = deque()
         self.repeats = 0
-        self.on_begin: Callable[[str], None] | None = None
+        self._begun: list[str] = []
         if train.dtype != np.uint8 and config.model.vocabulary == BYTES:
             raise ConfigError(
                 "the corpus is tokenised, and the model reads bytes only (model.vocabulary)",
@@ -149,8 +148,13 @@ class Batches:
 
     # -- replay and checkpoints --------------------------------------------------------------------------------------
 
+    def take_begun(self) -> list[str]:
+        """Return the passes that were begun since the last call, in order and as `begin` takes them."""
+        begun, self._begun = self._begun, []
+        return begun
+
     def begin(self, text: str) -> None:
-        """Queue a pass, in the form that `on_begin` reports. It begins before any lease, once the present one ends.
+        """Queue a pass, in the form that `take_begun` returns. It begins before any lease, once the present one ends.
 
         Raises:
             DataError: The text names no pass over this corpus (`data.bad-position`, `data.no-such-shard`).
@@ -256,8 +260,7 @@ class Batches:
         if start.is_leased:
             self._places.pop(start.shard, None)  # an older pass over this shard has ended, or it would still be leased
         self._note_place()
-        if self.on_begin:
-            self.on_begin(str(start))
+        self._begun.append(str(start))
         return begun
 
     def _pass_from(self, start: _Start) -> _Pass:

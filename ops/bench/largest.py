@@ -24,7 +24,7 @@ from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError, WireError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.broker.messages import Contribution, Refusal, Resume, Snapshot
+from archipelago.broker.messages import Refusal, Resume, Snapshot
 from archipelago.broker.process import keep_compiled
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest, pack, unpack
@@ -34,7 +34,8 @@ from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
-    from archipelago.islands.sync.link import Arrival, Draft
+    from archipelago.islands.sync.outbox import Draft
+    from archipelago.islands.sync.snapshots import Arrival
 
 RUN = "bench-largest"
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
@@ -223,7 +224,7 @@ def _pass_all(pipe: Connection, url: str, size: int, fragments: int) -> None:
         passed.publish_seconds.append(publish)
         passed.merge_seconds.append(merge)
         passed.adopt_seconds.append(adopt)
-    passed.bytes_up, passed.bytes_down = end.link.bytes_up, end.link.bytes_down
+    passed.bytes_up, passed.bytes_down = end.link.outbox.bytes_up, end.link.bytes_down
     pipe.send(passed)
     pipe.poll(None)  # stay, so that the parent can read the peak of memory
 
@@ -249,7 +250,7 @@ class _IslandEnd:
         from archipelago.islands.sync.link import Link
         from archipelago.islands.sync.replica import Replica
 
-        self.link = Link(connect(url, RUN), manifest, "island/bench")
+        self.link = Link(connect(url, RUN), manifest, "island/bench", shards=[])
         self._manifest = manifest
         wire = manifest.config.wire
         self._first_N = unpack(pack(first_N, wire.full, 0), first_N.size)  # rounded, as islands have it
@@ -268,7 +269,7 @@ class _IslandEnd:
         began = time.perf_counter()
         parts = self._replica.measure(0, params)
         self.link.send(self._draft(p, parts))
-        self.link.pump_send()
+        self.link.outbox.pump()
         published = time.perf_counter()
         self._hear(Snapshot)
         heard = time.perf_counter()
@@ -283,22 +284,22 @@ class _IslandEnd:
         return published - began, heard - published, adopted - heard
 
     def _draft(self, p: int, parts: Parts) -> Draft:
-        from archipelago.islands.sync.link import Draft
+        from archipelago.islands.sync.outbox import ContributionHeader, Draft
 
         config = self._manifest.config
         steps = config.sync.interval
-        contribution = Contribution(
+        header = ContributionHeader(
             island="island", incarnation="bench", sequence=p, round=p + 1, fragment=p, base=0,
             tokens=steps * config.tokens_per_step, steps=steps, global_step=steps, loss=1.0, step_seconds=1.0,
-            farewell=False, codec=config.wire.up, bytes=0, digest="",
+            farewell=False, codec=config.wire.up,
         )  # fmt: skip
-        return Draft(contribution, parts, self._first_N.size)
+        return Draft(header, parts, self._first_N.size)
 
     def _hear(self, kind: type[Resume | Snapshot]) -> None:
         """Listen until an event of this kind arrives. Fetch no payload yet."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            self.link._listen(1.0)
+            self.link.inbox.listen(1.0)
             for event in self.link.take().events:
                 if isinstance(event, kind):
                     return

@@ -131,7 +131,7 @@ def sync_and_not(pipe: Connection, url: str, cores: set[int], pairs: int, turn_s
         largest=max(island.manifest.sizes),
         on=[on for on, _ in turns],
         off=[off for _, off in turns],
-        held_bytes=sum(arrival.params_N.nbytes for arrival in island.link._held.values()),
+        held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.inbox.snapshots.held.values()),
         reference_bytes=sum(reference_N.nbytes for reference_N in island.replica.references) if on_host else 0,
     )
     island.link.stop()
@@ -141,6 +141,7 @@ def sync_and_not(pipe: Connection, url: str, cores: set[int], pairs: int, turn_s
 def _join(url: str) -> Island:
     """Make an island as `archipelago island` does, on random bytes."""
     from archipelago.islands.data.batches import Batches
+    from archipelago.islands.data.sharding import shard_order
     from archipelago.islands.inner import compile_steps
     from archipelago.islands.models.registry import build
     from archipelago.islands.sync.link import Link
@@ -149,7 +150,7 @@ def _join(url: str) -> Island:
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()
     config = manifest.config
-    link = Link(transport, manifest, "island/bench")
+    link = Link(transport, manifest, "island/bench", shard_order(config.data.shards, config.seed))
     steps = compile_steps(build(config.model), config.inner)
     batches = Batches(_text(config), config, link.lease)
     return Island("island", manifest, steps, batches, link, link.join(), incarnation="bench")
@@ -215,12 +216,12 @@ def _settle(link: Link) -> None:
 
 
 def _has_work(link: Link) -> bool:
-    return bool(link.unresolved_rounds() or link._wanted)
+    return bool(link.outbox.unresolved_rounds() or link.inbox._wanted)
 
 
 def _is_busy(island: Island) -> bool:
     """Return whether anything that the island sent is not yet back in its parameters."""
-    return _has_work(island.link) or island.ledger.staleness > 0 or bool(island.link._arrivals)
+    return _has_work(island.link) or island.ledger.staleness > 0 or bool(island.link.inbox._arrivals)
 
 
 def _plain_turn(island: Island, steps: int) -> Turn:

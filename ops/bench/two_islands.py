@@ -27,6 +27,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
@@ -256,7 +257,7 @@ def _train(pipe: Connection, url: str, name: str, step_seconds: float) -> None:
     _share_the_cores()
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()
-    link = Link(transport, manifest, f"{name}/bench")
+    link = Link(transport, manifest, f"{name}/bench", shard_order(manifest.config.data.shards, manifest.config.seed))
     batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
     steps = stand_in(manifest, sum(name.encode()), 0.0 if manifest.config.sync == AT_ONCE else step_seconds)
     island = Island(name, manifest, steps, batches, link, link.join(), incarnation="bench")
@@ -293,7 +294,7 @@ def _share_the_cores() -> None:
 
 def _counts(island: Island) -> Counts:
     now = time.monotonic()
-    return Counts(now, now, island.totals.steps, island.link.bytes_up + island.link.bytes_down)
+    return Counts(now, now, island.totals.steps, island.link.outbox.bytes_up + island.link.bytes_down)
 
 
 def _synced(island: Island) -> Counts:

@@ -26,6 +26,7 @@ from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
     from archipelago.islands.replay import Redone
+    from archipelago.islands.sync.actions import Action
 
 ALIASES = {"lr": "learning_rate"}
 WHAT_IF = ("merge", "outer")
@@ -280,16 +281,20 @@ class Crew:
         return found
 
 
-def _uses_of_versions(actions: Mapping[str, Sequence[str]]) -> Counter[tuple[int, int]]:
-    """How often each version of each fragment was adopted."""
+def _uses_of_versions(actions: Mapping[str, Sequence[Action]]) -> Counter[tuple[int, int]]:
+    """Count how often each version of each fragment was adopted."""
+    from archipelago.islands.sync.actions import Adopt, Join
+
     uses: Counter[tuple[int, int]] = Counter()
     for mine in actions.values():
         for action in mine:
-            word, _, value = action.partition(":")
-            if word == "join":
-                uses.update(enumerate(map(int, value.split(","))))
-            elif word[:1] == "a" and word[1:].isdigit():
-                uses[int(word[1:]), int(value)] += 1
+            match action:
+                case Join(versions):
+                    uses.update(enumerate(versions))
+                case Adopt(fragment, version):
+                    uses[fragment, version] += 1
+                case _:
+                    pass
     return uses
 
 

@@ -19,9 +19,10 @@ from archipelago.broker.transport import START, IslandClient, IslandTransport, R
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps
+from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.link import Link
-from archipelago.islands.sync.rejoin import Rejoin
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 
@@ -143,7 +144,8 @@ class VirtualRun:
             transport = DelayedTransport(transport.run, transport.island, cast(ReaderClient, delayed))
         self._born += 1
         incarnation = f"v{self._born}"
-        link = Link(transport, self.manifest, f"{name}/{incarnation}", clock=self.clock, wall=self.clock)
+        shards = shard_order(self.manifest.config.data.shards, self.manifest.config.seed)
+        link = Link(transport, self.manifest, f"{name}/{incarnation}", shards, clock=self.clock, wall=self.clock)
         arrivals = link.join()
         batches = Batches(self._corpus.train, self.manifest.config, link.lease, fallback=self._born)
         island = Island(name, self.manifest, self._steps, batches, link, arrivals, self.clock, incarnation)
@@ -218,7 +220,7 @@ class VirtualRun:
 
     def _arrive(self, island: Island) -> None:
         self._on_its_way.discard(island)
-        island.link.send_oldest()
+        island.link.outbox.send_oldest()
         self.merger.turn(0.0)
         self._exchange(island)
 

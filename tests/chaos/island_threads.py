@@ -21,6 +21,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
@@ -75,7 +76,8 @@ class IslandThread:
 
     def __init__(self, url: str, manifest: Manifest, name: str, pause: float, acknowledged: set[Identity]) -> None:
         transport = RecordingTransport(connect(url, manifest.run), acknowledged)
-        self.link = Link(transport, manifest, f"{name}/x")
+        shards = shard_order(manifest.config.data.shards, manifest.config.seed)
+        self.link = Link(transport, manifest, f"{name}/x", shards)
         arrivals = self.link.join()
         batches = Batches(TEXT, manifest.config, self.link.lease)
         self.island = Island(name, manifest, cast(Any, steps), batches, self.link, arrivals, incarnation="x")

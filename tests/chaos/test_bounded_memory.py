@@ -22,7 +22,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import START
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.sync.link import MEMORY_SHARE_MAX
+from archipelago.islands.sync.outbox import MEMORY_SHARE_MAX
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server, start_server

@@ -46,9 +46,10 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START, Delivery, Image
 from archipelago.broker.wire import digest, digest_of, pack, unpack
 from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState, InnerSteps
+from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.link import Link
-from archipelago.islands.sync.rejoin import Rejoin
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import at_once
@@ -695,7 +696,7 @@ class Run(RuleBasedStateMachine):
         self.births += 1
         wire = cast(Any, self.wire())
         incarnation = f"n{self.births}"
-        link = Link(wire, self.manifest, f"{name}/{incarnation}")
+        link = Link(wire, self.manifest, f"{name}/{incarnation}", shard_order(CONFIG.data.shards, CONFIG.seed))
         arrivals = link.join()
         batches = Batches(TEXT, CONFIG, link.lease, fallback=self.births)
         island = Island(name, self.manifest, cast(InnerSteps, _steps), batches, link, arrivals, self.clock, incarnation)
@@ -946,10 +947,12 @@ class Run(RuleBasedStateMachine):
                 assert island.link.failure is None
             for name in ("i0", "i1", "i2"):
                 self.raw.pexpire(self.keys.island(name), DEAD_MS)
-            if not self.direct.reader.backlog() and not any(i.link.unresolved_rounds() for i in self.islands.values()):
+            if not self.direct.reader.backlog() and not any(
+                i.link.outbox.unresolved_rounds() for i in self.islands.values()
+            ):
                 return
             self.turn(1.0, None, "", fresh=False)
-        left = {name: i.link.unresolved_rounds() for name, i in self.islands.items()}
+        left = {name: i.link.outbox.unresolved_rounds() for name, i in self.islands.items()}
         raise AssertionError(
             f"{self.direct.reader.backlog()} contributions are never decided about; unresolved: {left}"
         )

@@ -90,7 +90,7 @@ def test_islands_hold_the_bits_that_the_merger_published(
     assert run.transport.reader.books().bytes_down - taken < 0.5 * full * 2 * 3, "the islands took full snapshots"
     assert late.totals.steps
     for island in run.islands.values():
-        for p, arrival in island.link._held.items():
+        for p, arrival in island.link.inbox.snapshots.held.items():
             snapshot, payload = run.transport.reader.fragment(p)
             if arrival.snapshot.version == snapshot.version:
                 assert arrival.params_N.tobytes() == unpack(payload, run.manifest.sizes[p]).tobytes()
@@ -131,7 +131,7 @@ def test_a_missing_or_damaged_difference_is_replaced_by_a_full_snapshot(config: 
         before = run.merger.rounds.closed
         run.advance_until(lambda before=before: run.merger.rounds.closed >= before + 8)  # type: ignore[misc]
         assert asked
-        for p, arrival in link._held.items():
+        for p, arrival in link.inbox.snapshots.held.items():
             assert arrival.snapshot.version >= run.transport.reader.fragment(p)[0].version - 1
 
 
@@ -144,7 +144,7 @@ def test_a_hostile_difference_is_replaced_by_a_full_snapshot(
     run = VirtualRun(config, corpus, compiled(config), [1.0])
     run.advance_until(lambda: run.merger.rounds.closed >= 8)
     link = run.islands["island-0"].link
-    honest, wholes = link.transport.island.difference, link._fetch
+    honest, wholes = link.transport.island.difference, link.inbox.snapshots.fetch
     asked: list[int] = []
     whole: list[int] = []
 
@@ -164,12 +164,12 @@ def test_a_hostile_difference_is_replaced_by_a_full_snapshot(
         return wholes(p)
 
     link.transport.island.difference = difference  # type: ignore[method-assign]
-    link._fetch = fetched  # type: ignore[method-assign]
+    link.inbox.snapshots.fetch = fetched  # type: ignore[method-assign]
     run.advance_until(lambda: run.merger.rounds.closed >= 20)
     assert asked
     assert whole == asked
     assert link.trouble == ""
-    for p, arrival in link._held.items():
+    for p, arrival in link.inbox.snapshots.held.items():
         snapshot, payload = run.transport.reader.fragment(p)
         if arrival.snapshot.version == snapshot.version:
             assert arrival.params_N.tobytes() == unpack(payload, run.manifest.sizes[p]).tobytes()

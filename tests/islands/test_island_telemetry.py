@@ -58,16 +58,16 @@ def test_an_island_that_trains() -> None:
     step, values = found
     assert step == island.ledger.global_step == 9
     assert set(values) == {"loss", "learning_rate", "tokens_per_second", "step_seconds", "staleness"}
-    assert values["loss"] == island.speed.loss
+    assert values["loss"] == island.losses.mean
     assert math.isfinite(values["loss"])
     assert values["learning_rate"] == pytest.approx(0.01, rel=0.01)
     shown = scraped(island)
     assert shown["steps_total"] == 9
     assert shown["tokens_total"] == island.totals.tokens > 0
-    assert shown["sent_contributions_total"] == island.link.sent > 0
-    assert shown["sent_bytes_total"] == island.link.bytes_up > 0
+    assert shown["sent_contributions_total"] == island.link.outbox.sent > 0
+    assert shown["sent_bytes_total"] == island.link.outbox.bytes_up > 0
     assert shown["link_up"] == 1
-    bay.clock.now = island.link.arrived_at + 7.0
+    bay.clock.now = island.link.inbox.arrived_at + 7.0
     assert scraped(island)["snapshot_age_seconds"] == 7.0
 
 

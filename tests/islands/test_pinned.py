@@ -19,6 +19,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.prepared import register_text, training_text
+from archipelago.islands.sync.actions import BeginPass, unfolded
 from archipelago.islands.worker import Island
 from tests.islands import tiny
 from tests.islands.tiny import Bay
@@ -35,23 +36,29 @@ def bay(request: pytest.FixtureRequest, tmp_path: Path) -> Bay:
     return Bay(tiny.manifest(config=CONFIG), partial(connect, f"fakeredis://{tmp_path.name}", "tiny"))
 
 
-def begun_by(*islands: Island) -> dict[str, list[str]]:
-    """Fills with the shards that each island begins."""
-    begun: dict[str, list[str]] = defaultdict(list)
-    for island in islands:
-        island.batches.on_begin = lambda text, name=island.name: begun[name].append(text.split(":")[0])
-    return begun
+def begun_by(bay: Bay, *islands: Island) -> dict[str, list[str]]:
+    """Return the shards that each island began, by its name."""
+    parts = [actions for _, actions in bay.transport.merger.actions("0-0")]
+    parts += [rest for island in islands if (rest := island.action_log.peek())]
+    return {
+        island.name: [
+            action.shard
+            for action in unfolded([part for part in parts if part.island == island.name])
+            if isinstance(action, BeginPass)
+        ]
+        for island in islands
+    }
 
 
 def test_its_shards_are_read_by_nobody_else_and_no_others_by_it(bay: Bay) -> None:
     ours, pinned, second = bay.island("a"), bay.island("p", shards=PINNED), bay.island("q", shards=PINNED)
-    begun = begun_by(ours, pinned, second)
     sent: dict[str, set[str]] = defaultdict(set)
     windows = tiny.TEXT.size // CONFIG.data.sequence_length // CONFIG.data.shards
     for _ in range(3 * windows // CONFIG.data.batch_size):  # three passes over a shard each, and a bit
         for island in (ours, pinned, second):
             bay.play(island, 1)
             sent[island.name] |= {place.shard for place in parse_places(" ".join(map(str, island.batches.places())))}
+    begun = begun_by(bay, ours, pinned, second)
     assert {shard.partition("/")[0] for name in "pq" for shard in begun[name]} == {"site"}
     assert all("/" not in shard for shard in begun["a"])
     assert len(begun["a"]) >= 3
@@ -106,8 +113,9 @@ def test_the_first_pinned_text_of_a_name_is_the_one(
     prepared(tmp_path / "same", text, monkeypatch)
     assert taken(transport, "site").digest == first.digest
     prepared(tmp_path / "other", text.upper(), monkeypatch)
-    with pytest.raises(MismatchError, match="the run's corpus 'site' is") as raised:
+    with pytest.raises(MismatchError) as raised:
         taken(transport, "site")
+    assert "site" in raised.value.subject
     assert raised.value.theirs == first.digest
     assert raised.value.ours not in (first.digest, "")
     prepared(tmp_path / "other", text.upper(), monkeypatch, "site-2")
@@ -120,10 +128,11 @@ def test_another_text_than_the_runs_is_refused_where_none_is_pinned(
     manifest = transport.reader.manifest()
     assert taken(transport, None).identity == manifest.corpus
     prepared(tmp_path / "there", "another public text\n" * 8000, monkeypatch, "public")
-    with pytest.raises(MismatchError, match="'public'"):
+    with pytest.raises(MismatchError) as raised:
         taken(transport, None)
+    assert "public" in raised.value.subject
 
 
 def test_a_pinned_text_that_is_not_here_is_missed(transport: Transport) -> None:
-    with pytest.raises(DataError, match="nowhere"):
+    with pytest.raises(DataError):
         taken(transport, "nowhere")

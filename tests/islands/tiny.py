@@ -16,6 +16,7 @@ from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import Model, Params
 from archipelago.islands.sync.link import Link
@@ -82,14 +83,23 @@ class Bay:
         self.merger.load()
 
     def island(
-        self, name: str = "a", incarnation: str = "x", shards: Sequence[str] | None = None, silent: bool = False
+        self,
+        name: str = "a",
+        incarnation: str = "x",
+        shards: Sequence[str] | None = None,
+        silent: bool = False,
+        on_marker: Callable[[Island, int], None] | None = None,
     ) -> Island:
         """One that has joined and leased a shard; or, `silent`, one that nobody has heard of."""
+        if shards is None:
+            shards = shard_order(self.manifest.config.data.shards, self.manifest.config.seed)
         link = Link(self.connect(), self.manifest, f"{name}/{incarnation}", shards, self.clock)
         arrivals = link.join()
         batches = Batches(TEXT, self.manifest.config, link.lease)
         steps = steps_by(self.manifest.config.inner)
-        island = Island(name, self.manifest, steps, batches, link, arrivals, self.clock, incarnation)
+        island = Island(
+            name, self.manifest, steps, batches, link, arrivals, self.clock, incarnation, on_marker=on_marker
+        )
         if not silent:
             island.beat("joining")
             link.pump()

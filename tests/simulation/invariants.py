@@ -13,6 +13,7 @@ from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.messages import LIVE_SECONDS, Contribution, Member, Refusal, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of, unpack
+from archipelago.islands.sync.outbox import ContributionHeader
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
 from archipelago.merger.replay import replay_round
@@ -95,14 +96,14 @@ class Invariants:
         self.epoch = epoch
 
     def began(self, who: str, text: str, size: int) -> None:
-        """An island begins a pass. `text` is what `Batches.on_begin` receives."""
+        """An island begins a pass. `text` is what `Batches.take_begun` returns."""
         shard, pass_number, position, repeat = text.rstrip("!").rsplit(":", 3)
         if repeat == "0" and int(pass_number) < 1 << 41:
             start = min(int(position), size)
             is_excused = self.leases.get((who, shard)) != self.simulation.losses
             self.readers[shard, int(pass_number)].append(Reader(who, start, size, start, is_excused))
 
-    def sent(self, who: str, contribution: Contribution) -> None:
+    def sent(self, who: str, contribution: ContributionHeader) -> None:
         """An island sends a contribution, which says how far it has read."""
         said = []
         for place in parse_places(contribution.data):
@@ -238,7 +239,7 @@ class Invariants:
 
     def check_heard(self, island: Island) -> None:
         """Check that an island knows of a round only after it has received all events before the round closed."""
-        known, heard = island.ledger.closed, island.link._closed
+        known, heard = island.ledger.closed, island.link.inbox.heard_round
         assert known <= heard, f"{island.name} knows round {known}, and has received the events up to round {heard}"
 
     def check_whole(self, island: Island, whole: Any) -> None:
@@ -282,4 +283,4 @@ class Invariants:
 
     def unresolved(self) -> set[str]:
         """Return what islands have sent and not yet seen resolved."""
-        return {identity for process in self.simulation.islands for identity in process.island.link._unresolved}
+        return {identity for process in self.simulation.islands for identity in process.island.link.outbox._unresolved}

@@ -11,8 +11,9 @@ from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps
-from archipelago.islands.sync.link import Draft, Link
-from archipelago.islands.sync.rejoin import Rejoin
+from archipelago.islands.rejoin import Rejoin
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.outbox import Draft
 from archipelago.islands.worker import Island
 from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import Merger
@@ -137,8 +138,8 @@ class IslandProcess(Process):
             arrivals,
             simulation.clock,
             self.incarnation,
+            on_marker=self.store.on_marker,
         )
-        self.island.on_marker = self.store.on_marker
         self._observe(simulation, link, batches)
         rejoin = Rejoin(self.connection, self.store, self.island, arrivals, seconds=2.0, pause=self._wait)
         rejoin.ask()
@@ -150,19 +151,19 @@ class IslandProcess(Process):
             simulation.invariants.trained[self.who] += max(count.tokens for count in self.island.ledger.counts)
 
     def _observe(self, simulation: Simulation, link: Link, batches: Batches) -> None:
-        said, send = batches.on_begin, link.send
+        take_begun, send = batches.take_begun, link.send
 
-        def began(text: str) -> None:
-            if said is not None:
-                said(text)
-            assert batches._pass is not None
-            simulation.invariants.began(self.who, text, len(batches._pass.starts))
+        def begun() -> list[str]:
+            points = take_begun()
+            for text in points:
+                simulation.invariants.began(self.who, text, len(batches._pass_from(batches._parse(text)).starts))
+            return points
 
         def sent(draft: Draft) -> None:
-            simulation.invariants.sent(self.who, draft.contribution)
+            simulation.invariants.sent(self.who, draft.header)
             send(draft)
 
-        batches.on_begin, link.send = began, sent  # type: ignore[method-assign]
+        batches.take_begun, link.send = begun, sent  # type: ignore[method-assign]
 
     def _wait(self, seconds: float) -> None:
         self._pump()

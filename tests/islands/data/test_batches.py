@@ -211,9 +211,9 @@ def test_without_a_lease_it_repeats_its_shard_in_another_order() -> None:
 def test_an_island_that_never_had_a_lease_begins_with_a_private_pass() -> None:
     begun: list[str] = []
     supplies = [Batches(TEXT, CONFIG, fresh(), fallback=number) for number in range(6)]
-    for supply in supplies:
-        supply.on_begin = begun.append
     assert len({bytes(supply.next(1)) for supply in supplies}) == 6
+    for supply in supplies:
+        begun += supply.take_begun()
     assert begun == [f"{n % 4}:{PRIVATE_PASSES + n // 4}:0:0" for n in range(6)]
     assert [supply.places() for supply in supplies] == [()] * 6
     assert PASSES_MAX < PRIVATE_PASSES
@@ -302,14 +302,13 @@ def test_a_repeat_goes_on_when_its_pass_is_forgotten() -> None:
 
 
 def test_a_private_pass_ends_with_the_first_lease() -> None:
-    begun: list[str] = []
     supply = Batches(TEXT, CONFIG, leases([None, None, Place("1", 0, 3)]))
-    supply.on_begin = begun.append
     supply.next(2)
     supply.next(2)
     supply.next(2)
     assert supply.places() == (Place("1", 0, 5),)
-    assert begun == [f"0:{PRIVATE_PASSES}:0:0", "1:0:3:0!"]
+    assert supply.take_begun() == [f"0:{PRIVATE_PASSES}:0:0", "1:0:3:0!"]
+    assert supply.take_begun() == []
 
 
 def test_a_shard_that_is_leased_again_has_one_place_which_is_the_newest() -> None:
@@ -326,11 +325,9 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
 
 
 def test_endless_cursors_beyond_their_passes_do_not_block() -> None:
-    begun: list[str] = []
     supply = Batches(TEXT, CONFIG, leases(repeat(Place("0", 0, 10**9))))
-    supply.on_begin = begun.append
     assert np.array_equal(supply.next(4)[:, 0], rows("0", 0, 1)[:4])
-    assert begun == ["0:0:1000000000:0"] * LEASES_TRIED + ["0:0:0:1"]
+    assert supply.take_begun() == ["0:0:1000000000:0"] * LEASES_TRIED + ["0:0:0:1"]
     assert supply.places() == (Place("0", 0, 0, ended=True),)
 
 
@@ -383,20 +380,12 @@ def test_replaying_the_passes_gives_the_same_batches(
 ) -> None:
     text, config = positions(2000), configured(shards=8, length=16, batch=3)
     original, again = Batches(text, config, leases(answers), 5), Batches(text, config, leases([]), 6)
-    heard: list[str] = []
-    repeated: list[str] = []
-    original.on_begin = heard.append if ahead else again.begin
-    again.on_begin = repeated.append
-    if ahead:
-        out = do(original, actions)
-        for begun in heard:
-            again.begin(begun)
-        assert do(again, actions) == out
-        assert repeated == heard
-    else:
-        for action in actions:
-            out = do(original, [action])
-            assert do(again, [action]) == out
+    for part in [actions] if ahead else [[action] for action in actions]:
+        out, begun = do(original, part), original.take_begun()
+        for point in begun:
+            again.begin(point)
+        assert do(again, part) == out
+        assert again.take_begun() == begun
     assert again.state() == original.state()
 
 
@@ -417,14 +406,6 @@ def test_any_number_of_queued_passes_may_be_empty() -> None:
     for text in ["1:0:1000:0"] * (3 * LEASES_TRIED) + ["2:0:0:0"]:
         supply.begin(text)
     assert np.array_equal(supply.next(4)[:, 0], rows("2", 0)[:4])
-
-
-def test_a_pass_is_reported_before_its_first_window_is_used() -> None:
-    supply = Batches(TEXT, CONFIG, leases([Place("1", 0, 7)]))
-    reported: list[tuple[str, tuple[Place, ...]]] = []
-    supply.on_begin = lambda text: reported.append((text, supply.places()))
-    supply.next(3)
-    assert reported == [("1:0:7:0", (Place("1", 0, 7),))]
 
 
 @pytest.mark.parametrize("text", ["", "1", "1:0:0", "4:0:0:0", "1:0:-1:0", "1:0:0:0 ", "1:0:end:0", "1:٣:0:0"])

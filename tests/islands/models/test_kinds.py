@@ -119,7 +119,7 @@ def test_a_newcomer_takes_a_peers_moments_and_contributes(kind: Kind) -> None:
     run.advance_until(lambda: newcomer.totals.steps >= 16)
     recent = [member.island for entry in run.transport.reader.tape(4) for member in entry.members]
     assert "newcomer" in recent
-    assert math.isfinite(newcomer.speed.loss)
+    assert math.isfinite(newcomer.losses.mean)
     assert run.transport.reader.books().refused == 0
 
 

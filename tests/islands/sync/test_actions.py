@@ -1,89 +1,136 @@
-"""What an island did, as text: nothing is lost or told twice, however it is cut into parts."""
+"""Actions of an island: their text, and the order in which parts of a log are put together again."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Actions, from_fields, to_fields
-from archipelago.islands.sync.actions import ACTIONS_MAX, ActionLog, unfolded
-
-WORDS = st.sampled_from(
-    ["n1", "n4", "a2:7", "s9", "d17:0:96:0", "d17:0:0:1!", "f17,site/3", "join:0,1", "moments:b/y@8"]
+from archipelago.islands.sync.actions import (
+    ACTIONS_MAX,
+    Action,
+    ActionLog,
+    Adopt,
+    BeginPass,
+    ForgetShards,
+    Join,
+    RestoreWhole,
+    Send,
+    Steps,
+    TakeMoments,
+    parse,
+    unfolded,
+    word,
 )
-DEEDS = st.lists(st.tuples(WORDS, st.integers(1, 5)), max_size=12).map(
-    lambda words: [word for word, count in words for _ in range(count)]
+from tests.failing import failing
+from tests.tiers import examples
+
+WORDS: dict[str, Action] = {
+    "n1": Steps(1),
+    "n4": Steps(4),
+    "a2:7": Adopt(2, 7),
+    "s9": Send(9),
+    "s9:top3": Send(9, "top3"),
+    "d17:0:96:0": BeginPass("17:0:96:0"),
+    "dsite/3:0:0:1!": BeginPass("site/3:0:0:1!"),
+    "f17,site/3": ForgetShards(("17", "site/3")),
+    "join:0,1": Join((0, 1)),
+    "moments:b/y@8": TakeMoments("b/y", 8),
+    "whole:a/w@12": RestoreWhole("a/w", 12),
+}
+DONE = st.lists(st.tuples(st.sampled_from(list(WORDS.values())), st.integers(1, 5)), max_size=12).map(
+    lambda runs: [action for action, count in runs for _ in range(count)]
 )
 
 
-def action_log(*deeds: str, enabled: bool = True) -> ActionLog:
-    one = ActionLog("a", "x", enabled)
-    for deed in deeds:
-        one.did(deed)
-    return one
+def action_log(*done: Action, enabled: bool = True) -> ActionLog:
+    log = ActionLog("a", "x", enabled)
+    for action in done:
+        log.add(action)
+    return log
 
 
-def test_what_is_repeated_is_said_once() -> None:
-    actions = action_log("n4", "n4", "n4", "a2:7", "n4", "n4").take()
-    assert actions == Actions("a", "x", 0, "n4*3 a2:7 n4*2")
+@pytest.mark.parametrize("text", WORDS)
+def test_an_action_and_its_word(text: str) -> None:
+    assert parse(text) == WORDS[text]
+    assert word(WORDS[text]) == text
 
 
-def test_taking_takes_it_away_and_looking_does_not() -> None:
-    one = action_log("n1", "n1", "s1")
-    assert one.peek() == one.peek() == one.take()
-    assert (one.peek(), one.take(), one.done) == (None, None, 3)
-    one.did("n1")
-    assert one.take() == Actions("a", "x", 3, "n1")  # not joined with what was taken
-    assert one.done == 4
+@pytest.mark.parametrize("text", ["", "n", "n-1", "n٣", "a2", "a2:x", "s9:", "join:", "join:0,", "whole:a", "d", "x"])
+def test_any_other_word_is_refused(text: str) -> None:
+    with failing(WireError):
+        parse(text)
 
 
-def test_who_does_not_record_tells_nothing() -> None:
-    one = action_log("n1", "s1", enabled=False)
-    assert (one.take(), one.done) == (None, 0)
+def test_a_repeated_action_is_written_once() -> None:
+    n4 = Steps(4)
+    assert action_log(n4, n4, n4, Adopt(2, 7), n4, n4).take() == Actions("a", "x", 0, "n4*3 a2:7 n4*2")
 
 
-@given(deeds=DEEDS, cuts=st.sets(st.integers(0, 60)))
-def test_the_tracks_together_say_all_that_was_done(deeds: list[str], cuts: set[int]) -> None:
-    one, logged = action_log(), []
-    for index, deed in enumerate(deeds):
-        if index in cuts and (actions := one.take()) is not None:
-            assert actions.index + len(unfolded([Actions("a", "x", 0, actions.text)])) == one.done == index
-            logged.append(actions)
-        one.did(deed)
-    last = one.take()
-    logged += [last] if last else []
-    assert one.done == len(deeds)
-    assert unfolded([from_fields(Actions, to_fields(actions)) for actions in logged]) == deeds
+def test_take_empties_the_log_and_peek_does_not() -> None:
+    log = action_log(Steps(1), Steps(1), Send(1))
+    assert log.peek() == log.peek() == log.take()
+    assert (log.peek(), log.take(), log.done) == (None, None, 3)
+    log.add(Steps(1))
+    assert log.take() == Actions("a", "x", 3, "n1")  # not joined with the actions before
+    assert log.done == 4
+
+
+def test_a_disabled_log_keeps_nothing() -> None:
+    log = action_log(Steps(1), Send(1), enabled=False)
+    assert (log.take(), log.done) == (None, 0)
+
+
+@settings(max_examples=examples(100))
+@given(done=DONE, cuts=st.sets(st.integers(0, 60)))
+def test_the_parts_of_a_log_hold_all_actions(done: list[Action], cuts: set[int]) -> None:
+    log, parts = action_log(), []
+    for index, action in enumerate(done):
+        if index in cuts and (part := log.take()) is not None:
+            assert part.index + len(unfolded([Actions("a", "x", 0, part.text)])) == log.done == index
+            parts.append(part)
+        log.add(action)
+    last = log.take()
+    parts += [last] if last else []
+    assert log.done == len(done)
+    assert unfolded([from_fields(Actions, to_fields(part)) for part in parts]) == done
 
 
 @st.composite
-def spans(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, int]]]:
-    """What was done, and which stretches of it were told, in any order."""
-    deeds = draw(DEEDS)
-    ends = st.integers(0, len(deeds))
-    return deeds, draw(st.lists(st.tuples(ends, ends).map(lambda ab: (min(ab), max(ab))), max_size=6))
+def spans(draw: st.DrawFn) -> tuple[list[Action], list[tuple[int, int]]]:
+    """Actions, and the stretches of them that arrive, in any order."""
+    done = draw(DONE)
+    ends = st.integers(0, len(done))
+    return done, draw(st.lists(st.tuples(ends, ends).map(lambda ab: (min(ab), max(ab))), max_size=6))
 
 
+@settings(max_examples=examples(100))
 @given(spans())
-def test_overlaps_are_said_once_and_a_gap_ends_it(told: tuple[list[str], list[tuple[int, int]]]) -> None:
-    deeds, stretches = told
-    logged, known = [], set()
+def test_overlapping_parts_count_once_and_a_gap_ends_the_list(
+    arrived: tuple[list[Action], list[tuple[int, int]]],
+) -> None:
+    done, stretches = arrived
+    parts, known = [], set()
     for first, last in stretches:
-        if (actions := action_log(*deeds[first:last]).take()) is not None:
-            logged.append(Actions("a", "x", first, actions.text))
+        if (part := action_log(*done[first:last]).take()) is not None:
+            parts.append(Actions("a", "x", first, part.text))
             known |= set(range(first, last))
-    until_gap = next((index for index in range(len(deeds)) if index not in known), len(deeds))
-    assert unfolded(logged) == deeds[:until_gap]
+    until_gap = next((index for index in range(len(done)) if index not in known), len(done))
+    assert unfolded(parts) == done[:until_gap]
 
 
-def test_nothing_told_is_nothing_done() -> None:
+def test_without_a_beginning_there_are_no_actions() -> None:
     assert unfolded([]) == []
     assert unfolded([Actions("a", "x", 1, "n1")]) == []
 
 
+def test_an_unreadable_action_ends_the_list() -> None:
+    assert unfolded([Actions("a", "x", 0, "n1 nonsense n1"), Actions("a", "x", 3, "n1")]) == [Steps(1)]
+
+
 @pytest.mark.parametrize("text", [f"n1*{ACTIONS_MAX + 1}", "n1*999999999999999999", f"n1 n2*{ACTIONS_MAX}"])
 def test_a_bomb_is_refused_before_it_unfolds(text: str) -> None:
-    with pytest.raises(WireError, match="the actions of a are more than"):
+    with failing(WireError, "wire.too-many-actions"):
         unfolded([Actions("a", "x", 0, text)])

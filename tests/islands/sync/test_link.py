@@ -13,20 +13,26 @@ import numpy as np
 import pytest
 
 from archipelago.broker.corpus_shards import Place
-from archipelago.broker.errors import UnreachableError
+from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import Commit, Memory
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.inner import require_sound
 from archipelago.islands.sync import link as link_module
-from archipelago.islands.sync.link import Arrival, Draft, Link, Published
+from archipelago.islands.sync import outbox, pumps
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.outbox import ContributionHeader, Draft, Published
 from archipelago.islands.sync.recovery import Gift, decode
+from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import Island, train
 from archipelago.merger.service import Merger
 from tests import samples
 from tests.conftest import Until
+from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.islands import tiny
 
@@ -75,6 +81,9 @@ class SimulatedBroker(Intercepted):
         return answer
 
 
+SHARDS = shard_order(samples.manifest().config.data.shards, samples.manifest().config.seed)
+
+
 class Shore:
     """The other end: a broker with a run on it, the merger's side played by the test."""
 
@@ -90,7 +99,8 @@ class Shore:
     def link(self, who: str = "a/x") -> Link:
         """An island's link, that has joined."""
         simulated = SimulatedBroker(self.broker, self.manifest.run)
-        link = Link(simulated, self.manifest, who)
+        config = self.manifest.config
+        link = Link(simulated, self.manifest, who, shard_order(config.data.shards, config.seed))
         link.join()
         self.seas.append(simulated)
         self.links.append(link)
@@ -142,7 +152,7 @@ class Shore:
 @pytest.fixture
 def shore(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shore]:
     """A sample run. Afterwards nothing hangs any more, and no thread is left."""
-    monkeypatch.setattr(link_module, "RETRY_SECONDS", (0.001, 0.002))
+    monkeypatch.setattr(pumps, "RETRY_SECONDS", (0.001, 0.002))
     monkeypatch.setattr(link_module, "BLOCK_SECONDS", 0.01)
     monkeypatch.setattr(link_module, "HEARTBEAT_SECONDS", 0.01)
     manifest = samples.manifest()
@@ -157,14 +167,15 @@ def _put_away(shore: Shore) -> None:
         simulated.calm.set()
     for link in shore.links:
         link.stop(30.0)
-        assert not any(thread.is_alive() for thread in link._threads)
+        assert not any(thread.is_alive() for thread in link.pumps.threads)
 
 
 def draft(number: int, sequence: int | None = None) -> Draft:
     """A contribution to that round, all of whose elements are its number."""
     sequence = number if sequence is None else sequence
-    contribution = samples.contribution(round=number, fragment=(number - 1) % 2, sequence=sequence, bytes=0)
-    return Draft(replace(contribution, digest=""), (jnp.full(SIZE, float(number), jnp.float32),), SIZE)
+    fields = vars(samples.contribution(round=number, fragment=(number - 1) % 2, sequence=sequence))
+    header = ContributionHeader(**{name: value for name, value in fields.items() if name not in ("bytes", "digest")})
+    return Draft(header, (jnp.full(SIZE, float(number), jnp.float32),), SIZE)
 
 
 def heard(link: Link) -> tuple[list[Event], list[Arrival]]:
@@ -198,7 +209,7 @@ def at_once(work: Callable[[], Any], seconds: float = 30.0) -> Any:
 def test_joining_brings_all_fragments_and_a_place_in_the_stream(shore: Shore) -> None:
     shore.call(1)
     closed = shore.close(1, 7.0)
-    link = Link(SimulatedBroker(shore.broker, "sample"), shore.manifest)
+    link = Link(SimulatedBroker(shore.broker, "sample"), shore.manifest, "a/x", SHARDS)
     first, second = link.join()
     assert (first.snapshot, first.params_N.tolist()) == (closed, [7.0] * SIZE)
     assert (second.snapshot.version, second.params_N.tolist()) == (0, [0.0] * SIZE)
@@ -210,7 +221,7 @@ def test_joining_brings_all_fragments_and_a_place_in_the_stream(shore: Shore) ->
 
 def test_nothing_that_happens_while_joining_is_missed(shore: Shore) -> None:
     simulated = SimulatedBroker(shore.broker, "sample")
-    link = Link(simulated, shore.manifest)
+    link = Link(simulated, shore.manifest, "a/x", SHARDS)
     snapshot = simulated.reader.fragment
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
@@ -238,8 +249,8 @@ def test_what_is_sent_is_published_in_order_with_its_bytes_and_digest(shore: Sho
         assert delivery.contribution.bytes == len(delivery.payload)
         assert delivery.contribution.digest == digest(delivery.payload)
         assert unpack(delivery.payload, SIZE).tolist() == [float(delivery.contribution.round)] * SIZE
-    assert (link.backlog, link.sent) == (0, 3)
-    assert link.bytes_up == shore.transport.reader.books().bytes_up
+    assert (link.backlog, link.outbox.sent) == (0, 3)
+    assert link.outbox.bytes_up == shore.transport.reader.books().bytes_up
 
 
 def test_events_come_in_order_and_of_each_fragment_only_the_newest_snapshot(shore: Shore) -> None:
@@ -304,7 +315,7 @@ def test_a_snapshot_that_is_damaged_is_fetched_again(shore: Shore) -> None:
     shore.close(1, 1.0)
     shore.simulated.torn = 1
     link.pump_heartbeat()
-    with pytest.raises(Exception, match="not the announced one"):
+    with failing(WireError, "wire.snapshot"):
         link.pump_receive()
     events, arrivals = heard(link)
     assert (len(events), arrivals) == (1, [])
@@ -346,19 +357,19 @@ def test_a_contribution_is_unresolved_until_it_is_merged_or_refused(shore: Shore
     link = shore.link()
     for number in (1, 2, 3):
         link.send(draft(number))
-        assert link.unresolved_rounds() == set(range(1, number + 1))  # queued ones too
+        assert link.outbox.unresolved_rounds() == set(range(1, number + 1))  # queued ones too
     link.pump()
     first, second, third = shore.published()
     shore.close(1, 1.0, first)
     shore.refuse(third)
     link.pump()
-    assert link.unresolved_rounds() == {2}
+    assert link.outbox.unresolved_rounds() == {2}
     shore.close(2, 1.0)  # without it: it waits for a later one
     link.pump()
-    assert link.unresolved_rounds() == {2}
+    assert link.outbox.unresolved_rounds() == {2}
     shore.close(4, 1.0, second)
     link.pump()
-    assert link.unresolved_rounds() == set()
+    assert link.outbox.unresolved_rounds() == set()
 
 
 def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(shore: Shore) -> None:
@@ -369,7 +380,7 @@ def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(shore: Shore) -
     shore.transport.island.publish(sent, b"again")
     shore.refuse(sent, repeat=True)
     link.pump()
-    assert link.unresolved_rounds() == {1}
+    assert link.outbox.unresolved_rounds() == {1}
 
 
 def test_what_a_broker_lost_is_sent_again_once_when_a_merger_resumes(shore: Shore) -> None:
@@ -452,7 +463,7 @@ def test_what_went_back_does_not_come_with_snapshots_from_before(shore: Shore) -
     link.pump()
     resume = shore.resume(0)
     shore.simulated.torn = 1
-    with pytest.raises(Exception, match="not the announced one"):
+    with failing(WireError, "wire.snapshot"):
         link.pump_receive()
     events, arrivals = heard(link)
     assert events[-1] == resume
@@ -468,8 +479,8 @@ def test_a_decision_that_is_heard_before_publishing_returns_is_not_missed(shore:
 
     shore.simulated.before_publish_returns = merge_at_once
     link.send(draft(1))
-    link.pump_send()
-    assert link.unresolved_rounds() == set()
+    link.outbox.pump()
+    assert link.outbox.unresolved_rounds() == set()
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -484,7 +495,7 @@ def test_what_got_through_in_spite_of_an_error_and_is_decided_is_not_sent_again(
     shore.simulated.before_publish_returns = break_off
     link.pump()
     assert link.backlog == 2
-    assert link.unresolved_rounds() == {1, 2}
+    assert link.outbox.unresolved_rounds() == {1, 2}
     (sent,) = shore.published()
     if refused:
         shore.refuse(sent)
@@ -493,9 +504,9 @@ def test_what_got_through_in_spite_of_an_error_and_is_decided_is_not_sent_again(
     link.pump_receive()
     shore.simulated.before_publish_returns = lambda: None
     link.pump()
-    assert (link.backlog, link.sent) == (0, 2)
+    assert (link.backlog, link.outbox.sent) == (0, 2)
     assert [c.round for c in shore.published()] == [2]
-    assert link.unresolved_rounds() == {2}
+    assert link.outbox.unresolved_rounds() == {2}
 
 
 def test_what_nobody_is_sure_of_is_sent_again_and_nothing_else_is(shore: Shore) -> None:
@@ -540,7 +551,7 @@ def test_a_shard_is_at_hand_ahead_and_nobody_elses(shore: Shore) -> None:
             assert link.lease() is None  # the next one is on its way, and nobody waits for it
             found.append(place)
     assert [place.cursor for place in found] == [(0, 0)] * 6
-    assert [place.shard for place in found[:2]] == one.shards[:2]
+    assert [place.shard for place in found[:2]] == SHARDS[:2]
     assert len({place.shard for place in found}) == 6
 
 
@@ -557,7 +568,9 @@ def test_what_is_read_is_not_leased_again(shore: Shore) -> None:
         hold_on_to(link)
         place = link.lease()
         assert (place.shard if place else None) == expected
-    link.hold(["3"])  # the other one is held by our name, and we do not know it: we were not told, or it was lost
+    link.leases.hold(
+        ["3"]
+    )  # the other one is held by our name, and we do not know it: we were not told, or it was lost
     hold_on_to(link)
     place = link.lease()
     assert place is not None
@@ -574,7 +587,7 @@ def test_a_lost_lease_is_told_once(shore: Shore) -> None:
     hold_on_to(link)
     assert link.take().lost_shards == {place.shard}
     hold_on_to(link)  # between taking and holding it is seen again
-    link.hold([])
+    link.leases.hold([])
     hold_on_to(link)
     assert link.take().lost_shards == frozenset()
 
@@ -582,7 +595,7 @@ def test_a_lost_lease_is_told_once(shore: Shore) -> None:
 def test_a_lease_that_is_lost_before_it_is_used_is_replaced_in_silence(shore: Shore) -> None:
     link = shore.link()
     hold_on_to(link)
-    first, second = link.shards[:2]
+    first, second = link.leases.shards[:2]
     shore.broker.runs["sample"].holders[first] = "b/y"
     shore.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
     hold_on_to(link)
@@ -601,7 +614,7 @@ def test_a_pass_that_is_merged_to_its_end_is_lost_and_leased_again_later(shore: 
     hold_on_to(link)
     assert link.take().lost_shards == {"3"}
     assert link.lease() is None
-    link.hold([])
+    link.leases.hold([])
     hold_on_to(link)
     assert link.lease() == Place("3", 1, 0)
 
@@ -610,12 +623,12 @@ def test_what_an_island_takes_up_again_is_not_its_next_shard_too(shore: Shore) -
     """It leases what it read before it was put back; the link may have been first."""
     link = shore.link()
     hold_on_to(link)
-    link.hold([link.shards[0]])
+    link.leases.hold([link.leases.shards[0]])
     assert link.lease() is None
     hold_on_to(link)
     place = link.lease()
     assert place is not None
-    assert place.shard == link.shards[1]
+    assert place.shard == link.leases.shards[1]
 
 
 def test_what_is_taken_up_while_it_is_leased_is_not_at_hand(shore: Shore) -> None:
@@ -624,7 +637,7 @@ def test_what_is_taken_up_while_it_is_leased_is_not_at_hand(shore: Shore) -> Non
 
     def meanwhile(shards: Sequence[str], me: str) -> Place | None:
         place = leases(shards, me)
-        link.hold([place.shard] if place else [])
+        link.leases.hold([place.shard] if place else [])
         return place
 
     shore.simulated.island.lease_shard = meanwhile  # type: ignore[method-assign]
@@ -680,7 +693,7 @@ def test_what_is_given_is_handed_over_with_what_was_done_until_then(shore: Shore
     assert found is not None
     handover, payload = found
     assert (handover.giver, handover.incarnation, handover.index, handover.global_step) == ("a", "x", 7, 40)
-    assert tiny.leaf_bytes(decode(handover, payload, MOMENTS)) == tiny.leaf_bytes(MOMENTS)
+    assert tiny.leaf_bytes(decode(handover, payload, MOMENTS, require_sound)) == tiny.leaf_bytes(MOMENTS)
     assert [told for _, told in shore.transport.merger.actions("0-0")] == [actions]
     link.pump()
     assert len(shore.transport.merger.actions("0-0")) == 1
@@ -769,8 +782,8 @@ def mark(shore: Shore, number: int, closed: int) -> Marker:
 
 
 def rounds_of(link: Link, marker: int = 0) -> tuple[list[int], list[int]]:
-    sent, queued = link.in_flight(marker)
-    return [p.contribution.round for p in sent], [d.contribution.round for d in queued]
+    sent, queued = link.outbox.in_flight(marker)
+    return [p.contribution.round for p in sent], [d.header.round for d in queued]
 
 
 def test_in_flight_is_what_was_undecided_when_the_marker_was_heard(shore: Shore) -> None:
@@ -784,7 +797,7 @@ def test_in_flight_is_what_was_undecided_when_the_marker_was_heard(shore: Shore)
     shore.close(2, 2.0, second)  # after the marker: a run that goes back to it needs this one again
     link.pump()
     link.send(draft(3))
-    assert link.unresolved_rounds() == {3}
+    assert link.outbox.unresolved_rounds() == {3}
     assert rounds_of(link, 7) == ([2], [3])
     assert rounds_of(link, 7) == ([], [3])  # asked again it is forgotten
     link.pump()
@@ -795,7 +808,7 @@ def test_in_flight_has_the_payload_that_was_sent(shore: Shore) -> None:
     link = shore.link()
     link.send(draft(1))
     link.pump()
-    ((sent,), _) = link.in_flight()
+    ((sent,), _) = link.outbox.in_flight()
     assert unpack(sent.payload, SIZE).tolist() == [1.0] * SIZE
     assert digest(sent.payload) == sent.contribution.digest
 
@@ -806,7 +819,7 @@ def left_behind(shore: Shore, *numbers: int) -> list[Published]:
     for number in numbers:
         before.send(draft(number))
     before.pump()
-    in_flight, _ = before.in_flight()
+    in_flight, _ = before.outbox.in_flight()
     for delivery in shore.deliveries():
         shore.forget(delivery.entry)
     return in_flight
@@ -816,7 +829,7 @@ def test_what_an_earlier_incarnation_had_sent_is_published_once_more(shore: Shor
     in_flight = left_behind(shore, 1, 2)
     link = shore.link("a/x")
     link.resume([replace(p, entry="") for p in in_flight])
-    assert link.unresolved_rounds() == {1, 2}
+    assert link.outbox.unresolved_rounds() == {1, 2}
     link.pump()
     link.pump()
     assert [d.contribution for d in shore.deliveries()] == [p.contribution for p in in_flight]
@@ -825,7 +838,7 @@ def test_what_an_earlier_incarnation_had_sent_is_published_once_more(shore: Shor
     shore.resume(1)  # both: the broker has the one that is left
     link.pump()
     assert [c.round for c in shore.published()] == [2]
-    assert link.unresolved_rounds() == {2}
+    assert link.outbox.unresolved_rounds() == {2}
 
 
 def test_resuming_survives_an_outage(shore: Shore) -> None:
@@ -859,11 +872,11 @@ def test_nothing_is_sent_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
     for number in (1, 2):
         link.send(draft(number))
     link.beat(samples.heartbeat())
-    share = link_module.MEMORY_SHARE_MAX
+    share = outbox.MEMORY_SHARE_MAX
     shore.simulated.room = Memory(int(share * 1000) + 1, 1000)
     link.pump()
     assert (shore.published(), link.backlog) == ([], 2)
-    assert "nearly full" in link.trouble
+    assert link.trouble
     assert shore.transport.reader.presences()  # everything else goes on
     shore.simulated.room = Memory(int(share * 1000), 1000)
     link.pump()
@@ -901,7 +914,7 @@ def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: U
             link.send(draft(number))
             link.beat(samples.heartbeat(steps=number))
             out.append(heard(link))
-        return [*out, link.unresolved_rounds(), link.backlog]
+        return [*out, link.outbox.unresolved_rounds(), link.backlog]
 
     found = at_once(use)
     assert found[:2] == [None, None]
@@ -965,17 +978,17 @@ def test_stopping_ends_in_time_although_every_pump_hangs(shore: Shore, until: Un
     hang(shore, link, until)
     began = time.monotonic()
     at_once(lambda: link.stop(0.1))
-    hanging = [thread for thread in link._threads if thread.is_alive()]
+    hanging = [thread for thread in link.pumps.threads if thread.is_alive()]
     assert len(hanging) >= 3  # left behind, as daemons
-    assert time.monotonic() - began >= 0.1 * len(hanging) / len(link._threads)
-    assert all(thread.daemon for thread in link._threads)
+    assert time.monotonic() - began >= 0.1 * len(hanging) / len(link.pumps.threads)
+    assert all(thread.daemon for thread in link.pumps.threads)
 
 
 def test_stopping_ends_all_threads(shore: Shore) -> None:
     link = shore.link()
     link.start()
     link.stop(30.0)
-    assert not any(thread.is_alive() for thread in link._threads)
+    assert not any(thread.is_alive() for thread in link.pumps.threads)
 
 
 def test_draining_says_whether_everything_got_through(shore: Shore, until: Until) -> None:
@@ -1042,7 +1055,7 @@ def test_an_island_never_blocks(coast: Shore, until: Until) -> None:
     assert at_once(lambda: island.leave())
     merger.turn(0.0)
     books = coast.transport.reader.books()
-    assert books.published == books.merged == island.link.sent >= 6
+    assert books.published == books.merged == island.link.outbox.sent >= 6
     assert (books.refused, coast.transport.reader.backlog()) == (0, 0)
     members = [member for entry in coast.transport.reader.tape(1000) for member in entry.members]
     tokens = sum(m.tokens for m in members if m.sequence < 2)
@@ -1068,12 +1081,12 @@ def test_the_interval_stretches_while_what_was_sent_waits(coast: Shore) -> None:
         link.pump_receive()
         steps_of(island, 1)
         assert link.backlog <= tiny.CONFIG.sync.window
-    sent = [draft.contribution for draft in link._outbox]
+    sent = [draft.header for draft in link.outbox._queue]
     assert len(sent) == 2
-    link.pump_send()
+    link.outbox.pump()
     assert link.backlog == 0
     steps_of(island, 1)
-    sent += [draft.contribution for draft in link._outbox]
+    sent += [draft.header for draft in link.outbox._queue]
     assert [contribution.round for contribution in sent] == [1, 2, 3, 4]
     assert sent[2].steps > 5, "it holds the progress of the rounds that it passed over"
     assert sent[0].steps + sent[2].steps == island.totals.steps - 1
@@ -1084,6 +1097,6 @@ def test_an_island_ends_when_its_link_fails(coast: Shore, until: Until) -> None:
     coast.simulated.outage = ZeroDivisionError("a bug")
     island.link.start()
     until(lambda: island.link.failure is not None, "the failure to surface")
-    with pytest.raises(ZeroDivisionError, match="a bug"):
+    with pytest.raises(ZeroDivisionError):
         train(island, lambda: False)
     assert island.totals.steps == 0

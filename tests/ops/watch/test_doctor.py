@@ -20,7 +20,7 @@ from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup, ServerFact
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.sync import link as island_link
+from archipelago.islands.sync import outbox
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.watch.doctor import checks, estimate, main
 from archipelago.ops.watch.doctor import site as doctor_site
@@ -120,7 +120,7 @@ def test_hosts_that_are_here(host: str) -> None:
 
 
 def test_islands_hold_back_where_the_doctor_says() -> None:
-    assert checks.HOLD_BACK_SHARE == island_link.MEMORY_SHARE_MAX
+    assert checks.HOLD_BACK_SHARE == outbox.MEMORY_SHARE_MAX
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.5, 50.0), (0.99, 99.0), (1.0, 100.0), (0.001, 1.0)])

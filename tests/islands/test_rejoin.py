@@ -18,8 +18,8 @@ from archipelago.broker.messages import Marker
 from archipelago.broker.wire import digest
 from archipelago.islands.checkpoint import LEAVING, IslandStore, cut
 from archipelago.islands.inner import begin, counts
-from archipelago.islands.sync.actions import unfolded
-from archipelago.islands.sync.rejoin import Rejoin
+from archipelago.islands.rejoin import Rejoin
+from archipelago.islands.sync.actions import BeginPass, unfolded
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.islands import tiny
@@ -286,9 +286,9 @@ def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_b
     send = island.link.send
 
     def noted(draft: Any) -> None:
-        sent_N = codec(draft.contribution.codec).decode(body_of(draft.parts), draft.elements)
+        sent_N = codec(draft.header.codec).decode(body_of(draft.parts), draft.elements)
         moved = float(np.abs(sent_N).max())
-        bases.append((draft.contribution.fragment, draft.contribution.base, moved))
+        bases.append((draft.header.fragment, draft.header.base, moved))
         send(draft)
 
     island.link.send = noted  # type: ignore[method-assign]
@@ -303,9 +303,8 @@ def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_b
 
 def cut_at_marker(bay: Bay, store: IslandStore, name: str = "a", steps: int = 13) -> Island:
     """An island that has checkpointed itself when the merger took its checkpoint 3."""
-    island = bay.island(name)
+    island = bay.island(name, on_marker=lambda of, number: store.save(cut(of, number)))
     bay.play(island, steps)
-    island.on_marker = lambda of, number: store.save(cut(of, number))
     bay.merger.transport.merger.announce(bay.merger.epoch, Marker(3, bay.merger.rounds.closed))
     bay.boundary(island)
     assert store.find(3) is not None
@@ -330,7 +329,7 @@ def test_a_whole_return_takes_everything_up_again_and_the_shards_too(tmp_path: P
     bay = Bay()
     store = IslandStore(tmp_path / "k", bay.manifest)
     before = cut_at_marker(bay, store)
-    held, sent = before.batches.held(), before.link.in_flight()[0]
+    held, sent = before.batches.held(), before.link.outbox.in_flight()[0]
     again = gone_back(bay)
     # Its link is quick: it leases before the island is put back, and what it likes best is what the island read.
     island, rejoin = returning(again, "a", store)
@@ -376,10 +375,11 @@ def test_a_shard_that_another_has_by_now_is_left_to_it(tmp_path: Path) -> None:
     island, rejoin = returning(again, "a", store)
     rejoin.complete(store.find(3))
     assert island.batches.held() == []
-    told: list[str] = []
-    island.batches.on_begin = told.append
     island.advance()
-    assert told[0].split(":")[0] != shard
+    actions = island.action_log.take()
+    assert actions is not None
+    begun = [action.shard for action in unfolded([actions]) if isinstance(action, BeginPass)]
+    assert begun[0] != shard
 
 
 def test_an_outage_while_it_leases_again_is_survived(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.checkpoint import Found, IslandStore
+from archipelago.islands.inner import require_sound
+from archipelago.islands.progress import Totals
 from archipelago.islands.sync import recovery
-from archipelago.islands.sync.link import Arrival
-from archipelago.islands.worker import Island, Totals
+from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class Rejoin:
         island = self.island
         try:
             return recovery.receive(
-                self.transport, self.who, island.inner.optimizer, lambda: island.beat("joining"),
+                self.transport, self.who, island.inner.optimizer, require_sound, lambda: island.beat("joining"),
                 self.seconds, island.clock, self.pause,
             )  # fmt: skip
         except (BrokerError, WireError) as error:
@@ -110,7 +112,7 @@ class Rejoin:
     def _lease_again(self) -> None:
         """The shards that it was reading, and those whose end is not merged, unless somebody else has them now."""
         batches, link = self.island.batches, self.island.link
-        link.hold(batches.held())  # first: else the link leases them as something to read next
+        link.leases.hold(batches.held())  # first: else the link leases them as something to read next
         try:
             for place in batches.places():
                 self.transport.island.lease_shard([place.shard], self.who)
@@ -120,4 +122,4 @@ class Rejoin:
                     batches.forget([place.shard])
         except BrokerError as error:  # the link will find that they are not ours
             log.warning("shards cannot be leased again: %s", error.what)
-        link.hold(batches.held())
+        link.leases.hold(batches.held())

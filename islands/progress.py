@@ -1,0 +1,62 @@
+"""Measures of an island's own training: speed, loss and totals."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from archipelago.islands.sync.uplink import averaged
+
+SMOOTHING = 0.9
+#: The most losses that are kept. An island that hears of no round sends nothing, and nothing else takes them out.
+LOSSES_KEPT = 256
+
+
+@dataclass
+class Speed:
+    """A moving average of the seconds that an inner step takes."""
+
+    step_seconds: float = 0.0
+
+    def stepped(self, steps: int, seconds: float) -> None:
+        """Take in that `steps` inner steps took `seconds`."""
+        self.step_seconds = averaged(self.step_seconds, seconds / steps, SMOOTHING)
+
+
+@dataclass
+class Losses:
+    """The losses of the inner steps since the last contribution.
+
+    Attributes:
+        mean: The mean loss that was taken last; NaN if it was not finite, or before the first one.
+        diverged: The number of means in a row that were not finite.
+    """
+
+    mean: float = math.nan
+    diverged: int = 0
+    _pending: deque[jax.Array] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
+
+    def add(self, losses_n: jax.Array) -> None:
+        """Take in the losses of n steps."""
+        self._pending.append(losses_n)
+
+    def take_mean(self) -> float:
+        """Return the mean loss of the steps since the last call, or the last mean if there were none."""
+        if self._pending:
+            mean = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in self._pending]))
+            self.mean = mean if math.isfinite(mean) else math.nan  # messages carry no infinite numbers
+            self.diverged = 0 if math.isfinite(mean) else self.diverged + 1
+            self._pending.clear()
+        return self.mean
+
+
+@dataclass
+class Totals:
+    """Inner steps and tokens of an island over all its incarnations."""
+
+    steps: int = 0
+    tokens: int = 0

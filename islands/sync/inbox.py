@@ -1,0 +1,134 @@
+"""The inbox of an island: announcements of the merger in order, and the snapshots that they announce."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Event, Marker, Refusal, Resume, Snapshot
+from archipelago.broker.transport import START, IslandTransport
+from archipelago.islands.sync.outbox import Outbox
+from archipelago.islands.sync.snapshots import Arrival, Snapshots
+from archipelago.islands.sync.uplink import Uplink
+
+EVENTS_AT_ONCE = 256
+
+
+class Inbox:
+    """Announcements and snapshots of one island, received by one thread and taken by the training thread.
+
+    A snapshot is handed over only after the announcements of all rounds up to its own.
+    """
+
+    def __init__(
+        self, transport: IslandTransport, manifest: Manifest, outbox: Outbox, uplink: Uplink, clock: Callable[[], float]
+    ) -> None:
+        """Create an inbox that has heard nothing yet; `join` gives it its place in the stream.
+
+        Args:
+            transport: Where events and fragments are read.
+            manifest: The run.
+            outbox: Told of each contribution that was merged or refused.
+            uplink: Takes the measured download rate.
+            clock: Monotonic seconds.
+        """
+        self._transport = transport
+        self._fragments = range(len(manifest.fragments))
+        self._outbox = outbox
+        self._clock = clock
+        self.snapshots = Snapshots(transport, manifest, uplink, clock, self.listen)
+        #: When the last snapshot arrived.
+        self.arrived_at = -math.inf
+        #: The last closed round that this thread has heard of. The ledger's own `closed` follows it, one step boundary
+        #: later, when the training thread takes the same events.
+        self.heard_round = 0
+        self._after = START
+        self._events: deque[Event] = deque()
+        self._arrivals: dict[int, Arrival] = {}
+        self._wanted: set[int] = set()
+        self._early: dict[int, Arrival] = {}
+        self._must_resend = False
+        self._lock = threading.Lock()
+
+    def join(self) -> list[Arrival]:
+        """Fetch all fragments, and find a place in the stream after which no newer event is missed."""
+        self._after = self._transport.reader.last_event()
+        arrivals = [self.snapshots.fetch(p) for p in self._fragments]
+        self.heard_round = max(arrival.snapshot.round for arrival in arrivals)
+        return arrivals
+
+    def take(self) -> tuple[list[Event], list[Arrival]]:
+        """Return the events since the last call in order, and the newest snapshot of each fragment."""
+        with self._lock:
+            taken = list(self._events), list(self._arrivals.values())
+            self._events, self._arrivals = deque(), {}
+        return taken
+
+    def want(self, p: int) -> None:
+        """Download fragment `p` at the next pump."""
+        self._wanted.add(p)
+
+    def pump(self, block_seconds: float = 0.0) -> None:
+        """Hear events, and download the fragments that they announce.
+
+        On a thin link a download takes longer than rounds do. We therefore keep listening meanwhile: an island that
+        does not hear of rounds sends nothing.
+        """
+        self.listen(0.0 if self._wanted - self._early.keys() else block_seconds)
+        for p in sorted(self._wanted):
+            newest = self.snapshots.newest(p)
+            arrival = self._early.pop(p, None) or self.snapshots.download(p)
+            if arrival.snapshot.round > self.heard_round:
+                self._early[p] = arrival  # held until all earlier events are heard
+                continue
+            self.arrived_at = self._clock()
+            with self._lock:
+                self._arrivals[p] = arrival
+            if self.snapshots.newest(p) <= max(newest, arrival.snapshot.version):
+                self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
+            self.listen()
+
+    def listen(self, block_seconds: float = 0.0) -> None:
+        """Read what was announced."""
+        news = self._transport.reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
+        for entry, event in news:
+            self._hear(event)
+            with self._lock:
+                self._events.append(event)
+            self._after = entry  # last, so that an event whose handling failed is read again
+        if self._must_resend and len(news) < EVENTS_AT_ONCE:  # every decision from before the restart is heard by now
+            self._outbox.resend_lost()
+            self._must_resend = False
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Snapshot():
+                self.heard_round = max(self.heard_round, event.round)
+                self._wanted.add(event.fragment)
+                self.snapshots.announce(event)
+                early = self._early.get(event.fragment)
+                if early is not None and early.snapshot.round < event.round:
+                    del self._early[event.fragment]
+                self._outbox.resolve(event.identities)
+            case Marker(number=number):
+                self._outbox.mark(number)
+            case Refusal(repeat=False) | Refusal(decided=True):  # a broker that died may have lost the first refusal
+                self._outbox.resolve({event.identity_text})
+            case Resume(round=number):
+                self._must_resend = True
+                if number != self.heard_round:
+                    self._go_back()
+                self.heard_round = number
+            case _:
+                pass
+
+    def _go_back(self) -> None:
+        """Fetch all fragments anew: the broker lost rounds that we heard of, or announcements that we did not hear."""
+        self._wanted.update(self._fragments)
+        self._early.clear()
+        self.snapshots.forget()
+        with self._lock:
+            self._arrivals.clear()

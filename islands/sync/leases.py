@@ -1,0 +1,66 @@
+"""The shards that an island leases: the one at hand, those it reads, and those it has lost."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from archipelago.broker.corpus_shards import Place
+from archipelago.broker.transport import IslandTransport
+
+
+class ShardLeases:
+    """Leases of one island. The training thread takes and holds shards, the heartbeat thread renews the leases."""
+
+    def __init__(self, transport: IslandTransport, who: str, shards: Sequence[str]) -> None:
+        """Start without a lease.
+
+        Args:
+            transport: Where shards are leased.
+            who: The island and its incarnation.
+            shards: All shards that the island may read, in its order of preference.
+        """
+        self._transport = transport
+        self._who = who
+        self.shards = list(shards)
+        self._at_hand: deque[Place] = deque()
+        self._reading: frozenset[str] = frozenset()
+        self._lost: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+
+    def take(self) -> Place | None:
+        """Return the next shard to read and where to begin in it, or None if none is at hand yet."""
+        with self._lock:
+            if not self._at_hand:
+                return None
+            place = self._at_hand.popleft()
+            self._reading |= {place.shard}
+        return place
+
+    def hold(self, shards: Sequence[str]) -> None:
+        """Name the shards that the island reads, or has read without having seen them merged."""
+        with self._lock:
+            self._reading = frozenset(shards)
+            self._lost &= self._reading  # a loss is reported once
+            self._at_hand = deque(place for place in self._at_hand if place.shard not in self._reading)
+
+    def take_lost(self) -> frozenset[str]:
+        """Return the shards whose lease was lost since the last call: the pass ended, or another island has them."""
+        with self._lock:
+            lost, self._lost = self._lost, frozenset()
+        return lost
+
+    def pump(self) -> None:
+        """Check the leases, and lease another shard if none is at hand."""
+        with self._lock:
+            watched = sorted({place.shard for place in self._at_hand} | self._reading)
+        lost = frozenset(watched) - self._transport.island.leased(watched, self._who) if watched else frozenset()
+        with self._lock:
+            self._at_hand = deque(place for place in self._at_hand if place.shard not in lost)
+            self._lost |= lost & self._reading
+            free = [] if self._at_hand else [shard for shard in self.shards if shard not in self._reading]
+        if free and (place := self._transport.island.lease_shard(free, self._who)) is not None:
+            with self._lock:
+                if place.shard not in self._reading:  # an island that rejoined may hold it again by now
+                    self._at_hand.append(place)

@@ -1,0 +1,238 @@
+"""The outbox of an island: contributions on their way to the broker, until the merger has decided about them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+
+from archipelago.broker.codecs import Parts, body_of, codec
+from archipelago.broker.config import WireConfig
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.messages import Actions, Contribution, Identified
+from archipelago.broker.transport import IslandTransport
+from archipelago.broker.wire import digest, pack_body
+from archipelago.islands.sync.uplink import Uplink
+
+#: Share of the broker's memory limit beyond which an island sends nothing. The rest leaves the merger room to merge
+#: and to delete.
+MEMORY_SHARE_MAX = 0.8
+#: Stands for the stream entry of a contribution that a broker has lost.
+LOST = "lost"
+
+
+@dataclass(frozen=True)
+class ContributionHeader(Identified):
+    """A contribution before its payload is encoded. The fields are those of `Contribution`."""
+
+    island: str
+    incarnation: str
+    sequence: int
+    round: int
+    fragment: int
+    base: int
+    tokens: int
+    steps: int
+    global_step: int
+    loss: float
+    step_seconds: float
+    farewell: bool
+    codec: str
+    data: str = ""
+
+    def with_payload(self, payload: bytes) -> Contribution:
+        """Return the contribution that announces this payload."""
+        return Contribution(**vars(self), bytes=len(payload), digest=digest(payload))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A measured contribution that the link has yet to encode.
+
+    Attributes:
+        header: All that the training thread knows about the contribution.
+        parts: The codec's arrays, still on the device.
+        elements: The number of the fragment's elements.
+        actions: What the island did up to and including this sending, in a recorded run.
+    """
+
+    header: ContributionHeader
+    parts: Parts
+    elements: int
+    actions: Actions | None = None
+
+    def encoded(self, zstd_level: int) -> tuple[Contribution, bytes]:
+        """Return the contribution and its payload."""
+        payload = pack_body(body_of(self.parts), self.header.codec, self.elements, zstd_level)
+        return self.header.with_payload(payload), payload
+
+
+@dataclass(frozen=True)
+class Published:
+    """A contribution that the broker has or may have, kept until the merger has decided about it.
+
+    Attributes:
+        contribution: The message.
+        payload: Its payload.
+        entry: Its stream entry; empty until the broker has acknowledged it, `LOST` if it must be sent again.
+    """
+
+    contribution: Contribution
+    payload: bytes
+    entry: str
+
+
+class Outbox:
+    """Queued and undecided contributions of one island. The training thread queues, the sending thread publishes."""
+
+    def __init__(
+        self,
+        transport: IslandTransport,
+        wire: WireConfig,
+        uplink: Uplink,
+        clock: Callable[[], float],
+        changed: threading.Condition,
+    ) -> None:
+        """Create an empty outbox.
+
+        Args:
+            transport: Where contributions are published.
+            wire: The run's settings for payloads.
+            uplink: Measures of this island's link; they decide whether compression pays.
+            clock: Monotonic seconds.
+            changed: Notified each time a contribution has left the queue.
+        """
+        self._transport = transport
+        self._wire = wire
+        self._uplink = uplink
+        self._clock = clock
+        self._changed = changed
+        self.bytes_up = 0
+        self.sent = 0
+        self._queue: deque[Draft] = deque()
+        self._unresolved: dict[str, Published] = {}
+        self._at_marker: dict[int, list[Published]] = {}
+        self._encoded: tuple[Draft, Contribution, bytes] | None = None
+        self._attempted = ""  # identity of the contribution that was published last, successfully or not
+        self._must_resend = False
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of contributions that the broker has not taken yet."""
+        return len(self._queue)
+
+    # -- the training thread's side -----------------------------------------------------------------------------------
+
+    def queue(self, draft: Draft) -> None:
+        """Queue a contribution. The window bounds the queue: an island that hears of no round owes nothing more."""
+        for part in draft.parts:
+            part.copy_to_host_async()  # only the compressed arrays leave the device
+        self._queue.append(draft)
+
+    def in_flight(self, marker: int = 0) -> tuple[list[Published], list[Draft]]:
+        """Return the contributions that were undecided when the merger took checkpoint `marker`, and the queue."""
+        drafts = list(self._queue)  # read first: drafts move from the queue to the published ones
+        with self._lock:
+            known = {p.contribution.identity_text: p for p in self._at_marker.pop(marker, [])} | self._unresolved
+        return list(known.values()), drafts
+
+    def unresolved_rounds(self) -> set[int]:
+        """Return the rounds of all contributions that are queued, or sent and neither merged nor refused yet."""
+        queued = {draft.header.round for draft in list(self._queue)}  # read first, as above
+        with self._lock:
+            return queued | {published.contribution.round for published in self._unresolved.values()}
+
+    def resume(self, in_flight: Sequence[Published]) -> None:
+        """Send again what an earlier incarnation had sent. Identities keep it from counting twice."""
+        with self._lock:
+            self._unresolved |= {p.contribution.identity_text: replace(p, entry=LOST) for p in in_flight}
+        self._must_resend = bool(in_flight)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Encode and publish everything queued, oldest first. A contribution whose sending fails stays queued."""
+        if self._must_resend:
+            self.resend_lost()
+            self._must_resend = False
+        while self._queue:
+            self.send_oldest()
+
+    def send_oldest(self) -> None:
+        """Encode and publish the oldest queued contribution. It stays queued if that fails."""
+        draft = self._queue[0]
+        self._require_room()
+        if self._encoded is None or self._encoded[0] is not draft:
+            self._encoded = (draft, *self._encode(draft))
+        _, contribution, payload = self._encoded  # encoded once: a retry must carry the same bytes
+        if self._begin_attempt(contribution, payload):
+            began = self._clock()
+            entry = self._transport.island.publish(contribution, payload, draft.actions)
+            self._uplink.sent(len(payload), self._clock() - began)
+            self._acknowledge(contribution.identity_text, entry)
+        self.bytes_up += len(payload)
+        self.sent += 1
+        with self._changed:
+            self._queue.popleft()
+            self._changed.notify_all()
+
+    def resend_lost(self) -> None:
+        """Publish again whatever the broker acknowledged and then lost, unless the merger has decided about it."""
+        with self._lock:
+            acknowledged = {identity: p for identity, p in self._unresolved.items() if p.entry}
+        for identity, published in acknowledged.items():
+            if published.entry == LOST or not self._transport.island.holds(published.entry):
+                entry = self._transport.island.publish(published.contribution, published.payload)
+                self._acknowledge(identity, entry)
+
+    def _encode(self, draft: Draft) -> tuple[Contribution, bytes]:
+        """Encode a draft, compressed if that pays on this link."""
+        level = self._wire.zstd_level if self._uplink.should_pack() else 0
+        began = self._clock()
+        contribution, payload = draft.encoded(level)
+        if level:
+            before = codec(contribution.codec).encoded_size(draft.elements)
+            self._uplink.packed(before, len(payload), self._clock() - began)
+        return contribution, payload
+
+    def _require_room(self) -> None:
+        memory = self._transport.reader.memory()
+        if memory.limit and memory.used > MEMORY_SHARE_MAX * memory.limit:
+            raise BrokerError(
+                f"Redis is nearly full ({memory.used >> 20} of {memory.limit >> 20} MiB), so this island sends nothing",
+                "Sending resumes once the merger has caught up. Or raise the server's maxmemory.",
+                code="broker.full",
+            )
+
+    def _begin_attempt(self, contribution: Contribution, payload: bytes) -> bool:
+        """Note a contribution before it is published, and return whether to publish it.
+
+        An attempt that failed may have reached the broker all the same. If the merger has decided about it since,
+        there is nothing left to publish.
+        """
+        identity = contribution.identity_text
+        with self._lock:  # noted first, as the merger's decision may arrive before the broker's acknowledgement
+            if self._attempted == identity and identity not in self._unresolved:
+                return False
+            self._unresolved[identity] = Published(contribution, payload, entry="")
+            self._attempted = identity
+            return True
+
+    def _acknowledge(self, identity: str, entry: str) -> None:
+        with self._lock:
+            if identity in self._unresolved:
+                self._unresolved[identity] = replace(self._unresolved[identity], entry=entry)
+
+    # -- decisions of the merger --------------------------------------------------------------------------------------
+
+    def resolve(self, identities: Set[str]) -> None:
+        """Forget contributions that were merged or refused."""
+        with self._lock:
+            for identity in self._unresolved.keys() & identities:
+                del self._unresolved[identity]
+
+    def mark(self, number: int) -> None:
+        """Remember what is undecided now, as the merger takes checkpoint `number`."""
+        with self._lock:
+            self._at_marker = {number: list(self._unresolved.values())}

@@ -1,0 +1,106 @@
+"""Pumps: work with the broker that runs beside training, each on a thread of its own, and survives outages."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from archipelago.broker.errors import BrokerError, WireError
+
+#: Seconds between two attempts, by the number of failures in a row.
+RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pump:
+    """One kind of work.
+
+    Attributes:
+        name: Names its thread.
+        work: Does everything that is pending, without waiting for more.
+        wait_seconds: How long its thread rests between two calls unless it is woken; None rests until it is woken.
+        patient_work: What its thread calls instead of `work`; it may wait for more to do.
+        wake: Set this to wake the thread.
+    """
+
+    name: str
+    work: Callable[[], None]
+    wait_seconds: float | None = None
+    patient_work: Callable[[], None] | None = None
+    wake: threading.Event = field(default_factory=threading.Event)
+
+
+class Pumps:
+    """The pumps of one island. An outage is noted and retried forever; any other error stops them and is kept.
+
+    Attributes:
+        failure: An error that no retry mends. The island stops on it.
+    """
+
+    def __init__(self, pumps: Sequence[Pump], changed: threading.Condition) -> None:
+        """Create pumps that do not run yet; `changed` is notified of a failure."""
+        self._pumps = pumps
+        self._changed = changed
+        self.failure: Exception | None = None
+        self._troubles: dict[str, str] = {}  # by pump, as one that works says nothing about the others
+        self._stopping = threading.Event()
+        self.threads: list[threading.Thread] = []
+
+    @property
+    def trouble(self) -> str:
+        """The error that some pump met last; empty if all is well."""
+        return next(iter(list(self._troubles.values())), "")
+
+    def run_once(self) -> None:
+        """Run each pump once in the calling thread, without waiting. Errors are noted, and nothing is lost."""
+        for pump in self._pumps:
+            self._attempt(pump.name, pump.work)
+
+    def start(self) -> None:
+        """Start one thread for each pump."""
+        for pump in self._pumps:
+            thread = threading.Thread(target=self._keep_pumping, args=(pump,), name=f"link-{pump.name}", daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    def stop(self, seconds: float) -> None:
+        """End the threads within `seconds`. A thread that hangs in a call is left behind and ends with the process."""
+        self._stopping.set()
+        for pump in self._pumps:
+            pump.wake.set()
+        for thread in self.threads:
+            thread.join(seconds / max(1, len(self.threads)))
+
+    def _keep_pumping(self, pump: Pump) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            if self._attempt(pump.name, pump.patient_work or pump.work):
+                failures = 0
+                if pump.patient_work is None:
+                    pump.wake.wait(pump.wait_seconds)
+                    pump.wake.clear()
+            else:
+                self._stopping.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+                failures += 1
+
+    def _attempt(self, name: str, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except (BrokerError, WireError) as error:
+            if not self._troubles:
+                log.warning("the link is down, training goes on: %s", error.what)
+            self._troubles[name] = error.what[:500]
+            return False
+        except Exception as error:  # noqa: BLE001 - no thread may die unseen, so the island raises the error
+            self.failure = error
+            self._stopping.set()
+            with self._changed:
+                self._changed.notify_all()
+            return False
+        if self._troubles.pop(name, None) and not self._troubles:
+            log.info("the link is up again")
+        return True

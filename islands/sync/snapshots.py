@@ -1,0 +1,139 @@
+"""Downloads of fragments: as differences against what the island holds, or in full."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.errors import WireError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.transport import IslandTransport
+from archipelago.broker.wire import digest, digest_of, unpack
+from archipelago.islands.sync.uplink import Uplink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A snapshot that was downloaded and decoded: float32, N elements."""
+
+    snapshot: Snapshot
+    params_N: Vector
+
+
+class Snapshots:
+    """What one island holds of each fragment, and the announced versions that lead on from there."""
+
+    def __init__(
+        self,
+        transport: IslandTransport,
+        manifest: Manifest,
+        uplink: Uplink,
+        clock: Callable[[], float],
+        listen: Callable[[], None],
+    ) -> None:
+        """Start without any fragment.
+
+        Args:
+            transport: Where fragments and differences are fetched.
+            manifest: The run.
+            uplink: Takes the measured download rate.
+            clock: Monotonic seconds.
+            listen: Called between two downloads, so that announcements are heard meanwhile.
+        """
+        self._transport = transport
+        self._manifest = manifest
+        self._uplink = uplink
+        self._clock = clock
+        self._listen = listen
+        self.bytes_down = 0
+        self.held: dict[int, Arrival] = {}
+        self._announced: dict[int, dict[int, Snapshot]] = {}
+
+    def announce(self, snapshot: Snapshot) -> None:
+        """Note a version that the merger announced."""
+        self._announced.setdefault(snapshot.fragment, {})[snapshot.version] = snapshot
+
+    def newest(self, p: int) -> int:
+        """Return the newest announced version of a fragment that was not downloaded, or 0."""
+        return max(self._announced.get(p, {}), default=0)
+
+    def forget(self) -> None:
+        """Forget everything: the run went back, and other snapshots will be announced under the same versions."""
+        self.held.clear()
+        self._announced.clear()
+
+    def download(self, p: int) -> Arrival:
+        """Download the newest version of a fragment."""
+        began, before = self._clock(), self.bytes_down
+        arrival = self._by_differences(p) or self.fetch(p)
+        self._uplink.received(self.bytes_down - before, self._clock() - began)
+        return arrival
+
+    def fetch(self, p: int) -> Arrival:
+        """Download a fragment in full. Raises WireError for a payload that was not announced."""
+        snapshot, payload = self._transport.reader.fragment(p, account=True)
+        if digest(payload) != snapshot.digest or snapshot.fragment != p:
+            raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
+        self.bytes_down += len(payload)
+        return self._hold(p, Arrival(snapshot, unpack(payload, self._manifest.sizes[p])))
+
+    def _hold(self, p: int, arrival: Arrival) -> Arrival:
+        """Remember an arrival if differences build on it, and forget the announcements up to it."""
+        if self._manifest.config.wire.sends_differences:
+            self.held[p] = arrival
+        announced = self._announced.get(p, {})
+        self._announced[p] = {version: s for version, s in announced.items() if version > arrival.snapshot.version}
+        return arrival
+
+    def _by_differences(self, p: int) -> Arrival | None:
+        """Build the newest announced version from the held one and all differences since.
+
+        Returns None if the full snapshot is smaller, if a difference is missing, or if the result is not what the
+        other islands hold.
+        """
+        held = self.held.get(p)
+        chain = self._chain(p, held.snapshot.version) if held is not None else []
+        if held is None or not chain:
+            return None
+        vector_N = held.params_N
+        for snapshot in chain:
+            step_N = self._difference(p, snapshot)
+            if step_N is None:
+                return None
+            with np.errstate(over="ignore"):  # a hostile difference may overflow; the digest below finds it
+                vector_N = vector_N + step_N
+            self._listen()
+            if self.held.get(p) is not held:
+                return None  # the run went back meanwhile
+        if digest_of(vector_N) != chain[-1].held:
+            log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
+            return None
+        return self._hold(p, Arrival(chain[-1], vector_N))
+
+    def _chain(self, p: int, version: int) -> list[Snapshot]:
+        """Return the announced versions after `version` if all have a difference and these are worth downloading."""
+        announced = self._announced.get(p, {})
+        newest = max(announced, default=0)
+        chain = [announced.get(each) for each in range(version + 1, newest + 1)]
+        known = [snapshot for snapshot in chain if snapshot is not None and snapshot.difference_bytes]
+        if not known or len(known) < len(chain) or sum(s.difference_bytes for s in known) >= known[-1].bytes:
+            return []
+        return known
+
+    def _difference(self, p: int, snapshot: Snapshot) -> Vector | None:
+        payload = self._transport.island.difference(p, snapshot.version)
+        if payload is None or len(payload) != snapshot.difference_bytes:
+            return None
+        self.bytes_down += len(payload)
+        try:
+            return unpack(payload, self._manifest.sizes[p], self._manifest.config.wire.down)
+        except WireError as error:
+            log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
+            return None
