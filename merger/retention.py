@@ -56,15 +56,23 @@ class Retention:
         self.kept: deque[MergedEntries] = deque()
         self._asked = ""  # the operator's request that the checkpoint in progress answers
 
-    def load(self, state: RunState) -> None:
+    def load(self, state: RunState, epoch: int) -> None:
         """Start from what the stream still holds."""
         self._asked = ""
         self.kept.clear()
-        if self.transport.reader.books().kept:
-            for entry in self.transport.reader.tape(WHOLE_TAPE):
-                if entry.round > state.covered:
-                    entries = tuple(member.entry for member in entry.members)
-                    self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
+        in_stream = self.transport.reader.books().kept
+        if not in_stream:
+            return
+        covered: list[str] = []
+        for entry in self.transport.reader.tape(WHOLE_TAPE):
+            entries = tuple(member.entry for member in entry.members)
+            if entry.round > state.covered:
+                self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
+            else:
+                covered += entries
+        if in_stream > sum(len(merged.entries) for merged in self.kept):
+            # An earlier merger died after its checkpoint was complete and before it trimmed what that covers.
+            self.transport.merger.trim(epoch, covered)
 
     def keep(self, merged: MergedEntries) -> list[str]:
         """Keep what a round merges, and return the entries to trim with its commit.

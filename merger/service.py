@@ -119,7 +119,7 @@ class Merger:
             self._continue_record(checkpointer.recorder)
         self.rounds = Rounds(self.config.sync, len(self.fragments), self.state)
         self.inbox.clear()
-        self.retention.load(self.state)
+        self.retention.load(self.state, self.epoch)
         self._live_at = float("-inf")
         self.controls.take_over(self.state)
         self._follow_controls()  # before the first contribution, which may be one to refuse

@@ -93,6 +93,20 @@ def test_it_comes_back_to_the_same_bits(damage: str, config: RunConfig, caplog: 
     simulated.balance()
 
 
+@pytest.mark.parametrize("damage", ["state gone", "all of it gone"])
+def test_entries_that_a_complete_checkpoint_covers_leave_the_stream(damage: str) -> None:
+    store = Shelf()
+    simulated = SimulatedBroker(CONFIG, quorum=2)
+    first = simulated.merger(checkpointer=simulated.checkpointer(store))
+    simulated.play(first, 1, 2, 3)
+    first.checkpoint()  # it dies before the turn in which it would trim
+    DAMAGE[damage](run_of(simulated))
+    second = simulated.merger(checkpointer=simulated.checkpointer(store))
+    assert simulated.transport.reader.books().kept == 0
+    simulated.play(second, 4)
+    simulated.balance()
+
+
 def test_it_comes_back_from_a_folder_on_disk(tmp_path: Path) -> None:
     simulated, _ = begun(CONFIG, MergerFolder(tmp_path).store)
     DAMAGE["all of it gone"](run_of(simulated))
