@@ -1,7 +1,8 @@
-"""The comparison and its baselines, on runs of a second or two: who trains on what, and what the numbers are of."""
+"""`bench parity`: the baselines, and the comparison with them."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ def quiet(_: Point) -> None:
 
 
 def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunConfig, corpus: OpenCorpus) -> None:
-    """Rate 1 and no momentum: the parameters become the replica's own, whatever H is."""
+    """With rate 1 and no momentum, the parameters become the replica's own for every H."""
     alone = baselines.one_process(config, corpus, 24 * config.tokens_per_step, quiet)
     found = baselines.diloco(config, corpus, 1, quiet, rate=1.0, momentum=0.0)
     assert found[-1].tokens == alone[-1].tokens
@@ -56,7 +57,7 @@ def test_replicas_read_shards_of_their_own(config: RunConfig) -> None:
 def test_diloco_takes_one_nesterov_step_on_the_mean_of_the_replicas(
     config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the recursion by hand, with inner steps that add what they are told to."""
+    """Compare with the recursion by hand, for inner steps that add known numbers."""
     moved = iter([1.0, 3.0, 2.0, 2.0])
 
     def inner(state: InnerState, batch: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
@@ -77,6 +78,7 @@ def test_diloco_takes_one_nesterov_step_on_the_mean_of_the_replicas(
     np.testing.assert_allclose(np.diff(seen), [-1.5, -1.75], rtol=1e-4)
 
 
+@pytest.mark.full
 def test_every_way_trains_on_as_many_tokens_and_learns(config: RunConfig, corpus: OpenCorpus, tmp_path: Path) -> None:
     said: list[str] = []
     found = parity.parity(config, [2], 1.0, tmp_path / "out", said.append, seeds=(0, 1))
@@ -117,3 +119,26 @@ def test_ratios_are_taken_seed_by_seed() -> None:
         Arm("arm", 2, tuple([Point(0, 8.0), Point(10, loss)] for loss in losses)) for losses in ([1.0, 4.0], [2.0, 2.0])
     )
     assert ours.ratio(theirs) == (0.5 + 2.0) / 2
+
+
+def test_the_comparison_has_a_row_a_curve_and_a_picture(
+    config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without training: each way has a fixed loss, and the islands are 10 % worse than data-parallel."""
+
+    def ends_at(loss: float) -> list[Point]:
+        return [Point(0, 8.0), Point(50, 4.0), Point(100, loss)]
+
+    monkeypatch.setattr(parity, "islands", lambda *_: (ends_at(2.2), None))
+    monkeypatch.setattr(parity, "participation", lambda run: (7, 2.0))
+    for name, loss in (("one_process", 1.6), ("data_parallel", 2.0), ("diloco", 2.4)):
+        monkeypatch.setattr(parity, name, lambda *_, loss=loss: ends_at(loss))
+    settings = replace(config, data=replace(config.data, corpus="small-text"))
+    options = parity.ParityOptions(output=tmp_path / "out", islands=(2,), seeds=(0, 1), quick=True, settings=settings)
+    assert parity.main(options) == 0
+    found = json.loads((tmp_path / "out" / "parity.json").read_text(encoding="utf-8"))
+    ours = found["rows"][0]
+    assert (ours["what"], ours["rounds"], ours["per_round"], ours["spread"]) == ("2 islands", 7, 2.0, 0.0)
+    assert ours["to_parallel"] == pytest.approx(1.1)
+    assert [point[0] for point in found["curves"]["2 islands"]] == [0, 50, 100]
+    assert (tmp_path / "out" / "parity.png").read_bytes().startswith(b"\x89PNG")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +15,9 @@ from hypothesis import strategies as st
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.inner import InnerState
+from archipelago.ops.experiments import tape_run
+from archipelago.ops.experiments.baselines import Point
 from archipelago.ops.experiments.tape_run import Course, TapeRun, calm, quality, rehearsed
 from archipelago.ops.simulation.failures import FailureModel, simulate
 from archipelago.ops.simulation.tape import FailureTape, Leg, outages, read, taped, write
@@ -229,3 +234,21 @@ def test_quality_is_compared_at_equal_tokens(config: RunConfig, corpus: OpenCorp
     assert 0.5 < rows[1]["to_first"] < 1.5
     assert rows[1]["bits_per_byte"] < 7.0, "it learned"
     assert len(heard) == 2
+
+
+def test_rows_of_quality_without_training(
+    config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that train nothing take the time that the tape gives, and each row has its ratio to the first one."""
+
+    def idle(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
+        return state, jnp.zeros(len(tokens_nxBxT1))
+
+    losses = iter([8.0, 2.0, 8.0, 2.2])
+    monkeypatch.setattr(tape_run, "compile_steps", lambda model, inner: idle)
+    monkeypatch.setattr(tape_run, "scoring", lambda *_: lambda tokens, params: Point(tokens, next(losses)))
+    tapes = {"calm": calm(2, 1.0), "rough": of([(0, 1), (8, 0), (13, 1)], [(0, 1)])}
+    first, second = quality(config, tapes, lambda _: None)
+    assert (first["to_first"], second["to_first"]) == (1.0, pytest.approx(1.1))
+    assert second["goodput"] < first["goodput"] == 1.0
+    assert second["tokens"] == pytest.approx(first["tokens"], rel=0.05)

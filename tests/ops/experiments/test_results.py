@@ -1,0 +1,80 @@
+"""The results of a study: rows, ratios, the table and the picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from archipelago.ops.experiments import study as studies
+from archipelago.ops.experiments.results import Row, baseline, grouped, show
+from archipelago.ops.experiments.trial import Trial
+from tests.ops.experiments.trials import STUDY, record_of, trial_of
+
+
+def results(*losses: tuple[Trial, float | None, int]) -> list[Row]:
+    return grouped(record_of(one, loss, tokens) for one, loss, tokens in losses)
+
+
+def test_rows_are_means_over_seeds_and_ratios_are_taken_seed_by_seed() -> None:
+    rows = results(
+        (trial_of("parallel", seed=0), 2.0, 1000),
+        (trial_of("parallel", seed=1), 4.0, 1000),
+        (trial_of(seed=1), 4.4, 990),
+        (trial_of(seed=0), 2.0, 990),
+    )
+    parallel, ours = rows
+    assert (ours.mean, list(ours.losses)) == (3.2, [0, 1])
+    assert baseline(ours, rows) is parallel
+    assert ours.ratios(parallel) == [1.0, 1.1]
+
+
+def test_the_baseline_is_the_best_with_as_many_islands_and_tokens() -> None:
+    rows = results(
+        (trial_of("parallel", inner__learning_rate=1e-3), 2.0, 1000),
+        (trial_of("parallel", inner__learning_rate=2e-3), 1.9, 1000),
+        (trial_of("parallel", inner__learning_rate=9.0), None, 1000),
+        (trial_of("parallel", islands=4), 1.0, 1000),
+        (trial_of("parallel", inner__steps=99), 1.0, 3000),
+        (trial_of(), 2.1, 1010),
+    )
+    found = baseline(rows[-1], rows)
+    assert found is not None
+    assert found.settings["inner.learning_rate"] == 2e-3
+
+
+def test_a_row_with_a_diverged_seed_has_no_mean() -> None:
+    (row,) = results((trial_of(seed=0), 2.0, 1000), (trial_of(seed=1), None, 500))
+    assert (row.diverged, row.losses, row.mean) == (1, {}, math.inf)
+
+
+def test_the_test_text_has_a_column_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = studies.load(folder, "rates")
+    losses = {"parallel": (2.0, 3.0), "islands": (2.2, 3.6)}
+    known = {
+        t.key: {**record_of(t, losses[t.kind][0]), "test": losses[t.kind][1]} for t in study.trials if t.kind in losses
+    }
+    rows = show(study, known, folder)["rows"]
+    found = {r["kind"]: (r["to_parallel"], r["to_parallel_on_test"]) for r in rows if r["islands"] == 2}
+    assert found == {"parallel": (1.0, 1.0), "islands": (pytest.approx(1.1), pytest.approx(1.2))}
+    assert "1.2000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        "",
+        'x = "islands"\nlines = ["outer.learning_rate"]\n',
+        'x = "outer.learning_rate"\n',  # of which data-parallel has none
+    ],
+)
+def test_an_unfinished_study_is_shown(folder: Path, x: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rates.toml").write_text(x + STUDY.replace("islands = 2\n", "islands = [2, 4]\n"), encoding="utf-8")
+    study = studies.load(folder, "rates")
+    assert show(study, {}, folder)["rows"] == []
+    known = {t.key: record_of(t, None if t.islands == 4 and t.kind == "islands" else 2.0) for t in study.trials}
+    found = show(study, known, folder)
+    assert [row["diverged"] for row in found["rows"]].count(1) == 2
+    assert "1 diverged" in capsys.readouterr().out
+    assert Path(found["picture"]).stat().st_size > 1000
