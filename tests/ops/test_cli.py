@@ -1,4 +1,4 @@
-"""The command line: every verb's help, one JSON object, and one line for each mistake that leaves nothing behind."""
+"""The command line: help, one JSON object, and one line for each mistake, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 import redis
 
 from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.errors import BadUrlError, ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.process import guarded
-from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import open_corpus
@@ -28,6 +28,7 @@ from archipelago.ops.cli import VERBS, run
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.verbs import Group, Verbs
 from tests import samples
+from tests.failing import failing
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--data.corpus", "small", "--data.shards", "4"]
@@ -83,13 +84,13 @@ Call = Callable[..., Answer]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Exit status, standard output and standard error of a command."""
+    """Run a command, and return its exit status, standard output and standard error."""
 
     def made(*args: str) -> Answer:
         capsys.readouterr()
         try:
             status = guarded(lambda: run(args))
-        except SystemExit as left:  # tyro's way, for --help and for flags that it cannot read
+        except SystemExit as left:  # tyro raises it, for --help and for flags that it cannot parse.
             status = int(left.code or 0)
         return (status, *capsys.readouterr())
 
@@ -97,7 +98,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 def one_line(answer: Answer) -> str:
-    """The error, when that is all that a command said."""
+    """The error, if the command printed nothing else."""
     status, out, err = answer
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
@@ -107,7 +108,7 @@ def one_line(answer: Answer) -> str:
 
 
 def one_object(answer: Answer) -> dict[str, Any]:
-    """The JSON object, when that is all of the output."""
+    """The JSON object, if the command printed nothing else."""
     status, out, _ = answer
     assert status == 0
     assert out.count("\n") == 1
@@ -119,7 +120,7 @@ def one_object(answer: Answer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("args", [[], ["--help"], ["-h"], ["help"]])
-def test_the_overview_is_what_was_asked_for(call: Call, args: list[str]) -> None:
+def test_help_lists_the_verbs(call: Call, args: list[str]) -> None:
     status, out, err = call(*args)
     assert (status, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(VERBS)
@@ -128,7 +129,7 @@ def test_the_overview_is_what_was_asked_for(call: Call, args: list[str]) -> None
 def test_an_unknown_verb_is_an_error_with_the_list(call: Call) -> None:
     status, out, err = call("trian", "--islands", "3")
     assert (status, out) == (2, "")
-    assert err.startswith("error: there is no verb 'trian'")
+    assert "'trian'" in err
     assert all(re.search(f"^  {verb} ", err, re.MULTILINE) for verb in VERBS)
 
 
@@ -176,111 +177,122 @@ NEED_A_RUN = ["status", "island", "merger", "evaluate"]
 
 @pytest.mark.parametrize("verb", [*NEED_A_RUN, "init", "up"])
 def test_a_wrong_address(call: Call, verb: str, tmp_path: Path) -> None:
-    assert "cannot be read as the address of a Redis" in one_line(call(verb, "http://localhost", "--run", "x"))
+    assert "http://localhost" in one_line(call(verb, "http://localhost", "--run", "x"))
+    with failing(BadUrlError):
+        run([verb, "http://localhost", "--run", "x"])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", [*NEED_A_RUN, "init", "up"])
-def test_nobody_at_the_address(call: Call, verb: str, tmp_path: Path) -> None:
+def test_an_address_without_a_server(call: Call, verb: str, tmp_path: Path) -> None:
     address = f"redis://:hidden@127.0.0.1:{unused_port()}"
     at_once = ["--wait-seconds", "0"] if verb in ("island", "merger") else []
     said = one_line(call(verb, address, "--run", "x", *at_once))
-    assert "does not answer" in said
     assert "hidden" not in said
+    with failing(UnreachableError):
+        run([verb, address, "--run", "x", *at_once])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", [*NEED_A_RUN, "init"])
 def test_no_address(call: Call, verb: str) -> None:
-    assert "no Redis was named" in one_line(call(verb))
+    one_line(call(verb))
+    with pytest.raises(ConfigError):
+        run([verb])
 
 
 @pytest.mark.parametrize("verb", NEED_A_RUN)
 def test_an_unknown_run(call: Call, verb: str, url: str, raw: Any, tmp_path: Path) -> None:
-    raw.sadd(REGISTRY, "alpha")
+    made(url, "alpha")
+    before = sorted(raw.keys())
     said = one_line(call(verb, url, "--run", "beta"))
-    assert re.search(r"there is no run 'beta' at .* \(runs there: alpha\)", said)
-    assert raw.keys() == [REGISTRY.encode()]
+    assert "beta" in said
+    assert "alpha" in said, "the run that exists"
+    with failing(UnknownRunError):
+        run([verb, url, "--run", "beta"])
+    assert sorted(raw.keys()) == before
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", NEED_A_RUN)
 def test_no_run_at_all(call: Call, verb: str, url: str, raw: Any) -> None:
-    assert "there is no run at that Redis" in one_line(call(verb, url))
+    one_line(call(verb, url))
+    with pytest.raises(ConfigError):
+        run([verb, url])
     assert raw.keys() == []
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "named"),
     [
-        (["--data.corpus", "nope"], "there is no corpus 'nope'"),
-        (["--data.corpus", "../small"], "the corpus name '../small' cannot be used"),
-        (["--model.size", "huge"], "'huge'"),
-        (["--sync.interval", "0"], "sync.interval: input should be greater than or equal to 1, not 0"),
-        (["--inner.learning-rate", "nan"], "inner.learning_rate: "),
-        (["--wire.zstd-level", "20"], "wire.zstd_level: "),
-        (["--run", "a b"], "the run name 'a b' cannot be used"),
-        (["--run", "{x}"], "the run name '{x}' cannot be used"),
-        (["--config", "none.toml"], "none.toml cannot be read"),
-        (["--config=none.toml"], "none.toml cannot be read"),
-        (["--config"], "--config needs a path"),
+        (["--data.corpus", "nope"], "nope"),
+        (["--data.corpus", "../small"], "../small"),
+        (["--model.size", "huge"], "huge"),
+        (["--sync.interval", "0"], "sync.interval"),
+        (["--inner.learning-rate", "nan"], "inner.learning_rate"),
+        (["--wire.zstd-level", "20"], "wire.zstd_level"),
+        (["--run", "a b"], "a b"),
+        (["--run", "{x}"], "{x}"),
+        (["--config", "none.toml"], "none.toml"),
+        (["--config=none.toml"], "none.toml"),
+        (["--config"], "--config"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_init_that_fails_leaves_nothing(
-    call: Call, url: str, raw: Any, corpora: Path, tmp_path: Path, flags: list[str], said: str
+    call: Call, url: str, raw: Any, corpora: Path, tmp_path: Path, flags: list[str], named: str
 ) -> None:
     before = sorted(corpora.rglob("*"))
-    assert said in one_line(call("init", url, *SMALL, *flags))
+    assert named in one_line(call("init", url, *SMALL, *flags))
     assert raw.keys() == []
     assert sorted(corpora.rglob("*")) == before
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
-        ("[sync]\nintervall = 3", "sync.intervall: unexpected keyword argument"),
-        ("speed = 3", "speed: unexpected keyword argument"),
-        ("[sync]\ninterval = 0", "sync.interval: input should be greater than or equal to 1, not 0"),
-        ("[merge]\nrest = 'mean'", "merge.rest: "),
-        ("sync", "is not TOML"),
+        ("[sync]\nintervall = 3", "sync.intervall"),
+        ("speed = 3", "speed"),
+        ("[sync]\ninterval = 0", "sync.interval"),
+        ("[merge]\nrest = 'mean'", "merge.rest"),
+        ("sync", "TOML"),
     ],
 )
 @pytest.mark.parametrize("verb", ["init", "up"])
 def test_a_config_file_that_cannot_be_used(
-    call: Call, url: str, raw: Any, tmp_path: Path, verb: str, text: str, said: str
+    call: Call, url: str, raw: Any, tmp_path: Path, verb: str, text: str, named: str
 ) -> None:
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
     error = one_line(call(verb, url, "--config", "run.toml"))
-    assert "the config file run.toml" in error
-    assert said in error
+    assert "run.toml" in error
+    assert named in error
     assert raw.keys() == []
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "named"),
     [
-        ("up --islands 0", "--islands cannot be 0"),
-        ("up --evaluate-every 0", "--evaluate-every cannot be 0.0"),
-        ("up --evaluate-every nan", "--evaluate-every cannot be nan"),
-        ("evaluate --every -1", "--every cannot be -1.0"),
-        ("evaluate --every nan", "--every cannot be nan"),
-        ("up --run a/b", "the run name 'a/b' cannot be used"),
-        ("up --sync.window 0", "sync.window: "),
-        ("island --name a/b", "the island name 'a/b' cannot be used"),
-        ("island --scan-steps -1", "--scan-steps cannot be -1"),
-        ("bench parity --islands 0", "--islands cannot be 0"),
-        ("bench parity --slow 0.5", "--slow cannot be 0.5"),
-        ("prepare nothing-there", "to prepare at nothing-there"),
-        ("prepare stdlib --name mine", "stdlib keeps its own name"),
-        ("prepare stdlib --path somewhere", "--path is for enwik8 and digits"),
-        ("bench time --scavenged 0", "--scavenged cannot be 0"),
+        ("up --islands 0", "--islands"),
+        ("up --evaluate-every 0", "--evaluate-every"),
+        ("up --evaluate-every nan", "--evaluate-every"),
+        ("evaluate --every -1", "--every"),
+        ("evaluate --every nan", "--every"),
+        ("up --run a/b", "a/b"),
+        ("up --sync.window 0", "sync.window"),
+        ("island --name a/b", "a/b"),
+        ("island --scan-steps -1", "--scan-steps"),
+        ("bench parity --islands 0", "--islands"),
+        ("bench parity --slow 0.5", "--slow"),
+        ("prepare nothing-there", "nothing-there"),
+        ("prepare stdlib --name mine", "stdlib"),
+        ("prepare stdlib --path somewhere", "--path"),
+        ("bench time --scavenged 0", "--scavenged"),
     ],
 )
-def test_other_mistakes(call: Call, tmp_path: Path, command: str, said: str) -> None:
-    assert said in one_line(call(*command.split()))
+def test_a_mistake_is_named(call: Call, tmp_path: Path, command: str, named: str) -> None:
+    assert named in one_line(call(*command.split()))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -294,17 +306,17 @@ def test_other_mistakes(call: Call, tmp_path: Path, command: str, said: str) -> 
         "status a b",
     ],
 )
-def test_flags_that_cannot_be_read(call: Call, command: str) -> None:
+def test_flags_that_cannot_be_parsed(call: Call, command: str) -> None:
     status, out, err = call(*command.split())
     assert (status, out) == (2, "")
     assert f"archipelago {command.split()[0]} --help" in err
     assert "Traceback" not in err
 
 
-def test_a_mistake_in_a_process_of_its_own() -> None:
+def test_a_mistake_in_a_real_process() -> None:
     args = [sys.executable, "-P", "-m", "archipelago.ops", "status", "redis:/localhost"]
     done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
-    assert "cannot be read as the address" in one_line((done.returncode, done.stdout, done.stderr))
+    assert "redis:/localhost" in one_line((done.returncode, done.stdout, done.stderr))
 
 
 # -- init and status --------------------------------------------------------------------------------------------------
@@ -326,9 +338,8 @@ def test_init_prints_one_object_and_says_whether_it_created(call: Call, url: str
 def test_init_in_words_goes_to_standard_error(call: Call, url: str) -> None:
     status, out, err = call("init", url, *SMALL, "--run", "alpha")
     assert (status, out) == (0, "")
-    assert err.startswith("run 'alpha' created: ")
     assert "archipelago island URL --run alpha" in err
-    assert "is there already" in call("init", url, *SMALL, "--run", "alpha")[2]
+    assert call("init", url, *SMALL, "--run", "alpha")[2].splitlines()[0] != err.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +356,6 @@ def test_init_of_a_run_that_is_there_with_another_config(
     call("init", url, *SMALL, "--run", "alpha")
     before = {key: raw.dump(key) for key in raw.scan_iter()}
     error = one_line(call("init", url, *SMALL, "--run", "alpha", *flags))
-    assert error.startswith("error: the run's config is ")
     assert said in error
     assert {key: raw.dump(key) for key in raw.scan_iter()} == before
 
@@ -400,4 +410,4 @@ def test_the_only_run_needs_no_name_and_of_two_both_are_named(call: Call, url: s
     made(url, "alpha")
     assert one_object(call("status", url, "--json"))["run"] == "alpha"
     made(url, "beta")
-    assert "there are 2 runs (alpha, beta) at that Redis" in one_line(call(verb, url))
+    assert {"alpha", "beta"} <= set(re.findall(r"\w+", one_line(call(verb, url))))
