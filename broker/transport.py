@@ -16,11 +16,12 @@ same identity. Nothing here retries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from archipelago.broker.corpus_shards import Place
+from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     Actions,
@@ -53,66 +54,100 @@ START = "0-0"
 
 @dataclass(frozen=True)
 class Delivery:
-    """One entry of the updates stream. Where `fault` is set the entry is unreadable, and says why."""
+    """One entry of the updates stream.
+
+    Attributes:
+        entry: The id of the entry.
+        contribution: The header; None if it cannot be read.
+        payload: The payload, once it has been downloaded.
+        fault: Why the entry cannot be merged; empty if nothing is known to be wrong.
+        download: Returns the payload, if it has not been downloaded yet. Raises WireError.
+    """
 
     entry: str
     contribution: Contribution | None
-    payload: bytes
+    payload: bytes = b""
     fault: str = ""
+    download: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
+
+    def with_payload(self) -> Delivery:
+        """Return the delivery with its payload, or with the fault that the download found."""
+        if self.download is None:
+            return self
+        try:
+            return replace(self, payload=self.download(), download=None)
+        except WireError as error:
+            return replace(self, fault=error.reason, download=None)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Everything that closing one round changes, so that it can change at once."""
+    """Everything that closing one round changes, so that it can change in one transaction.
+
+    Attributes:
+        snapshot: The fragment's new version.
+        payload: The payload of the snapshot.
+        outer: The merger's own state of the fragment.
+        state: The merger's other state, as JSON.
+        tape: The round's entry on the tape.
+        entries: Entries of the updates stream that this commit merges.
+        tokens: Tokens of the merged contributions.
+        trim: Entries, merged by this commit or before, that are deleted.
+        cursors: Shards whose resume position moves, with the new pass and sequence.
+        difference: Payload that leads islands from the previous version to this one; kept for a while.
+        after_round: The round that the merger knows as the last closed one. A broker that restarted without its newest
+            writes holds another, and refuses the commit. None skips the check.
+    """
 
     snapshot: Snapshot
     payload: bytes
     outer: bytes
-    """the merger's own state of the fragment"""
     state: str
-    """the merger's state beside the fragments, as JSON"""
     tape: TapeEntry
     entries: Sequence[str]
-    """entries of the updates stream that are merged by this commit"""
     tokens: int
-    """of the merged contributions"""
     trim: Sequence[str] = ()
-    """entries, merged by this commit or before, that need not be kept any longer"""
     cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """shards of the data that move on: from which pass and sequence they are to be read"""
     difference: bytes = b""
-    """payload that leads islands from the version before to this one; kept for a while"""
     after_round: int | None = None
-    """the round that the merger knows as closed last: a broker that died may have forgotten it, and refuses then"""
 
 
 @dataclass(frozen=True)
 class Image:
-    """A run as a checkpoint holds it: all that a Redis that lost everything must be given."""
+    """A run as a checkpoint holds it: everything that a Redis without data needs to continue the run.
+
+    Attributes:
+        manifest: The run's manifest.
+        number: The number of the checkpoint.
+        snapshots: The newest snapshot of each fragment, with its payload.
+        outers: The merger's own state of each fragment; empty where no round has closed.
+        state: The merger's other state, as JSON.
+        books: The run's counters.
+        cursors: The resume position of each started shard.
+        tape: The newest rounds, for display only.
+        evaluations: All evaluations.
+        pending: Contributions that were published but not yet merged, with their payloads.
+    """
 
     manifest: Manifest
     number: int
-    """of the checkpoint"""
     snapshots: Sequence[tuple[Snapshot, bytes]]
     outers: Sequence[bytes]
-    """the merger's own state of each fragment, empty where no round has closed"""
     state: str
     books: Books
     cursors: Mapping[str, tuple[int, int]]
     tape: Sequence[TapeEntry]
-    """the newest entries, for whoever looks"""
     evaluations: Sequence[Evaluation]
     pending: Sequence[tuple[Contribution, bytes]]
-    """contributions that were on their way to the merger"""
 
     @property
     def round(self) -> int:
-        """The last round in it."""
+        """The last round in the checkpoint."""
         return max(snapshot.round for snapshot, _ in self.snapshots)
 
     @property
     def balanced_books(self) -> Books:
-        """The books once what it holds as pending has been published again, and all else that waited is gone."""
+        """The books after only the pending contributions were published again."""
         old = self.books
         return replace(
             old,
@@ -330,7 +365,10 @@ class MergerClient(Protocol):
         ...
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        """Return entries that no merger has read yet, oldest first. Waits at most `block_seconds` for the first one."""
+        """Return entries that no merger has read yet, oldest first. Waits at most `block_seconds` for the first one.
+
+        Large payloads are not downloaded yet, so that a merger can refuse a contribution by its header.
+        """
         ...
 
     def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
@@ -341,7 +379,7 @@ class MergerClient(Protocol):
         ...
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
-        """Return these entries of the updates stream, merged or not. A missing one has a fault."""
+        """Return these entries of the updates stream with their payloads, merged or not. A missing one has a fault."""
         ...
 
     def outer(self, fragment: int) -> bytes:

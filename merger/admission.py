@@ -146,7 +146,13 @@ class Inbox:
         if state.has_seen(contribution.identity) or self._is_waiting(contribution.identity):
             self._refuse(delivery, Reason("repeat", "a repeat of a contribution that was taken already"), state, epoch)
             return None
-        reason = self._reason(contribution, state.closed) or self._add(delivery, contribution, state.closed, fragments)
+        reason = self._reason(contribution, state.closed)
+        if reason is None:
+            delivery = delivery.with_payload()
+            if delivery.fault:
+                self._refuse(delivery, Reason("unreadable", delivery.fault), state, epoch)
+                return None
+            reason = self._add(delivery, contribution, state.closed, fragments)
         if reason is None:
             return contribution
         self._refuse(delivery, reason, state, epoch)

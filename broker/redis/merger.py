@@ -238,8 +238,8 @@ class RedisMerger:
         with self._connection.translated():
             for entry in entries:
                 found = self._redis.xrange(self._keys.updates, entry, entry)
-                gone = Delivery(entry, None, b"", "the entry is gone")
-                out.append(self._updates.delivery(entry, found[0][1]) if found else gone)
+                gone = Delivery(entry, None, fault="the entry is gone")
+                out.append(self._updates.delivery(entry, found[0][1]).with_payload() if found else gone)
         return out
 
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:

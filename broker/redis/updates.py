@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, from_fields
-from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
 from archipelago.broker.redis.connection import PAGE, RedisConnection
 from archipelago.broker.redis.replies import GROUP, Raw, entry_id, last_delivered, next_id, text_fields
 from archipelago.broker.transport import Delivery
@@ -77,13 +78,17 @@ class UpdatesStream:
         return out
 
     def delivery(self, entry: str, raw: Raw) -> Delivery:
+        """Return an entry as a delivery. Its payload is downloaded later unless it lies inline."""
         if not raw:
-            return Delivery(entry, None, b"", "the entry was deleted before it was merged")
+            return Delivery(entry, None, fault="the entry was deleted before it was merged")
         try:
             contribution = from_fields(Contribution, text_fields(raw))
         except WireError as error:
-            return Delivery(entry, None, b"", error.reason)
-        try:
-            return Delivery(entry, contribution, self._chunks.fetch(raw, contribution.bytes))
-        except WireError as error:
-            return Delivery(entry, contribution, b"", error.reason)
+            return Delivery(entry, None, fault=error.reason)
+        if (inline := raw.get(PAYLOAD.encode())) is not None:
+            return Delivery(entry, contribution, inline)
+        return Delivery(entry, contribution, download=partial(self._download, raw, contribution.bytes))
+
+    def _download(self, raw: Raw, size: int) -> bytes:
+        with self._connection.translated():
+            return self._chunks.fetch(raw, size)

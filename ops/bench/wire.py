@@ -169,7 +169,8 @@ def _take(pipe: Connection, url: str) -> None:
     while True:
         count = pipe.recv()
         while count > 0:
-            for delivery in transport.merger.updates(1.0, count=1):
+            for header in transport.merger.updates(1.0, count=1):
+                delivery = header.with_payload()
                 sent = delivery.contribution
                 if sent is None or delivery.fault:
                     raise WireError(delivery.fault)

@@ -122,7 +122,7 @@ def test_contributions_arrive_in_order_and_once(transport: Transport, connection
     sent = [samples.contribution(payload, sequence=n) for n in range(3)]
     for contribution in sent:
         island.island.publish(contribution, payload)
-    found = transport.merger.updates(0.0)
+    found = [delivery.with_payload() for delivery in transport.merger.updates(0.0)]
     assert [delivery.contribution for delivery in found] == sent
     assert [delivery.payload for delivery in found] == [payload] * 3
     assert transport.merger.updates(0.0) == []
@@ -310,7 +310,7 @@ def test_what_is_merged_can_be_read_again_until_it_is_trimmed(
 ) -> None:
     entries = published(transport, 3, payload)
     epoch = served(transport)
-    found = transport.merger.updates(0.0)
+    found = [delivery.with_payload() for delivery in transport.merger.updates(0.0)]
     transport.merger.commit(epoch, samples.commit(entries[:2], tokens=200))
     other = connections()
     assert other.merger.read(entries[::-1]) == found[::-1]  # merged or not, in the order asked for
@@ -319,7 +319,7 @@ def test_what_is_merged_can_be_read_again_until_it_is_trimmed(
     assert other.merger.read(entries) == [gone(entries[0]), gone(entries[1]), found[2]]  # what waits is not let go of
     assert [other.island.holds(entry) for entry in entries] == [False, False, True]
     assert (other.reader.backlog(), other.reader.pending(), other.reader.books().kept) == (1, Pending(1, 100), 0)
-    assert other.merger.unacknowledged() == [found[2]]
+    assert [delivery.with_payload() for delivery in other.merger.unacknowledged()] == [found[2]]
     transport.merger.trim(epoch, entries)
     assert other.reader.books() == Books(3, 300, 2, 200, 0, 0, 3 * len(payload), 0, kept=0)
 
@@ -613,7 +613,8 @@ def test_a_checkpoint_brings_everything_back(connections: Connect, payload: byte
     assert other.reader.books() == Books(3 + 2, 300 + 21, 2, 200, 1, 100, 5000, 6000, kept=0)
     assert made.run in other.reader.runs()
     assert served(other) > 0
-    assert [(d.contribution, d.payload) for d in other.merger.updates(0.0)] == pending
+    found = [delivery.with_payload() for delivery in other.merger.updates(0.0)]
+    assert [(d.contribution, d.payload) for d in found] == pending
 
 
 def test_a_restored_run_goes_on(connections: Connect) -> None:

@@ -235,7 +235,8 @@ def test_a_round_through_each_address(url: str) -> None:
         island.island.publish(sent, LARGE)
         epoch = merger.merger.acquire("merger", 60.0)
         assert epoch is not None
-        (delivery,) = merger.merger.updates(5.0)
+        (header,) = merger.merger.updates(5.0)
+        delivery = header.with_payload()
         assert (delivery.contribution, delivery.payload, delivery.fault) == (sent, LARGE, "")
         merger.merger.commit(epoch, samples.commit([delivery.entry], LARGE[::-1]))
         snapshot, payload = island.reader.fragment(0)
@@ -263,7 +264,8 @@ def test_a_truncated_answer_is_an_outage(server: Server, certificates: Certifica
         with pytest.raises(UnreachableError):
             transport.merger.updates(0.0)
         proxy.bytes_left = sys.maxsize
-        (delivery,) = transport.merger.unacknowledged()
+        (header,) = transport.merger.unacknowledged()
+        delivery = header.with_payload()
         assert delivery.payload == LARGE
         transport.close()
 

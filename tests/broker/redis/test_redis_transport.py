@@ -8,7 +8,7 @@ import socketserver
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import START, Memory
+from archipelago.broker.transport import START, Delivery, Memory
 from archipelago.broker.wire import digest
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.redis_program import find_program
@@ -106,6 +106,10 @@ def keys(raw: Any, run: str) -> set[str]:
 
 def chunk_keys(raw: Any, run: str) -> set[str]:
     return {key for key in keys(raw, run) if ":c:" in key}
+
+
+def with_payloads(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    return [delivery.with_payload() for delivery in deliveries]
 
 
 # -- addresses ----------------------------------------------------------------------------------------------------
@@ -372,7 +376,7 @@ def test_a_chunk_that_was_damaged(
     transport.island.publish(sent, LARGE)
     middle = next(key for key in chunk_keys(raw, transport.run) if key.endswith(":1"))
     damage(raw, middle)
-    (delivery,) = transport.merger.updates(0.0)
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
     assert delivery.contribution == sent
     if fault:
         assert fault in delivery.fault
@@ -404,11 +408,11 @@ def test_one_chunk_of_many_that_was_damaged(
     sent = samples.contribution(MANY)
     transport.island.publish(sent, MANY)
     damage(raw, next(key for key in chunk_keys(raw, transport.run) if key.endswith(f":{index}")))
-    (delivery,) = transport.merger.updates(0.0)
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
     assert (delivery.contribution, delivery.payload) == (sent, b"")
     assert f"not {len(MANY)} bytes" in delivery.fault
     transport.island.publish(samples.contribution(MANY, sequence=1), MANY)
-    (after,) = transport.merger.updates(0.0)
+    (after,) = with_payloads(transport.merger.updates(0.0))
     assert (after.payload, after.fault) == (MANY, "")
 
 
@@ -418,7 +422,7 @@ def test_no_chunk_of_many_is_read_beyond_its_size(transport: RedisTransport, raw
     for key in chunk_keys(raw, transport.run):
         raw.setrange(key, 1 << 20, b"x")
     before = raw.info("stats")["total_net_output_bytes"]
-    (delivery,) = transport.merger.updates(0.0)
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
     assert f"not {len(MANY)} bytes" in delivery.fault
     assert raw.info("stats")["total_net_output_bytes"] - before < 64 << 10
 
@@ -428,14 +432,24 @@ def test_no_more_than_a_chunk_is_ever_read(transport: RedisTransport, raw: Any) 
     for key in chunk_keys(raw, transport.run):
         raw.setrange(key, 8 << 20, b"x")
     before = raw.info("stats")["total_net_output_bytes"]
-    (delivery,) = transport.merger.updates(0.0)
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
     assert f"not {len(LARGE)} bytes" in delivery.fault
     assert raw.info("stats")["total_net_output_bytes"] - before < 4 * CHUNK_BYTES
 
 
+def test_a_large_payload_waits_until_the_header_is_admitted(transport: RedisTransport, epoch: int) -> None:
+    """A merger that refuses a contribution by its header never downloads the payload."""
+    transport.island.publish(samples.contribution(LARGE), LARGE)
+    (delivery,) = transport.merger.updates(0.0)
+    assert (delivery.contribution, delivery.payload, delivery.fault) == (samples.contribution(LARGE), b"", "")
+    assert delivery.with_payload().payload == LARGE
+    transport.merger.refuse(epoch, [(delivery.entry, REFUSAL)])
+    assert delivery.with_payload().fault
+
+
 def test_an_entry_that_was_deleted_while_it_was_pending(transport: RedisTransport, raw: Any, epoch: int) -> None:
     transport.island.publish(samples.contribution(), b"payload")
-    (delivery,) = transport.merger.updates(0.0)
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
     raw.xdel(Keys(transport.run).updates, delivery.entry)
     (again,) = transport.merger.unacknowledged()
     assert (again.entry, again.contribution, again.payload) == (delivery.entry, None, b"")
@@ -468,7 +482,7 @@ def test_a_forgery_is_delivered_with_its_fault_and_can_be_refused(
 ) -> None:
     raw.xadd(Keys(transport.run).updates, fields)
     transport.island.publish(samples.contribution(sequence=1), b"payload")
-    forged, honest = transport.merger.updates(0.0)
+    forged, honest = with_payloads(transport.merger.updates(0.0))
     assert fault in forged.fault
     assert forged.payload == b""
     assert (honest.fault, honest.payload) == ("", b"payload")
@@ -479,7 +493,7 @@ def test_a_forgery_is_delivered_with_its_fault_and_can_be_refused(
 
 def test_a_forged_number_of_chunks_costs_nothing_to_refuse(transport: RedisTransport, raw: Any, epoch: int) -> None:
     raw.xadd(Keys(transport.run).updates, {**FIELDS, "chunks": str(1 << 20)})
-    (forged,) = transport.merger.updates(0.0)
+    (forged,) = with_payloads(transport.merger.updates(0.0))
     before = raw.info("stats")["total_net_input_bytes"]
     transport.merger.refuse(epoch, [(forged.entry, REFUSAL)])
     assert raw.info("stats")["total_net_input_bytes"] - before < 10_000  # not a million names to delete
@@ -493,8 +507,9 @@ def test_saying_it_again_shares_nothing_with_the_first(
         transport.island.publish(samples.contribution(LARGE), LARGE)
     first, second = transport.merger.updates(0.0)
     transport.merger.refuse(epoch, [(second.entry, REFUSAL)])
-    assert connections().merger.unacknowledged() == [first]
-    assert first.payload == LARGE
+    (waiting,) = connections().merger.unacknowledged()
+    assert waiting.entry == first.entry
+    assert waiting.with_payload().payload == LARGE
 
 
 # -- hands in the data --------------------------------------------------------------------------------------------
@@ -751,7 +766,7 @@ def test_a_full_server_can_be_trimmed(
     entries = [
         transport.island.publish(samples.contribution(LARGE, sequence=n), LARGE, samples.actions(n)) for n in range(3)
     ]
-    found = transport.merger.updates(0.0)
+    found = with_payloads(transport.merger.updates(0.0))
     transport.merger.commit(epoch, samples.commit(entries[:2]))
     logged = transport.merger.actions(START)
     full()
@@ -1167,7 +1182,7 @@ def test_restoring_leaves_no_chunk_behind(connections: Connect, raw: Any) -> Non
     assert lasting_chunks(raw, made.run) == chunk_keys(raw, made.run) == wanted_chunks(raw, made.run, 2) | published
     epoch = made.merger.acquire("merger", 60.0)
     assert epoch is not None
-    (delivery,) = made.merger.updates(0.0)
+    (delivery,) = with_payloads(made.merger.updates(0.0))
     made.merger.commit(epoch, samples.commit([delivery.entry], round_number=3, trim=[delivery.entry]))
     assert lasting_chunks(raw, made.run) == wanted_chunks(raw, made.run, 2)
     assert not [key for key in chunk_keys(raw, made.run) if ":c:a.x." in key]
