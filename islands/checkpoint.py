@@ -1,9 +1,12 @@
-"""What an island keeps on its disk for its own return. Through Orbax; the newest few, each whole or not at all.
+"""Checkpoints of an island on its disk, written and retained by Orbax.
 
-One is taken whenever the merger takes one (`Marker`), and one on leaving. There are two ways back. An island that
-returns to a run that went on takes only what is its own from it: the inner optimiser's state and its totals;
-parameters come from the merger. When the whole run goes on from a checkpoint, its islands go on from theirs of the
-same number: parameters with the progress that nobody has merged, counts, place in the text, and what was in flight.
+An island takes one whenever the merger takes one (`Marker`), and one when it leaves. There are two ways back. An
+island that rejoins a run takes only its inner optimiser state and its totals; parameters come from the merger. When a
+whole run goes back to a checkpoint, its islands restore theirs of the same number: parameters with the progress that
+nobody has merged, counts, the position in the text, and the contributions in flight.
+
+A checkpoint has three Orbax items: `arrays`, the tree of the inner state and the references, `payloads`, and `rest`,
+JSON. Plain Orbax restores them.
 """
 
 from __future__ import annotations
@@ -32,15 +35,15 @@ from archipelago.islands.sync.outbox import Draft, Published
 from archipelago.islands.worker import Island
 
 KEPT = 3
+#: Stands for the number of a checkpoint that was taken on leaving.
 LEAVING = 0
-"""stands for the number of a checkpoint that was taken on leaving"""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class IslandCut:
-    """An island between two steps. `arrays` are copies on the device, `rest` is JSON."""
+    """The whole state of an island between two steps. `arrays` are copies on the device, `rest` is JSON."""
 
     arrays: dict[str, Any]
     rest: dict[str, Any]
@@ -50,19 +53,19 @@ class IslandCut:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint on disk, read as far as needed to judge it."""
+    """A checkpoint on disk whose `rest` was read and is sound."""
 
     step: int
     rest: dict[str, Any]
 
     @property
     def number(self) -> int:
-        """Of the merger's checkpoint that it belongs to."""
+        """The number of the merger's checkpoint that it belongs to."""
         return int(self.rest["number"])
 
     @property
     def incarnation(self) -> str:
-        """Who took it."""
+        """The incarnation that took it."""
         return str(self.rest["incarnation"])
 
     @property
@@ -77,14 +80,14 @@ class Found:
 
     @property
     def untold(self) -> list[Actions]:
-        """What was done until then and may not have been told. Raises WireError."""
+        """The actions before it that the broker may not have. Raises WireError."""
         return [from_fields(Actions, fields) for fields in self.rest["untold"]]
 
 
 def cut(island: Island, number: int) -> IslandCut:
-    """Everything that the island is, now. Costs a copy on the device."""
+    """Return the present state of an island. This costs a copy on the device."""
     in_flight, queued = island.link.outbox.in_flight(number)
-    logged = [
+    parts = [
         actions for actions in (*(draft.actions for draft in queued), island.action_log.peek()) if actions is not None
     ]
     rest = {
@@ -96,7 +99,7 @@ def cut(island: Island, number: int) -> IslandCut:
         "ledger": island.ledger.state(),
         "batches": island.batches.state(),
         "done": island.action_log.done,
-        "untold": [to_fields(actions) for actions in logged],
+        "untold": [to_fields(actions) for actions in parts],
         "totals": [island.totals.steps, island.totals.tokens],
     }
     arrays = {"inner": device_copy(island.inner)._asdict(), "references": list(island.replica.references)}
@@ -104,7 +107,7 @@ def cut(island: Island, number: int) -> IslandCut:
 
 
 class IslandStore:
-    """Checkpoints of one island in `folder`."""
+    """The checkpoints of one island in a folder."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder.absolute()
@@ -116,8 +119,8 @@ class IslandStore:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def save(self, taken: IslandCut) -> None:
-        """Writes it. A disk that cannot take it costs the checkpoint, not the training."""
-        import orbax.checkpoint as ocp  # takes most of a second, and not every run needs it
+        """Write a checkpoint. If the disk cannot take it, training goes on without."""
+        import orbax.checkpoint as ocp  # imported late: it takes most of a second, and not every run needs it
 
         try:
             sent = [(p.contribution, p.payload) for p in taken.in_flight]
@@ -133,7 +136,7 @@ class IslandStore:
             with self._manager() as manager:
                 newest = manager.latest_step()
                 manager.save(
-                    # Not the global step: who returns begins at the merger's, which may be behind where it left.
+                    # Not the global step: an island that rejoins begins at the merger's, which may be an earlier one.
                     0 if newest is None else newest + 1,
                     args=ocp.args.Composite(
                         rest=ocp.args.JsonSave(rest),
@@ -144,23 +147,23 @@ class IslandStore:
                 )
                 manager.wait_until_finished()
         except FILE_FAULTS as error:
-            self._tell(f"no checkpoint in {self.folder}, training goes on: {in_words(error)}. {remedy(error)}")
+            self._warn(f"no checkpoint in {self.folder}, training goes on: {in_words(error)}. {remedy(error)}")
         else:
             self._trouble = ""
 
-    def _tell(self, trouble: str) -> None:
-        """Once, until it is another trouble or over."""
+    def _warn(self, trouble: str) -> None:
+        """Log a trouble once, until it changes or is over."""
         log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, "%s", trouble)
         self._trouble = trouble
 
     def on_marker(self, island: Island, number: int) -> None:
-        """Takes a checkpoint of that number beside the training, unless the last one is not through."""
+        """Write a checkpoint in the background, unless the last one is still being written."""
         if self._job is None or self._job.done():
             taken = cut(island, number)
             self._job = self._pool.submit(self.save, taken)
 
     def finish(self, island: Island) -> None:
-        """A last one, on leaving."""
+        """Write the last checkpoint, on leaving."""
         if self._job is not None:
             self._job.result()
         self.save(cut(island, LEAVING))
@@ -169,9 +172,11 @@ class IslandStore:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def find(self, number: int | None = None, last_round: int | None = None) -> Found | None:
-        """The newest that is readable and of this run; or the newest of that number, which knows no later round.
+        """Return the newest sound checkpoint of this run, or None.
 
-        Two mergers that meet may give a number twice.
+        Args:
+            number: The number that it must have. Two mergers that meet may give a number twice.
+            last_round: The last closed round that it may know.
         """
 
         def fits(found: Found) -> bool:
@@ -182,7 +187,7 @@ class IslandStore:
 
     def _found(self, wanted: Callable[[Found], bool]) -> Iterator[Found]:
         if not any(self.folder.glob("[0-9]*")):
-            return  # before Orbax loads
+            return  # without importing Orbax
         import orbax.checkpoint as ocp
 
         with self._manager() as manager:
@@ -190,18 +195,18 @@ class IslandStore:
                 try:
                     rest = manager.restore(step, args=ocp.args.Composite(rest=ocp.args.JsonRestore()))["rest"]
                     if rest["rest_digest"] != _rest_digest(rest):
-                        raise ValueError("it is damaged")
+                        raise ValueError("its JSON is damaged")
                     found = Found(step, rest)
                     ours = (rest["run"], rest["tree"]) == (self.manifest.run, self.manifest.tree_digest)
                     if not ours:
-                        log.warning("%s holds another run's state, which is not read", self.folder)
+                        log.warning("skipping checkpoint %s in %s: it belongs to another run", step, self.folder)
                     if ours and wanted(found):
                         yield found
                 except FILE_FAULTS as error:
-                    log.warning("checkpoint %s in %s cannot be read: %s", step, self.folder, in_words(error))
+                    self._skip(step, in_words(error))
 
     def restore_moments(self, island: Island) -> Found | None:
-        """Gives the island back its inner optimiser's state and totals; the checkpoint, the newest that is whole."""
+        """Restore the island's inner optimiser state and totals from the newest sound checkpoint, and return that."""
         for found in self._found(lambda found: True):
             if (host := self._arrays(found, island)) is not None:
                 island.inner = InnerState(island.inner.params, device_copy(host["inner"]["optimizer"]))
@@ -212,7 +217,7 @@ class IslandStore:
         return None
 
     def restore_whole(self, found: Found, island: Island) -> bool:
-        """Makes the island what it was, under its new incarnation: the run has gone back to that checkpoint."""
+        """Restore the whole state of the island under its new incarnation, as the run has gone back; return success."""
         host = self._arrays(found, island)
         payloads = self._payloads(found)
         if host is None or payloads is None:
@@ -234,7 +239,7 @@ class IslandStore:
         like = {"inner": island.inner._asdict(), "references": island.replica.references}
         host: dict[str, Any] | None = self._restored(found, "arrays", like)
         if host is not None and _digest(host) != found.rest["digest"]:
-            log.warning("checkpoint %s in %s is damaged, and not read", found.step, self.folder)
+            self._skip(found.step, "its arrays are damaged")
             return None
         return host
 
@@ -242,15 +247,15 @@ class IslandStore:
         try:
             sent = [from_fields(Contribution, fields) for fields in found.rest["in_flight"]]
         except WireError as error:
-            log.warning("checkpoint %s in %s cannot be read: %s", found.step, self.folder, in_words(error))
+            self._skip(found.step, in_words(error))
             return None
         like = [np.zeros(contribution.bytes, np.uint8) for contribution in sent] or [np.zeros(1, np.uint8)]
-        found_payloads = self._restored(found, "payloads", like)
-        if found_payloads is None:
+        payloads = self._restored(found, "payloads", like)
+        if payloads is None:
             return None
-        published = [Published(c, bytes(data), entry="") for c, data in zip(sent, found_payloads, strict=False)]
+        published = [Published(c, bytes(data), entry="") for c, data in zip(sent, payloads, strict=False)]
         if any(digest(p.payload) != p.contribution.digest for p in published):
-            log.warning("checkpoint %s in %s is damaged, and not read", found.step, self.folder)
+            self._skip(found.step, "its payloads are damaged")
             return None
         return published
 
@@ -263,8 +268,11 @@ class IslandStore:
                 args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
                 return jax.device_get(manager.restore(found.step, args=args)[item])
         except FILE_FAULTS as error:
-            log.warning("checkpoint %s in %s cannot be read: %s", found.step, self.folder, in_words(error))
+            self._skip(found.step, in_words(error))
             return None
+
+    def _skip(self, step: int, reason: str) -> None:
+        log.warning("skipping checkpoint %s in %s: %s", step, self.folder, reason)
 
     def _manager(self) -> Any:
         import orbax.checkpoint as ocp

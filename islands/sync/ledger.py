@@ -1,8 +1,8 @@
-"""An island's bookkeeping: which round it owes a contribution to, and whose progress is in it. No arrays, no clocks.
+"""An island's ledger: the round that it owes a contribution to, and the steps in it. No arrays and no clocks.
 
 Every `H / P` inner steps (a stride) an island owes one contribution, to the earliest open round that it has not
-answered. A round that another island has called is answered at the next step boundary, and settles the stride. Each
-inner step is counted, for each fragment, from the last time that fragment was sent or adopted.
+answered. A round that another island has called is answered at the next step boundary, and settles the stride. For
+each fragment, steps are counted from the last time that the fragment was sent or adopted.
 """
 
 from __future__ import annotations
@@ -16,17 +16,32 @@ from archipelago.broker.messages import Call, Event, Refusal, Snapshot
 
 @dataclass
 class FragmentCount:
-    """Progress on one fragment that no contribution holds yet, and the version it is measured from."""
+    """Unsent progress on one fragment.
+
+    Attributes:
+        version: The version from which the progress is measured.
+        newest: The newest version that was announced.
+        steps: Inner steps since that version or since the last sending.
+        tokens: Tokens of those steps.
+    """
 
     version: int = 0
     newest: int = 0
-    """newest version that was announced"""
     steps: int = 0
     tokens: int = 0
 
 
 class Ledger:
-    """Counts of one island; `global_step` is the clock of the learning-rate schedule."""
+    """The counts of one island.
+
+    Attributes:
+        formerly: The incarnation that it was before the whole run went back to a checkpoint. Refusals of that one's
+            contributions count as its own.
+        closed: The last closed round whose events the training loop has taken in.
+        global_step: The clock of the learning-rate schedule.
+        refused: The number of refused contributions.
+        last_refusal: The reason of the last refusal.
+    """
 
     def __init__(self, island: str, incarnation: str, fragments: int, interval: int, window: int) -> None:
         self.island = island
@@ -35,7 +50,6 @@ class Ledger:
         self.window = min(window, fragments)
         self.counts = [FragmentCount() for _ in range(fragments)]
         self.formerly = ""
-        """the incarnation that it was before the whole run went back to a checkpoint: it answers for that one too"""
         self.closed = 0
         self.global_step = 0
         self.refused = 0
@@ -45,16 +59,16 @@ class Ledger:
         self._owed = 0  # in units of 1/P inner step: a stride is owed at `interval`
 
     def stepped(self, steps: int, tokens: int) -> None:
-        """So many inner steps were made, on so many tokens in all."""
+        """Count `steps` inner steps on `tokens` tokens."""
         for count in self.counts:
             count.steps += steps
             count.tokens += tokens
         self.global_step += steps
-        # What could not be sent before these steps lapses, however long the window was shut: no burst when it opens.
+        # At most one stride stays owed, however long the window was shut, so nothing is sent in a burst when it opens.
         self._owed = min(self._owed, self.interval - 1) + steps * len(self.counts)
 
     def heard(self, event: Event) -> None:
-        """Takes in what the merger announced."""
+        """Take in an announcement of the merger."""
         match event:
             case Call(round=number):
                 if number > self.closed:
@@ -66,14 +80,18 @@ class Ledger:
                 self.incarnation,
                 self.formerly,
             ):
-                self._answered.discard(number)  # what was refused has not answered its round
+                self._answered.discard(number)  # a refused contribution has not answered its round
                 self.refused += 1
                 self.last_refusal = reason
             case _:
                 pass
 
     def resumed(self, closed: int, unresolved: Collection[int]) -> None:
-        """A merger begins again after round `closed`. If we knew of later ones, a broker has lost them: go back."""
+        """Go on after round `closed`, as a merger begins again there.
+
+        If the island knew of later rounds, a broker has lost them. `unresolved` are the rounds of undecided
+        contributions.
+        """
         if closed < self.closed:
             self.closed = closed
             self._called.clear()
@@ -82,7 +100,7 @@ class Ledger:
         self._answered = {number for number in unresolved if number > self.closed}
 
     def due(self) -> int | None:
-        """The round to contribute to at this step boundary, if any; ask again until there is none."""
+        """Return a round to contribute to at this step boundary, or None. Call it again after each sending."""
         for number in sorted(self._called):
             if self._may_answer(number):
                 return number
@@ -93,13 +111,13 @@ class Ledger:
         return None
 
     def sent(self, number: int) -> None:
-        """The progress on that round's fragment is on its way; it is measured from here until the next adoption."""
+        """Note that the progress on that round's fragment was sent. Progress is measured from here on."""
         self._owed = max(0, self._owed - self.interval)
         self._answered.add(number)
         self._zero(self._fragment(number))
 
     def adopted(self, snapshot: Snapshot, keeps_progress: bool) -> None:
-        """The fragment is measured from that snapshot now. `keeps_progress`: unsent steps stay in the parameters."""
+        """Measure a fragment from an adopted snapshot. With `keeps_progress`, its unsent steps stay counted."""
         count = self.counts[snapshot.fragment]
         count.version = snapshot.version
         count.newest = max(count.newest, snapshot.version)
@@ -109,7 +127,7 @@ class Ledger:
         self.global_step = max(self.global_step, snapshot.step)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint, as JSON."""
         return {
             "counts": [asdict(count) for count in self.counts],
             "closed": self.closed,
@@ -120,21 +138,21 @@ class Ledger:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state()`."""
+        """Go on from `state()`."""
         self.counts = [FragmentCount(**count) for count in state["counts"]]
         self.closed, self.global_step, self.refused = state["closed"], state["global_step"], state["refused"]
         self._answered, self._owed = set(state["answered"]), state["owed"]
         self._called.clear()
 
     def farewells(self) -> list[int]:
-        """For every fragment with unsent progress its next round: what an island sends when it leaves."""
+        """Return the next round of each fragment with unsent progress. A departing island contributes to these."""
         fragments = len(self.counts)
         rounds = range(self.closed + 1, self.closed + 1 + fragments)
         return [number for number in rounds if self.counts[self._fragment(number)].steps]
 
     @property
     def staleness(self) -> float:
-        """Mean over the fragments of the newest announced version minus the version held."""
+        """The mean over all fragments of the newest announced version minus the held one."""
         return sum(max(0, c.newest - c.version) for c in self.counts) / len(self.counts)
 
     def _fragment(self, number: int) -> int:

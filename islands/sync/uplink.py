@@ -1,6 +1,6 @@
-"""How an island fits its sending to its link: fewer bytes first, longer intervals after that, and back again.
+"""Measures of an island's link, and what to send on a slow one: fewer bytes first, then longer intervals.
 
-Pure: sizes and seconds in, decisions out. What a link carries is what it has just shown, as a moving average.
+Pure: sizes and seconds in, decisions out. Rates are moving averages of what the link has carried.
 """
 
 from __future__ import annotations
@@ -8,82 +8,90 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMOOTHING = 0.7
-PAYS_AGAIN = 0.5
-"""Of the time at hand: the codec that keeps more is taken up again once its payloads would be through within it."""
+#: The full codec is used again once its payloads take less than this share of the available time.
+RECOVERY_SHARE = 0.5
+#: Smaller payloads are always sent with the full codec, as most of their time is the round trip.
 SMALL_BYTES = 64 << 10
-"""Payloads below this are not worth fewer bits: what they take is mostly the way itself."""
+#: Compression is tried again after this many payloads, to measure whether it pays.
 TRY_EVERY = 32
-"""payloads after which it is measured again whether compression pays"""
 
 
 @dataclass
 class Uplink:
-    """One island's way up. Averages are 0 until something was measured."""
+    """Measures of one island's link. Averages are 0 before the first measurement.
+
+    Attributes:
+        seconds_a_byte: Upload time of a byte, without the round trip.
+        round_trip_seconds: Time of a message that has hardly a byte.
+        down_seconds_a_byte: Download time of a byte, for display only.
+        packed_share: Bytes after compression as a share of the bytes before.
+        packing_seconds_a_byte: Time that compressing a byte takes.
+        thin: Whether the codec for thin links is in use.
+    """
 
     seconds_a_byte: float = 0.0
     round_trip_seconds: float = 0.0
-    """what a message takes that has hardly a byte"""
     down_seconds_a_byte: float = 0.0
-    """of what comes; for who looks"""
     packed_share: float = 1.0
-    """bytes after compression, as a share of those before"""
     packing_seconds_a_byte: float = 0.0
-    """what compressing a byte takes"""
     thin: bool = False
-    """whether the codec for thin links is in use"""
     _payloads: int = 0
 
     def sent(self, size: int, seconds: float) -> None:
-        """A payload of so many bytes took so long to be acknowledged."""
+        """Take in the time until a payload of `size` bytes was acknowledged."""
         on_the_way = max(0.0, seconds - self.round_trip_seconds)
         self.seconds_a_byte = averaged(self.seconds_a_byte, on_the_way / max(1, size))
 
     def answered(self, seconds: float) -> None:
-        """A heartbeat was acknowledged after so long: no codec makes that shorter."""
+        """Take in the time until a heartbeat was acknowledged. No codec shortens that."""
         self.round_trip_seconds = averaged(self.round_trip_seconds, seconds)
 
     def received(self, size: int, seconds: float) -> None:
-        """A snapshot of so many bytes took so long to come."""
+        """Take in the time that the download of `size` bytes took."""
         self.down_seconds_a_byte = averaged(self.down_seconds_a_byte, seconds / max(1, size))
 
     def packed(self, before: int, after: int, seconds: float) -> None:
-        """Compressing a body took so long, and made so much of it."""
+        """Take in the bytes before and after compressing a body, and the time that it took."""
         self.packed_share = averaged(self.packed_share, after / max(1, before))
         self.packing_seconds_a_byte = averaged(self.packing_seconds_a_byte, seconds / max(1, before))
 
     def should_pack(self) -> bool:
-        """Whether compression pays: it saves more time on the link than it takes. Now and then it is tried anyway."""
+        """Return whether compression saves more time on the link than it takes. Now and then, try it anyway."""
         self._payloads += 1
         saved = (1.0 - self.packed_share) * self.seconds_a_byte
         return self._payloads % TRY_EVERY == 1 or saved >= self.packing_seconds_a_byte
 
     def fits(self, encoded_bytes: int, at_hand_seconds: float) -> bool:
-        """Whether to send in full: a payload of that size would be through before the next one is due.
+        """Return whether to use the full codec, as its payload is sent before the next one is due.
 
-        Asked for each contribution; the answer stays until it is clear that it should change.
+        Call this once for each contribution. A hysteresis keeps the answer from flapping.
+
+        Args:
+            encoded_bytes: The size of a payload of the full codec.
+            at_hand_seconds: The time until the next contribution is due; 0 if unknown.
         """
         needed = encoded_bytes * self.packed_share * self.seconds_a_byte
         if encoded_bytes < SMALL_BYTES:
             self.thin = False
         elif needed > at_hand_seconds > 0.0:
             self.thin = True
-        elif needed < PAYS_AGAIN * at_hand_seconds:
+        elif needed < RECOVERY_SHARE * at_hand_seconds:
             self.thin = False
         return not self.thin
 
     def in_words(self, stretch: float) -> str:
-        """What it does about a thin link, empty on a good one; `stretch` is the interval over the run's."""
-        said = ["fewer bits"] if self.thin else []
+        """Describe the measures against a thin link; empty on a good one. `stretch` is the interval over the run's."""
+        measures = ["fewer bits"] if self.thin else []
         if stretch > 1.5:
-            said.append(f"interval {stretch:.1f}x")
+            measures.append(f"interval {stretch:.1f}x")
         rates = [
             f"{8e-6 / each:.1f} Mbit/s {way}"
             for way, each in (("up", self.seconds_a_byte), ("down", self.down_seconds_a_byte))
             if each
         ]
-        return f"thin link{' at ' * bool(rates)}{', '.join(rates)}: {', '.join(said)}" if said else ""
+        return f"thin link{' at ' * bool(rates)}{', '.join(rates)}: {', '.join(measures)}" if measures else ""
 
 
 def averaged(mean: float, sample: float, smoothing: float = SMOOTHING) -> float:
-    """An exponential moving average with one more sample; a mean of 0 is that of nothing yet."""
+    """Return an exponential moving average after one more sample. A mean of 0 stands for no samples yet."""
     return smoothing * mean + (1.0 - smoothing) * sample if mean else sample

@@ -1,4 +1,4 @@
-"""What an island keeps for its own return: all of it or none, and only of its own run."""
+"""Checkpoints of an island: complete or absent, and only of its own run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from archipelago.islands.worker import Island
 from tests.islands import tiny
 from tests.islands.tiny import Bay, leaf_bytes
 
-# Of files that are damaged Orbax reads on after the first fault, and nobody waits any more for those reads to fail.
+# After the first fault, Orbax goes on reading damaged files in the background, and those reads fail unobserved.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+#: The number of the merger's checkpoint.
 NUMBER = 7
-"""of the merger's checkpoint that the kept ones belong to"""
 
 
 def store(folder: Path, of: Manifest | None = None) -> IslandStore:
@@ -36,14 +36,14 @@ def store(folder: Path, of: Manifest | None = None) -> IslandStore:
 
 
 def trained(steps: int, bay: Bay | None = None) -> Island:
-    """An island that has trained and been merged; of what it sent last nobody has heard."""
+    """Return an island that has trained and been merged. Its last contribution is still in flight."""
     bay = bay or Bay()
     island = bay.island()
     bay.play(island, steps)
     bay.merger.transport.merger.updates = lambda *arguments: []  # type: ignore[method-assign]
     while not island.link.outbox.unresolved_rounds():
         bay.play(island, 1)
-    island.advance()  # progress that nobody was sent
+    island.advance()  # progress that was not sent
     return island
 
 
@@ -52,7 +52,7 @@ def optimizer_bytes(of: Island) -> list[bytes]:
 
 
 def everything(of: Island) -> dict[str, Any]:
-    """All that makes up an island, bit for bit; its name and incarnation apart."""
+    """Return the whole state of an island, bit for bit, without its name and incarnation."""
     sent, queued = of.link.outbox.in_flight()
     return {
         "inner": leaf_bytes(of.inner),
@@ -67,7 +67,7 @@ def everything(of: Island) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, IslandCut, dict[str, Any]]:
-    """A folder with the checkpoint of an island, and what it was then. Copy the folder before changing it."""
+    """Return a folder with a checkpoint, its cut and the island's state. Copy the folder before changing it."""
     folder = tmp_path_factory.mktemp("island") / "kept"
     island = trained(9)
     taken, then = cut(island, NUMBER), everything(island)
@@ -112,7 +112,7 @@ def test_parameters_clock_and_counts_come_from_the_merger(kept: tuple[Path, Isla
 
 
 def test_the_record_names_whose_moments_they_are_and_when(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
-    """The actions that were not told yet count: a replay takes the moments after the last of them."""
+    """Unsent actions count too, as a replay takes the moments after the last action."""
     _, taken, _ = kept
     after = Bay().island(incarnation="y")
     found = store(kept[0]).restore_moments(after)
@@ -145,8 +145,8 @@ def test_everything_comes_back_to_the_bit(kept: tuple[Path, IslandCut, dict[str,
         assert now[part] == then[part], part
 
 
-def test_it_goes_on_as_it_would_have_gone_on(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
-    """The same bits in parameters, moments and what it sends, from the same text."""
+def test_a_restored_island_continues_with_the_same_bits(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+    """This holds for parameters, moments and contributions."""
     before, after = trained(9), Bay().island(incarnation="y")
     assert whole(kept[0], after)
     sent: list[list[Draft]] = [[], []]
@@ -165,7 +165,9 @@ def test_it_goes_on_as_it_would_have_gone_on(kept: tuple[Path, IslandCut, dict[s
         assert replace(other.header, **own) == replace(one.header, **own)
 
 
-def test_what_was_in_flight_is_sent_again_under_its_old_identity(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+def test_contributions_in_flight_are_sent_again_under_their_old_identity(
+    kept: tuple[Path, IslandCut, dict[str, Any]],
+) -> None:
     bay = Bay()
     after = bay.island(incarnation="y")
     assert whole(kept[0], after)
@@ -175,7 +177,7 @@ def test_what_was_in_flight_is_sent_again_under_its_old_identity(kept: tuple[Pat
     assert all(identity.startswith("a/x/") for identity, _ in found)
 
 
-def test_what_was_queued_is_kept_with_what_was_sent(tmp_path: Path) -> None:
+def test_queued_contributions_are_kept_with_those_in_flight(tmp_path: Path) -> None:
     island = trained(3)
     island.link.outbox.pump = lambda: None  # type: ignore[method-assign]
     sent = {p.contribution.identity_text for p in island.link.outbox.in_flight()[0]}
@@ -202,7 +204,7 @@ def test_a_cut_is_not_moved_by_the_steps_after_it(kept: tuple[Path, IslandCut, d
     assert taken.rest == kept[1].rest
 
 
-def test_only_the_checkpoint_of_the_number_that_was_asked_for_will_do(copied: Path) -> None:
+def test_only_a_checkpoint_of_the_wanted_number_is_found(copied: Path) -> None:
     later = cut(trained(12), NUMBER + 1)
     store(copied).save(later)
     for number, steps in ((NUMBER, 0), (NUMBER + 1, 1), (None, 1)):
@@ -219,10 +221,22 @@ def test_another_text_is_refused(kept: tuple[Path, IslandCut, dict[str, Any]]) -
         whole(kept[0], after)
 
 
+def test_plain_orbax_restores_the_arrays(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+    import orbax.checkpoint as ocp
+
+    (newest,) = steps_of(kept[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(newest / "arrays")
+    params = kept[1].arrays["inner"]["params"]
+    assert {name: leaf_bytes(found["inner"]["params"][name]) for name in params} == {
+        name: leaf_bytes(params[name]) for name in params
+    }
+
+
 # -- what is not there, or not ours ---------------------------------------------------------------------------------
 
 
-def test_where_nothing_was_kept_nothing_is_restored(tmp_path: Path) -> None:
+def test_an_empty_folder_restores_nothing(tmp_path: Path) -> None:
     fresh = Bay().island()
     before = everything(fresh)
     assert store(tmp_path / "missing").restore_moments(fresh) is None
@@ -248,7 +262,7 @@ def test_another_runs_state_is_left_alone(
     theirs = store(kept[0], other)
     assert theirs.find(NUMBER) is None
     assert theirs.find() is None
-    assert "another run's state" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
 
 
 def test_an_island_of_another_config_still_has_its_moments(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
@@ -269,7 +283,7 @@ def truncate(path: Path) -> None:
 
 
 def flip(share: float) -> Callable[[Path], None]:
-    """Changes one byte, that far into the file."""
+    """Return a change of one byte at this share of the file."""
 
     def change(path: Path) -> None:
         data = bytearray(path.read_bytes())
@@ -280,6 +294,19 @@ def flip(share: float) -> Callable[[Path], None]:
     return change
 
 
+@pytest.mark.parametrize("item", ["arrays", "rest"])
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    kept: tuple[Path, IslandCut, dict[str, Any]], copied: Path, item: str
+) -> None:
+    store(copied).save(cut(trained(12), NUMBER))
+    files = [path for path in (steps_of(copied)[-1] / item).rglob("*") if path.is_file()]
+    truncate(max(files, key=lambda path: path.stat().st_size))
+    after = Bay().island(incarnation="y")
+    assert store(copied).restore_moments(after) is not None
+    assert optimizer_bytes(after) == leaf_bytes(kept[1].arrays["inner"]["optimizer"])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "damage", [remove, truncate, flip(0.3), flip(0.8)], ids=["removed", "cut short", "early byte", "late byte"]
 )
@@ -309,9 +336,9 @@ def test_damage_to_any_file_gives_an_older_state_or_none_but_never_another(
     assert went_back > 0
 
 
-@pytest.mark.parametrize("word", ["number", "done", "global_step", "owed", "sequence", "base"])
-def test_a_number_that_changed_on_the_disk_is_noticed(copied: Path, word: str) -> None:
-    """It is good JSON, and Orbax has no digest of it."""
+@pytest.mark.parametrize("word", ["done", "sequence"])
+def test_a_changed_number_in_the_json_is_noticed(copied: Path, word: str) -> None:
+    """The file is valid JSON, and Orbax keeps no digest of it."""
     (path,) = [path for path in (steps_of(copied)[-1] / "rest").iterdir() if word in path.read_text()]
     changed = re.sub(rf'("{word}": "?)([0-9])', lambda found: f"{found[1]}{(int(found[2]) + 1) % 10}", path.read_text())
     assert changed != path.read_text()
@@ -321,7 +348,7 @@ def test_a_number_that_changed_on_the_disk_is_noticed(copied: Path, word: str) -
 
 
 def _tear(folder: Path, newest: Path) -> None:
-    """As if the process had died while it wrote: under a name that says so, with a part of the files."""
+    """Leave a checkpoint as a process that died while writing it does: under a temporary name, incomplete."""
     torn = folder / f"{int(newest.name) + 1}.orbax-checkpoint-tmp-1"
     shutil.copytree(newest, torn)
     for path in torn.rglob("*"):
@@ -329,14 +356,14 @@ def _tear(folder: Path, newest: Path) -> None:
             truncate(path)
 
 
-def test_what_was_half_written_is_never_read(copied: Path, kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+def test_a_half_written_checkpoint_is_never_read(copied: Path, kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     _tear(copied, steps_of(copied)[-1])
     after = Bay().island(incarnation="y")
     assert whole(copied, after)
     assert everything(after) == kept[2]
 
 
-def test_only_half_written_is_nothing(copied: Path) -> None:
+def test_a_folder_with_only_a_half_written_checkpoint_is_empty(copied: Path) -> None:
     (newest,) = steps_of(copied)
     _tear(copied, newest)
     shutil.rmtree(newest)
@@ -344,10 +371,11 @@ def test_only_half_written_is_nothing(copied: Path) -> None:
     assert store(copied).restore_moments(Bay().island()) is None
 
 
+@pytest.mark.full
 def test_a_death_at_any_rename_leaves_the_state_before_or_after(
     copied: Path, kept: tuple[Path, IslandCut, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written becomes visible by renames: at whichever one the process dies, what is there is whole."""
+    """Files become visible by renames, so a death at any rename leaves complete checkpoints."""
 
     class Died(BaseException):
         pass
@@ -380,9 +408,9 @@ def test_a_death_at_any_rename_leaves_the_state_before_or_after(
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [20, 9, 3], ids=["later", "the same step", "earlier"])
+@pytest.mark.parametrize("steps", [9, 3], ids=["the same step", "earlier"])
 def test_the_state_that_was_saved_last_is_restored(copied: Path, steps: int) -> None:
-    """An island may leave at a global step at which it left before, or before that: it returns to the merger's."""
+    """An island that rejoined may leave at an earlier global step than before, as it took the merger's."""
     last = trained(steps)
     last.advance()  # to tell it from the first
     store(copied).save(cut(last, LEAVING))
@@ -400,7 +428,9 @@ def test_the_newest_are_kept(copied: Path) -> None:
     assert [store(copied).find(number) is not None for number in range(7, 12)] == [False, False, True, True, True]
 
 
-def test_a_disk_that_cannot_take_it_costs_the_checkpoint_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_cannot_be_written_costs_only_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("in the way of the folder")
     kept = store(tmp_path / "file")
     island = trained(3)
@@ -408,13 +438,12 @@ def test_a_disk_that_cannot_take_it_costs_the_checkpoint_only(tmp_path: Path, ca
         kept.save(cut(island, NUMBER))
         kept.on_marker(island, NUMBER)
         kept.finish(island)
-    assert caplog.text.count("no checkpoint in") == 1, "the same trouble is said once"
-    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]  # the same trouble is logged once
     assert kept.find(NUMBER) is None
     assert (tmp_path / "file").read_text() == "in the way of the folder"
 
 
-def test_each_marker_is_kept_beside_the_training_and_one_more_on_leaving(tmp_path: Path) -> None:
+def test_each_marker_and_leaving_write_a_checkpoint(tmp_path: Path) -> None:
     kept, island = store(tmp_path / "k"), trained(3)
     kept.on_marker(island, 4)
     then = optimizer_bytes(island)
@@ -427,7 +456,7 @@ def test_each_marker_is_kept_beside_the_training_and_one_more_on_leaving(tmp_pat
     assert optimizer_bytes(after) == then
 
 
-def test_while_one_is_written_no_other_is_begun(tmp_path: Path) -> None:
+def test_only_one_checkpoint_is_written_at_a_time(tmp_path: Path) -> None:
     kept, island = store(tmp_path / "k"), trained(3)
     saved: list[int] = []
     gate = threading.Event()
