@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, get_args
 
 from archipelago.broker import config as configs
@@ -19,6 +20,20 @@ from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.redis.keys import checked_name
 
 TensorKind = Literal["embedding", "rest"]
+#: The packages whose versions a manifest records.
+PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
+MISSING = "not installed"
+
+
+def installed_versions() -> dict[str, str]:
+    """Return this machine's versions of the packages that a manifest records."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = MISSING
+    return found
 
 
 @dataclass(frozen=True)

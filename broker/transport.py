@@ -157,6 +157,10 @@ class Image:
         )
 
 
+#: The share of the broker's memory limit above which islands send nothing, so that the merger has room to work.
+MEMORY_SHARE_MAX = 0.8
+
+
 @dataclass(frozen=True)
 class Memory:
     """Memory of the broker's data in bytes. A limit of 0 means that there is none, or that it is unknown."""

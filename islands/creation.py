@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 import jax
 import numpy as np
 
 from archipelago.broker.config import BYTES, RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import Corpus, Manifest, balanced
+from archipelago.broker.manifest import Corpus, Manifest, balanced, installed_versions
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.data.corpus import OpenCorpus
@@ -18,13 +17,11 @@ from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build, learning_rate
 from archipelago.islands.sync.arrays import flatten
 
-PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
-
 
 def describe(run: str, config: RunConfig, corpus: Corpus) -> Manifest:
     """Return the manifest that this config and this machine's code give."""
     tensors = build(config.model).tensors
-    return Manifest(run, config, tensors, balanced(tensors, config.sync.fragments), corpus, _versions())
+    return Manifest(run, config, tensors, balanced(tensors, config.sync.fragments), corpus, installed_versions())
 
 
 def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
@@ -83,13 +80,3 @@ def first_snapshots(manifest: Manifest, params: Params | None = None) -> list[tu
         snapshot = Snapshot(0, p, 0, 0, config.wire.full, len(payload), digest(payload), merged="")
         out.append((snapshot, payload))
     return out
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found

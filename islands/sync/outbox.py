@@ -11,13 +11,10 @@ from archipelago.broker.codecs import Parts, body_of, codec
 from archipelago.broker.config import WireConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Actions, Contribution, Identified
-from archipelago.broker.transport import IslandTransport
+from archipelago.broker.transport import MEMORY_SHARE_MAX, IslandTransport
 from archipelago.broker.wire import digest, pack_body
 from archipelago.islands.sync.uplink import Uplink
 
-#: Share of the broker's memory limit beyond which an island sends nothing. The rest leaves the merger room to merge
-#: and to delete.
-MEMORY_SHARE_MAX = 0.8
 #: Stands for the stream entry of a contribution that a broker has lost.
 LOST = "lost"
 

@@ -1,7 +1,7 @@
-"""What an island on this link would make of a run: what it sends, how often, and how much of that is hidden.
+"""An estimate for an island on a link: what it sends, how often, and how much of the transfer its steps hide.
 
-Pure, apart from `step_seconds_here`, which trains a few steps. The codec's sizes are `broker.codecs`'s, the bytes a
-second `ops.simulation_links`'s, and whether a payload is through in time says the island's own `islands.uplink`.
+Everything is pure except `step_seconds_here`, which trains a few steps. The sizes come from `broker.codecs`, the load
+from `ops.simulation.links`, and the choice of the codec from the island's own `islands.sync.uplink`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,48 @@ from archipelago.broker.redis.checkup import Bandwidth
 from archipelago.ops.simulation.links import Load, load
 from archipelago.ops.watch.formatting import seconds_text, size
 
+#: A low estimate of a core's speed. No step is tried of models that this makes too slow.
 CPU_FLOPS = 4e9
-"""a core's, on the safe side: of models that this makes too slow no step is tried"""
 TRIAL_SECONDS_MAX = 20.0
 TRIALS = 4
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A sync of the largest fragment with that codec of contributions, on the link."""
+    """A sync of the largest fragment with one codec of contributions.
+
+    Attributes:
+        name: The codec.
+        sync_bytes: The bytes up and down together, before zstd.
+        up_seconds: The time to upload.
+        down_seconds: The time to download.
+        hidden: The share of the transfer that inner steps hide. The rest stretches the interval, and no island waits.
+        fits: Whether an island would use it. Otherwise it falls back to the codec for thin links.
+    """
 
     name: str
     sync_bytes: int
-    """up and down together, before zstd"""
     up_seconds: float
     down_seconds: float
     hidden: float
-    """share of the way that inner steps hide; what is left over stretches the interval, and nobody waits"""
     fits: bool
-    """whether an island would send with it: else it falls back to the codec for thin links"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """For one island; `codecs` holds the run's, and the one for thin links where there is one."""
+    """The estimate for one island.
+
+    Attributes:
+        step_seconds: The time of an inner step.
+        stride_seconds: The time between two syncs.
+        fragments: The number of fragments.
+        link: The rates of the link.
+        load: The mean load on the link.
+        codecs: The run's codec, and the one for thin links, if any.
+    """
 
     step_seconds: float
     stride_seconds: float
-    """between two syncs"""
     fragments: int
     link: Bandwidth
     load: Load
@@ -55,7 +69,15 @@ class Estimate:
 def estimate(
     config: RunConfig, sizes: Sequence[int], step_seconds: float, link: Bandwidth, round_trip_seconds: float
 ) -> Estimate:
-    """`sizes` are the elements of each fragment; a link without rates carries anything."""
+    """Estimate the syncs of an island.
+
+    Args:
+        config: The run's config.
+        sizes: The elements of each fragment.
+        step_seconds: The time of an inner step.
+        link: The rates of the link. A link without rates counts as infinitely fast.
+        round_trip_seconds: The round trip to the Redis.
+    """
     stride_seconds = step_seconds * config.sync.interval / len(sizes)
     names = dict.fromkeys(name for name in (config.wire.up, config.wire.thin) if name)
     found = tuple(_codec(config, name, max(sizes), stride_seconds, link, round_trip_seconds) for name in names)
@@ -74,7 +96,7 @@ def _codec(
     seconds_a_byte = 1 / link.up if link.up else 0.0
     up_seconds = round_trip_seconds + up * seconds_a_byte
     down_seconds = round_trip_seconds + (down / link.down if link.down else 0.0)
-    slower = max(up * seconds_a_byte, down_seconds - round_trip_seconds)  # both ways at once, one after the other each
+    slower = max(up * seconds_a_byte, down_seconds - round_trip_seconds)  # both directions run at once
     return Codec(
         name,
         up + down,
@@ -86,7 +108,7 @@ def _codec(
 
 
 def lines(found: Estimate, whose: str) -> list[tuple[str, str]]:
-    """The estimate for people: labels and texts. `whose` says where the step time comes from."""
+    """Return the estimate as labels and texts. `whose` says where the step time comes from."""
     per_round, thin = found.codecs[0], found.codecs[1:]
     out = [
         ("step", f"an inner step takes {seconds_text(found.step_seconds)} ({whose})"),
@@ -94,10 +116,10 @@ def lines(found: Estimate, whose: str) -> list[tuple[str, str]]:
                  f"{size(found.load.up)}/s up, {size(found.load.down)}/s down"),
     ]  # fmt: skip
     if not (found.link.up and found.link.down):
-        return out  # nobody knows what the link carries
+        return out  # the link was not measured
     out.append(("hidden", _hidden(per_round)))
     for other in thin:
-        instead = "as it is, nothing falls back to it" if per_round.fits else "the island would send with it"
+        instead = "it is not needed" if per_round.fits else "the island would use it"
         out.append(("thin", f"{other.name} would be {size(other.sync_bytes)}, {other.hidden:.0%} hidden: {instead}"))
     return out
 
@@ -109,7 +131,7 @@ def _hidden(found: Codec) -> str:
 
 
 def trial_seconds(parameters: int, config: RunConfig, cores: int) -> float:
-    """What a step might take on a CPU: six operations a parameter and token (Kaplan et al. 2020)."""
+    """Estimate an inner step on a CPU: six operations per parameter and token (Kaplan et al. 2020)."""
     return 6.0 * parameters * config.tokens_per_step / (CPU_FLOPS * max(1, cores))
 
 

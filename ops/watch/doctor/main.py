@@ -1,4 +1,4 @@
-"""`archipelago doctor`: whether a site can join: its Redis, its link, its text, its devices; and what to do if not."""
+"""`archipelago doctor`: check whether a site can join a run, and say what to do if it cannot."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from rich.text import Text
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import Manifest, installed_versions
 from archipelago.broker.messages import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.watch.doctor import checks, estimate
 from archipelago.ops.watch.doctor import site as doctor_site
-from archipelago.ops.watch.doctor.checks import Finding, ok
+from archipelago.ops.watch.doctor.checks import Finding, ok, problem
 from archipelago.ops.watch.doctor.estimate import Estimate
 from archipelago.ops.watch.formatting import plain
 
 PINGS = 200
+#: The share of the measuring time for pings. The rest is for the bandwidth, half of it for each direction.
 PING_SHARE = 0.25
-"""of the time for measurements; the rest is the bandwidth's, half for each way"""
 SECONDS_MAX = 120.0
 MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
+#: The name to connect with if no run is meant.
 NO_RUN = "any"
-"""a name to connect with where no run is meant"""
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Check a site before it joins: its Redis and the way there, and this machine; each line with what to do about it.
+    """Check a site before it joins a run: its Redis, the link to it, and this machine.
 
-    The measurement writes at most a few bursts of a few MB through one key of about 1 MiB, which it removes. Ends with
-    status 1 where there is a problem, and with 0 where there are warnings at most.
+    Each finding says what to do about it. The measurement sends bursts of a few MB through one key of about 1 MiB, and
+    deletes the key. The exit status is 1 if there is a problem, and 0 if there are only warnings.
     """
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL; without one, only this machine is checked"""
+    """redis://HOST:PORT, rediss://… or unix://… (default $ARCHIPELAGO_URL). Without it, only this machine."""
     run: str | None = None
-    """the run to join; default $ARCHIPELAGO_RUN, or the only run there; without one, the settings below are assumed"""
+    """The run to join (default $ARCHIPELAGO_RUN, or the only run there). Without one, the settings below apply."""
     seconds: float = 4.0
-    """for measuring the link, about; 0 measures no bandwidth, and writes nothing"""
+    """The approximate time for measuring the link. 0 measures no bandwidth and writes nothing."""
     folder: Path = Path("runs")
-    """where this machine would keep runs"""
+    """The folder in which this machine would keep runs."""
     config: Path | None = None
-    """a TOML file with settings for a run that is not there yet; flags win over it"""
+    """A TOML file with settings of a run that does not exist yet. Flags override it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 @dataclass
 class Server:
-    """What is known of the Redis once it was looked at."""
+    """The findings about a Redis, and facts for the estimate."""
 
     findings: list[Finding]
     manifest: Manifest | None = None
@@ -74,32 +74,34 @@ class Server:
 
     @property
     def can_be_estimated(self) -> bool:
-        """Whether there was an answer, and the run that was named, if one was, is there."""
-        lost = any(finding.subject == "run" and finding.level == "problem" for finding in self.findings)
-        return self.round_trip_seconds > 0.0 and not lost
+        """Whether the server answered, and the named run, if any, is there."""
+        is_missing = any(finding.code == "run.missing" for finding in self.findings)
+        return self.round_trip_seconds > 0.0 and not is_missing
 
 
 def main(options: DoctorOptions) -> int:
-    """Looks at everything, and prints it part by part. 1 where there is a problem."""
+    """Check everything, and print it part by part. Returns 1 if there is a problem."""
     config = checked(options.settings)
     if not 0.0 <= options.seconds <= SECONDS_MAX:
-        raise ConfigError(f"--seconds cannot be {options.seconds}", f"Give 0 to {SECONDS_MAX:g}.")
+        raise ConfigError(
+            f"--seconds cannot be {options.seconds}", f"Choose 0 to {SECONDS_MAX:g}.", code="doctor.bad-flag"
+        )
     url, run = options.url or os.environ.get(URL_VARIABLE), options.run or os.environ.get(RUN_VARIABLE)
     out = Console(highlight=False, quiet=options.json)
     busy = Console(stderr=True, quiet=options.json)
     server = Server([])
     if url:
-        with busy.status("asking the Redis, and measuring the way there"):
-            server = look_at_server(url, run, options.seconds)
+        with busy.status("asking the Redis, and measuring the link"):
+            server = check_server(url, run, options.seconds)
         out.print(section(f"redis  {redacted(url)}", server.findings), "")
     manifest = server.manifest
     config = manifest.config if manifest else config
     site = doctor_site.measure(options.folder)
-    here = look_here(site, options.folder, config, manifest)
-    with busy.status("waking the accelerators (JAX)"):
+    here = check_machine(site, options.folder, config, manifest)
+    with busy.status("loading JAX"):
         keep_compiled()
         here.append(doctor_site.accelerators())
-    out.print(section("here", here), "")
+    out.print(section("this machine", here), "")
     found: Estimate | None = None
     if server.can_be_estimated and here[-1].level != "problem":
         with busy.status("trying a few inner steps"):
@@ -114,48 +116,48 @@ def main(options: DoctorOptions) -> int:
     return 1 if problems else 0
 
 
-def look_at_server(url: str, run: str | None, seconds: float) -> Server:
-    """All that there is to know of it; what cannot be reached is a finding too. Raises BadUrlError."""
+def check_server(url: str, run: str | None, seconds: float) -> Server:
+    """Check a Redis. A server that does not answer is a finding too. Raises BadUrlError."""
     try:
         transport = connect(url, run or NO_RUN)
     except BadUrlError:
         raise
     except BrokerError as error:
-        return Server([Finding("problem", "reach", error.what, error.remedy)])
+        return Server([problem("reach.failed", error.what, error.remedy)])
     found = Server([])
     try:
-        transport = _look_at_run(transport, url, run, found)
-        _look_at_link(RedisCheckup(transport.connection), seconds, found)
+        transport = _check_run(transport, url, run, found)
+        _check_link(RedisCheckup(transport.connection), seconds, found)
     except BrokerError as error:
-        found.findings.append(Finding("problem", "reach", error.what, error.remedy))
+        found.findings.append(problem("reach.failed", error.what, error.remedy))
     finally:
         transport.close()
     return found
 
 
-def _look_at_run(transport: RedisTransport, url: str, run: str | None, found: Server) -> RedisTransport:
-    """A connection to the run to look at: the one that is named, or the only one there."""
+def _check_run(transport: RedisTransport, url: str, run: str | None, found: Server) -> RedisTransport:
+    """Return a connection to the run to check: the named one, or the only one there."""
     try:
         runs = transport.reader.runs()
         if run is None and len(runs) == 1:
             transport.close()
             transport = connect(url, runs[0])
         if run is None and len(runs) != 1:
-            names = ", ".join(runs) or "none yet; `archipelago init` makes one"
-            found.findings.append(ok("run", f"runs there: {names}{' (name one with --run)' if runs else ''}"))
+            what = f"Its runs are {', '.join(runs)}. Name one with --run." if runs else "It has no runs yet."
+            found.findings.append(ok("run", what))
             return transport
         found.manifest = manifest = transport.reader.manifest()
         found.presences = transport.reader.presences()
         live = sum(presence.is_live for presence in found.presences)
-        what = f"{manifest.run}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments; "
-        what += f"{live} island{'s' * (live != 1)} live"
+        what = f"Run {manifest.run!r} has {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments, "
+        what += f"and {live} live island{'s' * (live != 1)}."
         found.findings.append(ok("run", what))
     except (BrokerError, ConfigError) as error:
-        found.findings.append(Finding("problem", "run", error.what, error.remedy))
+        found.findings.append(problem("run.missing", error.what, error.remedy))
     return transport
 
 
-def _look_at_link(checkup: RedisCheckup, seconds: float, found: Server) -> None:
+def _check_link(checkup: RedisCheckup, seconds: float, found: Server) -> None:
     samples = checkup.round_trips(seconds * PING_SHARE, PINGS)
     found.round_trip_seconds = statistics.median(samples)
     found.findings.append(checks.latency(samples))
@@ -174,17 +176,17 @@ def _bandwidth(checkup: RedisCheckup, seconds: float, round_trip_seconds: float)
         return Bandwidth(why_not=error.what)
 
 
-def look_here(site: doctor_site.Site, folder: Path, config: RunConfig, manifest: Manifest | None) -> list[Finding]:
-    """This machine, without loading JAX."""
+def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, manifest: Manifest | None) -> list[Finding]:
+    """Check this machine without loading JAX."""
     return [
         *doctor_site.checks(site, folder, manifest.parameters if manifest else 0),
         doctor_site.corpus(*((manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None))),
-        doctor_site.versions(doctor_site.installed(), manifest.versions if manifest else None),
+        doctor_site.versions(installed_versions(), manifest.versions if manifest else None),
     ]
 
 
 def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate | None, str]:
-    """The estimate, and where its step time comes from; None where a step could not be timed."""
+    """Return the estimate, and where its step time comes from. It is None if a step could not be timed."""
     from archipelago.broker.manifest import balanced
     from archipelago.islands.models.registry import build
 
@@ -195,7 +197,7 @@ def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate |
         elements = {tensor.name: tensor.size for tensor in tensors}
         sizes = [sum(elements[name] for name in names) for names in balanced(tensors, config.sync.fragments)]
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
-    whose = f"median of the {len(steps)} islands of the run" if steps else "measured here"
+    whose = f"the median of the run's {len(steps)} islands" if steps else "measured here"
     try:
         step_seconds = statistics.median(steps) if steps else estimate.step_seconds_here(config, sum(sizes), cores)
     except ArchipelagoError:
@@ -205,11 +207,11 @@ def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate |
     return estimate.estimate(config, sizes, step_seconds, server.link, server.round_trip_seconds), whose
 
 
-# -- what a terminal shows --------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def section(title: str, findings: Sequence[Finding]) -> Table:
-    """One part of the report: a line for each finding, and under it what to do."""
+    """Return one part of the report: a line for each finding, with the remedy below it."""
     table = _section(title)
     for finding in findings:
         text = Text(plain(finding.what))
@@ -228,7 +230,7 @@ def _section(title: str) -> Table:
 
 
 def estimate_section(found: Estimate, whose: str, config: RunConfig, manifest: Manifest | None) -> Table:
-    """What an island here would make of the run."""
+    """Return the part of the report about an island on this machine."""
     name = f"run {manifest.run}" if manifest else f"a run of model {config.model.size} with these settings"
     table = _section(f"an island here, in {name}")
     for label, text in estimate.lines(found, whose):
@@ -237,10 +239,10 @@ def estimate_section(found: Estimate, whose: str, config: RunConfig, manifest: M
 
 
 def verdict(findings: Sequence[Finding]) -> Text:
-    """The last line."""
+    """Return the last line of the report."""
     problems, warnings = (sum(f.level == level for f in findings) for level in ("problem", "warning"))
     if problems:
-        return Text(f"{problems} problem{'s' * (problems > 1)} to mend first", "bold red")
+        return Text(f"{problems} problem{'s' * (problems > 1)} to fix first", "bold red")
     noted = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
     return Text(f"ready{noted}", "bold yellow" if warnings else "bold green")
 
@@ -253,6 +255,6 @@ def _as_json(
         "run": manifest.run if manifest else None,
         "problems": sum(finding.level == "problem" for finding in findings),
         "warnings": sum(finding.level == "warning" for finding in findings),
-        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "findings": [dataclasses.asdict(finding) | {"subject": finding.subject} for finding in findings],
         "estimate": dataclasses.asdict(found) if found else None,
     }

@@ -1,4 +1,4 @@
-"""What `archipelago doctor` looks at on this machine: disk, memory, text, packages, accelerators.
+"""What `archipelago doctor` checks on this machine: disk, memory, corpus, packages, accelerators.
 
 Only `accelerators` loads JAX.
 """
@@ -10,30 +10,36 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
+
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.manifest import Corpus
-from archipelago.ops.watch.doctor.checks import Finding, ok
+from archipelago.broker.manifest import MISSING, Corpus
+from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import size
 
-PACKAGES = ("archipelago-train", "jax", "flax", "optax", "numpy")
+#: Packages of which another minor version may round differently, or not read the files of the run's version.
 MINOR_MATTERS = ("jax", "flax", "archipelago-train")
-"""another minor version of these may round otherwise, or not read what the run's wrote"""
-PREPARED_BY_NAME = ("stdlib", "digits", "enwik8")
+#: Room for logs, a Redis of the run's own and small checkpoints.
 DISK_BYTES = 2e9
-"""what logs, a Redis of the run's own and small checkpoints fit into with ease"""
+#: Bytes of checkpoints per parameter: the three newest checkpoints of merger and island, at 12 bytes each.
 CHECKPOINT_BYTES = 72
-"""a parameter: three checkpoints (the newest are kept) of merger and island, at 12 bytes each"""
+#: The least bytes of training per parameter: parameters, gradients, two moments and the link's copies, in float32.
 TRAINING_BYTES = 28
-"""a parameter, at least: parameters, gradients, two moments, and what the link keeps, in float32"""
 NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
 class Site:
-    """This machine in numbers; 0 where it does not say."""
+    """This machine in numbers.
+
+    Attributes:
+        cores: The cores that this process may use.
+        memory_bytes: All memory.
+        available_bytes: Memory that is available now.
+        disk_free_bytes: Free space on the disk of the runs.
+    """
 
     cores: int
     memory_bytes: int
@@ -42,104 +48,94 @@ class Site:
 
 
 def measure(folder: Path) -> Site:
-    """Of this process: the cores that it may use, and the disk that `folder` is or will be on."""
-    there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
+    """Measure this machine, and the disk that `folder` is or will be on."""
+    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
-    return Site(cores, *_memory(), shutil.disk_usage(there).free)
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes of memory, and those that are available."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        found = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
-        return found.get("MemTotal", 0), found.get("MemAvailable", 0)
-    except OSError:  # not Linux
-        pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
-        return pages * os.sysconf("SC_PAGE_SIZE"), 0
+    memory = psutil.virtual_memory()
+    return Site(cores, memory.total, memory.available, shutil.disk_usage(existing).free)
 
 
 def checks(site: Site, folder: Path, parameters: int) -> list[Finding]:
-    """Of the machine's sizes against a model's; 0 parameters where none is known."""
+    """Compare the machine with a model. 0 parameters means that no model is known."""
     return [machine(site, parameters), disk(site, folder, parameters)]
 
 
 def machine(site: Site, parameters: int) -> Finding:
-    """Cores, and memory for an island."""
-    free = f", {size(site.available_bytes)} free" if site.available_bytes else ""
-    what = f"{site.cores} cores, {size(site.memory_bytes)} of memory{free}; Python {sys.version.split()[0]}"
+    """Compare cores and memory with the needs of an island."""
+    what = (
+        f"This machine has {site.cores} cores and {size(site.memory_bytes)} of memory, of which "
+        f"{size(site.available_bytes)} are free, and Python {sys.version.split()[0]}."
+    )
     need = TRAINING_BYTES * parameters
-    if site.available_bytes and need > site.available_bytes:
-        what += f": an island on this processor needs at least {size(need)}"
-        return Finding("warning", "machine", what, "Train on an accelerator, or a smaller model.")
+    if need > site.available_bytes:
+        return warning(
+            "machine.small",
+            f"{what} An island on this processor needs at least {size(need)}.",
+            "Train on an accelerator, or choose a smaller model.",
+        )
     return ok("machine", what)
 
 
 def disk(site: Site, folder: Path, parameters: int) -> Finding:
-    """Room for checkpoints."""
+    """Compare the free disk space with the size of checkpoints."""
     need = CHECKPOINT_BYTES * parameters
-    what = f"{size(site.disk_free_bytes)} free for {folder}/"
-    what += f", checkpoints take up to {size(need)}" if parameters else ""
-    remedy = "Free some, or keep the run elsewhere (--folder)."
+    what = f"{size(site.disk_free_bytes)} are free for {folder}/."
+    what += f" Checkpoints take up to {size(need)}." if parameters else ""
+    remedy = "Free some space, or keep the run elsewhere (--folder)."
     if site.disk_free_bytes < need:
-        return Finding("problem", "disk", what, remedy)
+        return problem("disk.full", what, remedy)
     if site.disk_free_bytes < need + DISK_BYTES:
-        return Finding("warning", "disk", what, remedy)
+        return warning("disk.tight", what, remedy)
     return ok("disk", what)
 
 
 def corpus(name: str, wanted: Corpus | None) -> Finding:
-    """Whether the text is here, and is the run's; `wanted` is None without a run."""
-    from archipelago.islands.data.corpus import is_prepared, open_corpus, prepared
+    """Check that the corpus is here, and that it is the run's. `wanted` is None without a run."""
+    from archipelago.islands.data.corpus import KNOWN, is_prepared, open_corpus, prepared
 
     try:
         if not is_prepared(name):
-            here = ", ".join(prepared()) or "none"
-            if name in PREPARED_BY_NAME:
-                return ok("corpus", f"{name} is not here yet (here: {here}); `archipelago prepare {name}` makes it")
-            how = "Copy its folder from the machine that made the run" if wanted else "`archipelago prepare FILE`"
-            return Finding(
-                "problem", "corpus", f"{name} is not here (here: {here})", f"{how}, or see `island --corpus`."
-            )
+            present = ", ".join(prepared()) or "none"
+            what = f"The corpus {name!r} is not on this machine (prepared: {present})."
+            if name in KNOWN:
+                return ok("corpus", f"{what} `archipelago prepare {name}` makes it.")
+            copy = "Copy its folder from the machine that created the run"
+            how = copy if wanted else "Run `archipelago prepare FILE`"
+            return problem("corpus.missing", what, f"{how}, or see `island --corpus`.")
         found = open_corpus(name)
     except ArchipelagoError as error:
-        return Finding("problem", "corpus", error.what, error.remedy)
+        return problem("corpus.damaged", error.what, error.remedy)
     if wanted is not None and found.digest != wanted.digest:
-        return Finding(
-            "problem", "corpus", f"{name} is here with digest {found.digest[:8]}…, the run's is {wanted.digest[:8]}…",
-            "Copy its folder from the machine that made the run; prepared alone, the same name may be another text.",
-        )  # fmt: skip
-    same = ", the run's own" if wanted else ""
-    return ok("corpus", f"{name} is here{same} ({size(found.identity.bytes)}, digest {found.digest[:8]}…)")
-
-
-def installed() -> dict[str, str]:
-    """Versions of what matters, of this machine."""
-    out = {}
-    for package in PACKAGES:
-        try:
-            out[package] = version(package)
-        except PackageNotFoundError:
-            out[package] = "not installed"
-    return out
+        return problem(
+            "corpus.different",
+            f"The corpus {name!r} has the digest {found.digest[:8]}…, and the run's has {wanted.digest[:8]}….",
+            "Copy its folder from the machine that created the run. The same name may be another text elsewhere.",
+        )
+    same = " It is the run's." if wanted else ""
+    return ok(
+        "corpus", f"The corpus {name!r} is here ({size(found.identity.bytes)}, digest {found.digest[:8]}…).{same}"
+    )
 
 
 def versions(ours: Mapping[str, str], theirs: Mapping[str, str] | None) -> Finding:
-    """Ours against the run's; None without a run."""
-    what = ", ".join(f"{name} {found}" for name, found in ours.items())
-    if missing := [name for name, found in ours.items() if found == "not installed" and name != "archipelago-train"]:
-        return Finding("problem", "packages", f"{', '.join(missing)} not installed", "pip install archipelago-train")
+    """Compare our packages' versions with the run's. `theirs` is None without a run."""
+    what = f"Installed are {', '.join(f'{name} {found}' for name, found in ours.items())}."
+    if missing := [name for name, found in ours.items() if found == MISSING and name != "archipelago-train"]:
+        return problem("packages.missing", f"Not installed: {', '.join(missing)}.", "pip install archipelago-train")
     if theirs is None:
         return ok("packages", what)
     differ = [
-        f"{name} {ours[name]}, the run's is {theirs[name]}"
+        f"{name} {ours[name]} here and {theirs[name]} in the run"
         for name in MINOR_MATTERS
         if name in theirs and _minor(ours[name]) != _minor(theirs[name])
     ]
     if differ:
-        remedy = "They train together over such differences; replay may not find the same bits."
-        return Finding("warning", "packages", "; ".join(differ), remedy)
-    return ok("packages", f"{what}; the run's minor versions are the same")
+        return warning(
+            "packages.different",
+            f"Versions differ: {'; '.join(differ)}. Training works, but a replay may not find the same bits.",
+            "Install the run's versions.",
+        )
+    return ok("packages", f"{what} The run has the same minor versions.")
 
 
 def _minor(text: str) -> tuple[str, ...]:
@@ -147,20 +143,27 @@ def _minor(text: str) -> tuple[str, ...]:
 
 
 def accelerators() -> Finding:
-    """What JAX sees. Loads it: seconds."""
+    """List the devices that JAX finds. Loading JAX takes seconds."""
     try:
         import jax
 
         devices = jax.devices()
-    except Exception as error:  # noqa: BLE001 - whatever a driver raises is the finding
-        said = " ".join(str(error).split())[:200]
-        return Finding("problem", "devices", f"JAX cannot start ({said})", "Mend the driver, or set JAX_PLATFORMS=cpu.")
+    except Exception as error:  # noqa: BLE001 - any error of a driver is the finding
+        return problem(
+            "devices.broken",
+            f"JAX cannot start ({' '.join(str(error).split())[:200]}).",
+            "Repair the driver, or set JAX_PLATFORMS=cpu.",
+        )
     kinds: dict[str, int] = {}
     for device in devices:
         kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
-    what = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.items())
+    found = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.items())
     if devices[0].platform == "cpu" and NVIDIA.exists() and os.environ.get("JAX_PLATFORMS", "") != "cpu":
-        remedy = "pip install 'archipelago-train[cuda]'"
-        return Finding("warning", "devices", f"JAX sees {what} only, and a GPU's driver is here", remedy)
+        return warning(
+            "devices.unused-gpu",
+            f"JAX finds only {found}, although the driver of a GPU is installed.",
+            "pip install 'archipelago-train[cuda]'",
+        )
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0) if devices[0].platform != "cpu" else 0
-    return ok("devices", f"JAX sees {what}{f' with {size(limit)} each' if limit else ''}; an island uses the first")
+    each = f" with {size(limit)} each" if limit else ""
+    return ok("devices", f"JAX finds {found}{each}. An island uses the first device.")

@@ -17,13 +17,13 @@ from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
-from archipelago.broker.transport import Commit, Memory
+from archipelago.broker.transport import MEMORY_SHARE_MAX, Commit, Memory
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import require_sound
 from archipelago.islands.sync import link as link_module
-from archipelago.islands.sync import outbox, pumps
+from archipelago.islands.sync import pumps
 from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.outbox import ContributionHeader, Draft, Published
 from archipelago.islands.sync.recovery import Gift, decode
@@ -872,7 +872,7 @@ def test_nothing_is_sent_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
     for number in (1, 2):
         link.send(draft(number))
     link.beat(samples.heartbeat())
-    share = outbox.MEMORY_SHARE_MAX
+    share = MEMORY_SHARE_MAX
     shore.simulated.room = Memory(int(share * 1000) + 1, 1000)
     link.pump()
     assert (shore.published(), link.backlog) == ([], 2)
