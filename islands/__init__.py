@@ -1,1 +1,1 @@
-"""What one island does: the model, its text, the inner steps, and the outer gradients that it sends."""
+"""One island: models, data, inner steps, and the worker that trains with them."""

@@ -1,4 +1,4 @@
-"""`python -m archipelago.islands`."""
+"""Run an island with `python -m archipelago.islands`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Creating a run: its manifest, and version 0 of every fragment, from the seed or from weights that are there."""
+"""The creation of a run: its manifest, and version 0 of every fragment, from the seed or from given weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ def describe(run: str, config: RunConfig, corpus: Corpus) -> Manifest:
 
 
 def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
-    """The config with the vocabulary of the corpus's tokenizer, and the inner learning rate of the model's size.
-
-    Unless it names them itself.
-    """
+    """Fill in the vocabulary of the corpus's tokenizer and the learning rate of the model's size if not set."""
     if config.inner.learning_rate is None:
         config = replace(config, inner=replace(config.inner, learning_rate=learning_rate(config.model.size)))
     if not corpus.tokenizer or config.model.vocabulary != BYTES:
@@ -46,7 +43,7 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
     """
     if corpus.vocabulary > config.model.vocabulary:
         raise ConfigError(
-            f"the corpus {corpus.name!r} has {corpus.vocabulary:,} tokens, and the model knows "
+            f"the corpus {corpus.name!r} has {corpus.vocabulary:,} tokens, but the model has "
             f"{config.model.vocabulary:,} (model.vocabulary)",
             f"Set --model.vocabulary {corpus.vocabulary}, or name another corpus with --data.corpus.",
             code="config.vocabulary",
@@ -55,7 +52,7 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
         mine, theirs = (f"the tokenizer {name}" if name else "bytes" for name in (corpus.tokenizer, tokenizer))
         raise ConfigError(
             f"the corpus {corpus.name!r} is made of {mine}, and the run's of {theirs}",
-            "The same tokens must stand for the same text: name a corpus that the run's tokenizer made.",
+            "Tokens must mean the same on all islands: name a corpus that the run's tokenizer made.",
             code="config.tokenizer",
         )
     wanted = build(config.model).example_bytes
@@ -70,7 +67,7 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
 
 
 def first_snapshots(manifest: Manifest, params: Params | None = None) -> list[tuple[Snapshot, bytes]]:
-    """Version 0 of every fragment with its payload: of `params`, or freshly initialised from the run's seed."""
+    """Return version 0 of every fragment with its payload, from `params` or initialised from the run's seed."""
     config = manifest.config
     if params is None:
         params = build(config.model).init(config.seed)

@@ -1,7 +1,7 @@
-"""Held-out text: bits per byte of the merger's parameters, never of an island's own. Of examples, bits per label.
+"""Evaluation on held-out data: bits per byte of text, or bits per label of examples.
 
-Per byte also where a token is more than one, so that models with different tokenizers compare: nats a token, times the
-tokens of the whole held-out text over its bytes, over ln 2.
+Models with different tokenizers compare because the loss is given per byte: nats per token, times the tokens of the
+held-out text over its bytes, over ln 2. Evaluations use the merger's parameters, never an island's own.
 """
 
 from __future__ import annotations
@@ -29,24 +29,31 @@ BATCH = 32
 
 
 class Measures(NamedTuple):
-    """How well a model does on held-out sequences."""
+    """The quality of a model on held-out sequences.
+
+    Attributes:
+        bits: Bits per byte of text or per label of examples, without auxiliary terms of the objective.
+        accuracy: Share of the targets that the model finds most probable, 0 … 1.
+    """
 
     bits: float
-    """per byte of text, per label of examples; without what training adds to the loss"""
     accuracy: float
-    """share of the targets that the model finds the most probable of all, 0 … 1"""
 
 
 def compile_evaluation(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], float]:
-    """From parameters to bits per byte over those sequences (a whole number of batches of 32, or all if fewer)."""
+    """Return a function from parameters to bits per byte over these sequences.
+
+    It evaluates a whole number of batches of 32, or one batch if there are fewer sequences.
+    """
     mean_nats = _mean_over(held_out_NxT1, model.loss)
     return lambda params: float(mean_nats(params)) / math.log(2.0) / bytes_per_token
 
 
 def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | None = None) -> Callable[[Params], float]:
-    """From parameters of the run's model to bits per byte over its share of the corpus's validation text, or of `text`.
+    """Return a function from parameters to bits per byte over the corpus's validation text, or over `text`.
 
-    Raises DataError when there are fewer sequences in it than the config wants.
+    Raises:
+        DataError: The text is shorter than one sequence.
     """
     from archipelago.islands.models.registry import build
 
@@ -57,9 +64,9 @@ def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | Non
 
 
 def compile_measures(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], Measures]:
-    """From parameters to the same bits and the accuracy over the same sequences."""
+    """Return a function from parameters to bits and accuracy over these sequences."""
 
-    def both(params: Params, tokens_BxT1: jax.Array) -> jax.Array:  # the compiler goes through the model once
+    def both(params: Params, tokens_BxT1: jax.Array) -> jax.Array:  # one function, so that the model is compiled once
         guesses = jnp.argmax(model.logits(params, tokens_BxT1[:, :-1]), axis=-1)
         targets = tokens_BxT1[:, -1] if guesses.ndim == 1 else tokens_BxT1[:, 1:]
         return jnp.stack([model.loss(params, tokens_BxT1), jnp.mean(guesses == targets, dtype=jnp.float32)])
@@ -89,7 +96,7 @@ def _mean_over(
 
 
 def assemble(manifest: Manifest, vectors: Sequence[Vector]) -> Params:
-    """Parameters by name from one flat vector a fragment."""
+    """Return parameters by name from one flat vector for each fragment."""
     params: Params = {}
     for rows, vector_N in zip(manifest.layout, vectors, strict=True):
         params |= unflatten(rows, jnp.asarray(vector_N))
@@ -97,7 +104,7 @@ def assemble(manifest: Manifest, vectors: Sequence[Vector]) -> Params:
 
 
 def published(transport: ReaderTransport, manifest: Manifest) -> tuple[Params, int, int]:
-    """The newest published parameters, the last round in them, and the global step stamped on it."""
+    """Return the newest published parameters, the last round in them, and their global step."""
     found = [transport.reader.fragment(p) for p in range(len(manifest.fragments))]
     vectors = [unpack(payload, size) for (_, payload), size in zip(found, manifest.sizes, strict=True)]
     newest = max((snapshot for snapshot, _ in found), key=lambda s: s.round)

@@ -17,21 +17,21 @@ from archipelago.islands.models.interface import Model, Params
 
 
 class InnerState(NamedTuple):
-    """Parameters (float32, by tensor name) and the inner optimiser's state, which syncs never reset."""
+    """Parameters (float32, by tensor name) and the inner optimiser's state, which no sync resets."""
 
     params: Params
     optimizer: optax.OptState
 
 
 InnerSteps = Callable[[InnerState, jax.Array, jax.Array], tuple[InnerState, jax.Array]]
+#: From parameters and tokens [B, T + 1], uint8 or int32, to gradients and the loss in nats.
 Gradient = Callable[[Params, jax.Array], tuple[Params, jax.Array]]
-"""from parameters and tokens [B, T + 1], uint8 or int32, to gradients and the loss (nats)"""
+#: From a state, gradients and the number of earlier steps, int32 [], to the next state.
 Descent = Callable[[InnerState, Params, jax.Array], InnerState]
-"""from a state, gradients and the steps made before, int32 [], to the state after this one"""
 
 
 def learning_rate(config: InnerConfig) -> optax.Schedule:
-    """Linear warm-up, then cosine decay to `final_share` of the peak at `steps`, as a function of the global step."""
+    """Return the schedule over the global step: linear warm-up, then cosine decay to `final_share` of the peak."""
     warmup = min(config.warmup_steps, config.steps - 1)
     return optax.schedules.warmup_cosine_decay_schedule(
         init_value=config.peak / (warmup + 1),
@@ -42,16 +42,16 @@ def learning_rate(config: InnerConfig) -> optax.Schedule:
     )
 
 
+#: Muon is for hidden matrices. Rows or columns of tensors under these names have a meaning of their own.
 _NOT_BY_MUON = frozenset({"embedding", "router", "output"})
-"""Muon is for the hidden layers: what is under these names has rows or columns that are things of their own."""
 
 
 def optimizer(config: InnerConfig) -> optax.GradientTransformation:
-    """The inner optimiser before its learning rate, which the step applies: its own count is not the global step."""
+    """Return the inner optimiser without its learning rate, which the step applies by the global step."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         RULES[config.optimizer](config),
-        # Norm scales are vectors; decaying them only fights the normalisation.
+        # Norm scales are vectors. Decaying them would work against the normalisation.
         optax.add_decayed_weights(config.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
     )
 
@@ -61,12 +61,12 @@ def _adamw(config: InnerConfig) -> optax.GradientTransformation:
 
 
 def _muon(config: InnerConfig) -> optax.GradientTransformation:
-    """The orthogonalised momentum of hidden matrices (Jordan 2024), Adam with Nesterov's momentum for all else.
+    """Return Muon for hidden matrices (Jordan 2024), and Adam with Nesterov's momentum for the others.
 
-    Its steps are scaled to Adam's size (arXiv 2502.16982, Eq. 4), so both go by one learning rate and one decay.
+    Muon's steps are scaled to the size of Adam's (arXiv 2502.16982, Eq. 4), so both share a learning rate and a decay.
     """
     return optax.contrib.muon(
-        learning_rate=-1.0,  # optax turns the sign, the step does it once more
+        learning_rate=-1.0,  # optax flips the sign, and the step flips it back
         beta=config.muon_momentum,
         adam_b1=config.beta1,
         adam_b2=config.beta2,
@@ -76,28 +76,28 @@ def _muon(config: InnerConfig) -> optax.GradientTransformation:
 
 
 def _hidden_matrices(params: Params) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:
-    def is_hidden(name: str) -> bool:  # optax asks again with placeholders for what it has given to Adam
+    def is_hidden(name: str) -> bool:  # optax passes placeholders for the tensors of Adam
         return getattr(params[name], "ndim", 0) == 2 and _NOT_BY_MUON.isdisjoint(name.split("."))
 
     return {name: optax.contrib.MuonDimensionNumbers() if is_hidden(name) else None for name in params}
 
 
+#: By the names of `InnerConfig.optimizer`: from a gradient to a direction of the size of Adam's.
 RULES: dict[str, Callable[[InnerConfig], optax.GradientTransformation]] = {"adamw": _adamw, "muon": _muon}
-"""by the names of `InnerConfig.optimizer`; what takes the gradient to a descent of the size that Adam's has"""
 
 
 def begin(config: InnerConfig, params: Params) -> InnerState:
-    """Fresh moments for these parameters."""
+    """Return these parameters with fresh optimiser state."""
     return InnerState(params, _compiled_init(config)(params))
 
 
 @cache
 def _compiled_init(config: InnerConfig) -> Callable[[Params], optax.OptState]:
-    return jax.jit(optimizer(config).init)  # one program, where each kind of tensor would be one
+    return jax.jit(optimizer(config).init)  # one program instead of one for each shape
 
 
 def counts(moments: optax.OptState) -> list[jax.Array]:
-    """The steps that these moments have seen, as often as their optimiser counts them; int32, [] each."""
+    """Return the step counts in the optimiser's state, int32 [] each. Muon has two."""
     return [count for _, count in optax.tree_utils.tree_get_all_with_path(moments, "count")]
 
 
@@ -121,17 +121,17 @@ def require_sound(state: optax.OptState, like: optax.OptState) -> None:
 
 
 def _ramp(moments: optax.OptState, steps: int) -> jax.Array:
-    """From 1/steps to 1 over the first steps that these moments have seen.
+    """Return a factor that grows from 1/steps to 1 over the first steps of fresh moments.
 
-    Fresh moments know one gradient's sign only: in the middle of a run the first updates would be as large as its
-    learning rate allows, in directions of noise. Their own count tells how fresh they are, after any kind of return.
+    Fresh moments know only the sign of one gradient. In the middle of a run, their first updates would be as large as
+    the learning rate allows, in directions of noise. Their own count tells how fresh they are.
     """
     seen = counts(moments)[0]
     return jnp.minimum(1.0, (seen + 1).astype(jnp.float32) / max(1, steps))
 
 
 def gradient(model: Model) -> Gradient:
-    """The first half of an inner step; gradients are of the objective, the loss is the model's own."""
+    """Return the first half of an inner step: gradients of the objective, and the model's loss."""
     differentiated = jax.value_and_grad(model.objective, has_aux=True)
 
     def of(params: Params, tokens_BxT1: jax.Array) -> tuple[Params, jax.Array]:
@@ -142,7 +142,7 @@ def gradient(model: Model) -> Gradient:
 
 
 def descent(config: InnerConfig) -> Descent:
-    """The second half: from the gradients of a batch, or of several averaged, to the state after the step."""
+    """Return the second half: from the gradients of a batch, or an average of several, to the next state."""
     transformation, schedule = optimizer(config), learning_rate(config)
 
     def descend(state: InnerState, gradients: Params, global_step: jax.Array) -> InnerState:
@@ -155,11 +155,15 @@ def descent(config: InnerConfig) -> Descent:
 
 
 def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
-    """`steps(state, tokens_nxBxT1, global_step)` makes n inner steps and gives the state and the n losses (nats).
+    """Compile n inner steps as one scan. It compiles once for each n and donates the given state.
 
-    The losses are the model's own, without what its objective adds.
-    `tokens_nxBxT1` is uint8 or int32, `global_step` an int32 scalar, the steps made before the first of these. The
-    state that goes in is donated. Compiles once for each n.
+    Args:
+        model: The model, whose objective is minimised.
+        config: The inner optimiser.
+
+    Returns:
+        A function from a state, tokens (uint8 or int32, [n, B, T + 1]) and the number of earlier global steps
+        (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms.
     """
     of, descend = gradient(model), descent(config)
 

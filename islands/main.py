@@ -218,5 +218,5 @@ def _run(
 
 
 def entry() -> int:
-    """`python -m archipelago.islands`."""
+    """Run an island with the arguments of this process."""
     return guarded(lambda: main(tyro.cli(IslandOptions, args=sys.argv[1:])))

@@ -1,7 +1,4 @@
-"""What an island needs that no name decides: the run's manifest, its text, and the programs, loaded or compiled.
-
-A process that waits to become an island has it before it is told which.
-"""
+"""Everything that an island of a run loads and compiles before it has a name. A standby holds it."""
 
 from __future__ import annotations
 
@@ -25,28 +22,34 @@ from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import Island
 
+#: The name of an island whose link never starts.
 REHEARSING = "rehearsal"
-"""the name of an island that nobody hears of"""
 
 
 @dataclass
 class PreparedIsland:
-    """Of one run on one machine."""
+    """What islands of one run on one machine share.
+
+    Attributes:
+        manifest: The run.
+        pinned: The corpus of this machine that is read instead of the run's, if any.
+        corpus: The training text.
+        steps: The compiled inner steps.
+        scan_steps: Inner steps between two step boundaries; 0 until they are known.
+    """
 
     manifest: Manifest
     pinned: str | None
-    """the corpus of this machine that is read instead of the run's"""
     corpus: OpenCorpus
     steps: InnerSteps
     scan_steps: int = 0
-    """inner steps between two step boundaries, once they are known"""
 
     def fits(self, manifest: Manifest, pinned: str | None) -> bool:
-        """Whether an island of that run can use it."""
+        """Return whether an island of that run can use it."""
         return (self.manifest, self.pinned) == (manifest, pinned)
 
     def link(self, transport: IslandTransport, who: str) -> Link:
-        """Of an island with that name and incarnation."""
+        """Return a link for `who`, an island's name and incarnation."""
         config = self.manifest.config
         return Link(transport, self.manifest, who, shard_order(config.data.shards, config.seed, self.pinned or ""))
 
@@ -58,36 +61,36 @@ class PreparedIsland:
         arrivals: Sequence[Arrival],
         on_marker: Callable[[Island, int], None] | None = None,
     ) -> Island:
-        """One that begins with these snapshots."""
+        """Return an island that begins with these snapshots."""
         batches = Batches(self.corpus.train, self.manifest.config, link.lease, fallback=_number_of(name))
         return Island(
             name, self.manifest, self.steps, batches, link, arrivals, incarnation=incarnation, on_marker=on_marker
         )  # fmt: skip
 
     def warm_up(self, island: Island, scan_steps: int) -> None:
-        """Finds or compiles all that the island will run. `scan_steps`: as many, or 0 for what pays here."""
+        """Compile everything that the island will run. `scan_steps` 0 measures which number is fastest."""
         self.scan_steps = scan_steps or self.scan_steps or best_scan_steps(island)
         island.scan_steps = self.scan_steps
         island.warm_up()
 
     def rehearse(self, transport: IslandTransport, awaited: Patience, scan_steps: int) -> None:
-        """Builds an island from the run's snapshots and warms it up. Nobody hears of it: its link never starts."""
+        """Build an island from the run's snapshots and warm it up. Its link never starts, so no peer hears of it."""
         link = self.link(transport, "")
         island = self.island(REHEARSING, "", link, awaited(link.join))
         self.warm_up(island, scan_steps)
         del island, link
-        gc.collect()  # it held a model, and perhaps a device's memory
+        gc.collect()  # frees the model and its device memory
 
 
 def prepare(manifest: Manifest, pinned: str | None) -> PreparedIsland:
-    """All that can be had before there is an island. The broker is not asked for anything."""
+    """Load the corpus and build the inner steps, without asking the broker for anything."""
     config = manifest.config
     corpus = training_text(manifest, pinned)
     return PreparedIsland(manifest, pinned, corpus, compile_steps(build(config.model), config.inner))
 
 
 def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
-    """The text to train on: the run's, or one that stays here. Raises MismatchError for another than the run's."""
+    """Open the text to train on: the run's, or a pinned one. Raises MismatchError if it is not the run's."""
     corpus = open_corpus(pinned or manifest.corpus.name)
     ours = manifest.corpus if pinned else corpus.identity
     manifest.require_same(describe(manifest.run, manifest.config, ours))
@@ -96,15 +99,15 @@ def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
 
 
 def register_text(corpus: OpenCorpus, transport: IslandTransport, pinned: str | None) -> None:
-    """Says which text an island reads under that name, if it is its own. Raises MismatchError where that is another."""
+    """Register a pinned text under its name. Raises MismatchError if the run knows another text by that name."""
     theirs = transport.island.register_corpus(pinned, corpus.digest) if pinned else corpus.digest
     if theirs != corpus.digest:
         raise MismatchError(
             f"corpus {pinned!r}", theirs, corpus.digest,
-            "Another island trains on a text of the same name: prepare this one under another (--name).",
+            "Another island trains on a different text of this name. Prepare yours under another name (--name).",
         )  # fmt: skip
 
 
 def _number_of(name: str) -> int:
-    """A number of its own for each name: where an island without a shard would begin."""
+    """Return a number that depends on the name. It tells where an island without a lease begins to read."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")

@@ -1,9 +1,9 @@
-"""How an island begins: as it was when the whole run goes back to a checkpoint, or with inner optimiser state from a
-peer, from its own checkpoint, or fresh; in this order.
+"""The beginning of an island.
 
-Parameters come from the merger in all cases but the first, so that nothing is counted twice and no fresh or old
-island ever becomes the truth. The learning rate follows the global step that the merger stamps, and the text is read
-on from the cursors in Redis.
+If the whole run has gone back to a checkpoint, the island restores its own of the same number. Otherwise its inner
+optimiser state comes from a peer, from its own checkpoint, or is fresh, in this order; its parameters come from the
+merger, so that no progress counts twice and no old island overwrites the run. The learning rate follows the global
+step of the merger, and the text continues at the cursors in Redis.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Rejoin:
-    """One island's beginning. `ask` before the first heartbeat, `complete` when everything is compiled."""
+    """The beginning of one island: `ask` before its first heartbeat, then `complete` once everything is compiled."""
 
     def __init__(
         self,
@@ -36,13 +36,21 @@ class Rejoin:
         seconds: float = recovery.ASK_SECONDS,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`seconds`: how long a peer's answer is waited for at the end."""
+        """Prepare the beginning.
+
+        Args:
+            transport: The connection to the broker.
+            store: The island's own checkpoints, if it keeps any.
+            island: The island.
+            arrivals: The snapshots with which it was created.
+            seconds: How long `complete` waits for a peer's answer.
+            pause: Sleeps for some seconds.
+        """
         self.transport, self.store, self.island = transport, store, island
         self.arrivals = arrivals
         self.seconds, self.pause = seconds, pause
         self._asked = False
-        self._before = Totals()
-        """what earlier incarnations of this island did, as they said it last"""
+        self._before = Totals()  # of earlier incarnations, by their last heartbeat
 
     @property
     def who(self) -> str:
@@ -50,7 +58,7 @@ class Rejoin:
         return f"{self.island.name}/{self.island.incarnation}"
 
     def ask(self, *, peers: bool = True) -> None:
-        """Looks around, and asks the peers if the run has begun: at its beginning fresh moments are right."""
+        """Look for peers, and ask them for optimiser state unless the run is at its beginning."""
         island = self.island
         try:
             presences = self.transport.reader.presences()
@@ -65,9 +73,9 @@ class Rejoin:
                 self._before = Totals(beat.steps, beat.tokens)
 
     def complete(self, whole: Found | None) -> None:
-        """Brings the island up to where it should begin. `whole`: its checkpoint that the run has gone back to."""
+        """Bring the island to its beginning. `whole` is its checkpoint of the number to which the run has gone back."""
         if whole is not None and self.store is not None and self.store.restore_whole(whole, self.island):
-            self._tell(whole)
+            self._send_actions(whole)
             self._withdraw()
             self._lease_again()
             for arrival in self.arrivals:
@@ -78,7 +86,7 @@ class Rejoin:
         if from_peer is not None:
             self.island.take_over(from_peer)
         elif self.store is not None and (found := self.store.restore_moments(self.island)) is not None:
-            self._tell(found)
+            self._send_actions(found)
         totals = self.island.totals
         totals.steps, totals.tokens = max(totals.steps, self._before.steps), max(totals.tokens, self._before.tokens)
 
@@ -93,8 +101,8 @@ class Rejoin:
             log.warning("no optimiser state from a peer: %s", error.what)
             return None
 
-    def _tell(self, found: Found) -> None:
-        """What an earlier incarnation did before that checkpoint, for the record of the run."""
+    def _send_actions(self, found: Found) -> None:
+        """Send the actions before a checkpoint that an earlier incarnation may not have sent."""
         try:
             for actions in found.untold:
                 self.transport.island.record_actions(actions)
@@ -102,7 +110,7 @@ class Rejoin:
             log.warning("the record of the run may have a gap: %s", error.what)
 
     def _withdraw(self) -> None:
-        """Nobody need answer any more."""
+        """Withdraw the question to the peers."""
         try:
             if self._asked:
                 self.transport.island.withdraw(self.who)
@@ -110,9 +118,9 @@ class Rejoin:
             log.warning("a peer may answer in vain: %s", error.what)
 
     def _lease_again(self) -> None:
-        """The shards that it was reading, and those whose end is not merged, unless somebody else has them now."""
+        """Lease the restored shards again. Give up those that another island holds by now."""
         batches, link = self.island.batches, self.island.link
-        link.leases.hold(batches.held())  # first: else the link leases them as something to read next
+        link.leases.hold(batches.held())  # first, as the link would otherwise lease them as the next ones
         try:
             for place in batches.places():
                 self.transport.island.lease_shard([place.shard], self.who)
@@ -120,6 +128,6 @@ class Rejoin:
                 pass_number, _ = self.transport.reader.cursors().get(place.shard, (0, 0))
                 if not ours or pass_number != place.pass_number:
                     batches.forget([place.shard])
-        except BrokerError as error:  # the link will find that they are not ours
+        except BrokerError as error:  # the next heartbeat checks the leases
             log.warning("shards cannot be leased again: %s", error.what)
         link.leases.hold(batches.held())

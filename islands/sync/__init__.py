@@ -1,1 +1,4 @@
-"""What any training loop needs to be an island: link, ledger, replica, adoption, recovery."""
+"""The core of an island, for any training loop: link, ledger, replica, adoption, recovery.
+
+It handles named arrays and knows no model, no data and no optimiser.
+"""
