@@ -1,4 +1,4 @@
-"""`archipelago plan`: before a run, which M, H, P and codec; how many bytes a second, how long, what goodput."""
+"""`archipelago simulate plan`: choose M, H, P and codec for a run, and estimate its traffic, duration and goodput."""
 
 from __future__ import annotations
 
@@ -17,46 +17,44 @@ from archipelago.ops.settings import say
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
 from archipelago.ops.simulation.links import Load, data_parallel_gbits, load
 
+#: The defaults are made for up to this number of islands, and the paper has no more.
 ISLANDS_MAX = 16
-"""what the defaults are made for, and the most that was published"""
+#: The goodput that twice as many islands must gain, because each island costs some quality.
 GAIN_WORTHWHILE = 0.03
-"""twice the islands must bring this much goodput: each costs some quality"""
 UPTIME_WANTED = 0.99
+#: The share of a link that syncs may fill. Snapshots and contributions come in bursts.
 LINK_SHARE = 0.7
-"""of a link that syncs may fill: snapshots and contributions come in bursts"""
 FAILURES_SIMULATED = 4000.0
 FRAGMENTS_MAX = 24
 WINDOW = 2
 
 
 class Way(NamedTuple):
-    """How a run syncs."""
+    """How a run syncs. `interval` is H; `up` and `down` are codecs."""
 
     interval: int
-    """H"""
     up: str
     down: str
     why: str
 
 
+#: From the least loss of quality to the least traffic. Fewer bits cost less quality than longer intervals.
 LADDER = (
-    Way(24, "bfloat16", "float32", "16 bits up, all 32 down: what rounding leaves out is sent with the next"),
-    Way(24, "int8", "int8", "8 bits both ways, which costs next to nothing"),
+    Way(24, "bfloat16", "float32", "16 bits up, all 32 down; rounding errors are sent with the next contribution"),
+    Way(24, "int8", "int8", "8 bits both ways, at hardly any cost"),
     Way(24, "int4", "int4", "4 bits both ways, which costs little (published: +0.09 % validation loss)"),
     Way(50, "int4", "int4", "4 bits both ways and twice the interval"),
     Way(100, "int4", "int4", "4 bits both ways and four times the interval"),
-    Way(200, "int4", "int4", "4 bits both ways and the longest interval that is tried and stable"),
+    Way(200, "int4", "int4", "4 bits both ways and the longest interval that was tried and is stable"),
     Way(200, "top3", "int4", "the largest 3 % up, 4 bits down, and the longest interval"),
 )
-"""from the least loss of quality to the least traffic: fewer bits cost less than longer intervals"""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Before a run: which M, H, P and codec; how many bytes a second, how long, what goodput. One page.
+    """Plan a run on one page: M, H, P and codec for the machines and links that you have.
 
-    Say what you have; `archipelago simulate` is the model behind the answer, and its documentation says what it
-    assumes.
+    The answer comes from the model of `archipelago simulate run`; docs/results/simulation.md lists its assumptions.
     """
 
     model: str = "1b"
@@ -64,29 +62,29 @@ class PlanOptions:
     tokens: str = "20x"
     """to train on: a number (26B), or a multiple of the parameters (20x)"""
     sites: int = 2
-    """places that share nothing but the Redis; each has at least one island"""
+    """places that share only the Redis; each has at least one island"""
     chips: int = 16
     """accelerators in all sites together"""
     tokens_per_second: float = 10_000.0
-    """that one chip trains on"""
+    """tokens per second that one chip trains on"""
     batch_tokens: int = 500_000
-    """of one inner step of all islands together"""
+    """tokens of one inner step of all islands together"""
     link_mbits: float = 1000.0
-    """between a site and the Redis, each way"""
+    """link between a site and the Redis, each way"""
     redis_mbits: float = 10_000.0
-    """of the machine with the Redis and the merger, each way"""
+    """link of the machine with the Redis and the merger, each way"""
     hours_between: float = YEAR_SECONDS / 3600.0
     """mean time between two interruptions of one chip; default a year. Spot machines: a few hours to a few days"""
     slice_chips: int = 8
-    """chips that one failure takes away: those of a machine, or of a slice"""
+    """chips that one failure stops: those of a machine or of a slice"""
     return_seconds: float = 300.0
-    """mean time until they are back"""
+    """mean time until these chips return"""
     pause_seconds: float = 30.0
-    """what an island loses when it goes on with other slices, or starts again"""
+    """time that an island loses when it continues with other slices, or restarts"""
     elastic: bool = False
-    """whether your islands go on with the slices that are left; ours do not: a slice is an island's all"""
+    """whether your islands continue with the remaining slices; our worker does not"""
     islands: int = 0
-    """M, if you have made up your mind"""
+    """M, if you want to set it yourself"""
     seed: int = 0
     """of the simulation"""
     json: bool = False
@@ -94,7 +92,7 @@ class PlanOptions:
 
 
 class Fleet(NamedTuple):
-    """A number of islands, and what the simulation says of it."""
+    """A number of islands with its simulated goodput and uptime."""
 
     islands: int
     goodput: float
@@ -103,29 +101,34 @@ class Fleet(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer."""
+    """The answer.
+
+    Attributes:
+        fleets: All numbers of islands that were simulated.
+        fleet: The chosen one.
+        fits: Whether the links carry the load.
+        seconds: Time of training, with failures.
+    """
 
     parameters: int
     tokens: int
     fleets: tuple[Fleet, ...]
-    """all that were simulated"""
     fleet: Fleet
-    """the one to take"""
     way: Way
     fragments: int
     step_seconds: float
     load: Load
     fits: bool
-    """whether the links carry it"""
     islands_a_site: int
     seconds: float
-    """of training, with failures"""
     data_parallel_goodput: float
     data_parallel_gbits: float
 
 
 def main(options: PlanOptions) -> int:
-    """Plans, and prints one page."""
+    """Plan, and print one page."""
+    from archipelago.ops.simulation.plan_page import page
+
     found = plan(options)
     if options.json:
         print_json(dataclasses.asdict(found))
@@ -136,7 +139,7 @@ def main(options: PlanOptions) -> int:
 
 
 def plan(options: PlanOptions) -> Plan:
-    """The fewest islands whose goodput more would not raise by much, and the first way that the links carry."""
+    """Choose the fewest islands that have most of the goodput, and the first way of LADDER that the links carry."""
     _check(options)
     parameters = parameters_of(options.model)
     tokens = tokens_of(options.tokens, parameters)
@@ -164,7 +167,7 @@ def plan(options: PlanOptions) -> Plan:
 
 
 def choose(fleets: Sequence[Fleet]) -> Fleet:
-    """The first one, unless twice the islands bring GAIN_WORTHWHILE, or are needed for UPTIME_WANTED; and so on."""
+    """Double the islands while that gains GAIN_WORTHWHILE, or while UPTIME_WANTED is not reached."""
     chosen = fleets[0]
     for fleet in fleets[1:]:
         if fleet.goodput - chosen.goodput < GAIN_WORTHWHILE and chosen.uptime >= UPTIME_WANTED:
@@ -197,7 +200,7 @@ def _check(options: PlanOptions) -> None:
 
 
 def _counts(options: PlanOptions) -> list[int]:
-    """M to look at: one a site, then twice as many, and so on; at least two."""
+    """Return the numbers of islands to simulate: one a site, then twice as many each time."""
     if options.islands:
         return [options.islands]
     counts, islands = [], max(1, options.sites)
@@ -212,7 +215,7 @@ def _slices(options: PlanOptions) -> int:
 
 
 def _fleet(options: PlanOptions, islands: int, step_seconds: float) -> Fleet:
-    """Simulated over as long as brings FAILURES_SIMULATED, and at least a thousand steps."""
+    """Simulate until FAILURES_SIMULATED failures are expected, and at least a thousand steps."""
     model = FailureModel(
         chips=options.chips,
         islands=islands,
@@ -231,7 +234,7 @@ def _fleet(options: PlanOptions, islands: int, step_seconds: float) -> Fleet:
 def _way(
     options: PlanOptions, parameters: int, islands: int, islands_a_site: int, step_seconds: float
 ) -> tuple[Way, int, Load, bool]:
-    """The first of the ladder that the links carry; else the last, and that they do not."""
+    """Return the first way of LADDER that the links carry, or the last one and False."""
     link = options.link_mbits * 1e6 / 8 / islands_a_site
     for way in LADDER:
         fragments = min(way.interval, FRAGMENTS_MAX)
@@ -258,7 +261,7 @@ def _number(text: str, what: str) -> float:
 
 
 def parameters_of(model: str) -> int:
-    """Parameters of a model by name, or the number that the text is. Raises ConfigError."""
+    """Return the parameters of a model by name, or the number in the text. Raise ConfigError for anything else."""
     if re.fullmatch(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?[kmbgt]?", model.lower()) and model not in ("124m", "1b"):
         return round(_number(model, "--model"))
     from archipelago.islands.models.registry import build
@@ -267,79 +270,7 @@ def parameters_of(model: str) -> int:
 
 
 def tokens_of(tokens: str, parameters: int) -> int:
-    """Tokens as a number, or as a multiple of the parameters. Raises ConfigError."""
+    """Return a number of tokens, given as a number or as a multiple of the parameters. Raise ConfigError otherwise."""
     if tokens.lower().endswith("x"):
         return round(_number(tokens[:-1], "--tokens") * parameters)
     return round(_number(tokens, "--tokens"))
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def page(options: PlanOptions, found: Plan) -> list[str]:
-    """The answer for people."""
-    way, need, fleet = found.way, found.load, found.fleet
-    interval_seconds = way.interval * found.step_seconds
-    fails, settings = _time(options.hours_between * 3600), f"--sync.interval {way.interval}"
-    settings += f" --sync.fragments {found.fragments} --wire.up {way.up} --wire.down {way.down}"
-    return [
-        f"plan     {_count(found.parameters)} parameters on {_count(found.tokens)} tokens: {options.chips:,} chips in "
-        f"{options.sites} sites, {options.link_mbits:,.0f} Mbit/s each; a chip fails every {fails}",
-        "",
-        f"M = {fleet.islands:<5} islands, {found.islands_a_site} a site, {options.chips / fleet.islands:g} chips each",
-        f"H = {way.interval:<5} inner steps between two syncs of a fragment: {_time(interval_seconds)}",
-        f"P = {found.fragments:<5} fragments, one sync every {_time(interval_seconds / found.fragments)}",
-        f"codec    {way.up} up, {way.down} down: {way.why}",
-        "",
-        f"goodput  {fleet.goodput:.1%} of the chips' time, uptime {fleet.uptime:.2%}; data-parallel over all sites: "
-        f"{found.data_parallel_goodput:.1%}",
-        *(f"         M = {f.islands:<3} {f.goodput:6.1%}  uptime {f.uptime:7.2%}" for f in found.fleets),
-        "",
-        f"time     {_time(found.seconds)} for {math.ceil(found.tokens / options.batch_tokens):,} steps of "
-        f"{_time(found.step_seconds)} (without failures {_time(found.seconds * fleet.goodput)})",
-        f"bytes    an island {_rate(need.up)} up, {_rate(need.down)} down; Redis {_rate(need.redis_in)} in, "
-        f"{_rate(need.redis_out)} out",
-        f"         in all {_size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
-        f"needs {found.data_parallel_gbits:,.3g} Gbit/s between sites",
-        _link_line(options, found),
-        "",
-        f"start    archipelago init redis://… --run NAME {settings}",
-    ]
-
-
-def _link_line(options: PlanOptions, found: Plan) -> str:
-    if not found.fits:
-        return ("link     TOO THIN even so: islands would stretch their intervals by themselves, and learn less. Fewer "
-                "islands a site, a smaller model, larger batches, or a better link.")  # fmt: skip
-    link = options.link_mbits * 1e6 / 8 / found.islands_a_site
-    redis = options.redis_mbits * 1e6 / 8
-    used = max(found.load.up, found.load.down) / link
-    there = max(found.load.redis_in, found.load.redis_out) / redis
-    return f"link     {used:.0%} of an island's share of its site's link, {there:.0%} of the Redis's"
-
-
-def _count(value: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:g}"
-
-
-def _size(bytes_: float) -> str:
-    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if bytes_ >= size:
-            return f"{bytes_ / size:.3g} {unit}"
-    return f"{bytes_:.0f} B"
-
-
-def _rate(bytes_a_second: float) -> str:
-    return f"{_size(bytes_a_second)}/s"
-
-
-def _time(seconds: float) -> str:
-    if 0.99 < seconds / YEAR_SECONDS < 1.01:
-        return "year"
-    for unit, size in (("years", YEAR_SECONDS), ("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

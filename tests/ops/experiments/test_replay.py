@@ -239,7 +239,7 @@ def test_other_rules_are_steered_except_for_the_settings_that_they_name(
     assert all_the_time["rounds"] == len(record.rounds)
 
 
-# -- the corpus of an island --------------------------------------------------------------------------------------------
+# -- the corpus of an island -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from archipelago.ops.simulation.plan import (
     Fleet,
     PlanOptions,
     choose,
-    page,
     parameters_of,
     plan,
     tokens_of,
 )
+from archipelago.ops.simulation.plan_page import page
 from tests.failing import failing
 
 SPOT = PlanOptions(model="1e8", tokens="2B", sites=2, chips=16, slice_chips=1, hours_between=2.0, batch_tokens=100_000)

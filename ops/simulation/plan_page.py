@@ -1,0 +1,77 @@
+"""Write a plan as one page for people."""
+
+from __future__ import annotations
+
+import math
+
+from archipelago.ops.simulation.failures import YEAR_SECONDS
+from archipelago.ops.simulation.plan import Plan, PlanOptions
+
+
+def page(options: PlanOptions, found: Plan) -> list[str]:
+    """Return the lines of the page."""
+    way, need, fleet = found.way, found.load, found.fleet
+    interval_seconds = way.interval * found.step_seconds
+    fails, settings = _time(options.hours_between * 3600), f"--sync.interval {way.interval}"
+    settings += f" --sync.fragments {found.fragments} --wire.up {way.up} --wire.down {way.down}"
+    return [
+        f"plan     {_count(found.parameters)} parameters on {_count(found.tokens)} tokens: {options.chips:,} chips in "
+        f"{options.sites} sites, {options.link_mbits:,.0f} Mbit/s each; a chip fails every {fails}",
+        "",
+        f"M = {fleet.islands:<5} islands, {found.islands_a_site} a site, {options.chips / fleet.islands:g} chips each",
+        f"H = {way.interval:<5} inner steps between two syncs of a fragment: {_time(interval_seconds)}",
+        f"P = {found.fragments:<5} fragments, one sync every {_time(interval_seconds / found.fragments)}",
+        f"codec    {way.up} up, {way.down} down: {way.why}",
+        "",
+        f"goodput  {fleet.goodput:.1%} of the chips' time, uptime {fleet.uptime:.2%}; data-parallel over all sites: "
+        f"{found.data_parallel_goodput:.1%}",
+        *(f"         M = {f.islands:<3} {f.goodput:6.1%}  uptime {f.uptime:7.2%}" for f in found.fleets),
+        "",
+        f"time     {_time(found.seconds)} for {math.ceil(found.tokens / options.batch_tokens):,} steps of "
+        f"{_time(found.step_seconds)} (without failures {_time(found.seconds * fleet.goodput)})",
+        f"bytes    an island {_rate(need.up)} up, {_rate(need.down)} down; Redis {_rate(need.redis_in)} in, "
+        f"{_rate(need.redis_out)} out",
+        f"         in all {_size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
+        f"needs {found.data_parallel_gbits:,.3g} Gbit/s between sites",
+        _link_line(options, found),
+        "",
+        f"start    archipelago init redis://… --run NAME {settings}",
+    ]
+
+
+def _link_line(options: PlanOptions, found: Plan) -> str:
+    if not found.fits:
+        return ("link     TOO THIN: islands would stretch their intervals by themselves, and learn less. Take fewer "
+                "islands a site, a smaller model, larger batches, or a better link.")  # fmt: skip
+    link = options.link_mbits * 1e6 / 8 / found.islands_a_site
+    redis = options.redis_mbits * 1e6 / 8
+    used = max(found.load.up, found.load.down) / link
+    there = max(found.load.redis_in, found.load.redis_out) / redis
+    return f"link     {used:.0%} of an island's share of its site's link, {there:.0%} of the Redis's"
+
+
+def _count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:g}"
+
+
+def _size(bytes_: float) -> str:
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if bytes_ >= size:
+            return f"{bytes_ / size:.3g} {unit}"
+    return f"{bytes_:.0f} B"
+
+
+def _rate(bytes_a_second: float) -> str:
+    return f"{_size(bytes_a_second)}/s"
+
+
+def _time(seconds: float) -> str:
+    if 0.99 < seconds / YEAR_SECONDS < 1.01:
+        return "year"
+    for unit, size in (("years", YEAR_SECONDS), ("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
