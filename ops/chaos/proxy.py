@@ -1,7 +1,7 @@
-"""A TCP proxy on loopback that is a bad link on purpose: thin, slow, cut and healed while connections go through it.
+"""A TCP proxy on loopback that simulates a bad link: it throttles, delays, cuts and heals its connections.
 
-The pure part says when how many bytes may go (`Bucket`, time as an argument); the rest moves them, on an event loop in
-a thread of its own. The two directions are throttled apart, each over all of its connections together, in turn.
+`Bucket` is pure and decides when bytes may pass. The rest moves the bytes, on an event loop in its own thread. Each
+direction has one rate, which all connections share in turn.
 """
 
 from __future__ import annotations
@@ -19,44 +19,49 @@ from types import TracebackType
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
+#: Bytes that pass at a time. Pieces are small, so that connections take turns and a new rate applies at once.
 PIECE_BYTES = 8 << 10
-"""read, and let through, at a time: small, so that connections take turns and a change of rate is felt at once"""
+#: Pieces of one connection and direction that only the delay holds back.
 PIECES_IN_FLIGHT = 64
-"""of one connection and direction, let through and held back by the delay only"""
+#: A direction that was idle may send the bytes of at most this time at once.
 BURST_SECONDS = 0.02
-"""A direction that was idle for so long or longer may send what it missed in that time at once, and no more."""
 START_SECONDS = 10.0
+#: The value of SO_LINGER with which closing a socket resets its connection.
 LINGER_OFF = struct.pack("ii", 1, 0)
-"""as SO_LINGER: closing resets"""
 
 
 @dataclass
 class Bucket:
-    """A token bucket over bytes; seconds come from any clock that does not go back."""
+    """A token bucket over bytes.
+
+    Attributes:
+        bytes_per_second: The rate, which may be infinite.
+        tokens: Bytes that may pass now.
+        filled_at: When `tokens` was last updated, by any clock that does not go back.
+    """
 
     bytes_per_second: float
-    """may be infinite"""
     tokens: float = 0.0
     filled_at: float = 0.0
 
     @property
     def burst_bytes(self) -> float:
-        """What it holds at most; always a whole piece, or that could never go."""
+        """The most that it holds. This is at least one piece, or no piece could ever pass."""
         return max(float(PIECE_BYTES), self.bytes_per_second * BURST_SECONDS)
 
     def wait_seconds(self, count: int, now: float) -> float:
-        """Takes `count` bytes (up to a piece) and returns 0, or takes none and says how long until they may go."""
+        """Take `count` bytes (at most a piece) and return 0, or take none and return how long to wait."""
         self._fill(now)
         if math.isinf(self.bytes_per_second):
             return 0.0
         if self.tokens >= count:
             self.tokens -= count
             return 0.0
-        # An instant more than the division says: its rounding must not make anyone wait twice for the last byte.
+        # The extra microsecond avoids a second wait because of rounding.
         return (count - self.tokens) / self.bytes_per_second + 1e-6
 
     def set_rate(self, bytes_per_second: float, now: float) -> None:
-        """Another rate from now on."""
+        """Change the rate from now on."""
         self._fill(now)
         self.bytes_per_second = bytes_per_second
         self.tokens = min(self.tokens, self.burst_bytes)
@@ -69,32 +74,49 @@ class Bucket:
 
 
 def bytes_per_second(megabits: float) -> float:
-    """Of so many Mbit/s. Raises ValueError unless that is more than nothing."""
+    """Convert a rate from Mbit/s. Raise ValueError unless it is positive."""
     if not megabits > 0:
-        raise ValueError(f"{megabits} Mbit/s is no rate; `cut` stops everything")
+        raise ValueError(f"the rate must be positive, not {megabits} Mbit/s; use `cut` to stop all traffic")
     return megabits * 1e6 / 8
 
 
 @dataclass
 class _Direction:
-    """One way through the proxy, for all connections together."""
+    """One direction of all connections together.
+
+    Attributes:
+        bucket: Its token bucket.
+        turn: A fair lock, through which connections share the rate piece by piece.
+        changed: Set when the rate changes.
+        bytes: Bytes that have passed so far.
+    """
 
     bucket: Bucket
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """first come, first served: so connections share the rate piece by piece"""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     bytes: int = 0
-    """let through so far"""
 
 
+#: Pieces of one connection and direction, and when each is due. An empty piece is the end.
 _Pieces = asyncio.Queue[tuple[float, bytes]]
-"""of one connection and direction: what was let through, and when it is due; an empty piece is the end"""
 
 
 class Proxy:
-    """Listens on a port of loopback and forwards to a target. `up` is towards the target, `down` back from it.
+    """Listens on a port of loopback and forwards connections to a target.
 
-    Every method may be called from any thread while it runs.
+    `up` is the direction to the target, and `down` the direction back. Methods may be called from any thread.
+
+    Args:
+        target_host, target_port: The target.
+        megabits_up, megabits_down: The rate of each direction in Mbit/s.
+        delay_seconds: The delay that is added to each direction.
+
+    Raises:
+        ValueError: A rate is not positive.
+
+    Attributes:
+        port: The port on which it listens.
+        delay_seconds: The delay, which may be changed at any time and applies to later bytes.
     """
 
     def __init__(
@@ -105,10 +127,8 @@ class Proxy:
         megabits_down: float = math.inf,
         delay_seconds: float = 0.0,
     ) -> None:
-        """`delay_seconds` is one way, and added to each direction. Raises ValueError for a rate that is none."""
         self.target = (target_host, target_port)
         self.delay_seconds = delay_seconds
-        """may be set at any time; counts for what comes from then on"""
         now = time.monotonic()
         self._up = _Direction(Bucket(bytes_per_second(megabits_up), filled_at=now))
         self._down = _Direction(Bucket(bytes_per_second(megabits_down), filled_at=now))
@@ -116,7 +136,7 @@ class Proxy:
         self.port: int = self._socket.getsockname()[1]
         self._open = asyncio.Event()
         self._server: asyncio.Server | None = None
-        self._writers: dict[asyncio.Task[Any], set[asyncio.StreamWriter]] = {}  # of each connection that goes through
+        self._writers: dict[asyncio.Task[Any], set[asyncio.StreamWriter]] = {}
         self._forgotten: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -125,13 +145,13 @@ class Proxy:
     # -- from any thread --------------------------------------------------------------------------------------------
 
     def start(self) -> Proxy:
-        """Begins to listen."""
+        """Begin to listen."""
         self._thread.start()
         self.heal()
         return self
 
     def stop(self) -> None:
-        """Ends all connections and the thread. Safe to call again."""
+        """End all connections and the thread. A second call does nothing."""
         if self._thread.is_alive():
             self._call(self._end())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -149,36 +169,37 @@ class Proxy:
         self.stop()
 
     def set_rates(self, megabits_up: float, megabits_down: float) -> None:
-        """Other rates from now on, also for what waits already. Raises ValueError for a rate that is none."""
+        """Change the rates in Mbit/s, also for waiting bytes. Raise ValueError for a rate that is not positive."""
         self._call(self._change(bytes_per_second(megabits_up), bytes_per_second(megabits_down)))
 
     def cut(self, *, reset: bool = False) -> None:
-        """A partition: new connections are refused; existing ones stall without a word, or end with a `reset`."""
+        """Partition the link: refuse new connections, and stall the existing ones silently or `reset` them."""
         self._call(self._cut(reset))
 
     def heal(self) -> None:
-        """Everything goes through again: what stalled goes on where it was."""
+        """End a partition. Stalled connections continue where they were."""
         self._call(self._heal())
 
     def half_open(self) -> None:
-        """Forgets its connections without a word, as a router that restarts: each end still has its own, and nothing
-        comes through it ever again. New ones work.
+        """Forget all connections silently, as a router does that restarts.
+
+        Both ends keep their halves, and nothing passes any more. New connections work.
         """
         self._call(self._forget())
 
     @property
     def bytes_up(self) -> int:
-        """Let through towards the target so far."""
+        """Bytes that have passed towards the target."""
         return self._up.bytes
 
     @property
     def bytes_down(self) -> int:
-        """Let through from the target so far."""
+        """Bytes that have passed from the target."""
         return self._down.bytes
 
     @property
     def connections(self) -> int:
-        """Connections that go through it now, stalled ones among them."""
+        """The number of connections, including stalled ones."""
         return len(self._writers)
 
     def _call(self, what: Coroutine[Any, Any, None]) -> None:
@@ -198,9 +219,9 @@ class Proxy:
     async def _cut(self, reset: bool) -> None:
         self._open.clear()
         if self._server is not None:
-            self._server.close()  # the listening socket goes: the system itself refuses who comes
+            self._server.close()  # Without a listening socket, the system refuses connections.
             self._server = None
-            self._socket = _bound(self.port)  # silent, and nobody else gets the port
+            self._socket = _bound(self.port)  # This keeps the port without listening.
         if reset:
             self._reset_all()
 
@@ -214,7 +235,7 @@ class Proxy:
         for writer in self._forgotten:
             _reset(writer)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # closed transports let go of their sockets in the next turn of the loop
+        await asyncio.sleep(0)  # Closed transports free their sockets in the next turn of the loop.
 
     def _reset_all(self) -> None:
         for both in self._writers.values():
@@ -235,12 +256,12 @@ class Proxy:
         try:
             await self._serve(reader, writer)
         except asyncio.CancelledError:
-            pass  # the proxy ends, or has forgotten it
+            pass  # The proxy ends, or has forgotten this connection.
         finally:
             self._tasks.discard(task)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until both directions have ended or either side is gone."""
+        """Serve one connection, until both directions have ended or one side is gone."""
         try:
             far_reader, far_writer = await asyncio.open_connection(*self.target)
         except OSError:
@@ -258,14 +279,14 @@ class Proxy:
                     group.create_task(self._deliver(pieces, end))
         except* OSError:
             for one in both:
-                _reset(one)  # what one side did to us, the other one feels
+                _reset(one)  # An error of one side resets the other one.
         finally:
             del self._writers[task]
             for one in both - self._forgotten:
                 one.close()
 
     async def _read(self, reader: asyncio.StreamReader, pieces: _Pieces, way: _Direction) -> None:
-        """Lets one direction of a connection through, up to and including its end; the other one goes on."""
+        """Forward one direction of a connection, including its end. The other direction continues."""
         piece = b"more"
         while piece:
             piece = await reader.read(PIECE_BYTES)
@@ -296,7 +317,7 @@ class Proxy:
 
 
 def _bound(port: int) -> socket.socket:
-    """A socket on that port of loopback, or on a free one, that does not listen: who connects is refused."""
+    """Bind a socket to that port of loopback, or to a free one for 0, without listening."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.bind((LOOPBACK, port))
