@@ -48,6 +48,8 @@ DIFFERENCES_KEPT = 32
 NOTES_KEPT = 1000
 #: How many of the newest events are searched for refusals. Dashboards ask often, and the stream is long.
 REFUSALS_AMONG = 2048
+#: Above this share of the broker's memory limit, islands publish nothing.
+MEMORY_SHARE_MAX = 0.8
 #: The id before the first event of a run.
 START = "0-0"
 
@@ -155,10 +157,6 @@ class Image:
             published=old.merged + old.refused + len(self.pending),
             published_tokens=old.merged_tokens + old.refused_tokens + sum(c.tokens for c, _ in self.pending),
         )
-
-
-#: The share of the broker's memory limit above which islands send nothing, so that the merger has room to work.
-MEMORY_SHARE_MAX = 0.8
 
 
 @dataclass(frozen=True)

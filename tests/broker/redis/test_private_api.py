@@ -1,0 +1,35 @@
+"""The private API of redis-py that `broker/redis/bulk.py` uses."""
+
+from __future__ import annotations
+
+import socket
+from importlib.metadata import version
+from typing import Any
+
+import redis
+
+from archipelago.ops.launch.embedded_redis import Server
+
+#: Versions with which reading large payloads past the parser was tried. Before you add one, run `tests/broker`,
+#: `tests/contract` and `tests/integration/test_addresses.py` with it: they read chunked payloads over TCP, TLS and
+#: Unix sockets.
+TRIED = {"8.1"}
+
+
+def test_the_installed_version_was_tried() -> None:
+    assert ".".join(version("redis").split(".")[:2]) in TRIED
+
+
+def test_a_connection_keeps_its_socket_and_its_parser_reads_nothing_ahead(server: Server) -> None:
+    with redis.Redis.from_url(server.url, protocol=2) as client:
+        pool = client.connection_pool
+        connection: Any = pool.get_connection()
+        try:
+            assert isinstance(connection._sock, socket.socket)
+            connection.send_command("PING")
+            assert connection.read_response() == b"PONG"
+            connection.send_command("ECHO", "payload")
+            assert connection._sock.recv(13, socket.MSG_WAITALL) == b"$7\r\npayload\r\n"
+        finally:
+            connection.disconnect()
+            pool.release(connection)
