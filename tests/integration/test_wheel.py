@@ -60,4 +60,4 @@ def test_an_installed_wheel_trains(tmp_path: Path, environment: dict[str, str]) 
     printed = run([str(bin_folder / "archipelago"), "up", "--json", "--run=wheel", *SMALL], work, private)
     report = json.loads(printed)
     assert report["finished"]
-    assert report["last"]["bits_per_byte"] < report["first"]["bits_per_byte"]
+    assert report["bits_per_byte_last"] < report["bits_per_byte_first"]
