@@ -1,7 +1,7 @@
-"""What the dashboard keeps of a run to draw: rounds, held-out results and queues over time, in bounded memory.
+"""The history that the dashboard draws, in bounded memory: rounds and queues over time. Pure.
 
-A trail keeps every row until it is full, then half as many that stand for twice as many each. So a page of a run that
-goes on for weeks is as light as one of an hour, and what is thinned is always thinned evenly. No clocks, no Redis.
+A trail keeps every row until it is full. Then it joins neighbours, so that half as many rows stand for twice as many
+additions each. The page of a run of several weeks is therefore as small as that of an hour.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.watch.run_view import RECENT_ROUNDS
 
+#: Rows of a trail. If there are more, neighbours are joined.
 ROWS_KEPT = 4096
-"""rows of a trail; two neighbours become one when there are more"""
+#: Points of each line: about one for every two pixels.
 POINTS_DRAWN = 360
-"""of each line: about one for every two pixels that it gets"""
+#: Rounds that are drawn one by one.
 DETAIL_ROUNDS = 96
-"""rounds that are drawn one by one"""
+#: Rounds in the histogram of staleness.
 STALENESS_ROUNDS = 1024
-"""rounds that the histogram of staleness looks back on"""
 MARKS_KEPT = 100
 SMOOTHING = 0.8
 
@@ -30,24 +30,27 @@ Row = TypeVar("Row")
 
 
 class RoundRow(NamedTuple):
-    """One round, or the neighbours that it stands for. NaN is what nobody measured."""
+    """One round, or several neighbouring rounds. NaN marks values that were not measured.
+
+    Attributes:
+        round: The last of the rounds.
+        tokens: Tokens merged so far, each counted once.
+        loss: Mean loss in nats per token.
+        size: The largest number of islands that were known.
+        live: The smallest number of live islands.
+        participating: The smallest number of live islands that recent rounds had merged.
+    """
 
     round: float
-    """the last one"""
     tokens: float
-    """merged until then, each counted once"""
     loss: float
-    """nats a token, mean"""
     size: float
-    """islands that were heard of until then, the most"""
     live: float
-    """the fewest"""
     participating: float
-    """live islands that were merged in one of the rounds before, the fewest"""
 
 
 class QueueRow(NamedTuple):
-    """One reading of what waits and of what Redis holds; of neighbours, the most."""
+    """One reading of pending contributions and of Redis's memory; the maximum of several neighbours."""
 
     unix_seconds: float
     pending: float
@@ -55,22 +58,25 @@ class QueueRow(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """One round's times, in seconds."""
+    """One round's times.
+
+    Attributes:
+        quorum_seconds: From the first contribution to the quorum.
+        waited_seconds: From the quorum to the close.
+        grace_seconds: The grace window that was allowed.
+    """
 
     round: int
     quorum_seconds: float
-    """from the first contribution to the quorum"""
     waited_seconds: float
-    """from the quorum to the close"""
     merge_seconds: float
     grace_seconds: float
-    """what it was allowed to wait"""
     contributions: int
     live: int
 
 
 def joined_rounds(rows: Sequence[RoundRow]) -> RoundRow:
-    """The row that stands for these neighbours: a dip in who lives or takes part stays to be seen."""
+    """Join neighbouring rows. A drop in live or participating islands stays visible."""
     return RoundRow(
         rows[-1].round, rows[-1].tokens, mean([row.loss for row in rows]), max(row.size for row in rows),
         min(row.live for row in rows), min(row.participating for row in rows),
@@ -78,29 +84,29 @@ def joined_rounds(rows: Sequence[RoundRow]) -> RoundRow:
 
 
 def joined_queues(rows: Sequence[QueueRow]) -> QueueRow:
-    """The row that stands for these neighbours: a peak stays to be seen."""
+    """Join neighbouring rows. A peak stays visible."""
     return QueueRow(rows[-1].unix_seconds, max(row.pending for row in rows), max(row.memory_bytes for row in rows))
 
 
 def joined_evaluations(rows: Sequence[Evaluation]) -> Evaluation:
-    """The newest: each is a measurement of its own, and no mean was ever a model."""
+    """Return the newest: each is a measurement of one model, and a mean would belong to none."""
     return rows[-1]
 
 
 def thinned(rows: Sequence[Row], most: int, joined: Callable[[Sequence[Row]], Row]) -> list[Row]:
-    """At most that many rows, each standing for as many neighbours; the newest is always the last one's."""
+    """Return at most `most` rows, each of which joins equally many neighbours."""
     span = max(1, math.ceil(len(rows) / most))
     return [joined(rows[start : start + span]) for start in range(0, len(rows), span)]
 
 
 def mean(values: Iterable[float]) -> float:
-    """Of those that were measured; NaN where none was."""
+    """Return the mean of the values that are not NaN, or NaN if there are none."""
     known = [value for value in values if not math.isnan(value)]
     return statistics.fmean(known) if known else math.nan
 
 
 def smoothed(values: Iterable[float], smoothing: float = SMOOTHING) -> list[float]:
-    """An exponential moving average that begins without a bias; NaN leaves it where it is."""
+    """Return the bias-corrected exponential moving average; NaN leaves it unchanged."""
     out, total, weight = [], 0.0, 0.0
     for value in values:
         if not math.isnan(value):
@@ -119,7 +125,7 @@ class Trail(Generic[Row]):
         self._open: list[Row] = []
 
     def add(self, row: Row) -> None:
-        """The newest row."""
+        """Add the newest row."""
         self._open.append(row)
         if len(self._open) < self.span:
             return
@@ -131,12 +137,12 @@ class Trail(Generic[Row]):
 
     @property
     def rows(self) -> list[Row]:
-        """All of them, with what has not yet become a whole one."""
+        """All rows, the last of which may stand for fewer additions."""
         return [*self._rows, *([self.joined(self._open)] if self._open else [])]
 
 
 class Mark(NamedTuple):
-    """A round from which on something is another."""
+    """A round in which the merger or a setting changed."""
 
     round: int
     tokens: float
@@ -144,7 +150,7 @@ class Mark(NamedTuple):
 
 
 class History:
-    """The rounds of one run as they were seen, from entries of its tape."""
+    """The rounds of one run, from the entries of its tape."""
 
     def __init__(self, fragments: int) -> None:
         self.fragments = fragments
@@ -158,20 +164,25 @@ class History:
         self._tokens = 0.0
 
     def begin(self, merged_tokens: int, tape: Sequence[TapeEntry]) -> None:
-        """The first entries, at whose end that many tokens (summed over the fragments) were merged."""
+        """Add the first entries.
+
+        Args:
+            merged_tokens: Tokens merged until the last entry, summed over the fragments.
+            tape: The entries, oldest first.
+        """
         seen = sum(member.tokens for entry in tape for member in entry.members)
         self._tokens = max(0.0, (merged_tokens - seen) / self.fragments)
         self.extend(tape)
 
     def follows(self, tape: Sequence[TapeEntry]) -> bool:
-        """Whether entries go on from what was seen: not where some are missing, nor where a run went back."""
+        """Return whether the entries connect to those that were added: none is missing, and the run did not go back."""
         if self.newest is None or not tape:
             return self.newest is None and not tape
         mine = [entry for entry in tape if entry.round == self.newest.round]
         return bool(mine) and mine[-1].digest == self.newest.digest and tape[-1].round >= self.newest.round
 
     def extend(self, tape: Sequence[TapeEntry]) -> int:
-        """Takes in the entries that are new, oldest first; how many there were."""
+        """Add the entries that are new, and return their number. The oldest comes first."""
         last = self.newest.round if self.newest else -1
         new = [entry for entry in tape if entry.round > last]
         for entry in new:
@@ -182,7 +193,7 @@ class History:
         here = {member.island: member.staleness for member in entry.members}
         self._known |= here.keys()
         self._recent.append(here)
-        taking_part = len(set().union(*self._recent))
+        participating = len(set().union(*self._recent))
         self._tokens += sum(member.tokens for member in entry.members) / self.fragments
         self._staleness.append(tuple(member.staleness for member in entry.members))
         self._details.append(
@@ -192,7 +203,7 @@ class History:
             )
         )  # fmt: skip
         size, live = max(entry.live, len(self._known)), float(entry.live)
-        self._trail.add(RoundRow(entry.round, self._tokens, entry.loss, size, live, min(live, taking_part)))
+        self._trail.add(RoundRow(entry.round, self._tokens, entry.loss, size, live, min(live, participating)))
         if self.newest and entry.epoch != self.newest.epoch:
             self._marks.append(Mark(entry.round, self._tokens, f"epoch {entry.epoch} begins"))
         if entry.steered:
@@ -200,20 +211,20 @@ class History:
         self.newest = entry
 
     def lines(self, points: int = POINTS_DRAWN) -> dict[str, list[float]]:
-        """Columns over rounds, thinned."""
+        """Return columns over rounds, thinned to at most `points`."""
         rows = thinned(self._trail.rows, points, joined_rounds)
         return {**columns(rows, RoundRow), "smooth": smoothed([row.loss for row in rows])}
 
     def details(self) -> dict[str, list[Any]]:
-        """Columns of the newest rounds, one by one."""
+        """Return columns of the newest rounds, one row for each."""
         return columns(list(self._details), Detail)
 
     def marks(self) -> dict[str, list[Any]]:
-        """Columns of the rounds with which a merger took over, or a change of the operator took effect."""
+        """Return columns of the rounds in which a merger took over or a change by an operator took effect."""
         return columns(list(self._marks), Mark)
 
     def staleness(self) -> list[int]:
-        """How many of the recent contributions were merged at staleness 0, 1, 2 …"""
+        """Return how many of the recent contributions were merged at staleness 0, 1, 2 …"""
         values = [value for members in self._staleness for value in members]
         counts = [0] * (max(values, default=-1) + 1)
         for value in values:
@@ -221,10 +232,10 @@ class History:
         return counts
 
     def parts(self, island: str) -> list[int]:
-        """The island's part in the newest rounds, oldest first: its staleness where it was merged, else −1."""
+        """Return the staleness at which the newest rounds merged the island, oldest first; −1 where they did not."""
         return [here.get(island, -1) for here in self._recent]
 
 
 def columns(rows: Sequence[Any], kind: Any) -> dict[str, list[Any]]:
-    """Rows of a NamedTuple, field by field."""
+    """Return rows of the named tuple `kind` as one list for each field."""
     return {name: [row[index] for row in rows] for index, name in enumerate(kind._fields)}

@@ -1,4 +1,4 @@
-"""What the page is told: one reading of a run, put together as plain data for JSON. No clocks, no Redis."""
+"""The data of the dashboard's page, from one reading of a run, ready for JSON. Pure."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from archipelago.ops.watch.health import events_of, stall_seconds
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 EVENTS_SHOWN = 120
+#: Time constant over which rates are averaged.
 SMOOTHING_SECONDS = 8.0
-"""over about which a rate is averaged"""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes a second of one island, and from which counters on they are measured further."""
+    """Bytes per second of one island, and the counters that the next measurement starts from."""
 
     unix_seconds: float
     bytes_up: int
@@ -40,7 +40,7 @@ class Rate:
 
 
 def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_seconds: float) -> dict[str, Rate]:
-    """Each island's rates, moved on by what its counters say now; one that began again begins from zero."""
+    """Update each island's rates with its counters. The rates of an island that restarted begin at zero."""
     out = {}
     for island in islands:
         old = before.get(island.name, Rate(unix_seconds, island.bytes_up, island.bytes_down))
@@ -62,7 +62,7 @@ def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_sec
 
 @dataclass(frozen=True)
 class TokenBooks:
-    """The books in tokens, which take reading through the whole stream: from now and then."""
+    """The accounts in tokens. They are read seldom, since that takes reading the whole stream."""
 
     unix_seconds: float
     published: int
@@ -74,15 +74,19 @@ class TokenBooks:
 
 @dataclass(frozen=True)
 class Reading:
-    """Everything that was read for one turn of the page."""
+    """Everything that was read for one update of the page.
+
+    Attributes:
+        unix_seconds: The dashboard's wall clock.
+        round_seconds: Time since the newest round was closed, or first seen here.
+        epoch: The epoch of the merger that closed it; 0 before the first round.
+        standing: The merger that serves the run; None if it is not known.
+    """
 
     view: RunView
     unix_seconds: float
-    """the dashboard's wall clock"""
     round_seconds: float
-    """since the newest round was closed, or first seen here"""
     epoch: int
-    """of the merger that closed it; 0 before the first"""
     control: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[Note] = ()
     refusals: Sequence[tuple[float, Refusal]] = ()
@@ -90,11 +94,10 @@ class Reading:
     token_books: TokenBooks | None = None
     rates: Mapping[str, Rate] = field(default_factory=dict)
     standing: Standing | None = None
-    """who serves the run; None where that is not known"""
 
 
 def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, Any]:
-    """What changes with each reading: everything but the charts. Finite or None is up to who writes the JSON."""
+    """Return what changes with each reading: everything except the charts. The JSON writer replaces NaN."""
     view = reading.view
     run = asdict(view)
     del run["islands"], run["books"]
@@ -119,7 +122,7 @@ def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, 
 
 
 def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow]) -> dict[str, Any]:
-    """What is drawn, thinned: a few hundred points a line, however long the run."""
+    """Return the charts' data, thinned to a few hundred points for each line."""
     evaluations = thinned(reading.evaluations, POINTS_DRAWN, joined_evaluations)
     return {
         "lines": history.lines(),
@@ -139,18 +142,18 @@ def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow]) ->
 
 
 def state_of(reading: Reading, interval: int) -> dict[str, str]:
-    """The run in a word and a sentence; `mood` is good, busy, warn or idle. `interval` is H."""
+    """Return the run's state as a word, a mood (good, busy, warn or idle) and a sentence. `interval` is H."""
     view = reading.view
     if reading.control.get(MERGING) == PAUSED:
-        return _state("paused", "warn", "Merging is paused; islands train on. Go on under Steer.")
+        return _state("paused", "warn", "Merging is paused; islands continue to train. Resume it under Steer.")
     if view.steps and view.step >= view.steps and not view.live:
         return _state("finished", "idle", f"All {view.steps:,} steps are made.")
     if not view.known and not view.rounds:
         return _state("waiting", "idle", "No island has joined yet.")
     if not view.live:
-        return _state("no islands", "warn", "No island is live; the run goes on when one comes.")
+        return _state("no islands", "warn", "No island is live. The run continues when one joins.")
     if view.pending and reading.round_seconds > stall_seconds(view, interval):
-        return _state("stalled", "warn", "Contributions wait and no round closes: is a merger running?")
+        return _state("stalled", "warn", "Contributions wait and no round closes. Check that a merger runs.")
     if not view.rounds:
         return _state("starting", "busy", "No round has closed yet.")
     return _state("training", "good", "")
@@ -176,7 +179,7 @@ def _lane(island: IslandView, strip: Sequence[int], rate: Rate | None, control: 
 
 
 def _share(bytes_per_second: float, carries: float, is_live: bool) -> float:
-    """Of what a link carries; NaN where that is not known, or no number that could be."""
+    """Return the share of a link's speed that is used; NaN if the speed is not known."""
     return bytes_per_second / carries if is_live and carries > 0.0 else math.nan
 
 
@@ -193,7 +196,7 @@ def _books(view: RunView, tokens: TokenBooks | None) -> dict[str, Any]:
 
 
 def events(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[dict[str, Any]]:
-    """Newest first. What was refused in a row for one island and one reason is one line that counts."""
+    """Return the events, newest first. Repeated refusals of an island for one reason become one line with a count."""
     out: list[dict[str, Any]] = []
     for event in map(asdict, reversed(events_of(notes, refusals))):
         if out and event["kind"] == "refused" and _alike(out[-1]) == _alike(event):
@@ -204,11 +207,11 @@ def events(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> 
 
 
 def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
-    return event["who"], event["kind"], event["text"].partition(": ")[2]  # whatever the round
+    return event["who"], event["kind"], event["text"].partition(": ")[2]  # The text without its round.
 
 
 def serving(notes: Sequence[Note], epoch: int, standing: Standing | None = None) -> dict[str, Any]:
-    """The newest merger that said that it serves, and whether the lease is held; None where that is not known."""
+    """Return the merger that began to serve last, and whether the lease is held (None if that is not known)."""
     held = bool(standing.holder) if standing else None
     served = [note for note in notes if note.kind == "served"]
     if not served:

@@ -1,1 +1,1 @@
-"""Start runs: `up`, `init` and `prepare`, an embedded Redis, and child processes that are kept alive."""
+"""Start runs: `up`, `init` and `prepare`, an embedded Redis, and the supervision of child processes."""

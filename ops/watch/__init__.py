@@ -1,1 +1,1 @@
-"""Look at a run and steer it from a terminal: `status`, `steer`, `doctor`, `report`, `evaluate`."""
+"""Inspect and steer a run from a terminal: `status`, `steer`, `doctor`, `report`, `evaluate`."""

@@ -1,4 +1,4 @@
-"""`archipelago report`: a run's figures as one HTML file that needs nothing from elsewhere, and opens from a disk."""
+"""`archipelago report`: write a run's figures into one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SCRIPTS = ("charts.js", "page.js")
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Write a run's figures into one HTML file, from its Redis, or from its folder when that is gone."""
+    """Write a run's figures into one HTML file, from its Redis, or from its folder if the Redis is gone."""
 
     target: Annotated[str | None, tyro.conf.Positional] = None
-    """URL of a Redis, or name or folder of a run that `up` made here; default $ARCHIPELAGO_URL"""
+    """URL of a Redis, or the name or folder of a run of `up`; default $ARCHIPELAGO_URL"""
     run: str | None = None
     """name of the run at that URL; default $ARCHIPELAGO_RUN, or the only run there"""
     out: Path | None = None
@@ -42,11 +42,11 @@ class ReportOptions:
     folder: Path = Path("runs")
     """where runs keep their logs, data and reports"""
     json: bool = False
-    """print one JSON object: the file, and the figures in it"""
+    """print one JSON object: the name of the file, and the figures"""
 
 
 def main(options: ReportOptions) -> int:
-    """Writes the file."""
+    """Write the file."""
     library = chart_library()
     found = everything(options)
     path = options.out or Path(f"{checked_name(found['page']['run']['run'], 'the run name')}.html")
@@ -55,7 +55,9 @@ def main(options: ReportOptions) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror})", "Name another file with --out.") from None
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror})", "Name another file with --out.", code="report.unwritable"
+        ) from None
     if options.json:
         print_json({"file": str(path), "page": found["page"]})
     else:
@@ -64,7 +66,7 @@ def main(options: ReportOptions) -> int:
 
 
 def everything(options: ReportOptions) -> dict[str, Any]:
-    """Page and charts of the run that the options name. Raises ArchipelagoError."""
+    """Return page and charts of the run that the options name. Raises ArchipelagoError."""
     if options.target is None or "://" in options.target:
         transport = connect_to(options.target, options.run)
         try:
@@ -73,20 +75,26 @@ def everything(options: ReportOptions) -> dict[str, Any]:
             transport.close()
     folder = Path(options.target) if "/" in options.target else options.folder / checked_name(options.target, "the run")
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.")
+        raise ConfigError(
+            f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.", code="report.no-folder"
+        )
     if options.run not in (None, folder.resolve().name):
-        raise ConfigError(f"the run in {folder} is not {options.run!r:.80}", "Leave --run out, or give a URL.")
+        raise ConfigError(
+            f"the run in {folder} is not {options.run!r:.80}",
+            "Leave --run out, or give a URL.",
+            code="report.other-run",
+        )
     return of_folder(folder)
 
 
 def of_watch(watch: Watcher) -> dict[str, Any]:
-    """From Redis, as it is now."""
+    """Return the run as Redis has it now."""
     reading = watch.read()
     return {"page": watch.page(reading), "charts": watch.charts(reading), "fault": None}
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
-    """From the run's own Redis, where it runs, or else its data; else the newest checkpoint and the report."""
+    """Return a run of this machine from its embedded Redis or its data, or from the newest checkpoint."""
     from archipelago.merger.storage import MergerFolder
 
     if (folder / "redis").is_dir():
@@ -112,11 +120,11 @@ def _of_own_server(folder: Path) -> dict[str, Any]:
         return of_watch(Watcher(transport, transport.reader.manifest()))
 
 
-def of_image(image: Image, told: Mapping[str, Any], unix_seconds: float) -> dict[str, Any]:
-    """From a checkpoint; `told` is what report.json says, of islands above all. Pure."""
+def of_image(image: Image, report: Mapping[str, Any], unix_seconds: float) -> dict[str, Any]:
+    """Return the run from a checkpoint, and its islands from report.json (`report`). Pure."""
     history = History(len(image.manifest.fragments))
     history.begin(image.books.merged_tokens, image.tape)
-    view = _view_of(image, told)
+    view = _view_of(image, report)
     newest = history.newest
     reading = Reading(
         view=view, unix_seconds=unix_seconds, round_seconds=0.0, epoch=newest.epoch if newest else 0,
@@ -126,28 +134,32 @@ def of_image(image: Image, told: Mapping[str, Any], unix_seconds: float) -> dict
             "fault": None}  # fmt: skip
 
 
-def _view_of(image: Image, told: Mapping[str, Any]) -> RunView:
+def _view_of(image: Image, report: Mapping[str, Any]) -> RunView:
     waiting = Pending(len(image.pending), sum(contribution.tokens for contribution, _ in image.pending))
     view = summarise(
         image.manifest, image.tape, [], image.balanced_books, waiting, image.evaluations,
         merged_by_island(image.state), image.cursors, Memory(0, 0),
     )  # fmt: skip
-    islands = tuple(_island_of(fields) for fields in told.get("each_island", ()))
-    return dataclasses.replace(view, islands=islands, known=len(islands), tokens_lost=int(told.get("tokens_lost") or 0))
+    islands = tuple(_island_of(fields) for fields in report.get("each_island", ()))
+    return dataclasses.replace(
+        view, islands=islands, known=len(islands), tokens_lost=int(report.get("tokens_lost") or 0)
+    )
 
 
 def _island_of(fields: Mapping[str, Any]) -> IslandView:
-    """As report.json has it; the run is over, so nobody is live."""
+    """Return an island from report.json. The run is over, so no island is live."""
     known = {f.name: fields[f.name] for f in dataclasses.fields(IslandView) if f.name in fields}
     numbers = {name: float("nan") if value is None else value for name, value in known.items()}
     try:
         return cast(Any, IslandView)(**{**numbers, "live": False})  # type: ignore[no-any-return]
     except TypeError:
-        raise ArchipelagoError("the report.json of this run is of another version", "Move it away.") from None
+        raise ArchipelagoError(
+            "this run's report.json is of another version", "Move it away.", code="report.version"
+        ) from None
 
 
 def html(found: Mapping[str, Any], library: str) -> str:
-    """One file: the page with its style, its scripts, the chart library and the data in it."""
+    """Return one file with the page, its style, its scripts, the chart library and the data."""
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     style = (PAGE / "page.css").read_text(encoding="utf-8")
     policy = (
@@ -155,11 +167,11 @@ def html(found: Mapping[str, Any], library: str) -> str:
         "style-src 'unsafe-inline'; img-src data: blob:\">"
     )
     page = _replaced(page, '<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
-    page = _replaced(page, 'id="data"></script>', f'id="data">{_harmless(to_json(found))}</script>')
-    page = _replaced(page, '<script src="plotly.min.js"></script>', f"<script>{_closed(library)}</script>")
+    page = _replaced(page, 'id="data"></script>', f'id="data">{_escaped_data(to_json(found))}</script>')
+    page = _replaced(page, '<script src="plotly.min.js"></script>', f"<script>{_escaped_script(library)}</script>")
     for name in SCRIPTS:
         script = (PAGE / name).read_text(encoding="utf-8")
-        page = _replaced(page, f'<script src="{name}"></script>', f"<script>\n{_closed(script)}</script>")
+        page = _replaced(page, f'<script src="{name}"></script>', f"<script>\n{_escaped_script(script)}</script>")
     return page
 
 
@@ -170,11 +182,11 @@ def _replaced(text: str, old: str, new: str) -> str:
     return before + new + after
 
 
-def _harmless(data: str) -> str:
-    """JSON that cannot end the element that it lies in, whatever an island calls itself."""
+def _escaped_data(data: str) -> str:
+    """Escape JSON so that no text in it can end its element."""
     return data.replace("<", "\\u003c")
 
 
-def _closed(script: str) -> str:
-    """A script without the words that would end its element; within strings they mean the same."""
+def _escaped_script(script: str) -> str:
+    """Escape a script so that it cannot end its element; within strings the meaning stays."""
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")

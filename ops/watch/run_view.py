@@ -1,4 +1,4 @@
-"""What a run looks like from outside: one reading of Redis, as plain data for a table, a page or a program."""
+"""One reading of a run from Redis, as plain data for a table, a page or a program."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ from archipelago.broker.messages import Books, Evaluation, Pending, Presence, Ta
 from archipelago.broker.transport import Memory, ReaderTransport
 
 RECENT_ROUNDS = 48
+#: A round that closes during a reading makes its accounts inconsistent, so we read again, at most this often.
 BALANCE_TRIES = 5
-"""Readings until one is not torn by a round that closed meanwhile; books that never balance are shown as they are."""
 
 
 @dataclass(frozen=True)
 class IslandView:
-    """One island. `participation` is the share of the recent rounds that it was merged into."""
+    """One island.
+
+    Attributes:
+        staleness: Versions that it is behind, mean over the fragments.
+        participation: Share of the recent rounds that merged it.
+        merged_staleness: Mean staleness of its recent contributions when they were merged; NaN if there were none.
+        tokens_merged: The merged part of its tokens, mean over the fragments.
+        data: The shards that it reads, and its progress in them.
+        moments: Where its inner optimiser state came from.
+        uplink_bytes_per_second: The speed that its link has shown lately; NaN if it is not known.
+        downlink_bytes_per_second: The same in the other direction.
+    """
 
     name: str
     state: str
@@ -33,16 +44,11 @@ class IslandView:
     step_seconds: float
     loss: float
     staleness: float
-    """versions that it lags behind, mean over the fragments"""
     participation: float
     merged_staleness: float
-    """mean staleness of its recent contributions when they were merged; NaN where there were none"""
     tokens_merged: int
-    """of what it trained, mean over the fragments"""
     data: str
-    """the shards that it reads, and how far"""
     moments: str
-    """where its inner optimiser state came from"""
     backlog: int
     sent: int
     refused: int
@@ -50,14 +56,23 @@ class IslandView:
     bytes_up: int
     bytes_down: int
     uplink_bytes_per_second: float
-    """what its link has just shown to carry; NaN: not known"""
     downlink_bytes_per_second: float
     link: str
 
 
 @dataclass(frozen=True)
 class RunView:
-    """One run. `known`, `live` and `participating` are three numbers, since each can be right while another is not."""
+    """One run.
+
+    Attributes:
+        known: Islands seen in the last day.
+        live: Islands that sent a heartbeat lately and have not left.
+        participating: Live islands that recent rounds have merged.
+        tokens_lost: Tokens of islands that left before they were merged.
+        passes: Mean number of times that a shard of the run's corpus was read, counting merged work only.
+        balanced: Whether published = merged + refused + pending, in contributions and in tokens.
+        memory_limit_bytes: Redis's maxmemory; 0 if it has none.
+    """
 
     run: str
     parameters: int
@@ -77,24 +92,20 @@ class RunView:
     tokens_merged: int
     tokens_trained: int
     tokens_lost: int
-    """trained by islands that are gone, and merged by nobody"""
     passes: float
-    """mean number of times that a shard of the run's own corpus was read, as far as it is merged"""
     books: Books
     pending: int
     pending_tokens: int
     balanced: bool
-    """published = merged + refused + pending, in contributions and in tokens"""
     memory_bytes: int
     memory_limit_bytes: int
-    """0 where Redis has none"""
     bytes_up: int
     bytes_down: int
     islands: tuple[IslandView, ...]
 
 
 def observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
-    """The run as Redis has it now. Raises BrokerError."""
+    """Return the run as Redis has it now. Raises BrokerError."""
     for _ in range(BALANCE_TRIES - 1):
         view = _observe(transport, manifest)
         if view.balanced:
@@ -113,9 +124,14 @@ def _observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
 def glance(
     transport: ReaderTransport, manifest: Manifest, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation]
 ) -> RunView:
-    """The same for once a second: `tape` (recent rounds) and `evaluations` were read already, and what waits is counted
-    without reading through the stream. So tokens that wait are what the books leave over, and `balanced` is about
-    contributions alone. Raises BrokerError.
+    """Return the run cheaply, for a reading every second. Raises BrokerError.
+
+    Pending contributions are counted without reading the stream. Pending tokens are derived from the accounts, so
+    `balanced` covers contributions only.
+
+    Args:
+        tape: The recent rounds, read already.
+        evaluations: All evaluations, read already.
     """
     books, waiting = transport.reader.books(), transport.reader.backlog()
     for _ in range(BALANCE_TRIES - 1):
@@ -130,7 +146,7 @@ def glance(
 
 
 def merged_by_island(state: str) -> dict[str, int]:
-    """Merged tokens of each island, summed over the fragments, from the merger's state."""
+    """Return the merged tokens of each island, summed over the fragments, from the merger's state."""
     try:
         found = json.loads(state or "{}").get("island_tokens", {})
         return {str(island): int(tokens) for island, tokens in found.items()}
@@ -149,7 +165,7 @@ def summarise(
     cursors: Mapping[str, tuple[int, int]],
     memory: Memory,
 ) -> RunView:
-    """Pure: what was read, put together. `tape` holds the recent rounds, oldest first."""
+    """Combine what was read. `tape` holds the recent rounds, oldest first. Pure."""
     fragments = len(manifest.fragments)
     islands = tuple(_island(presence, tape, merged, fragments) for presence in presences)
     live = [island for island in islands if island.live]
@@ -171,7 +187,7 @@ def summarise(
         bits_per_byte_first=evaluations[0].bits_per_byte if evaluations else math.nan,
         bits_per_byte_last=evaluations[-1].bits_per_byte if evaluations else math.nan,
         tokens_merged=books.merged_tokens // fragments,
-        # A heartbeat is a second old at most, and what is merged was trained.
+        # Merged tokens may be newer than the last heartbeat.
         tokens_trained=sum(max(island.tokens, island.tokens_merged) for island in islands),
         tokens_lost=sum(max(0, island.tokens - island.tokens_merged) for island in islands if not island.live),
         passes=sum(number for shard, (number, _) in cursors.items() if "/" not in shard) / shards,

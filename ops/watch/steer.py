@@ -1,4 +1,4 @@
-"""`archipelago steer`: changes a running run, or shows what was changed."""
+"""`archipelago steer`: change the settings of a running run, or show what was changed."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _EXAMPLES = "Write NAME=VALUE, such as outer.learning_rate=0.5, merging=paused o
 
 @dataclass(frozen=True)
 class SteerOptions(RunAddress):
-    """Steer a running run: outer learning rate, quorum, grace, a pause, a checkpoint, islands. Without changes: show.
+    """Change the settings of a running run; without changes, show them.
 
-    outer.learning_rate, sync.quorum and sync.grace take effect with the round that closes next. merging=paused closes
-    no round until it is removed; islands train on. checkpoint takes one now. island.NAME=drain has an island leave as
-    on SIGTERM; island.NAME=expel besides refuses what it sends. NAME= takes any of them back.
+    outer.learning_rate, sync.quorum and sync.grace apply from the next round that closes. While merging=paused is set,
+    no round closes, and islands continue to train. checkpoint takes a checkpoint now. island.NAME=drain makes an island
+    leave as on SIGTERM; island.NAME=expel also refuses what it sends. NAME= removes a change.
     """
 
     changes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """NAME=VALUE, or NAME= to take it back; and `checkpoint`"""
+    """NAME=VALUE to change a setting, NAME= to remove the change, or `checkpoint`"""
     json: bool = False
     """print one JSON object"""
 
 
 def main(options: SteerOptions) -> int:
-    """Changes what it is told to, and shows what is set."""
+    """Apply the changes, and show what is set."""
     options = _with_all_changes(options)
     transport = options.connect()
     config = transport.reader.manifest().config
@@ -66,7 +66,7 @@ def main(options: SteerOptions) -> int:
 
 
 def _with_all_changes(options: SteerOptions) -> SteerOptions:
-    """What stands first is a change too where it cannot be an address: the URL may be in the environment."""
+    """Treat the first word as a change if it cannot be a URL: the URL may be in the environment."""
     first = options.url or ""
     if "://" not in first and ("=" in first or first == CHECKPOINT):
         return replace(options, url=None, changes=(first, *options.changes))
@@ -76,9 +76,16 @@ def _with_all_changes(options: SteerOptions) -> SteerOptions:
 def changes_of(
     config: RunConfig, words: Sequence[str], present: Mapping[str, str], wall: Callable[[], float]
 ) -> dict[str, str]:
-    """The changes that the words ask for, checked. `checkpoint` alone gets a text that is new. Raises ConfigError.
+    """Parse and check changes.
 
-    Whatever is `present` can be removed, also what means nothing.
+    Args:
+        config: The run's config.
+        words: The words of the command line.
+        present: What is set now. All of it can be removed, even if it is not valid.
+        wall: Unix seconds, so that each request for a checkpoint is a new one.
+
+    Raises:
+        ConfigError: A word is not a change, or a value is not valid.
     """
     changes: dict[str, str] = {}
     for word in words:
@@ -86,16 +93,18 @@ def changes_of(
         if word == CHECKPOINT:
             value = f"asked at {wall():.3f}"
         elif not equals or not name:
-            raise ConfigError(f"{word!r:.80} is no change", _EXAMPLES)
+            raise ConfigError(f"{word!r:.80} is not a change", _EXAMPLES, code="steer.no-change")
         if changes.get(name, value) != value:
-            raise ConfigError(f"{name} is given twice, as {changes[name]!r} and {value!r}", "Give it once.")
+            raise ConfigError(
+                f"{name} is given twice, as {changes[name]!r} and {value!r}", "Give it once.", code="steer.twice"
+            )
         changes[name] = value
     removed = {name: "" for name, value in changes.items() if not value and name in present}
     return checked_changes(config, {name: changes[name] for name in changes if name not in removed}) | removed
 
 
 def observe(transport: ReaderTransport, config: RunConfig) -> dict[str, Any]:
-    """What is set, what is in force since the last closed round, and what the run's own settings are."""
+    """Return what is set, what has applied since the last closed round, and the run's own settings."""
     fields = transport.reader.control()
     control = Control.of(fields)
     now = steered(config, _in_force(transport.reader.merger_state()))
@@ -120,16 +129,16 @@ def _in_force(state: str) -> dict[str, float]:
 
 
 def _warn(transport: ReaderTransport, changes: Sequence[str]) -> None:
-    """Says when a change names an island that nobody knows: it may be a slip, or one that is to come."""
+    """Warn if a change names an unknown island. It may be a typing error, or an island that will join later."""
     named = {word.partition("=")[0].removeprefix(ISLAND) for word in changes if word.startswith(ISLAND)}
     known = {presence.heartbeat.island for presence in transport.reader.presences()}
     for name in sorted(named - known):
-        say(f"no island {name!r} was heard of; known are {', '.join(sorted(known)) or 'none'}")
+        say(f"there is no island {name!r} yet; known islands: {', '.join(sorted(known)) or 'none'}")
 
 
 def _table(found: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in (f"run {found['run']}", "set", "in force", "the run's own"):
+    for column in (f"run {found['run']}", "set", "in force", "run's own"):
         table.add_column(column)
     for name, values in found["settings"].items():
         wish = "–" if values["set"] is None else str(values["set"])

@@ -1,4 +1,4 @@
-// The figures: plain data in, drawn by plotly in the colours of the page. Legends are text of the page.
+// The charts: plotly draws plain data in the page's colours. Legends are part of the page.
 "use strict";
 
 const Charts = (() => {
@@ -98,7 +98,7 @@ const Charts = (() => {
     draw("chart-bits", [line("bits per byte", x, evaluations.bits_per_byte, "s1", {
       mode: x.length > 60 ? "lines" : "lines+markers", marker: { size: 5 }, hovertemplate: "%{y:.4f}",
     })], { xaxis: across("tokens trained"), yaxis: { range } },
-    "Nothing was evaluated yet: `archipelago evaluate` does, and `up` by itself.");
+    "There is no evaluation yet. Run `archipelago evaluate`; `up` runs it for you.");
     const known = evaluations.bits_per_byte.filter((value) => value !== null);
     legend("legend-bits", known.length ? [["s1", "newest", fixed(last(known), 4)], ["", "best", fixed(Math.min(...known), 4)]] : []);
   }
@@ -193,7 +193,7 @@ const Charts = (() => {
       xaxis: { type: "date", nticks: 5, tickformat: wall < 6e5 ? "%H:%M:%S" : wall < 8e7 ? "%H:%M" : "%b %d", hoverformat: "%b %d %H:%M:%S" },
       yaxis: { rangemode: "tozero", tickformat: "~s", nticks: 5, title: { text: "contributions" }, ...(most < 4 ? { range: [0, 4.2], dtick: 1 } : {}) },
       yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, ticksuffix: " MB", tickformat: "~g", tickmode: "auto", nticks: 4 },
-    }, "Drawn from when the dashboard began to look.");
+    }, "This chart begins when the dashboard starts.");
     legend("legend-queues", times.length > 1 ? [["s1", "waiting", last(seen.pending)], ["s2", "memory", `${fixed(last(mega), 1)} MB`], ...(seen.limit ? [["bad", "limit", `${(seen.limit / 1e6).toFixed(0)} MB`]] : [])] : []);
   }
 

@@ -1,4 +1,4 @@
-// The page: what the server tells goes into the elements by id; what a person wants goes to the server with the token.
+// The page: shows the server's data in elements by their id, and sends a person's changes with the token.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -11,7 +11,7 @@ let clockOffset = 0;
 let showGone = false;
 let everHeard = false;
 
-// -- words for numbers -------------------------------------------------------------------------------------------------
+// -- formatting numbers -------------------------------------------------------------------------------------------------
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const dash = "–";
@@ -75,8 +75,8 @@ function write() {
   writeLanes(page.islands);
   writeEvents(page.events);
   const { serving } = page;
-  put("serving", serving.held === false ? `No merger serves now${serving.epoch ? `; epoch ${serving.epoch} was the last in which a round closed` : ""}.`
-    : serving.who ? `The lease is with ${serving.who}${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
+  put("serving", serving.held === false ? `No merger serves now${serving.epoch ? `; the last round closed in epoch ${serving.epoch}` : ""}.`
+    : serving.who ? `${serving.who} holds the lease${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
     : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.");
   put("join-run", run.run);
   writeKnobs(page.control);
@@ -89,7 +89,7 @@ function writeTiles(run) {
   put("size", count(run.known));
   put("live", count(run.live));
   put("part", count(run.participating));
-  put("islands-sub", run.rounds ? `${fixed(run.contributions_per_round, 2)} contributions a round` : "no round yet");
+  put("islands-sub", run.rounds ? `${fixed(run.contributions_per_round, 2)} contributions per round` : "no round yet");
   const step = $("step");
   step.replaceChildren(short(run.step), Object.assign(element("small"), { textContent: ` of ${short(run.steps)}` }));
   bar("step-bar", run.step / run.steps);
@@ -107,7 +107,7 @@ function writeTiles(run) {
   $("memory-meter").hidden = !limit;
   $("memory-meter").dataset.mood = used > 0.9 * limit ? "bad" : used > 0.8 * limit ? "warn" : "good";
   bar("memory-bar", limit ? used / limit : 0);
-  put("memory-sub", limit ? `of ${size(limit)}, ${(100 * used / limit).toFixed(0)} %` : used ? "no limit is set" : "not told by this server");
+  put("memory-sub", limit ? `of ${size(limit)}, ${(100 * used / limit).toFixed(0)} %` : used ? "no limit is set" : "this server does not report it");
 }
 
 function writeBooks(books) {
@@ -212,7 +212,7 @@ function writeLane(island) {
   fill(cells.lag, island.live ? fixed(island.staleness, 2) : dash);
   fill(cells.speed, island.live ? count(island.tokens_per_second) : dash);
   fill(cells.step, island.live && island.step_seconds ? duration(island.step_seconds) : dash);
-  const flows = island.live && !inlined; // a report is one reading, which measures no rate
+  const flows = island.live && !inlined; // A report is one reading, so it has no rates.
   const used = (share) => share === null ? "" : `${share < 0.01 ? "under 1" : (100 * share).toFixed(0)} % of its link`;
   fill(cells.up, size(island.bytes_up), flows ? `${size(island.up_per_second)}/s` : "", flows ? used(island.up_share) : "");
   fill(cells.down, size(island.bytes_down), flows ? `${size(island.down_per_second)}/s` : "", flows ? used(island.down_share) : "");
@@ -259,7 +259,7 @@ function writeLanes(islands) {
   const wanted = [place.firstChild, ...shown.map((island) => lanes.get(island.name).root)];
   if (wanted.length !== place.children.length || wanted.some((root, n) => place.children[n] !== root)) place.replaceChildren(...wanted);
   $("more-lanes").hidden = gone <= GONE_SHOWN;
-  put("more-lanes", showGone ? "show fewer that are gone" : `show ${hidden} more that are gone`);
+  put("more-lanes", showGone ? "hide islands that have left" : `show ${hidden} islands that have left`);
 }
 
 // -- events ------------------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ function writeEvents(events) {
   }));
 }
 
-// -- what is wrong, and whether we hear anything -------------------------------------------------------------------------
+// -- faults and the connection -------------------------------------------------------------------------
 
 let fault = null;
 let heard = null;
@@ -292,13 +292,13 @@ let heard = null;
 function writeLink() {
   const banner = $("banner"), link = $("link");
   const lost = !still && heard === false;
-  const trouble = lost ? "The dashboard itself does not answer; the page goes on when it does."
+  const trouble = lost ? "The dashboard does not answer. The page continues when it does."
     : fault ? `${fault.what} since ${clock(fault.since)}. ${fault.more}` : page?.state.sentence ?? "";
   banner.hidden = !trouble;
   banner.dataset.mood = lost || fault ? "bad" : page?.state.mood ?? "idle";
   put("banner", trouble);
   link.dataset.mood = inlined ? "idle" : lost ? "bad" : fault ? "warn" : everHeard ? "good" : "idle";
-  link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "Redis is silent" : everHeard ? "live" : "connecting";
+  link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "no answer from Redis" : everHeard ? "live" : "connecting";
 }
 
 function setFault(found) { fault = found; writeLink(); }
@@ -359,10 +359,10 @@ function writeKnobs(control) {
     if (document.activeElement !== input && !input.dataset.dirty) input.value = now;
     const own = form.querySelector("[data-own]");
     own.querySelector("span").textContent = control.own[name];
-    own.title = "Back to the run's own value";
+    own.title = "Return to the run's own value";
     own.disabled = control.set[name] === undefined;
   }
-  $("merging").textContent = control.set.merging === "paused" ? "Go on merging" : "Pause merging";
+  $("merging").textContent = control.set.merging === "paused" ? "Resume merging" : "Pause merging";
   $("merging").dataset.to = control.set.merging === "paused" ? "" : "paused";
 }
 
@@ -383,7 +383,7 @@ $("forget").addEventListener("click", () => { lock(); say("", "idle"); });
 $("unlock").addEventListener("submit", (event) => { event.preventDefault(); unlock($("token").value.trim()); $("token").value = ""; });
 $("more-lanes").addEventListener("click", () => { showGone = !showGone; write(); });
 
-// -- dark and light; tokens and rounds -----------------------------------------------------------------------------------
+// -- theme and axis -----------------------------------------------------------------------------------
 
 const local = (() => { try { return localStorage; } catch { return null; } })();
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
@@ -406,7 +406,7 @@ function over(name) {
 }
 for (const button of document.querySelectorAll("[data-axis]")) button.addEventListener("click", () => over(button.dataset.axis));
 
-// -- listening ---------------------------------------------------------------------------------------------------------
+// -- receiving events ---------------------------------------------------------------------------------------------------------
 
 function hear(name, value) {
   heard = everHeard = true;

@@ -210,7 +210,7 @@ def test_a_terminal_shows_the_facts(width: int) -> None:
     for fact in (
         "sample 64 parameters in 2 fragments, round 4, step 40 of 2,000",
         "held-out bits per byte 4.250 (first 8.000), training loss 5.000 nats",
-        "5 known, 3 live, 1 take part; 1.50 contributions a round, open 500 ms (grace 200 ms)",
+        "5 known, 3 live, 1 participating; 1.50 contributions per round, open 500 ms (grace 200 ms)",
         "published 10 = merged 6 + refused 1 + pending 3",
         "in tokens 1,000 = 601 + 100 + 299 (2 fragments each)",
         "300 merged of 1,577 trained, 300 lost with islands; 0.05 passes over the text",
@@ -242,13 +242,14 @@ def test_the_numbers_stay_whole_in_80_columns() -> None:
 
 def test_an_empty_run_is_shown() -> None:
     text = words(shown(summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY), 80))
-    assert "0 known, 0 live, 0 take part" in text
+    assert "0 known, 0 live, 0 participating" in text
     assert "loss – nats" in text
 
 
 def test_the_run_in_one_line() -> None:
     assert line(VIEW) == (
-        "round 4  step 40/2000  bits/byte 4.250  loss 5.000  live 3/5, 1 take part  up 5.0 kB  down 6.0 MB  pending 3"
+        "round 4  step 40/2000  bits/byte 4.250  loss 5.000  live 3/5, 1 participating  "
+        "up 5.0 kB  down 6.0 MB  pending 3"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -103,38 +104,37 @@ def test_the_address_may_be_in_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
-        (["merging"], "'merging' is no change"),
-        (["=3"], "is no change"),
-        (["inner.learning_rate=1"], "nothing that can be steered"),
-        (["outer.learning_rate=-1"], "greater than 0, not '-1'. See `archipelago steer --help`."),
-        (["island.oslo=kill"], "island.oslo cannot be 'kill'. It can be drain or expel"),
-        (["merging=paused", "sync.quorum=0"], "greater than or equal to 1"),
-        (["sync.quorum=2", "sync.quorum=3"], "given twice"),
-        (["rubbish="], "nothing that can be steered"),
+        (["merging"], "merging"),
+        (["=3"], "=3"),
+        (["inner.learning_rate=1"], "inner.learning_rate"),
+        (["outer.learning_rate=-1"], "outer.learning_rate"),
+        (["island.oslo=kill"], "island.oslo"),
+        (["merging=paused", "sync.quorum=0"], "sync.quorum"),
+        (["sync.quorum=2", "sync.quorum=3"], "sync.quorum"),
+        (["rubbish="], "rubbish"),
     ],
 )
 def test_each_mistake_is_one_sentence_and_changes_nothing(
-    call: Call, url: str, transport: RedisTransport, changes: list[str], said: str
+    call: Call, url: str, transport: RedisTransport, changes: list[str], named: str
 ) -> None:
     status, out, err = call(url, *changes)
     assert (status, out) == (2, "")
-    assert said in err
+    assert named in err
     assert err.count("\n") == 1
     assert transport.reader.control() == {}
 
 
 def test_a_run_that_is_not_there_cannot_be_steered(call: Call, url: str, transport: RedisTransport) -> None:
-    status, _, err = call(url, "--run", "other", "merging=paused")
-    assert (status, "there is no run 'other'" in err) == (2, True)
+    assert call(url, "--run", "other", "merging=paused")[0] == 2
     assert not transport.connection.redis.exists("other:control")
 
 
-def test_an_island_that_nobody_knows_may_be_a_slip(call: Call, url: str, transport: RedisTransport) -> None:
+def test_an_unknown_island_is_a_warning(call: Call, url: str, transport: RedisTransport) -> None:
     status, _, err = call(url, "island.olso=drain")
     assert status == 0
-    assert "no island 'olso' was heard of; known are oslo" in err
+    assert {"olso", "oslo"} <= set(re.findall(r"\w+", err))
     assert transport.reader.control() == {"island.olso": "drain"}
     assert call(url, "island.oslo=drain")[2] == ""
 
