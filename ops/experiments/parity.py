@@ -1,7 +1,7 @@
-"""Loss at equal tokens: islands in virtual time against one process, data-parallel and synchronous DiLoCo.
+"""`archipelago bench parity`: the loss of islands at equal tokens, in virtual time, against three baselines.
 
-Exact in everything but the wall clock: the real islands and merger, every contribution through the real codec, with
-step times that the clock is told. With one seed a difference under about one per cent says little.
+Everything but the wall clock is exact: real islands, a real merger, and the real codec for every contribution. Only the
+step times are simulated. With one seed, a difference below about one per cent means little.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 from archipelago.ops.plots import can_draw, pyplot
 from archipelago.ops.settings import say
 
+#: Factors of the inner learning rate that tuning tries besides 1.
 TUNING = (0.5, 2.0, 4.0)
-"""what a baseline's inner learning rate is multiplied with, besides 1, where baselines are tuned"""
 
 Say = Callable[[str], None]
 Train = Callable[[RunConfig], list[Point]]
@@ -76,24 +76,31 @@ def main(options: ParityOptions) -> int:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train, over the seeds."""
+    """One way to train, over all seeds.
+
+    Attributes:
+        name: Its name in tables.
+        islands: Number of islands, workers or replicas.
+        curves: One curve for each seed.
+        rounds: Rounds of the first seed's run.
+        per_round: Mean number of contributions in a round.
+        rate: The inner learning rate.
+    """
 
     name: str
     islands: int
     curves: tuple[list[Point], ...]
-    """one a seed"""
     rounds: int = 0
     per_round: float = 0.0
     rate: float = 0.0
-    """the inner learning rate"""
 
     @property
     def losses(self) -> list[float]:
-        """Held-out bits per byte at the end, one a seed."""
+        """Held-out bits per byte at the end, for each seed."""
         return [curve[-1].bits_per_byte for curve in self.curves]
 
     def ratio(self, other: Arm) -> float:
-        """Mean over the seeds of this loss to the other's, seed by seed."""
+        """Return the mean over the seeds of the ratio of this loss to the other's."""
         return fmean(mine / theirs for mine, theirs in zip(self.losses, other.losses, strict=True))
 
 
@@ -106,9 +113,19 @@ def parity(
     seeds: Sequence[int] = (),
     tune: bool = False,
 ) -> dict[str, Any]:
-    """Rows for each number of islands and for its baselines, means over the seeds; and the curves as a picture.
+    """Compare islands with their baselines, and draw the curves.
 
-    `tune`: baselines take the best of several inner learning rates, found with the first seed; the islands do not.
+    Args:
+        config: The run's config.
+        counts: Numbers of islands.
+        slow: How many times longer the steps of the last island take.
+        output: Folder for the picture.
+        say: Prints a line of progress.
+        seeds: Seeds to take means over; default the config's own.
+        tune: Give each baseline (not the islands) the best of several inner learning rates, found with the first seed.
+
+    Returns:
+        Plain data with `rows`, `curves` and `losses`.
     """
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
@@ -131,7 +148,7 @@ def parity(
 
 
 def _four(configs: Sequence[RunConfig], corpus: OpenCorpus, count: int, slow: float, say: Say, tune: bool) -> list[Arm]:
-    """The islands, one process, data-parallel and synchronous DiLoCo."""
+    """Train the islands, one process, data-parallel and synchronous DiLoCo."""
     ours = [islands(config, corpus, count, slow) for config in configs]
     rounds, per_round = participation(ours[0][1])
     name, rate = f"{count} island{'s' * (count > 1)}", configs[0].inner.peak
@@ -197,15 +214,25 @@ def islands(
     sending: float = 0.0,
     late: float = 0.0,
 ) -> tuple[list[Point], VirtualRun]:
-    """A run of `count` islands to its end; steps of the last `slowed` take `slow` times longer than the others'.
+    """Play a run of islands to its end.
 
-    And each of their contributions is on its way for `sending` steps of the others. To all islands, what the merger
-    says is on its way for `late` of them.
+    Args:
+        config: The run's config.
+        corpus: Its corpus.
+        count: The number of islands.
+        slow: How many times longer the steps of the last `slowed` islands take.
+        progress: Receives each evaluation.
+        slowed: How many islands are slow.
+        sending: How long each contribution of a slow island is on its way, in steps of a fast island.
+        late: How long each event of the merger is on its way to every island, in steps of a fast island.
+
+    Returns:
+        The evaluations, and the finished run.
     """
     point = scoring(config, corpus)
     is_slow = [count - number <= slowed < count for number in range(count)]
-    seconds = [s * slow if crawls else s for s, crawls in zip(paces(count), is_slow, strict=True)]
-    steps, on_the_way = compiled(config.model, config.inner), [sending * crawls for crawls in is_slow]
+    seconds = [s * slow if slow_one else s for s, slow_one in zip(paces(count), is_slow, strict=True)]
+    steps, on_the_way = compiled(config.model, config.inner), [sending * slow_one for slow_one in is_slow]
     run = VirtualRun(config, corpus, steps, seconds, sending_seconds=on_the_way, late_seconds=late)
     trained: dict[str, int] = {}
     points: list[Point] = []
@@ -228,19 +255,19 @@ def islands(
 
 
 def participation(run: VirtualRun) -> tuple[int, float]:
-    """How many rounds a run had, and the mean number of contributions in one."""
+    """Return the number of rounds, and the mean number of contributions in a round."""
     members = [len(entry.members) for entry in run.transport.reader.tape(1 << 30)]
     return len(members), sum(members) / max(1, len(members))
 
 
 def staleness(run: VirtualRun) -> tuple[float, int]:
-    """Mean and most of what was merged, in versions of a fragment."""
+    """Return the mean and the maximum staleness of merged contributions, in versions of their fragment."""
     found = [member.staleness for entry in run.transport.reader.tape(1 << 30) for member in entry.members]
     return sum(found) / max(1, len(found)), max(found, default=0)
 
 
 def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
-    """Point by point the mean of tokens and loss."""
+    """Return the mean curve: tokens and loss, point by point."""
     return [
         Point(round(fmean(p.tokens for p in points)), fmean(p.bits_per_byte for p in points))
         for points in zip(*curves, strict=False)
@@ -248,11 +275,11 @@ def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
 
 
 def draw(path: Path, title: str, arms: Sequence[Arm]) -> None:
-    """Held-out bits per byte over tokens: a line an arm, and from the least to the most over the seeds a band."""
+    """Draw bits per byte over tokens: a line for each arm, and a band from the best to the worst seed."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for arm in arms:
-        trained = [curve[1:] for curve in arm.curves]  # the untrained model is far above all
+        trained = [curve[1:] for curve in arm.curves]  # the untrained model would stretch the axis
         mean = mean_curve(trained)
         x = [point.tokens / 1e6 for point in mean]
         label = f"{arm.name}: {fmean(arm.losses):.3f}"

@@ -1,11 +1,10 @@
-"""Time to loss where one machine is slow: islands, with scavenged ones and without, against those who wait for all.
+"""`archipelago bench time`: time to loss where one machine is slow, for islands and for methods that wait for all.
 
-Virtual time, whose unit is an inner step of a fast machine. Everyone trains on as many tokens, with a learning rate
-that comes down over just these: so the time each takes differs, and the loss at its end is compared beside it. With
-scavenged islands there is one run more, which takes as long as without them, and so more tokens.
-Synchronous DiLoCo and data-parallel make each step as fast as the slowest machine does. Scavenged islands are fast
-ones that come when a quarter of the run is over and leave at three quarters (Decoupled DiLoCo, section 5.4: +25 to
-+300 % of the islands).
+Time is virtual, and its unit is an inner step of a fast machine. Every method trains on the same number of tokens, with
+a learning rate schedule that ends with them. So they take different times, and we compare time and final loss.
+Scavenged islands are fast ones that join after a quarter of the run and leave after three quarters (Decoupled DiLoCo,
+section 5.4: +25 to +300 % of the islands). They have a second run that takes as long as without them, on more tokens.
+Synchronous DiLoCo and data-parallel make each step at the speed of the slowest machine.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from archipelago.ops.plots import can_draw
 from archipelago.ops.settings import say
 from archipelago.ops.watch.run_summary import draw
 
-COMES, LEAVES = 0.25, 0.75
-"""shares of the run between which scavenged islands are there"""
+#: Scavenged islands take part between these shares of the run.
+JOIN_AT, LEAVE_AT = 0.25, 0.75
+#: The best momentum of synchronous DiLoCo among those in `studies/outer.toml`.
 TUNED_MOMENTUM = 0.7
-"""synchronous DiLoCo's best of those that `studies/outer.toml` tries"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def main(options: TimeOptions) -> int:
 
 @dataclass(frozen=True)
 class Mark:
-    """One evaluation: when, after how many tokens, how good."""
+    """One evaluation of a run, in virtual seconds, tokens and bits per byte."""
 
     seconds: float
     tokens: int
@@ -95,10 +94,20 @@ def time_to_loss(
     output: Path,
     say: Say,
 ) -> dict[str, Any]:
-    """A row for each way to train on `count · inner.steps` batches: how long it takes, and how good it is then.
+    """Compare ways to train on `count · inner.steps` batches.
 
-    `scavenged`: a run with so many more islands each. `seconds` are means over the seeds; `time_to_target` is when the
-    mean curve reaches the best loss that all of them reach.
+    Args:
+        config: The run's config.
+        count: The number of islands, replicas or workers.
+        slow: How many times longer the steps of the last one take.
+        scavenged: For each number, a run with that many additional islands.
+        seeds: Seeds to take means over.
+        output: Folder for the picture.
+        say: Prints a line of progress.
+
+    Returns:
+        Plain data with `rows`. `time` is the mean over the seeds; `time_to_target` is when the mean curve reaches the
+        best loss that every way reaches.
     """
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
@@ -140,23 +149,29 @@ def _diloco(config: RunConfig, corpus: OpenCorpus, workers: int, note: Callable[
 
 
 def _waiting(config: RunConfig, slow: float, count: int, train: Callable[..., Any], corpus: OpenCorpus) -> list[Mark]:
-    """Those who wait for all: a step takes as long as the slowest machine's."""
+    """Train with a method that waits for all, so that each step takes as long as the slowest machine's."""
     points = train(config, corpus, count, lambda _: None)
     per_step = config.tokens_per_step * count
     return [Mark(p.tokens / per_step * slow, p.tokens, p.bits_per_byte) for p in points]
 
 
 def global_steps(steps: int, count: int, slow: float, scavenged: int = 0) -> int:
-    """Steps of the fastest island after which all have made `count · steps` together; the time they take, too."""
-    return round(steps * count / (count - 1 + 1 / slow + scavenged * (LEAVES - COMES)))
+    """Return the steps of the fastest island, and so the time, until all have made `count · steps` together."""
+    return round(steps * count / (count - 1 + 1 / slow + scavenged * (LEAVE_AT - JOIN_AT)))
 
 
 def islands(
     config: RunConfig, corpus: OpenCorpus, count: int, slow: float, scavenged: int = 0, length: int = 0
 ) -> list[Mark]:
-    """A run of islands, the last of which is slow, on as many tokens as `count` of them need for `inner.steps` each.
+    """Play a run of islands, the last of which is slow, on the tokens of `count · inner.steps` batches.
 
-    `length`: instead, so many steps of the fastest one, on whatever tokens that takes.
+    Args:
+        config: The run's config.
+        corpus: Its corpus.
+        count: The number of islands.
+        slow: How many times longer the steps of the last island take.
+        scavenged: The number of scavenged islands.
+        length: Steps of the fastest island to play instead, on as many tokens as that takes; 0 for the above.
     """
     length = length or global_steps(config.inner.steps, count, slow, scavenged)
     config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=length))
@@ -174,7 +189,7 @@ def islands(
         count_tokens()
         marks.append(Mark(run.clock.now, sum(trained.values()), measure(published(run.transport, run.manifest)[0])))
 
-    def come() -> None:
+    def join() -> None:
         for number in range(scavenged):
             run.add_island(f"scavenged-{number}", 1.0 + 0.02 * number / max(1, scavenged), "peer")
 
@@ -183,7 +198,7 @@ def islands(
             run.remove_island(f"scavenged-{number}", farewell=True)
 
     agenda = [(length * mark / EVALUATIONS, note) for mark in range(EVALUATIONS)]
-    agenda += [(length * COMES, come), (length * LEAVES, leave)] if scavenged else []
+    agenda += [(length * JOIN_AT, join), (length * LEAVE_AT, leave)] if scavenged else []
     for due, act in sorted(agenda, key=lambda each: each[0]):
         run.advance_until(lambda due=due: run.clock.now >= due)  # type: ignore[misc]
         count_tokens()
@@ -196,7 +211,7 @@ def islands(
 
 
 def mean(curves: Sequence[Curve]) -> list[Mark]:
-    """Point by point the mean over the seeds."""
+    """Return the mean curve over the seeds, point by point."""
 
     def average(marks: Sequence[Mark]) -> Mark:
         tokens, bits_per_byte = fmean(m.tokens for m in marks), fmean(m.bits_per_byte for m in marks)
@@ -206,7 +221,7 @@ def mean(curves: Sequence[Curve]) -> list[Mark]:
 
 
 def time_at(curve: Curve, target: float) -> float:
-    """When the curve first reaches that loss, between its marks in a straight line; infinite where it never does."""
+    """Return when the curve first reaches a loss, by linear interpolation; infinity if it never does."""
     if curve[0].bits_per_byte <= target:
         return curve[0].seconds
     for before, after in pairwise(curve):

@@ -1,6 +1,6 @@
 """A whole run in one process and in virtual time: real islands, a real merger, a clock that jumps from event to event.
 
-Exact in everything but the wall clock, and the same from run to run: what tests and `bench parity` stand on.
+Everything but the wall clock is exact and repeatable. Tests and `bench parity` use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from archipelago.merger.service import Merger
 
 @dataclass
 class VirtualClock:
-    """Seconds that only its owner moves."""
+    """A clock that only its owner moves, in seconds."""
 
     now: float = 0.0
 
@@ -79,16 +79,24 @@ class DelayedTransport:
 
 
 def paces(count: int) -> list[float]:
-    """Seconds an inner step, within 2 % of each other: machines that tick in unison exist only in simulations."""
+    """Return the seconds of an inner step of each island, within 2 %, because real machines never tick in unison."""
     return [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
 
 
 class VirtualRun:
-    """`step_seconds[i]` is how long island i takes for an inner step; islands act in the order of the clock.
+    """A run whose islands act in the order of a virtual clock.
 
-    `sending_seconds[i]`, where it is given, is how long each of its contributions is on its way, one after another:
-    its rounds close without them, and they are merged later, stale. What the merger says, calls and snapshots, comes
-    `late_seconds` later, to the step.
+    Args:
+        config: The run's config.
+        corpus: Its corpus.
+        steps: The compiled inner steps, which all islands share.
+        step_seconds: How long each island takes for an inner step.
+        connect: Makes a connection to the broker; default a broker in memory.
+        clock: The clock; default a new one.
+        run: The name of the run.
+        sending_seconds: How long each contribution of each island is on its way, one after another. Their rounds close
+            without them, and the contributions are merged stale.
+        late_seconds: How long each event of the merger is on its way.
     """
 
     def __init__(
@@ -115,14 +123,13 @@ class VirtualRun:
         self._step_seconds: dict[str, float] = {}
         self._sending_seconds = {f"island-{i}": seconds for i, seconds in enumerate(sending_seconds) if seconds}
         self._agenda: list[tuple[float, int, Island, Callable[[Island], None]]] = []
-        self._on_its_way: set[Island] = set()
-        """islands of which a contribution is"""
+        self._on_its_way: set[Island] = set()  # the islands that have a contribution on its way
         self._events = self._born = 0
         for index, seconds in enumerate(step_seconds):
             self.add_island(f"island-{index}", seconds)
 
     def new_merger(self) -> Merger:
-        """Another merger takes the lease and loads; the run goes on with it."""
+        """Let another merger take the lease and load the run, which continues with it."""
         merger = Merger(self._connect(), self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
         merger.acquire()
         merger.load()
@@ -130,14 +137,14 @@ class VirtualRun:
         return merger
 
     def _act_once(self) -> None:
-        """All islands pass a step boundary while a newcomer waits, which takes no time."""
+        """Let all islands pass a step boundary while a new island waits, in no virtual time."""
         for island in self.islands.values():
             island.link.pump()
             island.boundary()
             island.link.pump()
 
     def add_island(self, name: str, step_seconds: float, moments: Literal["fresh", "peer"] = "fresh") -> Island:
-        """One more island joins, now."""
+        """Let another island join now."""
         transport: IslandTransport = self._connect()
         if self._late_seconds:
             delayed = DelayedReader(transport.reader, self.clock, self._late_seconds)
@@ -164,7 +171,7 @@ class VirtualRun:
         return island
 
     def remove_island(self, name: str, *, farewell: bool) -> None:
-        """An island leaves as on SIGTERM, or vanishes as on SIGKILL."""
+        """Let an island leave as on SIGTERM (with a farewell), or vanish as on SIGKILL."""
         island = self.islands.pop(name)
         if farewell:
             island.leave(flush_seconds=0.0)
@@ -172,17 +179,17 @@ class VirtualRun:
             self.merger.turn(0.0)
 
     def advance_until(self, done: Callable[[], bool]) -> None:
-        """Plays events until `done` holds or every island has finished and left."""
+        """Play events until `done()`, or until every island has finished and left."""
         while self.islands and not done():
             self.play_one()
 
     def finish(self) -> None:
-        """Plays on to the run's end, and merges what the leavers sent."""
+        """Play to the run's end, and merge the last contributions."""
         self.advance_until(lambda: False)
         self.merger.turn(0.0)
 
     def play_one(self) -> None:
-        """The next thing to happen: a grace window that ends, or an island at its step boundary."""
+        """Play the next event: a grace window that ends, or an island at its step boundary."""
         deadline = self.merger.rounds.deadline()
         if self._agenda and deadline is not None and deadline <= self._agenda[0][0]:
             self.clock.now = max(self.clock.now, deadline)
@@ -190,7 +197,7 @@ class VirtualRun:
             return
         at, _, island, act = heapq.heappop(self._agenda)
         self.clock.now = max(self.clock.now, at)
-        if self.islands.get(island.name) is island:  # else it is gone, though one of its name may be back
+        if self.islands.get(island.name) is island:  # otherwise the island is gone, and its name may have a successor
             act(island)
 
     def _step(self, island: Island) -> None:
@@ -206,7 +213,7 @@ class VirtualRun:
         self._schedule(island, self.clock.now + self._step_seconds[name] * island.scan_steps)
 
     def _exchange(self, island: Island) -> None:
-        """All pumps; but what it sends arrives later where its link takes time."""
+        """Run all pumps. What the island sends arrives later if its link takes time."""
         link, seconds = island.link, self._sending_seconds.get(island.name)
         if seconds is None:
             link.pump()
@@ -225,7 +232,7 @@ class VirtualRun:
         self._exchange(island)
 
     def _schedule(self, island: Island, at: float) -> None:
-        """Its next step boundary."""
+        """Schedule its next step boundary."""
         self._plan(at, island, self._step)
 
     def _plan(self, at: float, island: Island, act: Callable[[Island], None]) -> None:

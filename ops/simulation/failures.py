@@ -1,14 +1,14 @@
 """A discrete-event model of islands whose slices fail and return, in virtual time: goodput and uptime. Pure.
 
-After Decoupled DiLoCo (arXiv 2604.21428, Section 4 and Appendix E): chips fail while they step, as a Poisson process;
-a failed chip takes its slice away; the slice returns after an exponentiated Weibull delay; each change of an elastic
-island's size costs a pause. Islands never wait for each other. What the paper leaves open is decided here:
+After Decoupled DiLoCo (arXiv 2604.21428, Section 4 and Appendix E). Chips fail while they step, as a Poisson process.
+A failed chip stops its slice. The slice returns after an exponentiated Weibull delay. Each change of an elastic
+island's size costs a pause. Islands never wait for each other. We decide what the paper leaves open:
 
-- A step in which a slice fails counts, and its island takes notice when the step ends. Several failures within a step
-  cost one pause, and so do several returns. Chips fail only in steps, not in pauses.
-- An elastic island pauses once to go on without what failed, and once more to take back what has returned.
-- An island that is not elastic stands until all of its slices are back, and then pauses once.
-- Slices are dealt to the islands evenly, and their number does not depend on that of the chips.
+- A step in which a slice fails counts, and the island notices the failure when the step ends. Several failures within
+  a step cost one pause, and so do several returns. Chips fail only in steps, not in pauses.
+- An elastic island pauses once to continue without the failed slices, and once more to take the returned ones back.
+- An island that is not elastic stalls until all of its slices are back, and then pauses once.
+- Slices are dealt to the islands evenly. Their number does not depend on the number of chips.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FailureModel:
     islands: int = 8
     """M"""
     slices: int = 128
-    """in all islands together; a failed chip takes its slice away"""
+    """in all islands together; a failed chip stops its slice"""
     years_between: float = 1.0
     """mean time between two interruptions of one chip"""
     step_seconds: float = 6.0
@@ -47,18 +47,18 @@ class FailureModel:
     step_deviation: float = 0.1
     """standard deviation of an inner step's time, as a share of it"""
     pause_seconds: float = 12.0
-    """what an elastic island loses with each down-scale and each up-scale, any other with a restart"""
+    """time that an elastic island loses with each change of its size, and any other with a restart"""
     return_seconds: float = 72.0
     """mean time until a slice is back"""
     return_shape: float = 2.0
     """k of the exponentiated Weibull distribution"""
     return_power: float = 4.0
-    """α, its exponent: with 1 it is a Weibull distribution, and with k = 1 too exponential"""
+    """α, its exponent; with α = 1 it is a Weibull distribution, and with k = 1 too an exponential one"""
     elastic: bool = True
-    """whether an island goes on with the slices that are left"""
+    """whether an island continues with the remaining slices"""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what no simulation can use."""
+        """Raise ConfigError for values that cannot be simulated."""
         positive = ("chips", "years_between", "step_seconds", "return_shape", "return_power")
         for name in positive:
             _require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number")
@@ -70,11 +70,11 @@ class FailureModel:
 
     @property
     def slice_failures_a_second(self) -> float:
-        """Of one slice, while it steps."""
+        """Failures per second of one slice while it steps."""
         return self.chips / self.slices / (self.years_between * YEAR_SECONDS)
 
     def slices_of(self, island: int) -> int:
-        """Slices of that island, counted from 0."""
+        """Return the number of slices of an island, counted from 0."""
         return len(range(island, self.slices, self.islands))
 
 
@@ -92,43 +92,40 @@ def _require(holds: bool, name: str, value: object, wanted: str) -> None:
 
 
 class Stretch(NamedTuple):
-    """Steps that an island makes with the same slices."""
+    """A time, in seconds, in which an island makes steps with the same `live` slices."""
 
     begin: float
-    """seconds"""
     end: float
-    """seconds"""
     live: int
-    """slices that take part"""
 
 
 class Failures(Protocol):
-    """What fails on one island, in the order of time."""
+    """The failures of one island, in the order of time."""
 
     def after(self, now: float, live: int) -> float:
-        """When the next slice fails, in seconds, if `live` slices step from `now` on; infinity for never."""
+        """Return when the next slice fails if `live` slices step from `now` on, in seconds; infinity for never."""
 
     def back(self, at: float) -> float:
-        """The slice that `after` said would fail at `at` has failed: when it is back, in seconds."""
+        """Return when the slice that failed at `at`, as `after` had predicted, is back, in seconds."""
 
 
 class Delays:
-    """Exponentiated Weibull delays, P(delay ≤ x) = (1 − exp(−(x/λ)^k))^α, with λ such that the mean is as given."""
+    """Exponentiated Weibull delays, P(delay ≤ x) = (1 − exp(−(x/λ)^k))^α. The given mean determines λ."""
 
     def __init__(self, mean_seconds: float, shape: float, power: float) -> None:
         self._inverse_shape, self._inverse_power = 1.0 / shape, 1.0 / power
         self._scale = mean_seconds / _unit_mean(shape, power)
 
     def __call__(self, rng: np.random.Generator) -> float:
-        """One delay in seconds."""
+        """Draw a delay in seconds."""
         u = rng.random() ** self._inverse_power
-        # log1p keeps the upper tail: a u next to 1 would be rounded to it.
+        # log1p keeps the upper tail, where 1 − u would be rounded to 0.
         return float(self._scale * (-math.log1p(-min(u, 1.0 - 1e-16))) ** self._inverse_shape)
 
 
 def _unit_mean(shape: float, power: float) -> float:
-    """Mean for λ = 1: the integral of P(delay > x), over an x that is fine where the mass is."""
-    y = np.linspace(0.0, 45.0 ** min(1.0, 1.0 / shape), _GRID)  # x = y^m, exp(−45) is nothing
+    """Return the mean for λ = 1: the integral of P(delay > x), on a grid that is fine where the mass is."""
+    y = np.linspace(0.0, 45.0 ** min(1.0, 1.0 / shape), _GRID)  # x = y^m; exp(−45) is negligible
     m = max(1.0, 1.0 / shape)
     x = y**m
     survival = -np.expm1(power * np.log1p(-np.exp(-(x[1:] ** shape))))
@@ -145,7 +142,7 @@ class Poisson:
         self._rng = rng
 
     def after(self, now: float, live: int) -> float:
-        """See Failures. It has no memory: may be asked again whenever `live` changes."""
+        """See Failures. The process has no memory, so this may be called again whenever `live` changes."""
         return now + float(self._rng.exponential(self._mean_seconds / live)) if live else math.inf
 
     def back(self, at: float) -> float:
@@ -154,14 +151,14 @@ class Poisson:
 
 
 class Measured:
-    """Failures as they were: outages (failed, returned), in seconds, of the slices of one island."""
+    """Measured failures: outages (failed, returned), in seconds, of the slices of one island."""
 
     def __init__(self, outages: Sequence[tuple[float, float]]) -> None:
         self._outages = sorted(outages)
         self._next = 0
 
     def after(self, now: float, live: int) -> float:
-        """See Failures. What fails in a pause is noticed in the step after."""
+        """See Failures. A failure during a pause is noticed in the next step."""
         return max(now, self._outages[self._next][0]) if self._next < len(self._outages) else math.inf
 
     def back(self, at: float) -> float:
@@ -172,13 +169,13 @@ class Measured:
 
 
 class _Steps:
-    """How long so many steps take."""
+    """The random duration of steps."""
 
     def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
         self._seconds, self._deviation, self._rng = model.step_seconds, model.step_deviation, rng
 
     def end(self, now: float, until: float) -> float:
-        """The end of the first step that ends after `until`, of those made from `now` on."""
+        """Return the end of the first step that ends after `until`, for steps made from `now` on."""
         count = 1.0 + (until - now) / self._seconds
         z = float(self._rng.standard_normal()) if self._deviation else 0.0
         mean = self._seconds * (1.0 + self._deviation * max(-3.0, min(3.0, z)) / math.sqrt(count))
@@ -188,14 +185,14 @@ class _Steps:
 def stretches(
     model: FailureModel, slices: int, failures: Failures, seconds: float, rng: np.random.Generator
 ) -> Iterator[Stretch]:
-    """What one island does in so many virtual seconds; between two stretches it pauses, or stands."""
+    """Yield what one island does in virtual `seconds`. Between two stretches it pauses or stalls."""
     steps, now, live = _Steps(model, rng), 0.0, slices
-    down: list[float] = []  # a heap: when slices are back
+    down: list[float] = []  # a heap of the times at which slices return
     while now < seconds:
         failed = 0
         if live:
             at = failures.after(now, live)
-            change = min(at, down[0] if down else math.inf, seconds)  # what was back in a pause has to wait a step
+            change = min(at, down[0] if down else math.inf, seconds)  # returns in a pause wait a step
             end = steps.end(now, max(now, change))
             yield Stretch(now, min(end, seconds), live)
             while at < end and failed < live:
@@ -216,27 +213,26 @@ def stretches(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What islands did over `seconds`; a list of stretches for each island."""
+    """A finished simulation: its length in seconds, and the stretches and the slices of each island."""
 
     seconds: float
     islands: tuple[list[Stretch], ...]
     slices: tuple[int, ...]
-    """of each island"""
 
     def goodput_of(self, island: int) -> float:
-        """Share of that island's time that went into steps, a step with fewer slices counting less."""
+        """Return the share of an island's time that went into steps, weighted by its live slices."""
         worked = sum((s.end - s.begin) * s.live for s in self.islands[island])
         return worked / (self.seconds * self.slices[island])
 
     @property
     def goodput(self) -> float:
-        """Of all islands together, each by its slices."""
+        """The goodput of all islands together, weighted by their slices."""
         whole = sum(self.slices)
         return sum(self.goodput_of(i) * size for i, size in enumerate(self.slices)) / whole
 
     @property
     def uptime(self) -> float:
-        """Share of the time in which at least one island makes steps."""
+        """The share of the time in which at least one island makes steps."""
         spans: NDArray[np.float64] = np.array([(s.begin, s.end) for island in self.islands for s in island])
         if not spans.size:
             return 0.0
@@ -247,7 +243,7 @@ class Outcome:
 
     @property
     def changes(self) -> int:
-        """Times that an island went down, or came up, or on with other slices."""
+        """How often an island stopped, started, or continued with other slices."""
         return sum(max(0, len(island) - 1) for island in self.islands)
 
 
@@ -257,8 +253,14 @@ def simulate(
     rng: np.random.Generator,
     outages: Sequence[Sequence[tuple[float, float]]] | None = None,
 ) -> Outcome:
-    """All islands over so many virtual seconds. `outages`: measured ones, (failed, returned) for each of the slices;
-    without them failures are drawn. Slice i belongs to island i mod M.
+    """Simulate all islands.
+
+    Args:
+        model: The model and its sizes.
+        seconds: Virtual time.
+        rng: The source of everything that is drawn.
+        outages: Measured outages, (failed, returned) for each slice; without them, failures are drawn. Slice i belongs
+            to island i mod M.
     """
     _require(0 < seconds < math.inf, "days", seconds / 86400.0, "a positive number")
     sizes = tuple(model.slices_of(island) for island in range(model.islands))

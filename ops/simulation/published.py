@@ -1,4 +1,4 @@
-"""The published tables that the model is held against, and how far it is from them. Pure but for its own arithmetic.
+"""The paper's tables, the same tables by this model, and their differences. Pure.
 
 Source: Decoupled DiLoCo (arXiv 2604.21428v1), Tables 1a, 1b and 13. One interruption per chip and year; 5 B parameters.
 """
@@ -15,8 +15,8 @@ import numpy as np
 from archipelago.ops.simulation.failures import FailureModel, simulate
 from archipelago.ops.simulation.links import data_parallel_gbits, fragments_gbits
 
+#: The columns of Table 1.
 CHIPS = (150e3, 300e3, 600e3, 1.2e6, 2.4e6)
-"""columns of Table 1"""
 
 
 class Row(NamedTuple):
@@ -27,13 +27,14 @@ class Row(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As the table names it."""
+        """The name of the row in the table."""
         if self.islands > 1:
             return f"M = {self.islands}"
         return "M = 1, elastic" if self.elastic else "M = 1, not elastic"
 
 
 ROWS = (Row(1, False), Row(1, True), Row(2, True), Row(4, True), Row(8, True), Row(16, True))
+#: Table 1a, per cent.
 GOODPUT: dict[Row, tuple[float, ...]] = {
     ROWS[0]: (72, 57, 38, 27, 18),
     ROWS[1]: (88, 80, 69, 58, 40),
@@ -42,7 +43,7 @@ GOODPUT: dict[Row, tuple[float, ...]] = {
     ROWS[4]: (98, 96, 94, 88, 80),
     ROWS[5]: (99, 98, 96, 93, 86),
 }
-"""Table 1a, per cent"""
+#: Table 1b, per cent.
 UPTIME: dict[Row, tuple[float, ...]] = {
     ROWS[0]: (72, 57, 38, 27, 18),
     ROWS[1]: (88, 81, 69, 59, 42),
@@ -51,10 +52,9 @@ UPTIME: dict[Row, tuple[float, ...]] = {
     ROWS[4]: (100, 100, 100, 100, 99),
     ROWS[5]: (100, 100, 100, 100, 99),
 }
-"""Table 1b, per cent"""
 
+#: The columns of Table 13.
 UTILISATION = (0.50, 0.75, 0.90, 0.95, 0.99)
-"""columns of Table 13"""
 PARAMETERS = 5e9
 
 
@@ -65,6 +65,7 @@ class Site(NamedTuple):
     sites: int
 
 
+#: Table 13, Gbit/s between sites.
 BANDWIDTH: dict[Site, dict[str, tuple[float, ...]]] = {
     Site(1, 2): {
         "data-parallel": (49, 81, 104, 113, 195),
@@ -87,16 +88,15 @@ BANDWIDTH: dict[Site, dict[str, tuple[float, ...]]] = {
         "M = 8, int4": (0.05, 0.1, 0.15, 0.17, 0.19),
     },
 }
-"""Table 13, Gbit/s between sites"""
 BITS = {"data-parallel": 16.0, "M = 8, bf16": 16.0, "M = 8, int4": 4.0}
 
 
 def covered(kind: str, utilisation: float) -> bool:
-    """Whether the formula speaks for this cell of Table 13.
+    """Return whether the formula covers this cell of Table 13.
 
-    Data-parallel at 99 % it does not: the published 195, 391, 49 and 49 Gbit/s are 4, 8, 1 and 1 times 48.8, where any
-    formula in which a link carries a step's bytes within the step asks for a fifth at a step of 5 s. They look like the
-    marks of a coarse search.
+    It does not cover data-parallel at 99 %. The published 195, 391, 49 and 49 Gbit/s are 4, 8, 1 and 1 times 48.8. That
+    looks like the grid of a coarse search. Any formula in which a link carries a step's bytes within the step needs a
+    fifth of the bandwidth at a step of 5 s.
     """
     return kind != "data-parallel" or utilisation < 0.99
 
@@ -105,7 +105,7 @@ Cells = Mapping[Row, Sequence[float]]
 
 
 def goodput_and_uptime(model: FailureModel, days: float, seed: int) -> tuple[dict[Row, list[float]], ...]:
-    """Table 1a and 1b as `model` has them, per cent; its chips, islands and elasticity are the table's."""
+    """Return Tables 1a and 1b by `model`, per cent, with the table's chips, islands and elasticity."""
     goodput: dict[Row, list[float]] = {}
     uptime: dict[Row, list[float]] = {}
     for number, row in enumerate(ROWS):
@@ -119,7 +119,7 @@ def goodput_and_uptime(model: FailureModel, days: float, seed: int) -> tuple[dic
 
 
 def bandwidth() -> dict[Site, dict[str, list[float]]]:
-    """Table 13 by the formulas, Gbit/s."""
+    """Return Table 13 by the formulas, Gbit/s."""
     found: dict[Site, dict[str, list[float]]] = {}
     for site, kinds in BANDWIDTH.items():
         found[site] = {
@@ -135,13 +135,13 @@ def bandwidth() -> dict[Site, dict[str, list[float]]]:
 
 
 def rms(found: Cells, published: Cells) -> float:
-    """Root mean square of the differences over all cells, in the unit of the tables."""
+    """Return the root mean square of the differences over all cells, in the unit of the tables."""
     differences = [mine - theirs for row in published for mine, theirs in zip(found[row], published[row], strict=True)]
     return math.sqrt(sum(d * d for d in differences) / len(differences))
 
 
 def bandwidth_rms(found: Mapping[Site, Mapping[str, Sequence[float]]], kinds: Sequence[str] = tuple(BITS)) -> float:
-    """Root mean square of the relative differences over the covered cells of these kinds of rows."""
+    """Return the root mean square of the relative differences over the covered cells of these kinds of rows."""
     differences = [
         found[site][kind][column] / BANDWIDTH[site][kind][column] - 1.0
         for site in BANDWIDTH

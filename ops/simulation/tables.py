@@ -1,4 +1,4 @@
-"""The simulated tables beside the published ones: as text, as rows for programs, as a picture."""
+"""`archipelago simulate tables`: the paper's tables beside the simulated ones, as text, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def _tell(summary: Mapping[str, float], gbits: Mapping[Site, Mapping[str, Sequen
 
 
 def chips_in_words(chips: float) -> str:
-    """150k, 1.2M."""
+    """Return a number of chips such as 150k or 1.2M."""
     return f"{chips / 1e6:g}M" if chips >= 1e6 else f"{chips / 1e3:g}k"
 
 
 def availability_rows(goodput: Cells, uptime: Cells) -> list[dict[str, Any]]:
-    """A row for each cell of Table 1: published and simulated, per cent."""
+    """Return a row for each cell of Table 1, published and simulated, per cent."""
     return [
         {"row": row.label, "chips": chips, "goodput_published": GOODPUT[row][column],
          "goodput_simulated": goodput[row][column], "uptime_published": UPTIME[row][column],
@@ -100,7 +100,7 @@ def availability_rows(goodput: Cells, uptime: Cells) -> list[dict[str, Any]]:
 
 
 def bandwidth_rows(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[dict[str, Any]]:
-    """A row for each cell of Table 13: published and by formula, Gbit/s."""
+    """Return a row for each cell of Table 13, published and by formula, Gbit/s."""
     return [
         {"step_seconds": site.step_seconds, "sites": site.sites, "kind": kind, "utilisation": utilisation,
          "published": published[column], "formula": found[site][kind][column], "covered": covered(kind, utilisation)}
@@ -110,7 +110,7 @@ def bandwidth_rows(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[
 
 
 def markdown(goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> str:
-    """The same tables for a document."""
+    """Return the tables in Markdown."""
     heads = ["| chips |" + "".join(f" {chips_in_words(chips)} |" for chips in CHIPS), "|---|" + "---:|" * len(CHIPS)]
     lines = []
     for title, published, mine in (("Goodput", GOODPUT, goodput), ("Uptime", UPTIME, uptime)):
@@ -127,7 +127,7 @@ def markdown(goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Se
 
 
 def tables(goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[Table]:
-    """For a terminal; each cell is published / simulated."""
+    """Return the tables for a terminal. Each cell is published / simulated."""
     return [
         _table("goodput, %, published / simulated", GOODPUT, goodput),
         _table("uptime, %, published / simulated", UPTIME, uptime),
@@ -175,7 +175,7 @@ _COLOURS = ("#7f7f7f", "#d62728", "#ff7f0e", "#2ca02c", "#1f77b4", "#9467bd")
 
 
 def draw(path: Path, goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> None:
-    """Goodput, uptime and bandwidth: marks are published, lines are this model's."""
+    """Draw goodput, uptime and bandwidth. Marks are published, lines are simulated."""
     plt = pyplot()
     plt.style.use("default")
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.8), dpi=110, layout="constrained")
