@@ -30,8 +30,8 @@ PLAIN = {
 }
 
 
-#: The codecs of the quick tier: an exact one and the default one.
-QUICK = ("float32", "e3m0")
+#: The codecs of the quick tier: an exact one and a lossy one.
+QUICK = ("float32", "int4")
 
 
 def plain_training(config: RunConfig, corpus: OpenCorpus, steps: int) -> Params:

@@ -51,6 +51,7 @@ def books_balance(run: VirtualRun) -> None:
         assert books.published_tokens == books.merged_tokens + books.refused_tokens
 
 
+@pytest.mark.full
 def test_a_run_learns(start: Start, config: RunConfig, corpus: OpenCorpus) -> None:
     config = replace(config, inner=replace(config.inner, steps=120, warmup_steps=10))
     run = start(config, [1.0, 1.0, 1.3])
@@ -171,7 +172,14 @@ def test_a_new_merger_continues_to_the_same_bits(start: Start, config: RunConfig
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize(("rule", "adopt"), [*((rule, "carry") for rule in OUTER), ("nesterov", "overwrite")])
+@pytest.mark.parametrize(
+    ("rule", "adopt"),
+    [
+        ("nesterov", "overwrite"),
+        ("sgd", "carry"),
+        *(pytest.param(rule, "carry", marks=pytest.mark.full) for rule in OUTER if rule != "sgd"),
+    ],
+)
 def test_every_outer_and_adopt_rule_runs(start: Start, config: RunConfig, rule: str, adopt: str) -> None:
     config = replace(
         config,

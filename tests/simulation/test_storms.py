@@ -14,9 +14,10 @@ import pytest
 from tests.simulation import storm
 
 FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
-#: The quick tier plays this number of seeds, and each test of the full tier twice as many.
-QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "100"))
-FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 1900
+#: The quick tier plays this number of seeds, and the full tier FULL_SEEDS more.
+QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "60"))
+SEEDS_OF_A_TEST = 200
+FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 1940
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,9 @@ def test_storms(workers: ProcessPoolExecutor) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(FIRST + QUICK_SEEDS, FIRST + QUICK_SEEDS + FULL_SEEDS, 2 * QUICK_SEEDS))
+@pytest.mark.parametrize("first", range(FIRST + QUICK_SEEDS, FIRST + QUICK_SEEDS + FULL_SEEDS, SEEDS_OF_A_TEST))
 def test_more_storms(workers: ProcessPoolExecutor, first: int) -> None:
-    play(workers, first, min(2 * QUICK_SEEDS, FIRST + QUICK_SEEDS + FULL_SEEDS - first))
+    play(workers, first, min(SEEDS_OF_A_TEST, FIRST + QUICK_SEEDS + FULL_SEEDS - first))
 
 
 def test_a_seed_plays_the_same_storm_again(workers: ProcessPoolExecutor) -> None:

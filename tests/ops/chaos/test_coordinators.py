@@ -187,6 +187,7 @@ def same(found: Params, wanted: Params) -> bool:
     return all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.full
 def test_lockstep_equals_data_parallel_in_one_process(
     make: Make, config: RunConfig, corpus: OpenCorpus, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +203,7 @@ def test_lockstep_equals_data_parallel_in_one_process(
         assert max(np.abs(wanted[name] - first[name]).max() for name in wanted) > 1e-2, "the parameters did not change"
 
 
+@pytest.mark.full
 def test_lockstep_equals_diloco_in_one_process(
     make: Make, config: RunConfig, corpus: OpenCorpus, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def test_real_workers_survive_a_kill_a_stop_and_a_cut(
     assert not Path(exchange).exists(), "the memory was not freed"
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.usefixtures("keeps_compiled", "corpus")
 def test_a_baseline_has_a_result(config: RunConfig, tmp_path: Path) -> None:
