@@ -50,7 +50,7 @@ class _Start:
 
     @property
     def is_leased(self) -> bool:
-        """Whether the broker is told the position in this pass."""
+        """Whether contributions report the position in this pass."""
         return self.repeat == 0 and self.pass_number < PRIVATE_PASSES
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class _Pass:
     starts: NDArray[np.int64]
 
     def place(self, position: int) -> Place:
-        """Return the position after so many windows, as a contribution reports it."""
+        """Return the place after `position` windows, as a contribution reports it."""
         ended = position >= len(self.starts)
         return Place(self.start.shard, self.start.pass_number, 0 if ended else position, ended)
 

@@ -109,7 +109,7 @@ def parse(packed: bytes, table: Table = TABLE) -> NDArray[np.uint8]:
 
 
 def _read(path: Path) -> bytes:
-    """Return the packed table, from a wheel or from a file of its own."""
+    """Read the packed table from a wheel, or from the file itself."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as wheel, wheel.open(_MEMBER) as member:

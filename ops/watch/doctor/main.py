@@ -48,7 +48,7 @@ class DoctorOptions:
     """
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT, rediss://… or unix://… (default $ARCHIPELAGO_URL). Without it, only this machine."""
+    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL. Without one, it checks this machine only."""
     run: str | None = None
     """The run to join (default $ARCHIPELAGO_RUN, or the only run there). Without one, the settings below apply."""
     seconds: float = 4.0

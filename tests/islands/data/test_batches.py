@@ -337,7 +337,7 @@ PLACES = st.builds(
     Place, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
 )
 ANSWERS = st.lists(st.none() | PLACES, max_size=12)
-#: The actions of an island: taking the batches of so many steps, or forgetting shards.
+#: The actions of an island: it takes the batches of some steps, or forgets shards.
 ACTIONS = st.lists(st.integers(0, 30) | st.sets(st.sampled_from([*map(str, range(8)), "site/3"])), max_size=12)
 
 

@@ -73,7 +73,10 @@ def images() -> OpenCorpus:
     return prepare_examples(np.concatenate([pixels, labels_N[:, None]], axis=1).astype(np.uint8), "images", "chance")
 
 
-@pytest.fixture(params=["experts", "muon", "images"])
+FULL = pytest.mark.full
+
+
+@pytest.fixture(params=["experts", pytest.param("muon", marks=FULL), pytest.param("images", marks=FULL)])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kind:
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path))
     for name, entry in MODELS.items():

@@ -84,7 +84,7 @@ def test_no_slot_is_taken_twice_and_no_token_goes_twice_to_one_expert(seed: int,
 
 
 def _named(seed: int, choices: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """How many tokens of each sequence name each expert; [B, E]."""
+    """Return how many tokens of each sequence choose each expert, [B, E]."""
     order = np.argsort(-np.random.default_rng(seed).normal(size=(3, 9, 4)), axis=-1)[..., :choices]
     return np.stack([np.bincount(row.ravel(), minlength=4) for row in order])
 
@@ -165,6 +165,7 @@ def test_each_expert_has_its_own_tensors(params: Params) -> None:
     assert not np.array_equal(params["layers.0.mlp.experts.0.up.kernel"], params["layers.0.mlp.experts.1.up.kernel"])
 
 
+@pytest.mark.full
 def test_bfloat16_gives_nearly_the_same_loss(params: Params) -> None:
     half, seen = moe.transformer(SIZE, Routing(4, 2), jnp.bfloat16), tokens(4, 17)
     with jax.numpy_dtype_promotion("standard"):

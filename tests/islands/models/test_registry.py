@@ -88,7 +88,7 @@ def test_parameters_depend_on_the_seed_alone(tiny: Model, params: Params) -> Non
         assert np.array_equal(value, other[name]) == name.endswith("norm.scale")
 
 
-@pytest.mark.parametrize("size", ["tiny", "small"])
+@pytest.mark.parametrize("size", ["tiny", pytest.param("small", marks=pytest.mark.full)])
 def test_the_first_loss_is_near_that_of_a_uniform_guess(size: str) -> None:
     fresh = build(size, jnp.float32)
     loss = jax.jit(fresh.loss)(fresh.init(3), random_tokens(4, 65))

@@ -41,7 +41,9 @@ def text() -> list[int]:
 ROOMY = moe.transformer(Size(width=32, layers=2, heads=2, hidden=24), Routing(4, 2, capacity_factor=2.0), jnp.float32)
 
 
-@pytest.mark.parametrize("model", [build("tiny", jnp.float32), ROOMY], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "model", [build("tiny", jnp.float32), pytest.param(ROOMY, marks=pytest.mark.full)], ids=["dense", "experts"]
+)
 def test_the_cache_gives_the_same_logits_as_a_whole_pass(model: Model, text: list[int]) -> None:
     params, decoder = model.init(0), decoder_of(model)
     expected = np.asarray(jax.jit(model.logits)(params, jnp.asarray([text], jnp.int32)))[0]
@@ -73,7 +75,16 @@ def naive(model: Model, prompt: list[int], context: int, count: int) -> list[int
     return seen[len(prompt) :]
 
 
-@pytest.mark.parametrize(("prompt_length", "context"), [(1, 64), (5, 16), (16, 16), (40, 16), (3, 2)])
+@pytest.mark.parametrize(
+    ("prompt_length", "context"),
+    [
+        (5, 16),
+        (16, 16),
+        (40, 16),
+        pytest.param(1, 64, marks=pytest.mark.full),
+        pytest.param(3, 2, marks=pytest.mark.full),
+    ],
+)
 def test_generation_goes_on_past_the_context(tiny: Model, text: list[int], prompt_length: int, context: int) -> None:
     prompt = text[:prompt_length]
     found = list(islice(continuation(decoder_of(tiny), tiny.init(0), prompt, context, GREEDY, 0), 30))

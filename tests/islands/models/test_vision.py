@@ -81,6 +81,7 @@ def test_every_patch_counts_and_every_tensor_has_a_gradient(digits: Model) -> No
     assert kinds["output.kernel"] == "rest"
 
 
+@pytest.mark.full
 def test_gradient_descent_fits_a_batch(digits: Model) -> None:
     params, seen = digits.init(0), examples(32)
     step = jax.jit(jax.value_and_grad(digits.loss))

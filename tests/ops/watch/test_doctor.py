@@ -331,7 +331,7 @@ def test_every_command_of_the_transport_is_tried() -> None:
     assert {names.get(name, name) for name in used - not_commands} <= needed
 
 
-def test_who_serves_and_how_long_nothing_was_merged(own: Server, raw: Any) -> None:
+def test_standing_names_the_merger_and_the_time_since_its_last_merge(own: Server, raw: Any) -> None:
     transport = connect(own.url, "sample")
     manifest = samples.manifest("sample")
     transport.create(manifest, samples.first_snapshots(manifest))

@@ -152,7 +152,7 @@ def checkpointed(found: RunParameters, folder: Path) -> None:
 # -- out ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("made", [found_of, of_tokens])
+@pytest.mark.parametrize("made", [pytest.param(found_of, marks=pytest.mark.full), of_tokens])
 def test_a_dense_model_is_written_as_a_llama(made: Callable[[], RunParameters], tmp_path: Path) -> None:
     found, out = made(), tmp_path / "out"
     assert write(found, out, "safetensors", "float32") == "llama"
