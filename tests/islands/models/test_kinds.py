@@ -26,6 +26,9 @@ from archipelago.islands.models.vision import Images
 from archipelago.ops.experiments.baselines import one_process
 from archipelago.ops.experiments.virtual_time import VirtualRun
 
+#: The models, Muon and virtual runs have quick tests of their own.
+pytestmark = pytest.mark.full
+
 SMALL = Size(width=16, layers=1, heads=2, hidden=32)
 MODELS = {
     "mini": Entry(partial(transformer.transformer, SMALL)),
@@ -73,10 +76,7 @@ def images() -> OpenCorpus:
     return prepare_examples(np.concatenate([pixels, labels_N[:, None]], axis=1).astype(np.uint8), "images", "chance")
 
 
-FULL = pytest.mark.full
-
-
-@pytest.fixture(params=["experts", pytest.param("muon", marks=FULL), pytest.param("images", marks=FULL)])
+@pytest.fixture(params=["experts", "muon", "images"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kind:
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path))
     for name, entry in MODELS.items():
@@ -93,7 +93,6 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     return Kind(config, corpus, compiled(size, config.inner))
 
 
-@pytest.mark.full
 def test_two_islands_learn_nearly_as_much_as_one_process(kind: Kind) -> None:
     run = kind.start(1.0, 1.1)
     islands = list(run.islands.values())
