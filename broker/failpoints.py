@@ -34,7 +34,6 @@ FAILPOINTS: dict[str, str] = {
     "restore.placed": "the chunks of a run that is restored are up, and the run does not exist",
     "restore.done": "a run is restored, and the merger does not know",
     "checkpoint.before": "a checkpoint is about to be written, and nothing of it is on disk",
-    "checkpoint.written": "all of a checkpoint is on disk, and does not bear its number",
     "checkpoint.done": "a checkpoint bears its number, and older ones are still there",
 }
 """Each failpoint, and what has happened by the time that a process is killed there."""

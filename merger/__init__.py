@@ -1,4 +1,5 @@
-"""The merger: takes the islands' contributions from the broker, merges each round, takes the outer step, publishes.
+"""The merger: reads the islands' contributions, merges each round, takes the outer step and publishes the result.
 
-Pure parts: weights, merge_rules, clip, outer, pace. They know neither sockets nor clocks nor files.
+The modules `weights`, `merge_rules`, `outer`, `rounds`, `round_merge`, `committing` and `replay` are pure: they use
+neither sockets nor clocks nor files.
 """

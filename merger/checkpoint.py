@@ -1,29 +1,28 @@
-"""Whole runs on disk: `CheckpointStore` keeps images of a run, through Orbax, so that a Redis may lose everything.
+"""Whole runs on disk: `CheckpointStore` keeps images of a run, so that a Redis may lose everything.
 
-A checkpoint is one directory, named by its number, with two Orbax items: `index`, JSON that people can read, and
-`blobs`, the large bytes as uint8 arrays. A fragment that has not changed is not written again: the index says in
-which earlier checkpoint its blobs lie. Everything in a checkpoint is covered by a digest.
+A checkpoint is a step of an Orbax `CheckpointManager`, which writes it atomically and keeps the newest few. Anyone can
+restore it with Orbax alone. Its items are:
 
-A directory gets its number when all of it is safe on the disk, by one rename, and loses it by one before it is
-deleted. So what bears a number is whole; everything else is a leftover of a death, and goes with the next save.
+* `parameters`: the merger's exact parameters, float32, by tensor name in the tensors' shapes.
+* `published`: what the islands hold, in the same form. It differs from `parameters` by the rounding of snapshots.
+* `outer`: the outer optimiser's state, by fragment and leaf. It is absent before the first round and for rules without
+  a state.
+* `pending`: the payloads of contributions that were not merged yet, uint8, by position. It is absent without any.
+* `metadata`: everything else as JSON, with a digest of itself and of the arrays.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import re
-import secrets
-import shutil
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from archipelago.broker.checkpoint_errors import FILE_FAULTS, in_words, remedy
 from archipelago.broker.errors import ConfigError, WireError
@@ -31,356 +30,278 @@ from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Contribution, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
 from archipelago.broker.transport import Image
-from archipelago.broker.wire import digest
+from archipelago.broker.wire import digest, pack, unpack
 
-FORMAT = 1
-"""of the index; another one is not read"""
+FORMAT = 2
 
 log = logging.getLogger(__name__)
-Body = dict[str, Any]
-"""an index: what `_packed` makes"""
-_FINISHED = re.compile(r"[1-9][0-9]{0,17}")
-_LEFTOVER = re.compile(r"([1-9][0-9]{0,17})\..+")
+Array = NDArray[Any]
+#: Arrays by item, and within an item by name, such as `{"parameters": {"embed": …}}`.
+Items = dict[str, dict[str, Any]]
+Fields = dict[str, Any]
 
 
 class CheckpointStore:
-    """Checkpoints of one run in `folder`, of which the newest `keep` are offered. One saver at a time; any readers.
+    """Checkpoints of one run in a folder. One process saves, and any number may read.
 
-    Savers that meet by accident, such as a merger and one that was fenced, cannot mix what they write.
+    Args:
+        folder: Where the checkpoints are.
+        keep: How many of the newest are kept.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         if keep < 1:
-            raise ConfigError(f"{keep} checkpoints cannot be kept", "Keep at least one.")
-        self.folder = folder.absolute()  # as Orbax wants it
+            raise ConfigError(f"cannot keep {keep} checkpoints", "Keep at least one.", code="checkpoint.keep")
+        self.folder = folder.absolute()  # as Orbax requires
         self.keep = keep
-        self._sound: Body | None = None  # the newest index here whose blobs were written or verified by this store
 
     def numbers(self) -> list[int]:
-        """Finished checkpoints, ascending. Raises ConfigError when the folder cannot be listed."""
-        return self._finished()[-self.keep :]
+        """Return the numbers of finished checkpoints, ascending. Does not load Orbax.
 
-    def next_number(self) -> int:
-        """At least 1, and greater than that of anything here, finished or not."""
-        leftovers = [int(match[1]) for name in self._names() if (match := _LEFTOVER.fullmatch(name))]
-        return max([0, *self._finished(), *leftovers]) + 1
-
-    def save(self, image: Image) -> None:
-        """Writes a checkpoint, whole or not at all, and lets go of the oldest. Raises ConfigError when it cannot."""
-        newest = max(self._finished(), default=0)
-        if image.number <= newest:
-            raise ConfigError(
-                f"checkpoint {image.number} comes too late: {self.folder} holds {newest} already",
-                "Does another merger serve this run? Then this one may stop.",
-            )
-        self._sweep(image.number)  # what died may have filled the disk
-        failpoint("checkpoint.before")
-        body, blobs = _packed(image, self._previous())
-        try:
-            self._write(image.number, body, blobs)
-        except FILE_FAULTS as error:
-            raise ConfigError(
-                f"checkpoint {image.number} cannot be written to {self.folder} ({in_words(error)})",
-                f"{remedy(error)} Earlier checkpoints are as they were.",
-            ) from error
-        self._sound = body
-        failpoint("checkpoint.done")
-        self._tidy(image.number)
-
-    def load(self, number: int | None = None) -> Image | None:
-        """The image of that checkpoint, or of the newest that is whole; None where there is none.
-
-        Raises ConfigError when that number is not here, or when there are checkpoints but none can be read.
+        Raises:
+            ConfigError: The folder cannot be listed (`checkpoint.folder`).
         """
-        if number is not None:
-            return self._load(number)
-        found, faults = self._newest()
-        if found is None and faults:
-            each = "; ".join(f"{n}: {fault}" for n, fault in faults.items())
-            raise ConfigError(
-                f"no checkpoint in {self.folder} can be read ({each})",
-                "Put back a copy of the folder, or name another one; `archipelago init` begins a new run.",
-            )
-        if found is not None:
-            self._sound = found[0]
-        return found and found[1]
-
-    def _load(self, number: int) -> Image:
-        here = self.numbers()
-        if number not in here:
-            held = f"these: {', '.join(map(str, here))}" if here else "no checkpoints"
-            raise ConfigError(f"{self.folder} has no checkpoint {number}", f"It holds {held}.")
         try:
-            return self._read(number)[1]
-        except FILE_FAULTS as error:
-            raise ConfigError(
-                f"checkpoint {number} in {self.folder} cannot be read ({in_words(error)})",
-                f"These are here: {', '.join(map(str, here))}.",
-            ) from error
-
-    def _newest(self) -> tuple[tuple[Body, Image] | None, dict[int, str]]:
-        """The newest checkpoint that is whole, and what is wrong with those that are newer, by number."""
-        faults: dict[int, str] = {}
-        # Listed anew each time: one that vanished while it was read was let go of, because there are newer ones.
-        while untried := [number for number in self.numbers() if number not in faults]:
-            number = untried[-1]
-            try:
-                return self._read(number), faults
-            except FILE_FAULTS as error:
-                faults[number] = in_words(error)
-                log.warning("checkpoint %d in %s is left aside: %s", number, self.folder, faults[number])
-        return None, faults
-
-    def _previous(self) -> Body | None:
-        """The index to refer to. What this store has not written itself is read first: nothing refers to damage."""
-        if not self.numbers():
-            return None
-        if self._sound is None or self._sound["number"] != self.numbers()[-1]:
-            found, _ = self._newest()
-            self._sound = found and found[0]
-        lost = self._sound and [f for f in self._sound["fragments"] if not self._at(f["in"]).is_dir()]
-        return None if lost else self._sound
-
-    def _read(self, number: int) -> tuple[Body, Image]:
-        body = _restored_body(self._at(number), number)
-        wanted: dict[int, dict[str, list[Any]]] = defaultdict(dict)
-        for p, fragment in enumerate(body["fragments"]):
-            wanted[fragment["in"]] |= {f"snapshot_{p}": fragment["payload"], f"outer_{p}": fragment["outer"]}
-        wanted[number]["pending"] = body["payloads"]
-        blobs: dict[str, bytes] = {}
-        for place, described in wanted.items():
-            try:
-                blobs |= _restored_blobs(self._at(place), described)
-            except FILE_FAULTS as error:
-                raise WireError(f"in {place}: {in_words(error)}") from error
-        return body, _unpacked(body, blobs)
-
-    def _write(self, number: int, body: Body, blobs: Mapping[str, bytes]) -> None:
-        unfinished = self.folder / f"{number}.{secrets.token_hex(4)}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _save(unfinished, body, blobs)
-            _sync(unfinished)
-            failpoint("checkpoint.written")
-            unfinished.rename(self._at(number))
-            _sync_folder(self.folder)
-            _sync_folder(self.folder.parent)  # the folder may be new
-        except BaseException:
-            for path in self.folder.glob(f"{unfinished.name}*"):
-                shutil.rmtree(path, ignore_errors=True)
-            raise
-
-    def _tidy(self, number: int) -> None:
-        """Deletes what no kept checkpoint needs."""
-        try:
-            for unused in set(self._finished()) - self._used():
-                self._at(unused).rename(self.folder / f"{unused}.{secrets.token_hex(4)}")
-        except FILE_FAULTS as error:
-            log.warning("old checkpoints stay in %s: %s", self.folder, in_words(error))
-        self._sweep(number)
-
-    def _sweep(self, number: int) -> None:
-        """Deletes leftovers up to that number: later ones may be in the making."""
-        try:
-            for name in self._names():
-                if (match := _LEFTOVER.fullmatch(name)) and int(match[1]) <= number:
-                    shutil.rmtree(self.folder / name)
-        except OSError as error:
-            log.warning("leftovers stay in %s: %s", self.folder, in_words(error))
-
-    def _used(self) -> set[int]:
-        """The kept checkpoints, and those that they refer to."""
-        kept = self.numbers()
-        return {*kept, *(f["in"] for number in kept for f in _restored_body(self._at(number), number)["fragments"])}
-
-    def _at(self, number: int) -> Path:
-        return self.folder / str(number)
-
-    def _finished(self) -> list[int]:
-        return sorted(int(name) for name in self._names() if _FINISHED.fullmatch(name))
-
-    def _names(self) -> list[str]:
-        try:
-            return [path.name for path in self.folder.iterdir()]
+            # Orbax renames a checkpoint to its number when all of it is written.
+            return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise ConfigError(
-                f"the checkpoints in {self.folder} cannot be listed ({error})", "May this user read the folder?"
+                f"the checkpoints in {self.folder} cannot be listed ({error})",
+                "May this user read the folder?",
+                code="checkpoint.folder",
             ) from None
+
+    def next_number(self) -> int:
+        """Return a number that is at least 1 and greater than that of any finished checkpoint."""
+        return max(self.numbers(), default=0) + 1
+
+    def save(self, image: Image) -> None:
+        """Write a checkpoint, whole or not at all, and delete those beyond the newest `keep`.
+
+        Raises:
+            ConfigError: A newer one exists (`checkpoint.late`), or it cannot be written (`checkpoint.write`).
+        """
+        newest = max(self.numbers(), default=0)
+        if image.number <= newest:
+            raise ConfigError(
+                f"checkpoint {image.number} is too late: {self.folder} already holds {newest}",
+                "Does another merger serve this run? Then this one may stop.",
+                code="checkpoint.late",
+            )
+        failpoint("checkpoint.before")
+        try:
+            items = _arrays_of(image)
+            _save(self.folder, self.keep, image.number, items, _metadata_of(image, items))
+        except FILE_FAULTS as error:
+            raise ConfigError(
+                f"checkpoint {image.number} cannot be written to {self.folder} ({in_words(error)})",
+                f"{remedy(error)} Earlier checkpoints are unchanged.",
+                code="checkpoint.write",
+            ) from error
+        failpoint("checkpoint.done")
+
+    def load(self, number: int | None = None) -> Image | None:
+        """Return the image of a checkpoint, by default of the newest that is whole; None when there is none.
+
+        Raises:
+            ConfigError: That number is not here (`checkpoint.missing`), or none can be read (`checkpoint.unreadable`).
+        """
+        here = self.numbers()
+        if number is not None and number not in here:
+            raise ConfigError(
+                f"{self.folder} has no checkpoint {number}",
+                f"It holds {', '.join(map(str, here)) or 'no checkpoints'}.",
+                code="checkpoint.missing",
+            )
+        faults: dict[int, str] = {}
+        while tried := [n for n in self.numbers() if n not in faults and number in (None, n)]:
+            newest = tried[-1]
+            try:
+                return self._read(newest)
+            except FILE_FAULTS as error:
+                # The folder is listed again: a checkpoint that vanished was deleted because there are newer ones.
+                faults[newest] = in_words(error)
+                log.warning("skipping checkpoint %d in %s: %s", newest, self.folder, faults[newest])
+        if not faults:
+            return None
+        raise ConfigError(
+            f"no checkpoint in {self.folder} can be read ({'; '.join(f'{n}: {fault}' for n, fault in faults.items())})",
+            "Put back a copy of the folder, or name another one; `archipelago init` begins a new run.",
+            code="checkpoint.unreadable",
+        )
+
+    def _read(self, number: int) -> Image:
+        items, metadata = _restore(self.folder, number)
+        if metadata.get("format") != FORMAT:
+            raise WireError(f"it has format {metadata.get('format')!r:.32}, and this version reads format {FORMAT}")
+        fields = metadata["fields"]
+        if metadata["digest"] != _digest_of(items, fields) or fields["number"] != number:
+            raise WireError("it is damaged: its digest differs")
+        return _image_of(items, fields)
 
 
 def describe(image: Image) -> str:
-    """A line for people."""
-    closed = max(snapshot.round for snapshot, _ in image.snapshots)
+    """Return a line about an image for people."""
     step = max(snapshot.step for snapshot, _ in image.snapshots)
     return (
         f"checkpoint {image.number} of run {image.manifest.run!r}: "
-        f"round {closed}, step {step}, {len(image.pending)} pending"
+        f"round {image.round}, step {step}, {len(image.pending)} pending"
     )
 
 
-# an image, and the same as an index and blobs
+# -- an image as arrays and metadata ---------------------------------------------------------------------------------
 
 
-def _packed(image: Image, previous: Body | None) -> tuple[Body, dict[str, bytes]]:
-    """The index, and the blobs that neither are empty nor lie in a directory that `previous` refers to."""
-    fragments: list[Body] = []
-    blobs: dict[str, bytes] = {}
-    for p, ((snapshot, payload), outer) in enumerate(zip(image.snapshots, image.outers, strict=True)):
-        fragment = {"snapshot": to_fields(snapshot), "payload": _described(payload), "outer": _described(outer)}
-        place = _place_of(fragment, p, previous)
-        if place is None:
-            blobs |= {f"snapshot_{p}": payload, f"outer_{p}": outer}
-        fragments.append({"in": image.number if place is None else place, **fragment})
-    blobs["pending"] = b"".join(payload for _, payload in image.pending)
-    body = {
+def _arrays_of(image: Image) -> Items:
+    from archipelago.merger import outer  # loads JAX, which readers that only list checkpoints do not need
+
+    manifest = image.manifest
+    items: Items = {"parameters": {}, "published": {}, "outer": {}, "pending": {}}
+    for p, ((_, payload), state) in enumerate(zip(image.snapshots, image.outers, strict=True)):
+        published_N = unpack(payload, manifest.sizes[p])
+        arrays = outer.load_named(state) if state else {}
+        items["published"] |= _tensors(manifest, p, published_N)
+        items["parameters"] |= _tensors(manifest, p, arrays.pop(outer.PARAMETERS, published_N))
+        if arrays:
+            items["outer"][str(p)] = arrays
+    items["pending"] = {str(n): np.frombuffer(data, np.uint8) for n, (_, data) in enumerate(image.pending) if data}
+    return {name: arrays for name, arrays in items.items() if arrays}
+
+
+def _tensors(manifest: Manifest, p: int, vector_N: Array) -> dict[str, Array]:
+    """Return the tensors of a fragment's vector by name. Orbax cannot hold empty ones."""
+    rows = [(tensor, offset) for tensor, offset in manifest.layout[p] if tensor.size]
+    return {tensor.name: vector_N[at : at + tensor.size].reshape(tensor.shape) for tensor, at in rows}
+
+
+def _vector(manifest: Manifest, p: int, tensors: Mapping[str, Array]) -> NDArray[np.float32]:
+    """Return the vector of a fragment from its tensors. Raises WireError if one does not fit."""
+    out_N = np.zeros(manifest.sizes[p], np.float32)
+    for tensor, offset in manifest.layout[p]:
+        if tensor.size:
+            array = tensors[tensor.name]
+            if array.dtype != np.float32 or array.shape != tensor.shape:
+                raise WireError(f"{tensor.name} is {array.dtype} {array.shape}, not float32 {tensor.shape}")
+            out_N[offset : offset + tensor.size] = array.reshape(-1)
+    return out_N
+
+
+def _metadata_of(image: Image, items: Items) -> Fields:
+    fields = {
         "number": image.number,
         "manifest": image.manifest.to_fields(),
-        "fragments": fragments,
+        "snapshots": [to_fields(snapshot) for snapshot, _ in image.snapshots],
+        "has_outer": [bool(state) for state in image.outers],
         "state": image.state,
         "books": to_fields(image.books),
         "cursors": {shard: list(place) for shard, place in image.cursors.items()},
         "tape": [to_fields(entry) for entry in image.tape],
         "evaluations": [to_fields(evaluation) for evaluation in image.evaluations],
-        "pending": [{"contribution": to_fields(c), "bytes": len(payload)} for c, payload in image.pending],
-        "payloads": _described(blobs["pending"]),
+        "pending": [to_fields(contribution) for contribution, _ in image.pending],
     }
-    return body, {name: blob for name, blob in blobs.items() if blob}
+    arrays = [list(path) for path, _ in _leaves(items)]
+    return {"format": FORMAT, "fields": fields, "arrays": arrays, "digest": _digest_of(items, fields)}
 
 
-def _place_of(fragment: Body, p: int, previous: Body | None) -> int | None:
-    """The checkpoint that holds this very fragment, by what `previous` knows."""
-    if previous is None or p >= len(previous["fragments"]):
-        return None
-    before = previous["fragments"][p]
-    same = all(fragment[blob] == before[blob] for blob in ("payload", "outer"))
-    same &= fragment["snapshot"]["version"] == before["snapshot"]["version"]
-    return int(before["in"]) if same else None
+def _image_of(items: Items, fields: Fields) -> Image:
+    from archipelago.merger import outer
 
-
-def _described(blob: bytes) -> list[Any]:
-    """Length in bytes and digest."""
-    return [len(blob), digest(blob)]
-
-
-def _unpacked(body: Body, blobs: Mapping[str, bytes]) -> Image:
-    ends = accumulate((row["bytes"] for row in body["pending"]), initial=0)
-    payloads = [blobs["pending"][start:end] for start, end in pairwise(ends)]
+    manifest = Manifest.from_fields(fields["manifest"])
+    wire = manifest.config.wire
+    snapshots, outers = [], []
+    for p, (values, has_outer) in enumerate(zip(fields["snapshots"], fields["has_outer"], strict=True)):
+        payload = pack(_vector(manifest, p, items.get("published", {})), wire.full, wire.full_zstd_level)
+        snapshot = from_fields(Snapshot, values)
+        snapshots.append((replace(snapshot, bytes=len(payload), digest=digest(payload)), payload))
+        state = items.get("outer", {}).get(str(p), {})
+        params_N = _vector(manifest, p, items.get("parameters", {}))
+        outers.append(outer.dump_named({outer.PARAMETERS: params_N, **state}) if has_outer else b"")
+    payloads = items.get("pending", {})
     return Image(
-        manifest=Manifest.from_fields(body["manifest"]),
-        number=body["number"],
-        snapshots=tuple(
-            (from_fields(Snapshot, fragment["snapshot"]), blobs[f"snapshot_{p}"])
-            for p, fragment in enumerate(body["fragments"])
-        ),
-        outers=tuple(blobs[f"outer_{p}"] for p in range(len(body["fragments"]))),
-        state=body["state"],
-        books=from_fields(Books, body["books"]),
-        cursors={shard: (of_pass, sequence) for shard, (of_pass, sequence) in body["cursors"].items()},
-        tape=tuple(from_fields(TapeEntry, fields) for fields in body["tape"]),
-        evaluations=tuple(from_fields(Evaluation, fields) for fields in body["evaluations"]),
+        manifest=manifest,
+        number=fields["number"],
+        snapshots=tuple(snapshots),
+        outers=tuple(outers),
+        state=fields["state"],
+        books=from_fields(Books, fields["books"]),
+        cursors={shard: (of_pass, sequence) for shard, (of_pass, sequence) in fields["cursors"].items()},
+        tape=tuple(from_fields(TapeEntry, values) for values in fields["tape"]),
+        evaluations=tuple(from_fields(Evaluation, values) for values in fields["evaluations"]),
         pending=tuple(
-            (from_fields(Contribution, row["contribution"]), payload)
-            for row, payload in zip(body["pending"], payloads, strict=True)
+            (from_fields(Contribution, values), payloads[str(n)].tobytes() if str(n) in payloads else b"")
+            for n, values in enumerate(fields["pending"])
         ),
     )
 
 
-# an index and blobs, and the same on disk
+def _digest_of(items: Items, fields: Fields) -> str:
+    """Return a digest of the metadata's fields and of every array, because Orbax does not notice all damage."""
+    leaves = sorted(_leaves(items), key=lambda leaf: leaf[0])
+    arrays = [[path, str(array.dtype), array.shape, digest(array.tobytes())] for path, array in leaves]
+    return digest(json.dumps([fields, arrays], sort_keys=True).encode())
+
+
+def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Array]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), np.ascontiguousarray(value).reshape(np.shape(value))
+
+
+# -- arrays and metadata on disk -------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _checkpointer() -> Iterator[Any]:
+def _manager(folder: Path, **options: Any) -> Iterator[Any]:
     import orbax.checkpoint as ocp  # takes most of a second
 
-    # One file holds many arrays (OCDBT): a file for each takes longer, and Orbax warns of it.
-    handler = ocp.CompositeCheckpointHandler(
-        index=ocp.JsonCheckpointHandler("index.json"), blobs=ocp.PyTreeCheckpointHandler(use_ocdbt=True)
-    )
     chatter = logging.getLogger("absl")
     level = chatter.level
-    chatter.setLevel(logging.CRITICAL)  # what goes wrong is raised, too; the log would get pages of it
+    chatter.setLevel(logging.CRITICAL)  # Orbax also raises what it logs, and the log would get pages of it
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            yield checkpointer
+        how = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, **options)
+        with ocp.CheckpointManager(folder, options=how) as manager:
+            yield manager
     finally:
         chatter.setLevel(level)
 
 
-def _save(folder: Path, body: Body, blobs: Mapping[str, bytes]) -> None:
+def _save(folder: Path, keep: int, number: int, items: Items, metadata: Fields) -> None:
     import orbax.checkpoint as ocp
 
-    index = {"format": FORMAT, "digest": _digest_of(body), "body": body}
-    items = {"index": ocp.args.JsonSave(index)}
-    if blobs:
-        arrays = {name: np.frombuffer(blob, np.uint8) for name, blob in blobs.items()}
-        items["blobs"] = ocp.args.PyTreeSave(arrays)
-    with _checkpointer() as checkpointer:
-        checkpointer.save(folder, args=ocp.args.Composite(**items))
+    trees = {name: ocp.args.StandardSave(arrays) for name, arrays in items.items()}
+    with _manager(folder, create=True, max_to_keep=keep, cleanup_tmp_directories=True) as manager:
+        manager.save(number, args=ocp.args.Composite(metadata=ocp.args.JsonSave(metadata), **trees), force=True)
 
 
-def _digest_of(body: Body) -> str:
-    return digest(json.dumps(body, sort_keys=True).encode())
-
-
-def _restored_body(folder: Path, number: int) -> Body:
-    """The index in that directory. Raises WireError, or what Orbax does, when it is not what was written there."""
+def _restore(folder: Path, number: int) -> tuple[Items, Fields]:
     import orbax.checkpoint as ocp
 
-    with _checkpointer() as checkpointer:
-        index = checkpointer.restore(folder, args=ocp.args.Composite(index=ocp.args.JsonRestore()))["index"]
-    if index.get("format") != FORMAT:
-        raise WireError(
-            f"it has format {index.get('format')!r:.32}, and this version of archipelago reads format {FORMAT} only"
-        )
-    body: Body = index["body"]
-    if index["digest"] != _digest_of(body) or body["number"] != number:
-        raise WireError("the index is damaged")
-    return body
-
-
-def _restored_blobs(folder: Path, described: Mapping[str, list[Any]]) -> dict[str, bytes]:
-    """Those blobs, of these lengths and digests. Raises WireError, or what Orbax does, when one is not as written."""
-    import orbax.checkpoint as ocp
-
-    blobs = {}
-    with _checkpointer() as checkpointer:
-        for name, (size, whose) in described.items():
-            # One at a time: where one of several is damaged, Orbax leaves the reading of the others to its fate.
-            how = ocp.args.PyTreeRestore(
-                item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
+    with _manager(folder, create=False, read_only=True) as manager:
+        wanted = ocp.args.Composite(metadata=ocp.args.JsonRestore())
+        metadata: Fields = manager.restore(number, args=wanted)["metadata"]
+        items: Items = {}
+        for path in metadata["arrays"]:
+            # One at a time: when one of several is damaged, Orbax abandons the reads of the others with pages of log.
+            how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+            args = ocp.args.PyTreeRestore(
+                item=_nested(path[1:], 0), restore_args=_nested(path[1:], how), partial_restore=True
             )
-            array = checkpointer.restore(folder, args=ocp.args.Composite(blobs=how))["blobs"][name] if size else None
-            blobs[name] = _verified(name, array, size, whose)
-    return blobs
+            found = manager.restore(number, args=ocp.args.Composite(**{path[0]: args}))[path[0]]
+            place: dict[str, Any] = items
+            for name in path[:-1]:
+                place = place.setdefault(name, {})
+            for name in path[1:]:
+                found = found[name]
+            place[path[-1]] = np.asarray(found)
+    return items, metadata
 
 
-def _verified(name: str, array: Any, size: int, whose: str) -> bytes:
-    if size == 0:
-        return b""
-    if not isinstance(array, np.ndarray) or (array.dtype, array.shape) != (np.uint8, (size,)):
-        raise WireError(f"{name} is damaged: no {size} bytes")
-    blob = array.tobytes()
-    if digest(blob) != whose:
-        raise WireError(f"{name} is damaged: its digest is {digest(blob)}, not {whose}")
-    return blob
-
-
-def _sync(tree: Path) -> None:
-    """Returns when everything below a directory is on the disk, so that no power cut unmakes it."""
-    for folder, _, names in os.walk(tree):
-        for name in names:
-            with Path(folder, name).open("rb+") as file:
-                os.fsync(file.fileno())
-        _sync_folder(Path(folder))
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # others open files only
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _nested(path: Sequence[str], value: Any) -> Any:
+    """Return dictionaries in dictionaries that hold a value at that path."""
+    for name in reversed(path):
+        value = {name: value}
+    return value

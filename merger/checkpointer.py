@@ -1,7 +1,7 @@
-"""Checkpoints beside the merging: a cut is taken between two rounds, and goes to disk on a thread of its own.
+"""Checkpoints in the background: a cut is taken between two rounds, and another thread writes it to disk.
 
-A cut costs the merger nothing but references: its arrays never change. What a finished checkpoint covers need not
-stay in the stream; with a record (`--record`) it goes there first.
+A cut costs only references, because the arrays never change. A finished checkpoint covers its rounds, whose entries may
+then leave the stream. A run with a record (`--record`) has them written to the record first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.record import Recorder, Segment
 from archipelago.merger.state import FragmentState
 
+#: Rounds of the tape in a checkpoint, which a restored run shows.
 TAPE_IN_IMAGE = 256
-"""rounds of the tape that a checkpoint holds, for whoever looks at a run that was restored"""
+#: Seconds until a failed checkpoint is tried again.
 RETRY_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -34,26 +35,30 @@ Spawn = Callable[[Callable[[], "Covered"]], "Future[Covered]"]
 
 @dataclass(frozen=True)
 class CheckpointCut:
-    """What the merger knew between two rounds."""
+    """The run between two rounds.
+
+    Attributes:
+        number: The number of the checkpoint.
+        round: The last closed round.
+        covered: The last round that an earlier checkpoint covers.
+        waiting: Entries of contributions that were not merged yet.
+    """
 
     manifest: Manifest
     number: int
-    """of the checkpoint"""
     round: int
     covered: int
-    """the last round that an earlier checkpoint covers"""
     state: str
     fragments: Sequence[FragmentState]
     snapshots: Sequence[Snapshot]
     cursors: dict[str, tuple[int, int]]
     books: Books
     waiting: Sequence[str]
-    """entries of contributions that were not merged yet"""
 
 
 @dataclass(frozen=True)
 class Covered:
-    """A checkpoint is on disk: rounds up to `round` and actions up to `actions_until` need not be kept elsewhere."""
+    """What a finished checkpoint covers: all rounds up to `round` and actions up to `actions_until`."""
 
     number: int
     round: int
@@ -61,13 +66,13 @@ class Covered:
 
 
 def in_background() -> Spawn:
-    """Jobs on one thread, one after the other."""
+    """Return a function that runs jobs one after the other on one thread."""
     pool = ThreadPoolExecutor(1, "checkpoint")
     return pool.submit
 
 
 def at_once(job: Callable[[], Covered]) -> Future[Covered]:
-    """Does the job before it returns: for virtual time."""
+    """Run the job before returning, for virtual time."""
     future: Future[Covered] = Future()
     try:
         future.set_result(job())
@@ -77,7 +82,7 @@ def at_once(job: Callable[[], Covered]) -> Future[Covered]:
 
 
 class Checkpointer:
-    """Takes a run's checkpoints into `store`, every so many seconds; with a recorder, its record too."""
+    """Writes a run's checkpoints every `every_seconds`, and its record if there is a recorder."""
 
     def __init__(
         self,
@@ -93,24 +98,24 @@ class Checkpointer:
         self._job: Future[Covered] | None = None
         self._due_at: float | None = None
         self._failed_until = float("-inf")
+        #: The last failure. It is logged once, until it changes or is over.
         self._trouble = ""
-        """what went wrong last; said once, until it is something else or over"""
 
     def is_due(self, now: float, *, urgent: bool = False) -> bool:
-        """Whether it is time for a checkpoint, or one is `urgent`; not before the last one is done."""
+        """Whether it is time for a checkpoint, or `urgent` and no failure is recent. Never while one is in progress."""
         if self._due_at is None:
             self._due_at = now + self.every_seconds
         return self._job is None and now >= (self._failed_until if urgent else self._due_at)
 
     def lacks(self, closed: int, covered: int) -> bool:
-        """Whether rounds have closed that no checkpoint holds; also when somebody has emptied the folder."""
+        """Whether closed rounds are in no checkpoint, for example because the folder was emptied."""
         try:
             return closed > covered or (closed > 0 and not self.store.numbers())
         except ArchipelagoError:
-            return True  # taking one says what is wrong
+            return True  # taking one reports what is wrong
 
     def next_number(self, now: float) -> int | None:
-        """Of the next checkpoint; None where the folder cannot be read, which is tried again soon."""
+        """Return the next checkpoint's number, or None if the folder cannot be read now."""
         try:
             return self.store.next_number()
         except ArchipelagoError as error:
@@ -118,16 +123,16 @@ class Checkpointer:
             return None
 
     def forget(self) -> None:
-        """The run was taken up anew: what is under way may hold rounds that never happened, and covers none."""
+        """Ignore the checkpoint in progress. The run was loaded again, so it may hold rounds that never happened."""
         self._job = None
 
     def begin(self, cut: CheckpointCut, now: float) -> None:
-        """Sends a cut to disk."""
+        """Start writing a cut to disk."""
         self._due_at = now + self.every_seconds
         self._job = self._spawn(lambda: self._keep(cut))
 
     def finished(self, now: float, *, wait: bool = False) -> Covered | None:
-        """What the last checkpoint covers, once, when it is on disk. One that failed is tried again soon."""
+        """Return what the last checkpoint covers, once, when it is on disk. A failed one is tried again soon."""
         if self._job is None or not (wait or self._job.done()):
             return None
         job, self._job = self._job, None
@@ -138,15 +143,20 @@ class Checkpointer:
             return None
         if self._trouble:
             self._trouble = ""
-            log.info("checkpoints are written again: %s", covered.number, extra={"round": covered.round})
+            log.info(
+                "checkpoints are written again: %s",
+                covered.number,
+                extra={"round": covered.round, "code": "checkpoint.recovered"},
+            )
         return covered
 
     def _failed(self, error: Exception, now: float) -> None:
         self._due_at = self._failed_until = now + RETRY_SECONDS
-        trouble = re.sub(r"\d+", "", str(error))  # each try has a number of its own
+        trouble = re.sub(r"\d+", "", str(error))  # each try has another number
         again = trouble == self._trouble
         self._trouble = trouble
-        log.log(logging.DEBUG if again else logging.WARNING, "no checkpoint, training goes on: %s", error)
+        level = logging.DEBUG if again else logging.WARNING
+        log.log(level, "no checkpoint was written, training continues: %s", error, extra={"code": "checkpoint.failed"})
 
     def _keep(self, cut: CheckpointCut) -> Covered:
         newest = self.transport.reader.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
@@ -172,8 +182,8 @@ class Checkpointer:
         for entry in tape:
             members = self.transport.merger.read([member.entry for member in entry.members])
             if any(delivery.contribution is None for delivery in members):
-                what = "round %s goes without its contributions into the record: they are gone"
-                log.warning(what, entry.round, extra={"round": entry.round})
+                what = "the record lacks round %s, because its contributions are gone"
+                log.warning(what, entry.round, extra={"round": entry.round, "code": "record.gone"})
                 continue
             rounds.append((entry, tuple(members)))
         recorder.append(Segment(rounds, logged))
@@ -204,7 +214,7 @@ class Checkpointer:
 
 
 def _require_same(cut: CheckpointCut, tape: Sequence[TapeEntry]) -> None:
-    """Raises BrokerError for a cut whose rounds the broker has lost since: others bear their numbers now."""
+    """Raise BrokerError if the broker has lost rounds of the cut since; later rounds have their numbers now."""
     newest = {entry.fragment: entry for entry in tape}
     for p, fragment in enumerate(cut.fragments):
         if p in newest and digest_of(np.asarray(fragment.published_N)) != newest[p].digest:

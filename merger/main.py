@@ -1,4 +1,4 @@
-"""`archipelago merger`: serve a run; a second merger stands by until the first is gone."""
+"""`archipelago merger`: serve a run. A second merger stands by until the first is gone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MergerOptions(WorkerOptions, AwaitedRun):
 
 
 def main(options: MergerOptions) -> int:
-    """Serves until a signal, or until another merger has taken over."""
+    """Serve until a signal, or until another merger has taken over."""
     stopped = stop_on_signals()
     origin = options.log_as("merger", options.run)
     if options.lease_seconds < LEASE_SECONDS_MIN:
@@ -60,7 +60,7 @@ def main(options: MergerOptions) -> int:
     registry = options.registry()
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep)
     curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
-    # Before JAX loads: it is quick to say no.
+    # Before JAX loads, so that errors come quickly.
     manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
     keep_compiled()
     keep_freed_memory()
@@ -72,7 +72,7 @@ def main(options: MergerOptions) -> int:
     telemetry = RoundTelemetry(manifest, curves, registry)
     every = options.checkpoint_every
     checkpointer = folder.checkpointer(transport, manifest, every) if every > 0 else None
-    merger = awaited(  # it asks for the manifest
+    merger = awaited(  # reads the manifest
         lambda: Merger(
             transport,
             linger_seconds=LINGER_SECONDS,
@@ -88,18 +88,18 @@ def main(options: MergerOptions) -> int:
         serve(merger, stopped)
     finally:
         curves.close()
-    log.info("leaves after round %s", merger.rounds.closed, extra={"round": merger.rounds.closed})
+    log.info("leaving after round %s", merger.state.closed, extra={"round": merger.state.closed})
     if options.json:
-        print_json({"run": transport.run, "round": merger.rounds.closed, "merged": _merged(transport)})
+        print_json({"run": transport.run, "round": merger.state.closed, "merged": _merged(transport)})
     return 0
 
 
 def _merged(transport: ReaderTransport) -> int | None:
-    """Contributions that were merged in all; None where the broker is away."""
+    """Return how many contributions were merged in all, or None if the broker cannot be reached."""
     try:
         return transport.reader.books().merged
     except BrokerError as error:
-        log.warning("how many contributions were merged is not known: %s", error.what)
+        log.warning("cannot read how many contributions were merged: %s", error.what)
         return None
 
 

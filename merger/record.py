@@ -1,7 +1,7 @@
-"""The record of a run on disk: every round with its contributions, and what the islands did, for `archipelago replay`.
+"""The record of a run on disk: all rounds with their contributions, and the islands' actions, for `archipelago replay`.
 
-A folder of segments, one a checkpoint, each written whole or not at all. A round that is in two segments (the merger
-died between two writes) is the same in both.
+It is a folder of segments, one for each checkpoint, and each is written atomically. A round may be in two segments when
+a merger died between two writes; it is the same in both.
 """
 
 from __future__ import annotations
@@ -55,24 +55,27 @@ class Recorder:
         self.folder = folder
 
     def begin(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
-        """Puts down where the run began. Raises ConfigError when it cannot, and where another run's record is."""
+        """Write version 0 of the run. Raises ConfigError if it cannot, or if the folder holds another run's record."""
         body = {"manifest": manifest.to_fields(), "snapshots": [[to_fields(s), data] for s, data in snapshots]}
         if (self.folder / _BEGIN).exists():
             if _read(self.folder / _BEGIN) != body:
                 raise ConfigError(
                     f"{self.folder} holds the record of another run {manifest.run!r}",
                     "Move it away, or name another folder with --folder.",
+                    code="record.other-run",
                 )
             return
         try:
             self._write(_BEGIN, body)
         except OSError as error:
             raise ConfigError(
-                f"the record cannot be written to {self.folder} ({error})", "Name another folder with --folder."
+                f"the record cannot be written to {self.folder} ({error})",
+                "Name another folder with --folder.",
+                code="record.write",
             ) from None
 
     def append(self, segment: Segment) -> None:
-        """Adds a segment. Raises OSError."""
+        """Add a segment. Raises OSError."""
         if not segment.rounds and not segment.actions:
             return
         numbers = [entry.round for entry, _ in segment.rounds] or [0]
@@ -83,14 +86,14 @@ class Recorder:
         self._write(f"rounds-{numbers[0]:08}-{numbers[-1]:08}.bin", body)
 
     def last_round(self) -> int:
-        """The last one that is recorded here, 0 where none is."""
+        """Return the last recorded round, 0 if there is none."""
         return max((last for _, _, last in _segments(self.folder)), default=0)
 
     def go_back(self, last_round: int) -> None:
-        """The run goes on from that round: what was recorded after it never happened."""
+        """Delete the segments with later rounds, which the run has lost."""
         for path, _, last in _segments(self.folder):
             if last > last_round:
-                log.warning("%s goes: its rounds after round %s never happened", path, last_round)
+                log.warning("deleting %s: the run has lost its rounds after round %s", path, last_round)
                 path.unlink(missing_ok=True)
 
     def _write(self, name: str, body: Any) -> None:
@@ -116,11 +119,12 @@ def _segments(folder: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def read(folder: Path) -> Record:
-    """The record in that folder. Raises ConfigError where there is none, or where a file is damaged."""
+    """Read the record in a folder. Raises ConfigError if there is none (`record.missing`) or it is damaged."""
     if not (folder / _BEGIN).is_file():
         raise ConfigError(
             f"there is no record of a run in {folder}",
             "Only runs that were started with --record can be replayed; name their folder with --folder.",
+            code="record.missing",
         )
     try:
         body = _read(folder / _BEGIN)
@@ -130,7 +134,9 @@ def read(folder: Path) -> Record:
             _add(record, _read(path))
     except (WireError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the record in {folder} cannot be read ({error})", "Was it made by another version of archipelago?"
+            f"the record in {folder} cannot be read ({error})",
+            "Was it made by another version of archipelago?",
+            code="record.damaged",
         ) from None
     return record
 
@@ -158,5 +164,9 @@ def _read(path: Path) -> Any:
     data = path.read_bytes()
     body = data[len(MAGIC) + _DIGEST_CHARACTERS :]
     if data[: len(data) - len(body)] != MAGIC + digest(body).encode():
-        raise ConfigError(f"{path} is damaged", "Nothing can be replayed past it: copy it again from its origin.")
+        raise ConfigError(
+            f"{path} is damaged",
+            "Copy it again from its origin; no later round can be replayed.",
+            code="record.damaged",
+        )
     return msgpack.unpackb(body, max_bin_len=1 << 32, max_str_len=1 << 26)

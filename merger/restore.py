@@ -1,4 +1,4 @@
-"""Taking up a run from what Redis holds; what is gone there, from a checkpoint, the tape and its entries."""
+"""Load a run from Redis, and rebuild what Redis has lost from a checkpoint, the tape and its entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.transport import Image, MergerTransport
 from archipelago.broker.wire import digest_of, pack, unpack
@@ -18,6 +18,9 @@ from archipelago.merger.replay import DifferenceError, replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow
+
+#: More rounds than any tape holds.
+WHOLE_TAPE = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +40,16 @@ def load(
     store: CheckpointStore | None,
     between: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """The run as its last commit left it; calls `between` now and then, since large fragments take their time.
+    """Load the run as its last commit left it.
 
-    Raises ConfigError when Redis has lost the merger's state and no checkpoint brings it back.
+    Args:
+        transport: The connection to the run.
+        rules: How the run merges its rounds.
+        store: Checkpoints to rebuild from.
+        between: Called after each fragment, because large fragments take long to load and the lease must be renewed.
+
+    Raises:
+        ConfigError: Redis has lost the merger's state, and no checkpoint can restore it (`config.lost-state`).
     """
     state, fault = _state(transport)
     snapshots, fragments, lost = [], [], []
@@ -49,10 +59,15 @@ def load(
         try:
             outer_state = transport.merger.outer(p)
             if snapshot.version and not (outer_state and state.closed):
-                raise WireError("it is gone" if state.closed else "the merger's state is gone, or cannot be read")
+                raise WireError("it is gone" if state.closed else "the merger's state is gone")
             fragments.append(_fragment(rules, p, payload, outer_state))
         except WireError as error:
-            log.warning("the outer state of fragment %s cannot be read from Redis (%s)", p, error.reason)
+            log.warning(
+                "the outer state of fragment %s cannot be read from Redis (%s)",
+                p,
+                error.reason,
+                extra={"code": "restore.lost-outer"},
+            )
             lost.append(p)
             fragments.append(_fragment(rules, p, payload, b""))
         between()
@@ -66,15 +81,24 @@ def load(
         raise fault
     if not state.closed:
         raise ConfigError(
-            f"Redis has lost the merger's state of run {rules.manifest.run!r}, and no checkpoint brings it back",
+            f"Redis has lost the merger's state of run {rules.manifest.run!r}, and no checkpoint can restore it",
             "Start the merger with the --folder that holds its checkpoints, or begin another run.",
+            code="config.lost-state",
         )
-    log.warning("  fragments %s go on from their published parameters, with fresh outer momentum", lost)
+    log.warning(
+        "fragments %s continue from their published parameters with fresh outer momentum",
+        lost,
+        extra={"code": "restore.fresh"},
+    )
     return found
 
 
+def _code(error: ArchipelagoError) -> dict[str, str]:
+    return {"code": error.code}
+
+
 def _state(transport: MergerTransport) -> tuple[RunState, ConfigError | None]:
-    """The merger's state, and what is wrong with it: then it is a fresh one."""
+    """Return the merger's state, and the error if it cannot be read; the state is a fresh one then."""
     try:
         return RunState.from_json(transport.reader.merger_state()), None
     except ConfigError as error:
@@ -82,7 +106,7 @@ def _state(transport: MergerTransport) -> tuple[RunState, ConfigError | None]:
 
 
 def _fragment(rules: RoundMerge, p: int, payload: bytes, outer_state: bytes) -> FragmentState:
-    """Raises WireError for bytes that are not of this run."""
+    """Return a fragment from its published payload and its own state. Raises WireError if they do not fit the run."""
     size = rules.manifest.sizes[p]
     fresh = new_state(unpack(payload, size), rules.outer)
     if not outer_state:
@@ -100,11 +124,11 @@ def _with_norms(fragment: FragmentState, state: RunState, p: int) -> FragmentSta
 def _recovered(
     transport: MergerTransport, rules: RoundMerge, store: CheckpointStore | None, found: Loaded
 ) -> Loaded | None:
-    """The run from the newest checkpoint and what came after it; None where they do not bring it back."""
+    """Return the run from the newest checkpoint and the tape after it, or None if these cannot restore it."""
     try:
         image = store.load() if store else None
     except ConfigError as error:
-        log.warning("  %s", error.what)
+        log.warning("%s", error.what, extra=_code(error))
         return None
     if image is None:
         return None
@@ -112,23 +136,28 @@ def _recovered(
         state, fragments = rebuild(rules, image, transport)
         _require_published(rules, transport, state, fragments)
     except (DifferenceError, WireError, ConfigError) as error:
-        log.warning("  checkpoint %s and the tape do not bring it back: %s", image.number, error)
+        log.warning("checkpoint %s and the tape cannot restore the run: %s", image.number, error, extra=_code(error))
         return None
-    log.warning("  rebuilt from checkpoint %s and the tape after it, to the same bits", image.number)
-    known = found.state.closed == state.closed  # what Redis has kept knows of refusals and of the pace, too
+    log.warning(
+        "rebuilt from checkpoint %s and the tape after it, to the same bits",
+        image.number,
+        extra={"code": "restore.rebuilt"},
+    )
+    known = found.state.closed == state.closed  # the state that Redis kept also knows refusals and timings
     return Loaded(found.state if known else state, fragments, found.snapshots)
 
 
 def rebuild(rules: RoundMerge, image: Image, transport: MergerTransport) -> tuple[RunState, list[FragmentState]]:
-    """The run at the end of the tape: the checkpoint's rounds, and those after it done again from their entries.
+    """Return the run at the end of the tape: the checkpoint, and the replay of all later rounds.
 
-    Raises DifferenceError where the tape has a gap, where an entry is gone, or where a bit differs; WireError for an
-    image that is not of this run.
+    Raises:
+        DifferenceError: The tape has a gap, an entry is gone, or a bit differs.
+        WireError: The image is not of this run.
     """
     state = RunState.from_json(image.state)
     fragments = of_image(rules, image)
     state.covered = state.closed
-    for tape in transport.reader.tape(1 << 20):
+    for tape in transport.reader.tape(WHOLE_TAPE):
         if tape.round > state.closed:
             p = rules.manifest.fragment_of(tape.round)
             deliveries = transport.merger.read([member.entry for member in tape.members])
@@ -137,9 +166,9 @@ def rebuild(rules: RoundMerge, image: Image, transport: MergerTransport) -> tupl
 
 
 def of_image(rules: RoundMerge, image: Image) -> list[FragmentState]:
-    """The fragments in a checkpoint. Raises WireError when it is not of this run."""
+    """Return the fragments in a checkpoint. Raises WireError if it is not of this run (`wire.other-run`)."""
     if image.manifest.to_fields() != rules.manifest.to_fields():
-        raise WireError(f"checkpoint {image.number} is of another run")
+        raise WireError(f"checkpoint {image.number} is of another run", code="wire.other-run")
     state = RunState.from_json(image.state)
     both = zip(image.snapshots, image.outers, strict=True)
     return [_with_norms(_fragment(rules, p, payload, o), state, p) for p, ((_, payload), o) in enumerate(both)]
@@ -148,13 +177,15 @@ def of_image(rules: RoundMerge, image: Image) -> list[FragmentState]:
 def _require_published(
     rules: RoundMerge, transport: MergerTransport, state: RunState, fragments: list[FragmentState]
 ) -> None:
-    """Raises DifferenceError unless the fragments are those that the islands have seen."""
+    """Raise DifferenceError unless the fragments are those that were published."""
     full, newest = rules.manifest.config.wire.full, 0
     for p, fragment in enumerate(fragments):
         snapshot, payload = transport.reader.fragment(p)
         seen_N = unpack(pack(np.asarray(fragment.published_N), full, 0), rules.manifest.sizes[p])
         if digest_of(seen_N) != digest_of(unpack(payload, rules.manifest.sizes[p])):
-            raise DifferenceError(f"fragment {p} is not what round {snapshot.round} published")
+            raise DifferenceError(f"fragment {p} is not what round {snapshot.round} published", code="replay.published")
         newest = max(newest, snapshot.round)
     if state.closed != newest:
-        raise DifferenceError(f"they end with round {state.closed}, and round {newest} was published")
+        raise DifferenceError(
+            f"the tape ends with round {state.closed}, and round {newest} was published", code="replay.published"
+        )

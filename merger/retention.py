@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from archipelago.broker.messages import Marker
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
+from archipelago.merger.restore import WHOLE_TAPE
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import OperatorControls
 
 #: The most bytes of merged contributions that stay in the stream. Beyond it, the oldest go without a checkpoint.
 KEPT_BYTES_MAX = 256 << 20
-#: More rounds than any tape holds.
-WHOLE_TAPE = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,10 @@ class Retention:
             size -= oldest.bytes
             gone += oldest.entries
         if gone and self.checkpointer is not None:
-            log.warning("checkpoints are too slow or fail: until the next one, only Redis can restore this run")
+            log.warning(
+                "checkpoints are too slow or fail: until the next one, only Redis can restore this run",
+                extra={"code": "checkpoint.behind"},
+            )
         return gone
 
     def tend(self, state: RunState, epoch: int) -> None:

@@ -1,7 +1,7 @@
-"""What the operator wishes (`broker.control`), as a merger follows it, and the notes that it writes of that.
+"""How a merger follows the operator's requests (`broker.control`), and the notes that it writes about them.
 
-Settings take effect with the round that closes next, and are on its tape entry and in the state that it commits. So a
-takeover, a restart and a replay go on with them.
+A changed setting takes effect with the round that closes next. It is in that round's tape entry and committed state, so
+takeovers, restarts and replays use it too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class OperatorControls:
-    """The operator's wishes. `wall` gives the wall clock's seconds, for notes."""
+    """The operator's requests. `wall` returns the wall clock's seconds, for notes."""
 
     def __init__(self, transport: ReaderTransport, config: RunConfig, wall: Callable[[], float]) -> None:
         self.transport, self.config, self.wall = transport, config, wall
@@ -31,11 +31,11 @@ class OperatorControls:
         self._fields: dict[str, str] | None = None
 
     def take_over(self, state: RunState) -> None:
-        """Goes on from what an earlier merger had acted on: that is not told again."""
+        """Continue from the requests that an earlier merger acted on, without noting them again."""
         self.control, self._fields = Control.of(state.control), None
 
     def look(self, state: RunState) -> bool:
-        """Reads the wishes; whether they are others than they were."""
+        """Read the requests, and return whether they have changed."""
         fields = self.transport.reader.control()
         if fields == self._fields:
             return False
@@ -48,11 +48,11 @@ class OperatorControls:
         return True
 
     def sync(self, state: RunState) -> SyncConfig:
-        """How rounds close, from the next one on."""
+        """Return when rounds close, from the next one on."""
         return control.steered(self.config, control.in_force(self.config, state.steered, self.control)).sync
 
     def take_up(self, state: RunState) -> str:
-        """Settings for the round that closes; what changed, for its tape entry."""
+        """Apply the requested settings to the closing round's state, and return the changes for its tape entry."""
         after = control.in_force(self.config, state.steered, self.control)
         changes = control.changes_text(self.config, state.steered, after)
         state.steered = after
@@ -63,33 +63,35 @@ class OperatorControls:
         return self.control.islands.get(island) == EXPEL
 
     def wanted_checkpoint(self, state: RunState) -> str:
-        """The text with which a checkpoint was asked for that was not taken yet; empty where none was."""
+        """Return the request for a checkpoint that was not taken yet; empty when there is none."""
         asked = self.control.checkpoint
         return "" if asked == state.control.get(CHECKPOINT) else asked
 
     def took_checkpoint(self, state: RunState, asked: str) -> None:
-        """It is not taken again. Said when it is on disk: a merger that dies before leaves it to the next one."""
+        """Note that the requested checkpoint is on disk. If a merger dies before, the next one takes the checkpoint."""
         if asked:
             state.control[CHECKPOINT] = asked
 
     def note(self, kind: str, text: str) -> None:
-        """Writes it down for whoever looks; the run goes on where that fails."""
+        """Write a note for operators. The run continues if that fails."""
         try:
             self.transport.reader.note(Note(self.wall(), "merger", kind, text[:NOTE_MAX]))
         except BrokerError as error:
             log.warning("a note is lost (%s): %s", error.what, text)
 
     def _tell(self, before: Control) -> None:
-        """Notes what is new, but for settings: these are noted with their round."""
+        """Note the new requests, except settings, which are noted with their round."""
         now = self.control
         if now.is_paused != before.is_paused:
             self._say(*(("paused", "no round closes until `merging` is removed") if now.is_paused else ("resumed", "")))
         for island in sorted(now.expelled - before.expelled):
             self._say("steered", f"{island} is {EXPELLED}: its contributions are refused")
         for island in sorted(before.expelled - now.expelled):
-            self._say("steered", f"{island} is let in again")
+            self._say("steered", f"{island} is admitted again")
         if faults := [what for name, what in now.faults.items() if before.faults.get(name) != what]:
-            log.warning("a wish cannot be followed: %s", "; ".join(faults)[:NOTE_MAX])
+            log.warning(
+                "ignoring an invalid request: %s", "; ".join(faults)[:NOTE_MAX], extra={"code": "control.invalid"}
+            )
             self.note("steered", f"ignored: {'; '.join(faults)}")
 
     def _say(self, kind: str, text: str) -> None:

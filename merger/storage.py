@@ -1,4 +1,4 @@
-"""A merger's folder on disk: its checkpoints, and the record of the run. And the way back from there into a Redis."""
+"""A merger's folder on disk: checkpoints and the record of the run. It can restore the run into an empty Redis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class MergerFolder:
-    """`checkpoints/` and `record/` of one run."""
+    """The folders `checkpoints/` and `record/` of one run."""
 
     def __init__(self, path: Path, keep: int = KEEP) -> None:
         self.path = path
@@ -31,8 +31,8 @@ class MergerFolder:
     def checkpointer(
         self, transport: Transport, manifest: Manifest, every_seconds: float, spawn: Spawn | None = None
     ) -> Checkpointer:
-        """Takes the run's checkpoints here, and its record if it has one."""
-        from archipelago.merger.checkpointer import (  # needs JAX, and readers of this folder do not
+        """Return a checkpointer that writes here; it also writes the record if the run has one."""
+        from archipelago.merger.checkpointer import (  # loads JAX, which readers of this folder do not need
             Checkpointer,
             in_background,
         )
@@ -41,9 +41,14 @@ class MergerFolder:
         return Checkpointer(transport, self.store, recorder, every_seconds, spawn or in_background())
 
     def bring_back(self, transport: Transport) -> Image | None:
-        """Makes the run in a Redis that does not have it, from the newest checkpoint; None where there is none.
+        """Create the run from the newest checkpoint in a Redis that does not have it.
 
-        Raises RunExistsError when the run is there, and UnknownRunError when the checkpoint is another run's.
+        Returns:
+            The image, or None when there is no checkpoint.
+
+        Raises:
+            RunExistsError: The run exists.
+            UnknownRunError: The checkpoint is of another run (`broker.other-run`).
         """
         image = self.store.load()
         if image is None:
@@ -52,16 +57,18 @@ class MergerFolder:
             raise UnknownRunError(
                 f"{self.path} holds checkpoints of run {image.manifest.run!r}, not of {transport.run!r}",
                 f"Name that run with --run {image.manifest.run}, or another folder.",
+                code="broker.other-run",
             )
         transport.restore(image)
         self.recorder.go_back(image.round)
-        log.warning("the run goes on from %s", describe(image))
+        log.warning("the run continues from %s", describe(image))
         return image
 
     def find_or_bring_back(self, transport: Transport, *, resume: bool) -> Manifest:
-        """The run's manifest, from Redis; where that lost the run and `resume` says so, from the newest checkpoint.
+        """Return the run's manifest. If Redis does not have the run and `resume` is set, restore it first.
 
-        Raises UnknownRunError where there is no run to be had; it says so when a checkpoint could bring it back.
+        Raises:
+            UnknownRunError: There is no run (`broker.unknown-run`), or only in a checkpoint (`broker.resumable`).
         """
         try:
             return transport.reader.manifest()
@@ -71,10 +78,12 @@ class MergerFolder:
                 raise
             if not resume:
                 raise UnknownRunError(
-                    error.what, f"{self.path} holds its checkpoint {numbers[-1]}: go on from there with --resume."
+                    error.what,
+                    f"{self.path} holds its checkpoint {numbers[-1]}: continue from there with --resume.",
+                    code="broker.resumable",
                 ) from None
         try:
             self.bring_back(transport)
         except RunExistsError:
-            log.info("another one has brought the run back already")
+            log.info("another process has restored the run already")
         return transport.reader.manifest()

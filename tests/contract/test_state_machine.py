@@ -85,7 +85,7 @@ DEAD_MS = (REMEMBER_SECONDS - 3600) * 1000
 IN_THE_MERGER = [
     "acquire.before", "acquire.done", "renew.done", "announce.before", "announce.done", "refuse.before", "refuse.done",
     "commit.placed-snapshot", "commit.placed-outer", "commit.watched", "commit.done", "trim.before", "trim.done",
-    "checkpoint.before", "checkpoint.written", "checkpoint.done",
+    "checkpoint.before", "checkpoint.done",
 ]  # fmt: skip
 FAULTS = ["lost before", "lost after", "crash before", "crash after"]
 BROKEN = ["digest", "size", "nan", "huge", "zstd", "ahead", "tokens", "fragment", "place"]
@@ -444,7 +444,6 @@ class Run(RuleBasedStateMachine):
                 "trim.before",
                 "trim.done",
                 "checkpoint.before",
-                "checkpoint.written",
                 "checkpoint.done",
                 "announce.done",
             ]

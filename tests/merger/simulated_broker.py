@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
@@ -175,6 +176,11 @@ def bits(simulated: SimulatedBroker) -> list[Any]:
     state.covered, state.timing = 0, RoundTiming()
     tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.reader.tape(10_000)]
     return [tape, simulated.digests(), [simulated.transport.merger.outer(p) for p in range(2)], state]
+
+
+def logged_codes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the codes of the warnings that were logged, oldest first."""
+    return [str(record.__dict__["code"]) for record in caplog.records if record.__dict__.get("code")]
 
 
 class Shelf(CheckpointStore):

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs: what is loaded is an image that was saved, to the bit, whatever happened to the disk."""
+"""Checkpoints of whole runs: a loaded image is one that was saved, to the bit, whatever happened to the disk."""
 
 from __future__ import annotations
 
@@ -14,37 +14,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import archipelago.merger.checkpoint
+from archipelago.broker.config import OuterConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Books, Evaluation
 from archipelago.broker.transport import Image
 from archipelago.broker.wire import digest, pack
+from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore, describe
 from tests import samples
+from tests.failing import failing
+from tests.tiers import examples
 
 EVALUATION = Evaluation(4, 312, 40_000, 1.75e9, 2.25)
 BOOKS = Books(published=5, published_tokens=500, merged=2, merged_tokens=200, refused=1, refused_tokens=100, kept=2)
+ROOT = Path(__file__).parents[2]
 
 
 def fragment(of: Image, p: int, version: int) -> Image:
-    """The image once a round of that fragment has closed with this version; the same each time."""
+    """Return the image after a round of that fragment with this version; the same each time."""
     snapshot, _ = of.snapshots[p]
-    rng = np.random.default_rng([p, version])
-    payload = pack(rng.normal(size=of.manifest.sizes[p]).astype(np.float32), "float32", 1)
+    rng, wire = np.random.default_rng([p, version]), of.manifest.config.wire
+    params_N, trace_N = rng.normal(size=(2, of.manifest.sizes[p])).astype(np.float32)
+    payload = pack(params_N + np.float32(0.5), wire.full, wire.full_zstd_level)
     changed = replace(snapshot, round=2 * version - 1 + p, version=version, step=4 * version, merged="a/x/0 b/y/1")
     changed = replace(changed, bytes=len(payload), digest=digest(payload))
     snapshots, outers = list(of.snapshots), list(of.outers)
-    snapshots[p], outers[p] = (changed, payload), rng.bytes(300)
+    state = outer.build(OuterConfig(rule="nesterov")).init(params_N)
+    state = jax.tree.map(lambda leaf: trace_N if leaf.ndim else leaf, state)
+    snapshots[p], outers[p] = (changed, payload), outer.dump(params_N, state)
     return replace(of, snapshots=tuple(snapshots), outers=tuple(outers))
 
 
 def image(number: int = 1, *versions: int) -> Image:
-    """A run of two fragments at these versions, with something of everything."""
+    """Return a run of two fragments at these versions, with something of everything."""
     manifest = samples.manifest()
     out = Image(
         manifest=manifest,
@@ -64,10 +73,8 @@ def image(number: int = 1, *versions: int) -> Image:
 
 
 def bare(number: int = 1) -> Image:
-    """A run that has just begun."""
-    return replace(
-        image(number), state="", books=Books(), cursors={}, tape=(), evaluations=(), pending=(), outers=(b"", b"")
-    )
+    """Return a run that has just begun."""
+    return replace(image(number), state="", books=Books(), cursors={}, tape=(), evaluations=(), pending=())
 
 
 def saved(folder: Path, *images: Image, keep: int = 3) -> CheckpointStore:
@@ -81,11 +88,7 @@ def directories(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def blob_bytes(folder: Path, number: int) -> int:
-    return sum(path.stat().st_size for path in (folder / str(number) / "blobs").rglob("*") if path.is_file())
-
-
-# what comes back
+# -- what comes back ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", [image(1), image(4, 3, 2), bare(2)], ids=["a", "later", "bare"])
@@ -96,10 +99,33 @@ def test_an_image_comes_back_to_the_bit(tmp_path: Path, what: Image) -> None:
     assert store.numbers() == [what.number]
 
 
-@settings(max_examples=15)
+def test_plain_orbax_restores_named_tensors(tmp_path: Path) -> None:
+    """Users need nothing of ours to read a checkpoint."""
+    import orbax.checkpoint as ocp
+
+    what = image(7, 3, 2)
+    saved(tmp_path, what)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 7
+        items = ("parameters", "published", "outer")
+        how: Any = {name: ocp.args.StandardRestore() for name in items}
+        found = manager.restore(7, args=ocp.args.Composite(metadata=ocp.args.JsonRestore(), **how))
+    tensors = {tensor.name: tensor.shape for tensor in what.manifest.tensors if tensor.size}
+    for name in ("parameters", "published"):
+        assert {key: value.shape for key, value in found[name].items()} == tensors
+        assert {np.dtype(value.dtype) for value in found[name].values()} == {np.dtype(np.float32)}
+    for rows, data in zip(what.manifest.layout, what.outers, strict=True):
+        params_N = outer.load_named(data)["params"]
+        for tensor, at in rows:
+            expected = params_N[at : at + tensor.size].reshape(tensor.shape)
+            assert np.array_equal(np.asarray(found["parameters"][tensor.name]), expected)
+    assert sorted(found["outer"]) == ["0", "1"]
+    assert found["metadata"]["fields"]["number"] == 7
+
+
+@settings(max_examples=examples(15))
 @given(
     payloads=st.lists(st.binary(max_size=50), max_size=4),
-    outers=st.tuples(st.binary(max_size=50), st.binary(max_size=50)),
     state=st.text(),
     cursors=st.dictionaries(st.text(max_size=5), st.tuples(st.integers(0, 1 << 62), st.integers(0, 1 << 62))),
     bits=st.floats(allow_nan=False, allow_infinity=False),
@@ -107,28 +133,23 @@ def test_an_image_comes_back_to_the_bit(tmp_path: Path, what: Image) -> None:
 def test_any_image_comes_back(
     tmp_path_factory: pytest.TempPathFactory,
     payloads: list[bytes],
-    outers: tuple[bytes, bytes],
     state: str,
     cursors: dict[str, tuple[int, int]],
     bits: float,
 ) -> None:
     pending = tuple((samples.contribution(payload, sequence=i), payload) for i, payload in enumerate(payloads))
     evaluations = (replace(EVALUATION, bits_per_byte=bits),)
-    what = replace(image(1, 1, 1), pending=pending, outers=outers, state=state, cursors=cursors)
-    what = replace(what, evaluations=evaluations)
-    store = CheckpointStore(tmp_path_factory.mktemp("any"))
-    for number in (1, 2):  # on its own, and by reference
-        store.save(replace(what, number=number))
-        assert store.load() == replace(what, number=number)
+    what = replace(image(1, 1, 1), pending=pending, state=state, cursors=cursors, evaluations=evaluations)
+    assert saved(tmp_path_factory.mktemp("any"), what).load() == what
 
 
-def test_a_number_that_was_not_measured_comes_back(tmp_path: Path) -> None:
+def test_a_missing_measurement_comes_back(tmp_path: Path) -> None:
     found = saved(tmp_path, replace(image(), evaluations=(replace(EVALUATION, bits_per_byte=float("nan")),))).load()
     assert found is not None
     assert np.isnan(found.evaluations[0].bits_per_byte)
 
 
-def test_where_nothing_is_nothing_is_found_or_made(tmp_path: Path) -> None:
+def test_reading_a_missing_folder_creates_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "missing")
     assert store.numbers() == []
     assert store.next_number() == 1
@@ -142,82 +163,33 @@ def test_the_newest_is_loaded_and_older_ones_by_number(tmp_path: Path) -> None:
     assert store.next_number() == 9
     assert store.load() == image(8, 1, 1)
     assert store.load(7) == image(7, 1)
-    with pytest.raises(ConfigError, match=r"no checkpoint 5.*3, 7, 8"):
-        store.load(5)
-    with pytest.raises(ConfigError, match=r"no checkpoint 1\. It holds no checkpoints"):
-        CheckpointStore(tmp_path / "missing").load(1)
+    for folder, number in ((tmp_path, 5), (tmp_path / "missing", 1)):
+        with failing(ConfigError, "checkpoint.missing"):
+            CheckpointStore(folder).load(number)
 
 
 def test_a_number_must_grow(tmp_path: Path) -> None:
     store = saved(tmp_path, image(5))
     for number in (4, 5):
-        with pytest.raises(ConfigError, match=r"too late.*another merger"):
+        with failing(ConfigError, "checkpoint.late"):
             store.save(image(number, 1))
     assert store.load() == image(5)
-    with pytest.raises(ConfigError, match="at least one"):
+    with failing(ConfigError, "checkpoint.keep"):
         CheckpointStore(tmp_path, keep=0)
 
 
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    store = saved(tmp_path, *(image(number, 1, number) for number in range(1, 6)), keep=2)
+    assert directories(tmp_path) == ["4", "5"]
+    assert store.load(4) == image(4, 1, 4)
+
+
 def test_a_line_for_people() -> None:
-    assert describe(image(7, 3, 2)) == "checkpoint 7 of run 'sample': round 5, step 12, 2 pending"
+    line = describe(image(7, 3, 2))
+    assert all(part in line for part in ("7", "sample", "5", "12", "2"))
 
 
-# incremental writes and what is kept
-
-
-@pytest.mark.parametrize("fresh", [False, True], ids=["same store", "fresh store"])
-def test_only_what_changed_is_written(tmp_path: Path, fresh: bool) -> None:
-    store = saved(tmp_path, replace(image(1, 1, 1), pending=()))
-    store = CheckpointStore(tmp_path) if fresh else store
-    store.save(replace(image(2, 1, 2), pending=()))
-    store.save(replace(image(3, 1, 2), pending=()))
-    assert blob_bytes(tmp_path, 1) > blob_bytes(tmp_path, 2) > blob_bytes(tmp_path, 3) == 0
-    assert CheckpointStore(tmp_path).load() == replace(image(3, 1, 2), pending=())
-
-
-def test_a_fragment_that_differs_in_anything_is_written(tmp_path: Path) -> None:
-    first = image(1, 1, 1)
-    (snapshot, payload), other = first.snapshots
-    store = saved(tmp_path, first)
-    changes: list[dict[str, Any]] = [
-        {"snapshots": ((replace(snapshot, version=2), payload), other)},
-        {"outers": (b"other", first.outers[1])},
-        {"snapshots": ((replace(snapshot, bytes=3, digest=digest(b"new")), b"new"), other)},
-    ]
-    for number, change in enumerate(changes, start=2):
-        changed = replace(first, number=number, pending=(), **change)
-        store.save(changed)
-        assert blob_bytes(tmp_path, number)
-        assert store.load() == changed
-
-
-def test_the_newest_are_kept_with_what_they_refer_to(tmp_path: Path) -> None:
-    images = [image(number, 1, number) for number in range(1, 6)]
-    store = saved(tmp_path, *images, keep=2)
-    assert store.numbers() == [4, 5]
-    assert directories(tmp_path) == ["1", "4", "5"]  # the first holds fragment 0 of the others
-    assert [store.load(number) for number in (4, 5)] == images[3:]
-    with pytest.raises(ConfigError, match="4, 5"):
-        store.load(1)
-    store.save(image(6, 2, 6))
-    store.save(image(7, 2, 7))
-    assert directories(tmp_path) == ["6", "7"]
-    assert store.load() == image(7, 2, 7)
-
-
-def test_leftovers_go_with_the_next_save_but_not_those_in_the_making(tmp_path: Path) -> None:
-    store = saved(tmp_path, image(1))
-    (tmp_path / "README").write_text("not ours")
-    for name in ("2.aaaa.orbax-checkpoint-tmp", "9.bbbb"):
-        shutil.copytree(tmp_path / "1", tmp_path / name)
-    assert store.numbers() == [1]
-    assert store.next_number() == 10
-    store.save(image(3))
-    assert directories(tmp_path) == ["1", "3", "9.bbbb", "README"]
-    assert store.load() == image(3)
-
-
-# deaths, at any instruction
+# -- deaths, at any instruction ----------------------------------------------------------------------------------------
 
 DEATHS = """
 import os, signal, shutil, sys
@@ -254,7 +226,7 @@ def survives(base, name, prepare):
     return os.waitpid(child, 0)[1] == 0
 
 base = Path(sys.argv[1])
-for name in ("checkpoint.before", "checkpoint.written", "checkpoint.done"):
+for name in ("checkpoint.before", "checkpoint.done"):
     assert not survives(base, name, lambda: at_failpoint(name))
 count = 0
 while not survives(base, f"change {count}", lambda: at_change(count)):
@@ -262,48 +234,40 @@ while not survives(base, f"change {count}", lambda: at_change(count)):
 """
 
 
-@pytest.fixture(scope="module")
-def deaths(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders, each as a saver left it that was killed at another place, and one more as it was `before`."""
-    base = tmp_path_factory.mktemp("deaths")
-    saved(base / "before", image(1, 1, 1), image(2, 2, 1), image(3, 2, 2), keep=2)
-    assert directories(base / "before") == ["1", "2", "3"]  # the first goes with the next save
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", DEATHS, str(base)], check=True, env=os.environ | {"PYTHONPATH": str(root)})
-    return base
-
-
-def test_a_death_leaves_the_checkpoint_before_or_after(deaths: Path) -> None:
-    folders = sorted(deaths.iterdir())
-    assert len(folders) > 20
+@pytest.mark.full
+def test_a_death_leaves_the_checkpoint_before_or_after(tmp_path: Path) -> None:
+    saved(tmp_path / "before", image(2, 2, 1), image(3, 2, 2), keep=2)
+    subprocess.run(
+        [sys.executable, "-c", DEATHS, str(tmp_path)], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) > 5
     after = {folder.name: CheckpointStore(folder, keep=2).load() == image(4, 2, 3) for folder in folders}
+    assert (after["checkpoint.before"], after["checkpoint.done"]) == (False, True)
     for folder in folders:
-        if not after[folder.name]:
-            assert CheckpointStore(folder, keep=2).load() == image(3, 2, 2)
-            assert CheckpointStore(folder, keep=2).numbers() == [2, 3]
-    failpoints = [after[f"checkpoint.{name}"] for name in ("before", "written", "done")]
-    assert failpoints == [False, False, True]
-    assert [name for name in after if name.startswith("change")] and True in after.values()
-
-
-def test_a_save_after_a_death_works_and_tidies(deaths: Path, tmp_path: Path) -> None:
-    for folder in deaths.iterdir():
-        copied = shutil.copytree(folder, tmp_path / folder.name)
-        store = CheckpointStore(copied, keep=2)
-        store.save(image(store.next_number(), 9, 9))
-        last = image(store.next_number(), 9, 9)
+        store = CheckpointStore(folder, keep=2)
+        assert after[folder.name] or store.load() == image(3, 2, 2)
+        last = image(max(store.next_number(), 5), 9, 9)
         store.save(last)
         assert store.load() == last
-        assert directories(copied) == sorted(str(number) for number in store.numbers()), folder.name
+        assert directories(folder) == sorted(map(str, store.numbers())), folder.name
 
 
-# damage
+def test_leftovers_of_a_death_go_with_the_next_save(tmp_path: Path) -> None:
+    store = saved(tmp_path, image(1))
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    assert store.numbers() == [1]
+    store.save(image(3))
+    assert directories(tmp_path) == ["1", "3"]
 
 
-def _mutations(content: bytes) -> Iterator[bytes | None]:
-    """The file deleted, emptied, cut, with something behind it, and with one bit flipped here and there."""
-    yield from (None, b"", content[: len(content) // 2], content[:-1], content + b"x")
-    for i in range(0, len(content), max(1, len(content) // 16)):
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def _mutations(content: bytes, places: int) -> Iterator[bytes | None]:
+    """Yield the file deleted, emptied, cut, and with one bit flipped here and there."""
+    yield from (None, b"", content[: len(content) // 2])
+    for i in range(0, len(content), max(1, len(content) // places)):
         yield content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :]
 
 
@@ -311,163 +275,84 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.full
 def test_damage_to_any_file_is_noticed(tmp_path: Path) -> None:
-    """Whatever happens to a file of the newest: the older one is loaded, or the newest if it does not need the file."""
+    """The older checkpoint is loaded, or the newest if it does not need the damaged part."""
     saved(tmp_path, image(1, 1, 1), image(2, 2, 1))
-    newest = tmp_path / "2"
-    kept = dict.fromkeys(_files(newest), 0)
-    for path in kept:
+    noticed = set()
+    for path in _files(tmp_path / "2"):
         content = path.read_bytes()
-        for mutation in _mutations(content):
+        for mutation in _mutations(content, 4):
             path.unlink() if mutation is None else path.write_bytes(mutation)
             found = CheckpointStore(tmp_path).load()
             assert found in (image(1, 1, 1), image(2, 2, 1)), path
-            kept[path] += found == image(1, 1, 1)
+            noticed |= {path.name} if found == image(1, 1, 1) else set()
             path.write_bytes(content)
-    noticed = {path.name for path, count in kept.items() if count}
-    assert {"index.json", "manifest.ocdbt"} <= noticed
+    assert "manifest.ocdbt" in noticed
     assert CheckpointStore(tmp_path).load() == image(2, 2, 1)
 
 
-def test_damage_is_logged_with_what_is_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved(tmp_path, image(1), image(2, 1))
-    index = tmp_path / "2" / "index" / "index.json"
-    index.write_text(index.read_text().replace('"closed', '"clothed'))
-    with caplog.at_level(logging.WARNING, archipelago.merger.checkpoint.__name__):
-        assert CheckpointStore(tmp_path).load() == image(1)
-    assert "checkpoint 2" in caplog.text
-    assert "index is damaged" in caplog.text
-    with pytest.raises(ConfigError, match=r"checkpoint 2 .* index is damaged.*1, 2"):
+def test_a_damaged_checkpoint_is_skipped_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, image(1, 1, 1), image(2, 2, 2))
+    shutil.rmtree(tmp_path / "2" / "parameters" / "d")
+    assert CheckpointStore(tmp_path).load() == image(1, 1, 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with failing(ConfigError, "checkpoint.unreadable"):
         CheckpointStore(tmp_path).load(2)
 
 
-def _damage_blobs(folder: Path, number: int) -> None:
-    for path in _files(folder / str(number) / "blobs"):
-        path.write_bytes(path.read_bytes()[:-9])
-
-
-def test_damage_to_what_others_refer_to_spares_those_that_do_not(tmp_path: Path) -> None:
-    whole = saved(tmp_path, image(1, 1, 1), image(2, 2, 2), image(3, 2, 3))
-    _damage_blobs(tmp_path, 2)
-    assert whole.load() == image(1, 1, 1)
-
-
-def test_blobs_of_another_run_are_not_taken_for_these(tmp_path: Path) -> None:
-    """Orbax finds nothing wrong with them, and their sizes fit."""
-    for name, outer in (("ours", b"0" * 99), ("theirs", b"1" * 99)):
-        saved(tmp_path / name, replace(image(1, 1, 1), outers=(outer, outer)))
-    shutil.rmtree(tmp_path / "ours" / "1" / "blobs")
-    shutil.copytree(tmp_path / "theirs" / "1" / "blobs", tmp_path / "ours" / "1" / "blobs")
-    with pytest.raises(ConfigError, match="outer_0 is damaged: its digest is"):
-        CheckpointStore(tmp_path / "ours").load()
-
-
-def test_nothing_refers_to_damage(tmp_path: Path) -> None:
+def test_arrays_of_another_checkpoint_are_not_taken_for_these(tmp_path: Path) -> None:
+    """Orbax finds nothing wrong with them, and their shapes fit."""
     saved(tmp_path, image(1, 1, 1), image(2, 2, 2))
-    _damage_blobs(tmp_path, 2)
-    store = CheckpointStore(tmp_path)
-    store.save(image(3, 2, 2))
-    assert store.load() == image(3, 2, 2)
-    shutil.rmtree(tmp_path / "1")
-    store = saved(tmp_path, image(4, 2, 2))
-    assert store.load() == image(4, 2, 2)
+    shutil.rmtree(tmp_path / "2" / "parameters")
+    shutil.copytree(tmp_path / "1" / "parameters", tmp_path / "2" / "parameters")
+    assert CheckpointStore(tmp_path).load() == image(1, 1, 1)
 
 
-def test_nothing_refers_to_what_is_gone(tmp_path: Path) -> None:
-    store = saved(tmp_path, image(1, 1, 1), image(2, 1, 2))
-    shutil.rmtree(tmp_path / "1")
-    store.save(image(3, 1, 2))
-    assert store.load() == image(3, 1, 2)
-
-
-def test_where_none_can_be_read_the_error_says_so_of_each(tmp_path: Path) -> None:
-    saved(tmp_path, image(1), image(2))
-    (tmp_path / "1" / "index" / "index.json").unlink()
-    (tmp_path / "2" / "index" / "index.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be read \(2: .*; 1: .*init"):
-        CheckpointStore(tmp_path).load()
-
-
-def test_another_format_is_said(tmp_path: Path) -> None:
-    saved(tmp_path, image(1))
-    index = tmp_path / "1" / "index" / "index.json"
-    index.write_text(index.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ConfigError, match=r"format 2.*reads format 1"):
-        CheckpointStore(tmp_path).load()
-
-
-def test_a_checkpoint_under_another_name_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_a_checkpoint_under_another_number_is_not_taken_for_it(tmp_path: Path) -> None:
     saved(tmp_path, image(1))
     (tmp_path / "1").rename(tmp_path / "4")
-    with pytest.raises(ConfigError, match="index is damaged"):
+    with failing(ConfigError, "checkpoint.unreadable"):
         CheckpointStore(tmp_path).load()
 
 
-def test_what_an_unreadable_index_may_refer_to_is_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved(tmp_path, image(1, 1, 1), image(2, 1, 2), image(3, 1, 3), keep=2)
-    assert directories(tmp_path) == ["1", "2", "3"]
-    (tmp_path / "3" / "index" / "index.json").write_text("{")
-    with caplog.at_level(logging.WARNING, archipelago.merger.checkpoint.__name__):
-        saved(tmp_path, image(4, 2, 4), keep=2)
-    assert "old checkpoints stay" in caplog.text
-    assert directories(tmp_path) == ["1", "2", "3", "4"]
-    saved(tmp_path, image(5, 2, 5), keep=2)
-    assert directories(tmp_path) == ["4", "5"]
+# -- disks that fail ---------------------------------------------------------------------------------------------------
 
 
-# disks that fail
+def test_a_full_disk_is_an_error_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
-
-def _full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize("where", ["_save", "_sync", "_sync_folder"])
-def test_a_full_disk_is_an_error_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     store = saved(tmp_path, image(1))
     with monkeypatch.context() as patched:
-        patched.setattr(archipelago.merger.checkpoint, where, _full)
-        with pytest.raises(ConfigError, match=r"No space left.*Free some space.*as they were"):
+        patched.setattr(archipelago.merger.checkpoint, "_save", full)
+        with failing(ConfigError, "checkpoint.write"):
             store.save(image(2, 1))
-    assert store.load() is not None
-    assert [name for name in directories(tmp_path) if "." in name] == []
-    number = store.next_number()
-    store.save(image(number, 1, 1))
-    assert store.load() == image(number, 1, 1)
-
-
-def test_what_a_death_left_makes_room_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = saved(tmp_path, image(1))
-    (tmp_path / "2.aaaa").mkdir()
-    monkeypatch.setattr(archipelago.merger.checkpoint, "_save", _full)
-    with pytest.raises(ConfigError, match="No space left"):
-        store.save(image(3))
-    assert directories(tmp_path) == ["1"]
+    assert store.load() == image(1)
+    store.save(image(2, 1, 1))
+    assert store.load() == image(2, 1, 1)
 
 
 LIMITED = """
-import os, resource, sys
+import resource, sys
 from pathlib import Path
-from tests.merger.test_checkpoint_store import ConfigError, CheckpointStore, image, replace
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+from tests.merger.test_checkpoint_store import ConfigError, CheckpointStore, image
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
-    CheckpointStore(Path(sys.argv[1])).save(replace(image(2, 1), outers=(os.urandom(200_000), b"")))
+    CheckpointStore(Path(sys.argv[1])).save(image(2, 1))
 except ConfigError as error:
-    print(error)
+    print(error.code)
 """
 
 
+@pytest.mark.full
 def test_a_write_that_fails_within_orbax_is_the_same_error(tmp_path: Path) -> None:
     saved(tmp_path, image(1))
-    root = Path(__file__).parents[2]
     ran = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path)],
-        check=True, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True,
+        check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
-    assert "checkpoint 2 cannot be written" in ran.stdout
-    assert "File too large" in ran.stdout
+    assert ran.stdout.split() == ["checkpoint.write"]
     store = CheckpointStore(tmp_path)
     assert store.load() == image(1)
     store.save(image(store.next_number()))
@@ -479,7 +364,7 @@ def test_a_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "file")
     assert store.numbers() == []
     assert store.load() is None
-    with pytest.raises(ConfigError, match="checkpoint 1 cannot be written"):
+    with failing(ConfigError, "checkpoint.write"):
         store.save(image(1))
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -490,67 +375,36 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     try:
         if os.access(tmp_path, os.W_OK):
             pytest.skip("this user may write anywhere")
-        with pytest.raises(ConfigError, match="checkpoint 2 cannot be written"):
+        with failing(ConfigError, "checkpoint.write"):
             CheckpointStore(tmp_path).save(image(2))
         assert CheckpointStore(tmp_path).load() == image(1)
     finally:
         tmp_path.chmod(0o755)
 
 
-def test_old_checkpoints_that_cannot_be_deleted_are_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = saved(tmp_path, image(1, 1, 1), keep=1)
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, archipelago.merger.checkpoint.__name__):
-        patched.setattr(shutil, "rmtree", _full)
-        store.save(image(2, 2, 2))
-    assert "leftovers stay" in caplog.text
-    assert store.numbers() == [2]
-    store.save(image(3, 3, 3))
-    assert directories(tmp_path) == ["3"]
+# -- several at once ---------------------------------------------------------------------------------------------------
 
 
-# several at once
-
-
+@pytest.mark.full
 def test_a_reader_beside_a_saver_sees_whole_ones(tmp_path: Path) -> None:
     """Readers load while checkpoints come and go under them."""
-    saved(tmp_path, image(1, 1, 1), keep=1)
+    store = saved(tmp_path, image(1, 1, 1), keep=2)
     done, found = threading.Event(), list[Image | None]()
 
     def read() -> None:
         while not done.is_set():
-            found.append(CheckpointStore(tmp_path, keep=1).load())
+            found.append(CheckpointStore(tmp_path, keep=2).load())
 
     reader = threading.Thread(target=read)
     reader.start()
-    store = CheckpointStore(tmp_path, keep=1)
-    for number in range(2, 30):
+    for number in range(2, 12):
         store.save(image(number, number // 3 + 1, number // 2 + 1))
     done.set()
     reader.join()
-    numbers = []
+    assert found
     for each in found:
         assert each is not None
         assert each == image(each.number, each.number // 3 + 1, each.number // 2 + 1)
-        numbers.append(each.number)
-    assert numbers == sorted(numbers)
-
-
-def test_of_two_that_save_the_same_number_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was fenced meets its successor at the last moment: what is there is one of the two, unmixed."""
-    late, early = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
-
-    def meanwhile(name: str) -> None:
-        if name == "checkpoint.written":
-            monkeypatch.undo()
-            early.save(image(1, 1, 1))
-
-    monkeypatch.setattr(archipelago.merger.checkpoint, "failpoint", meanwhile)
-    with pytest.raises(ConfigError, match="checkpoint 1 cannot be written"):
-        late.save(image(1, 2, 2))
-    assert late.load() == image(1, 1, 1)
-    assert directories(tmp_path) == ["1"]
 
 
 def test_nothing_warns(tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture) -> None:
@@ -560,7 +414,9 @@ def test_nothing_warns(tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog:
     assert len(recwarn) == 0
 
 
-def test_orbax_is_imported_with_the_first_use_only() -> None:
-    code = "import sys, archipelago.merger.checkpoint; assert 'orbax' not in sys.modules"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(root)})
+def test_listing_checkpoints_loads_neither_orbax_nor_jax() -> None:
+    code = (
+        "import sys; from pathlib import Path; from archipelago.merger.checkpoint import CheckpointStore; "
+        "CheckpointStore(Path('x')).numbers(); assert not {'orbax', 'jax'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from archipelago.broker.config import OuterConfig
 from archipelago.merger.outer import OUTER, Round, build
+from tests.tiers import examples
 
 RECORDED = Path(__file__).with_name("trajectories.json")
 RECORD_VARIABLE = "ARCHIPELAGO_RECORD"
@@ -76,7 +77,7 @@ def quadratic(seed: int) -> tuple[Distances, Distances, Distances]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**31 - 1))
 def test_every_rule_finds_the_optimum_at_every_staleness(rule: str, seed: int) -> None:
     """At rates that shrink with staleness, as s(τ) and a smaller gain make them."""
@@ -88,7 +89,7 @@ def test_every_rule_finds_the_optimum_at_every_staleness(rule: str, seed: int) -
     assert (found < 3.0 * first).all(), "it went far off on the way"
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**31 - 1))
 def test_momentum_is_what_makes_stale_runs_diverge(seed: int) -> None:
     """The negative control: at one and the same rate and staleness, SGD converges and Nesterov does not."""

@@ -20,6 +20,7 @@ from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import encoded
 from archipelago.merger import merge_rules
 from archipelago.merger.merge_rules import MERGE_RULES, NORM_MAX, Group, MergeRule, groups
+from tests.tiers import examples
 
 Vector = NDArray[np.float32]
 LAYOUT = ((Tensor("bias", (3,)), 0), (Tensor("embed", (4, 2), "embedding"), 3), (Tensor("kernel", (3, 2, 2)), 11))
@@ -186,7 +187,7 @@ def test_the_norm_of_many_elements_is_exact_enough() -> None:
 
 
 @pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(data=st.data())
 def test_the_order_of_contributions_changes_only_rounding(of: tuple[Group, ...], data: st.DataObject) -> None:
     deltas, weights = data.draw(st.lists(SMALL, min_size=5, max_size=5)), data.draw(WEIGHTS)

@@ -21,6 +21,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.wire import digest
 from archipelago.merger import outer
 from archipelago.merger.outer import MAGIC, OUTER, OuterOptimizer, Round, build, dump, load
+from tests.tiers import examples
 
 Vector = NDArray[np.float32]
 RULES = ["scheduled", "nesterov", "sgd"]
@@ -268,7 +269,7 @@ def test_every_damaged_byte_and_every_cut_is_noticed(rule_name: str) -> None:
         load(state, data + b"\0", 8)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     state = SGD_OF_RATE_ONE.init(np.ones(8, np.float32))

@@ -23,6 +23,7 @@ from archipelago.merger.state import FragmentState, RunState
 from tests import samples
 from tests.failing import failing
 from tests.merger.simulated_broker import CONFIG, SIZE, Shelf, SimulatedBroker, bits, state_of, values
+from tests.tiers import examples
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
 Rounds = list[tuple[TapeEntry, list[Delivery]]]
@@ -66,7 +67,7 @@ def test_a_run_done_again_has_the_same_bits(config: RunConfig) -> None:
     assert replace(state, timing=state_of(simulated).timing) == state_of(simulated)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2), st.integers(0, 2), st.booleans()), max_size=16),
     st.randoms(use_true_random=False),

@@ -15,6 +15,7 @@ from archipelago.merger.checkpointer import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
+from tests.failing import failing
 from tests.merger.simulated_broker import CONFIG, SimulatedBroker, bits, values
 
 
@@ -123,7 +124,7 @@ def test_a_run_that_is_there_is_not_touched(tmp_path: Path) -> None:
 def test_a_folder_of_another_run_is_named(tmp_path: Path) -> None:
     begun(tmp_path)
     empty = MemoryBroker().connect("other")
-    with pytest.raises(UnknownRunError, match=r"holds checkpoints of run 'sample', not of 'other'.*--run sample"):
+    with failing(UnknownRunError, "broker.other-run"):
         MergerFolder(tmp_path).bring_back(empty)
     assert empty.reader.runs() == []
 
@@ -137,7 +138,7 @@ def test_without_a_checkpoint_nothing_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_that_was_never_there_is_unknown(tmp_path: Path, resume: bool) -> None:
     empty = MemoryBroker().connect("sample")
-    with pytest.raises(UnknownRunError, match="archipelago init"):
+    with failing(UnknownRunError, "broker.unknown-run"):
         MergerFolder(tmp_path).find_or_bring_back(empty, resume=resume)
 
 
@@ -145,7 +146,7 @@ def test_it_is_brought_back_only_when_that_is_asked_for(tmp_path: Path) -> None:
     simulated = begun(tmp_path)
     emptied(simulated)
     folder = MergerFolder(tmp_path)
-    with pytest.raises(UnknownRunError, match=r"holds its checkpoint 3: go on from there with --resume"):
+    with failing(UnknownRunError, "broker.resumable"):
         folder.find_or_bring_back(simulated.transport, resume=False)
     assert simulated.transport.reader.runs() == []
     assert folder.find_or_bring_back(simulated.transport, resume=True) == simulated.manifest
