@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
@@ -26,15 +26,19 @@ from archipelago.islands.standby import Assignment, assignment, await_assignment
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.islands.test_main import CORPUS
-from tests.small import SMALL
+from tests.small import SMALL, compiled
+from tests.tiers import examples
 
+#: One fragment, as each one compiles programs of its own.
+LIGHT = replace(SMALL, sync=replace(SMALL.sync, fragments=1))
 AT_ONCE = Patience(0.0, lambda: False)
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
-# -- what it is told --------------------------------------------------------------------------------------------------
+# -- assignments -----------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(TEXTS), st.dictionaries(TEXTS.filter(lambda name: name and "=" not in name), TEXTS), TEXTS)
 def test_an_assignment_is_one_line(arguments: list[str], environment: dict[str, str], log: str) -> None:
     told = Assignment(tuple(arguments), environment, log)
@@ -57,8 +61,9 @@ def test_any_other_line_is_refused(line: bytes) -> None:
         assignment(line)
 
 
+@settings(max_examples=examples(100))
 @given(st.binary(max_size=200))
-def test_no_bytes_do_more_than_be_refused(line: bytes) -> None:
+def test_any_bytes_are_read_or_refused(line: bytes) -> None:
     try:
         found = assignment(line)
     except ConfigError:
@@ -99,7 +104,7 @@ def test_a_signal_ends_the_wait(pipe: tuple[FileIO, FileIO], monkeypatch: pytest
     assert next(asked, None) is None
 
 
-def test_what_has_no_end_is_refused(pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_refused(pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "LINE_MAX", 100)
     ours, theirs = pipe
     theirs.write(b"x" * 200)
@@ -120,17 +125,18 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     monkeypatch.setattr(main, "keep_compiled", lambda: None)
     monkeypatch.setattr(preparing, "training_text", lambda *_: CORPUS)
+    monkeypatch.setattr(preparing, "compile_steps", lambda model, inner: compiled(replace(SMALL, inner=inner)))
     url = f"fakeredis://{uuid.uuid4().hex}"
     monkeypatch.setenv("ARCHIPELAGO_URL", url)
     made = connect(url, "demo")
-    manifest = describe("demo", SMALL, CORPUS.identity)
+    manifest = describe("demo", LIGHT, CORPUS.identity)
     made.create(manifest, first_snapshots(manifest))
     yield made
     made.close()
 
 
 def everything(transport: RedisTransport) -> dict[bytes, object]:
-    """All that the server holds."""
+    """Return everything that the server holds."""
     redis = transport.connection.redis
     return {key: redis.dump(key) for key in redis.scan_iter()}
 
@@ -139,18 +145,18 @@ def prepared_for(transport: RedisTransport) -> PreparedIsland:
     return preparing.prepare(transport.reader.manifest(), None)
 
 
-def test_nobody_hears_of_a_rehearsal(transport: RedisTransport) -> None:
+def test_a_rehearsal_leaves_no_trace_in_the_broker(transport: RedisTransport) -> None:
     before = everything(transport)
     prepared = prepared_for(transport)
     prepared.rehearse(transport, AT_ONCE, 2)
     assert prepared.scan_steps == 2
     changed = [key for key, held in everything(transport).items() if before.get(key) != held]
-    assert [key.rpartition(b":")[2] for key in changed] == [b"books"]  # which count the bytes that it took
+    assert [key.rpartition(b":")[2] for key in changed] == [b"books"]  # these count the downloaded bytes
     assert transport.reader.presences() == []
 
 
 def run(prepared: PreparedIsland | None, folder: Path, monkeypatch: pytest.MonkeyPatch, scan_steps: int = 0) -> Island:
-    """An island that is built, and leaves before its first step."""
+    """Build an island that leaves before its first step, and return it."""
     built: list[Island] = []
 
     def train(island: Island, stopped: Callable[[], bool], turn_log: object) -> str:
@@ -163,25 +169,25 @@ def run(prepared: PreparedIsland | None, folder: Path, monkeypatch: pytest.Monke
     return built[0]
 
 
-def test_an_island_takes_what_was_prepared(
+def test_an_island_uses_what_was_prepared(
     transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepared_for(transport)
-    prepared.rehearse(transport, AT_ONCE, 3)
+    prepared.rehearse(transport, AT_ONCE, 2)
     monkeypatch.setattr(preparing, "prepare", pytest.fail)
     island = run(prepared, tmp_path, monkeypatch)
     assert island.name == "oslo"
     assert island.steps is prepared.steps
-    assert island.scan_steps == 3
+    assert island.scan_steps == 2
     assert run(prepared, tmp_path, monkeypatch, scan_steps=1).scan_steps == 1
 
 
-def test_a_run_that_was_made_anew_meanwhile_takes_nothing_of_the_old(
+def test_a_run_that_was_recreated_uses_nothing_of_the_old_one(
     transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepared_for(transport)
     transport.connection.redis.flushall()
-    other = describe("demo", replace(SMALL, inner=replace(SMALL.inner, beta1=0.8)), CORPUS.identity)
+    other = describe("demo", replace(LIGHT, inner=replace(LIGHT.inner, beta1=0.8)), CORPUS.identity)
     transport.create(other, first_snapshots(other))
     island = run(prepared, tmp_path, monkeypatch, scan_steps=1)
     assert island.manifest == other != prepared.manifest
@@ -189,17 +195,17 @@ def test_a_run_that_was_made_anew_meanwhile_takes_nothing_of_the_old(
 
 
 @pytest.mark.parametrize("flag", ["name", "folder"])
-def test_a_standby_has_no_name_yet(flag: str, transport: RedisTransport, tmp_path: Path) -> None:
+def test_a_standby_with_a_name_is_refused(flag: str, transport: RedisTransport, tmp_path: Path) -> None:
     options = main.IslandOptions(standby=True, **{flag: "oslo" if flag == "name" else tmp_path})  # type: ignore[arg-type]
     with failing(ConfigError, "standby.named"):
         main.main(options)
 
 
 @pytest.mark.usefixtures("transport")
-def test_it_begins_with_its_own_arguments(
+def test_an_assignment_keeps_the_arguments_of_the_standby(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Who was given a URL by hand need not be given it again."""
+    """The supervisor need not repeat the URL, for example."""
     became: list[main.IslandOptions] = []
     options = main.IslandOptions(
         url=os.environ["ARCHIPELAGO_URL"], run="demo", scan_steps=1, tensorboard=False, standby=True

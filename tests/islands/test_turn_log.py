@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.turn_log import VARIABLE, TurnLog
 from tests.failing import failing
+from tests.tiers import examples
 
 STEP = 0.05
 SHORT = st.floats(0.0, 0.02)
@@ -33,6 +34,7 @@ def played(pacer: Pacer, turns: list[tuple[float, float]]) -> list[float]:
     return ends
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(SHORT, SHORT), min_size=3, max_size=50))
 def test_what_is_shorter_than_a_step_costs_nothing(turns: list[tuple[float, float]]) -> None:
     """Neither the arithmetic nor what lies between two steps: a device that works beside its host hides both."""
@@ -42,6 +44,7 @@ def test_what_is_shorter_than_a_step_costs_nothing(turns: list[tuple[float, floa
         assert end == pytest.approx(began + n * STEP)
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.floats(0.0, 0.2), st.floats(0.0, 0.2)), min_size=2, max_size=30))
 def test_no_step_is_shorter_than_its_minimum(turns: list[tuple[float, float]]) -> None:
     ends = played(Pacer(STEP), turns)

@@ -8,13 +8,14 @@ from typing import get_args, get_type_hints
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import AdoptConfig
 from archipelago.islands.sync.adoption import AdoptRule, build, carry, overwrite
+from tests.tiers import examples
 
 # No subnormals, and none can come out of differences: they count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-60, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
@@ -49,6 +50,7 @@ def test_only_carry_keeps_progress() -> None:
     assert keeps == {"overwrite": False, "carry": True}
 
 
+@settings(max_examples=examples(100))
 @given(VECTOR, VECTOR)
 def test_carrying_onto_what_was_sent_changes_no_bit(own_N: Vector, reference_N: Vector) -> None:
     carried_N, next_N = compiled_carry(jnp.asarray(reference_N), jnp.asarray(own_N), jnp.asarray(reference_N))
@@ -56,6 +58,7 @@ def test_carrying_onto_what_was_sent_changes_no_bit(own_N: Vector, reference_N: 
     assert np.asarray(next_N).tobytes() == reference_N.tobytes()
 
 
+@settings(max_examples=examples(100))
 @given(VECTOR, VECTOR, VECTOR)
 def test_carry_keeps_the_unsent_progress(new_N: Vector, own_N: Vector, reference_N: Vector) -> None:
     carried_N, next_N = compiled_carry(jnp.asarray(new_N), jnp.asarray(own_N), jnp.asarray(reference_N))

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from optax.tree_utils import tree_get, tree_get_all_with_path
 
@@ -30,6 +30,7 @@ from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
 from tests.islands import tiny
+from tests.tiers import examples
 
 
 def fresh(scale: int = 5) -> Params:
@@ -126,6 +127,7 @@ def test_what_is_not_the_announced_payload_is_refused(payload: bytes) -> None:
         decode(HANDOVER, payload, LIKE, require_sound)
 
 
+@settings(max_examples=examples(100))
 @given(flips=st.dictionaries(st.integers(0, len(PAYLOAD) - 1), st.integers(1, 255), min_size=1, max_size=4))
 def test_damage_is_refused_or_finite_and_of_the_right_shape(flips: dict[int, int]) -> None:
     """The digest is no protection against a peer that computes it over what it made up."""

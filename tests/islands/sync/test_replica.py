@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -21,6 +21,7 @@ from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import replica as replica_module
 from archipelago.islands.sync.arrays import flatten, unflatten
 from archipelago.islands.sync.replica import Replica
+from tests.tiers import examples
 
 # No subnormals, and none can come out of differences: they count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-40, 2.0**40, width=32), st.sampled_from([1.0, -1.0]))
@@ -73,6 +74,7 @@ def test_a_fragment_is_its_tensors_one_after_the_other() -> None:
     assert flatten(of.layout[1], params).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
 
 
+@settings(max_examples=examples(100))
 @given(VECTORS)
 def test_flatten_and_unflatten_are_inverse(vectors: tuple[Vector, ...]) -> None:
     of = manifest()
@@ -109,6 +111,7 @@ def test_what_the_codec_leaves_out_stays_owed() -> None:
     assert sent(replica, 0, params).tolist() == [1 / 256] * 4
 
 
+@settings(max_examples=examples(100))
 @given(UP, VECTORS, VECTORS)
 def test_the_receiver_reads_exactly_what_the_reference_moved_by(
     up: str, base: tuple[Vector, ...], now: tuple[Vector, ...]
@@ -120,6 +123,7 @@ def test_the_receiver_reads_exactly_what_the_reference_moved_by(
         assert np.asarray(replica.references[p]).tobytes() == (base_N - delta_N).tobytes()
 
 
+@settings(max_examples=examples(100))
 @given(UP, st.lists(VECTORS, min_size=2, max_size=5))
 def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tuple[Vector, ...]]) -> None:
     of = manifest(up=up)
@@ -140,6 +144,7 @@ def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tupl
 # -- adoption ------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=examples(100))
 @given(UP, VECTORS, VECTORS, VECTORS)
 def test_carrying_a_snapshot_of_what_was_sent_changes_no_bit(
     up: str, base: tuple[Vector, ...], then: tuple[Vector, ...], now: tuple[Vector, ...]
@@ -217,6 +222,7 @@ def test_warming_up_compiles_the_codec_for_thin_links_where_it_may_be_needed(
 
 
 @pytest.mark.parametrize("thin", ["int8", "int4", "e3m0", "top3"])
+@settings(max_examples=examples(100))
 @given(vectors=VECTORS)
 def test_a_shared_program_gives_the_bits_of_a_program_for_one_fragment(thin: Any, vectors: tuple[Vector, ...]) -> None:
     of = manifest()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.islands.sync.uplink import SMALL_BYTES, TRY_EVERY, Uplink
+from tests.tiers import examples
 
 SECONDS = st.floats(0.0, 1e3)
 SIZES = st.integers(0, 1 << 30)
@@ -84,6 +85,7 @@ def test_compression_is_left_out_where_the_link_is_faster_and_tried_now_and_then
     assert sum(fast.should_pack() for _ in range(10 * TRY_EVERY)) == 10
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(SIZES, SECONDS), max_size=30), SIZES, SECONDS)
 def test_any_measurement_gives_an_answer(measurements: list[tuple[int, float]], size: int, at_hand: float) -> None:
     uplink = Uplink()
