@@ -34,7 +34,7 @@ TURN_SECONDS, TURN_SECONDS_QUICK = 2.0, 0.2
 
 @dataclass(frozen=True)
 class IslandBenchOptions(OutputOptions):
-    """What syncing costs an island: time of its inner steps, processor time a parameter, memory beside the training."""
+    """Measure what syncing costs an island: time of inner steps, processor time a parameter, additional memory."""
 
     quick: bool = False
     """the tiny model, and fewer and shorter turns"""
@@ -150,7 +150,7 @@ def rows(found: Found, alone_peak: int, what: str) -> list[dict[str, Any]]:
         _row(f"{what}: a step, ms", on, "no sync", off, s["step_ratio"], goal),
         _row("  its processor time, ms", on_cpu, "no sync", off_cpu, s["cpu_ratio"], ""),
         _row("processor time a synced parameter, ns", cpu, "", "", "", ""),
-        memory("peak memory beside the training", s["peak_bytes_beside"], GOAL_MEMORY),
+        memory("peak memory in addition to the training", s["peak_bytes_beside"], GOAL_MEMORY),
         memory("  also between syncs", s["peak_bytes_beside_between_syncs"]),
         memory("  snapshots held for differences", s["held_bytes"]),
         memory("  references of contributions", s["reference_bytes"]),

@@ -62,7 +62,7 @@ FIXED_BYTES = 3 << 29
 
 @dataclass
 class Passed:
-    """What the island's process measured.
+    """The measurements of the island's process.
 
     Attributes:
         bytes_up: Bytes that the island sent.
@@ -87,7 +87,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class LargestOptions(OutputOptions):
-    """The largest model that passes the wire on this machine: each fragment once up, merged and down, untrained."""
+    """Pass a large model over the wire on this machine: each fragment once up, merged and down, untrained."""
 
     parameters: float = 0.0
     """parameters of the model; default 1e9, or 2e7 with --quick"""

@@ -32,7 +32,7 @@ GOAL_INT4 = 0.10
 
 @dataclass(frozen=True)
 class MergeOptions(OutputOptions):
-    """Codecs against copying, and the merger's arithmetic against bare numpy, each on one thread."""
+    """Measure codecs against copying, and the merger's arithmetic against bare numpy, each on one thread."""
 
     quick: bool = False
     """smaller vectors and fewer rounds"""

@@ -71,13 +71,13 @@ class Start:
 
     @property
     def first_step(self) -> float:
-        """What is left of the total."""
+        """The rest of the total: the first inner step."""
         return max(0.0, self.total - self.imports - self.joining - self.programs - self.state)
 
 
 @dataclass(frozen=True)
 class StartOptions(OutputOptions):
-    """What starting an island costs in processor time, with warm caches and with empty ones, and by a standby."""
+    """Measure the processor time to start an island: with empty caches, with warm ones, and from a standby."""
 
     quick: bool = False
     """the tiny model, and fewer starts"""

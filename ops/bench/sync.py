@@ -1,8 +1,8 @@
 """`archipelago bench sync`: one outer synchronisation of a whole model, from publishing to adoption, against torchft's.
 
 Islands, merger and Redis are the real ones, each a process; a pause and a random walk replace the inner steps. Both
-systems take turns in the same run, so that other work on the machine slows both. The torchft side lives in a Python
-environment of its own (the head of `torchft.py` says how to make it). Without one, its rows say so.
+systems take turns in the same run, so that other work on the machine slows both. The torchft side runs in another
+Python environment (the head of `torchft.py` says how to make one). Without it, its rows name the reason.
 
 The second half puts one island, and one replica, behind a proxy that lets THIN_MBIT through each way. Our islands train
 on while they sync, so the row says which rounds have both islands in them, and how many inner steps the link costs.
@@ -44,7 +44,7 @@ WARM_UPS = 2
 
 @dataclass(frozen=True)
 class SyncOptions(OutputOptions):
-    """One outer synchronisation of 10 M parameters between two islands, against torchft's; also over a thin link."""
+    """Measure one outer synchronisation of 10 M parameters against torchft's, on loopback and over a thin link."""
 
     torchft_python: str = ""
     """a Python that has torchft (the head of `ops/bench/torchft.py` says how to make it); default

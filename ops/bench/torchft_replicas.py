@@ -27,7 +27,7 @@ class Torchft:
 
     @property
     def usable(self) -> bool:
-        """Whether it can sync."""
+        """True if it can sync."""
         return not self.reason
 
     def sync(self) -> Synced:

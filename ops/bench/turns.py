@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Found:
-    """What the island's process measured.
+    """The measurements of the island's process.
 
     Attributes:
         backend: JAX's name of the device.

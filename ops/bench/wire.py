@@ -41,7 +41,7 @@ LOG_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class WireOptions(OutputOptions):
-    """Payloads through Redis, in MB/s, against bare sockets: one producer, and several at once."""
+    """Measure payloads through Redis, in MB/s, against bare sockets: one producer, and several at once."""
 
     quick: bool = False
     """smaller payloads and fewer rounds"""

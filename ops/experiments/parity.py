@@ -46,7 +46,7 @@ Train = Callable[[RunConfig], list[Point]]
 
 @dataclass(frozen=True)
 class ParityOptions(OutputOptions):
-    """Loss at equal tokens, in virtual time: islands against one process, data-parallel and synchronous DiLoCo."""
+    """Compare losses at equal tokens, in virtual time: islands, one process, data-parallel, synchronous DiLoCo."""
 
     islands: tuple[int, ...] = (3,)
     """numbers of islands"""

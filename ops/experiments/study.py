@@ -133,7 +133,7 @@ def recorded(folder: Path) -> dict[str, Record]:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a line. If the line before it was cut off, it stays a line of its own."""
+    """Append a line. A previous line that was cut off stays separate."""
     whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a", encoding="utf-8") as file:
         file.write(("" if whole else "\n") + json.dumps(record, sort_keys=True) + "\n")

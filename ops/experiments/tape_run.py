@@ -46,7 +46,7 @@ _NO_STALL = Stall(0.0, 0.0)
 
 
 class Course:
-    """What one island does at any time of the run, in steps. The tape starts again at its end."""
+    """One island's steps and stalls over the time of the run, in steps. The tape starts again at its end."""
 
     def __init__(self, legs: Sequence[Leg], step_seconds: float, seconds: float) -> None:
         self._at = [leg.at / step_seconds for leg in legs]

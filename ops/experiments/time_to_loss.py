@@ -41,7 +41,7 @@ TUNED_MOMENTUM = 0.7
 
 @dataclass(frozen=True)
 class TimeOptions(OutputOptions):
-    """Time to loss, in virtual time, where one machine is slow: islands against methods that wait for all."""
+    """Compare time to loss, in virtual time, where one machine is slow: islands against methods that wait for all."""
 
     islands: int = 3
     """number of islands"""

@@ -28,7 +28,7 @@ ISLANDS_MAX, LINES_MAX = 4096, 10_000_000
 
 
 class Leg(NamedTuple):
-    """From `at`, in seconds, the share `live` of an island's slices makes steps (0 to 1)."""
+    """A part of an island's tape: from `at` on, in seconds, the share `live` of its slices makes steps."""
 
     at: float
     live: float

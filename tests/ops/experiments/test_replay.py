@@ -1,4 +1,4 @@
-"""`archipelago replay`: a recorded run is repeated, also if an island trained on a corpus of its own."""
+"""`archipelago replay`: a recorded run is repeated, also if an island trained on another corpus."""
 
 from __future__ import annotations
 
