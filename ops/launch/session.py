@@ -51,7 +51,7 @@ class RedisSupervisor:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """What a session needs to know beyond its run.
+    """Options of a session.
 
     Attributes:
         islands: Number of islands on this machine.

@@ -19,7 +19,7 @@ STALL_STRIDES = 3.0
 
 @dataclass(frozen=True)
 class Health:
-    """What a terminal shows of a run next to its `RunView`.
+    """The facts about a run that a terminal shows in addition to its `RunView`.
 
     Attributes:
         standing: The merger that holds the lease, and the time since the last round closed.

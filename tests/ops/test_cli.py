@@ -53,7 +53,7 @@ def raw(url: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `small` and `other`, two corpora of nearly the smallest size, are prepared."""
+    """The folder with `small` and `other`, two corpora of nearly the smallest size."""
     folder, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCHIPELAGO_DATA", str(folder))

@@ -1,4 +1,4 @@
-"""What the dashboard keeps: each line worked out by hand, and long histories that stay light."""
+"""The dashboard's history: every line is checked by hand, and long histories stay small."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_the_lines_by_hand() -> None:
     assert lines["participating"] == [1, 2, 2]
 
 
-def test_who_was_merged_is_known_also_when_it_is_gone() -> None:
+def test_an_island_that_left_stays_known() -> None:
     lines = history([entry(1, [member("a"), member("b")], live=2), entry(2, [member("a")], live=1)]).lines()
     assert (lines["size"], lines["live"]) == ([2, 2], [2, 1])
 
 
-def test_no_more_take_part_than_live() -> None:
+def test_participating_islands_never_exceed_live_ones() -> None:
     tape = [entry(1, [member("a"), member("b")], live=2), entry(2, [member("a")], live=1)]
     assert history(tape).lines()["participating"] == [2, 1]
 
@@ -78,11 +78,11 @@ def test_a_tape_that_begins_in_the_middle_keeps_the_count_of_tokens() -> None:
     assert history(TAPE[1:], merged_tokens=2000).lines()["tokens"] == [950, 1000]
 
 
-def test_a_book_that_is_behind_the_tape_makes_no_negative_tokens() -> None:
+def test_accounts_behind_the_tape_give_no_negative_tokens() -> None:
     assert history(merged_tokens=0).lines()["tokens"][0] == 50
 
 
-def test_taking_part_is_forgotten_after_a_while() -> None:
+def test_participation_expires() -> None:
     seen = history([entry(1, [member("b")], live=9)])
     seen.extend([entry(n, [member("a")], live=9) for n in range(2, RECENT_ROUNDS + 2)])
     counts = seen.lines()["participating"]
@@ -119,7 +119,7 @@ def test_staleness_is_counted() -> None:
     assert History(2).staleness() == []
 
 
-def test_rounds_that_were_seen_are_not_taken_in_again() -> None:
+def test_a_round_is_added_once() -> None:
     seen = history()
     assert seen.extend(TAPE) == 0
     assert seen.extend([*TAPE[1:], entry(4, [])]) == 1
@@ -137,16 +137,16 @@ def test_rounds_that_were_seen_are_not_taken_in_again() -> None:
         ([], False),  # its Redis lost everything
     ],
 )
-def test_what_goes_on_from_what_was_seen(tape: list[TapeEntry], follows: bool) -> None:
+def test_which_tapes_connect(tape: list[TapeEntry], follows: bool) -> None:
     assert history().follows(tape) is follows
 
 
-def test_what_follows_nothing() -> None:
+def test_an_empty_tape_connects_to_an_empty_history() -> None:
     assert History(2).follows([])
     assert not History(2).follows(TAPE)
 
 
-def test_neighbours_become_one() -> None:
+def test_neighbours_are_joined() -> None:
     rows = [RoundRow(1, 10, 4.0, 3, 3, 2), RoundRow(2, 20, math.nan, 4, 1, 1), RoundRow(3, 30, 2.0, 4, 4, 3)]
     assert joined_rounds(rows) == RoundRow(3, 30, 3.0, 4, 1, 1)
     assert joined_queues([QueueRow(1, 5, 100), QueueRow(2, 1, 300)]) == QueueRow(2, 5, 300)
@@ -185,13 +185,13 @@ def test_a_trail_is_bounded_even_and_complete(count: int, most: int) -> None:
     assert count < most or len(rows) >= most // 2  # no coarser than it needs to be
 
 
-def test_smoothing_begins_without_a_bias_and_passes_over_holes() -> None:
+def test_smoothing_is_bias_corrected_and_skips_nan() -> None:
     assert smoothed([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
     assert math.isnan(smoothed([math.nan])[0])
     assert smoothed([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
 
 
-def test_a_long_run_stays_light() -> None:
+def test_a_long_run_stays_small() -> None:
     seen = history([], 0)
     for start in range(0, 20_000, 1000):
         seen.extend([entry(n, [member("a"), member("b", n % 3)], live=2) for n in range(start + 1, start + 1001)])

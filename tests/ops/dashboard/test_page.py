@@ -31,7 +31,7 @@ pytestmark = pytest.mark.full  # They drive a browser.
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
 
-TOKEN = "open-sesame"  # noqa: S105 - of the tests alone
+TOKEN = "open-sesame"  # noqa: S105 - only for tests
 MANIFEST = samples.manifest()
 NAMES = [*(f"island-{n}" for n in range(15)), "A" * 64]
 TROUBLE = "thin link at 3.2 Mbit/s up, 12.0 Mbit/s down: fewer bits, interval 2.0x"
@@ -117,7 +117,7 @@ def transport() -> MemoryTransport:
 
 @pytest.fixture
 def address(transport: MemoryTransport) -> Iterator[str]:
-    """Where the page of that run is."""
+    """The address of the page of that run."""
     with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as found:
         yield found
 
@@ -170,7 +170,7 @@ def click(driver: WebDriver, place: str) -> None:
     driver.execute_script("document.querySelector(arguments[0]).click()", place)
 
 
-def test_it_draws_what_redis_has(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
+def test_the_page_shows_the_run(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
     complaints(driver)  # of earlier tests
     opened(address)
     assert [text(driver, f"#{name}") for name in ("run", "size", "live", "part")] == ["sample", "16", "15", "15"]
@@ -193,14 +193,14 @@ def test_it_draws_what_redis_has(driver: WebDriver, address: str, opened: Opened
     assert complaints(driver) == []
 
 
-def test_all_that_it_loads_comes_from_the_one_server(driver: WebDriver, address: str, opened: Opened) -> None:
+def test_everything_loads_from_one_server(driver: WebDriver, address: str, opened: Opened) -> None:
     opened(address)
     loaded = driver.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert len(loaded) >= 4
     assert {re.match(r"https?://[^/]+", name)[0] for name in loaded} == {address}  # type: ignore[index]
 
 
-def test_a_round_that_closes_is_there_by_itself(
+def test_a_new_round_appears_without_reloading(
     driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
 ) -> None:
     opened(address)
@@ -213,7 +213,7 @@ def test_a_round_that_closes_is_there_by_itself(
     assert driver.execute_script("return window.same")  # nothing was loaded again
 
 
-def test_over_tokens_and_over_rounds(driver: WebDriver, address: str, opened: Opened) -> None:
+def test_the_axis_can_be_tokens_or_rounds(driver: WebDriver, address: str, opened: Opened) -> None:
     opened(address)
     tokens = line(driver, "chart-loss")[0]
     assert tokens == [n * 16 * 100 / 2 for n in range(1, 41)]
@@ -223,7 +223,7 @@ def test_over_tokens_and_over_rounds(driver: WebDriver, address: str, opened: Op
     assert line(driver, "chart-loss")[0] == tokens
 
 
-def test_it_stands_a_restart_of_its_own_server(
+def test_the_page_survives_a_restart_of_its_server(
     driver: WebDriver, transport: MemoryTransport, opened: Opened, until: Until
 ) -> None:
     with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as first:
@@ -236,7 +236,7 @@ def test_it_stands_a_restart_of_its_own_server(
         until(lambda: not is_shown(driver, "#banner"), "all is well again")
 
 
-def test_it_stands_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: Until) -> None:
+def test_the_page_survives_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: Until) -> None:
     server = start_server(tmp_path / "redis")
     transport = connect(server.url, "sample")
     with suppress(ConfigError), ExitStack() as stack:
@@ -254,7 +254,7 @@ def test_it_stands_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: 
         until(lambda: "Redis" not in text(driver, "#banner"), "the page is content")
 
 
-def test_before_anything_has_happened(driver: WebDriver, until: Until) -> None:
+def test_the_page_of_an_empty_run(driver: WebDriver, until: Until) -> None:
     transport = MemoryBroker().connect("sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as address:
@@ -286,9 +286,7 @@ def test_every_text_is_readable(driver: WebDriver, address: str, opened: Opened,
     assert [found for found in ratios if found[0] < 4.5] == []
 
 
-def test_dark_and_light_are_a_choice_that_is_kept(
-    driver: WebDriver, address: str, opened: Opened, until: Until
-) -> None:
+def test_the_choice_of_theme_is_kept(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
     def ground() -> Any:
         return driver.execute_script(
             "return [getComputedStyle(document.body).backgroundColor,"
@@ -369,7 +367,7 @@ def test_settings_and_islands_are_steered(
     until(lambda: transport.reader.control() == {}, "it is let in again")
 
 
-def test_words_from_islands_are_words(
+def test_text_from_islands_is_never_markup(
     driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
 ) -> None:
     opened(address)

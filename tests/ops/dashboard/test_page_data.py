@@ -24,7 +24,7 @@ def read_through(self: MemoryReader) -> Pending:
     pytest.fail("it read through the stream")
 
 
-def test_it_is_what_observe_sees(transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_glance_agrees_with_observe(transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = observe(transport, MANIFEST)
     assert expected.pending == 2
     monkeypatch.setattr(MemoryReader, "pending", read_through)
@@ -39,7 +39,7 @@ def test_only_the_recent_rounds_count(transport: MemoryTransport) -> None:
 
 
 @pytest.mark.parametrize(("torn", "balanced"), [(BALANCE_TRIES - 1, True), (BALANCE_TRIES, False)])
-def test_a_torn_reading_is_made_again(
+def test_an_inconsistent_reading_is_repeated(
     transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch, torn: int, balanced: bool
 ) -> None:
     right, readings = transport.reader.books(), 0

@@ -42,7 +42,7 @@ FINE = Health(Standing("00b81fc22d7c", 3, 4.0, 0.5))
 
 
 def view(islands: int = 3, live: int | None = None, **changes: object) -> RunView:
-    """A run half-way, of so many islands."""
+    """A run that is half finished."""
     live = islands if live is None else live
     presences = [
         Presence(samples.heartbeat(f"island-{n}", step_seconds=0.1), 0.5 if n < live else 90.0) for n in range(islands)
@@ -93,7 +93,7 @@ def test_a_wide_terminal_shows_shares_as_bars_and_a_narrow_one_fewer_columns() -
     assert "100%" in narrow
 
 
-def test_the_living_are_shown_before_those_that_are_gone() -> None:
+def test_live_islands_are_shown_first() -> None:
     mixed = replace(reading(), view=view(50, live=2))
     mixed = replace(mixed, view=replace(mixed.view, islands=tuple(reversed(mixed.view.islands))))
     text = "\n".join(drawn(Screen(mixed, 0.0, "", NOW), 80, 24))
@@ -102,7 +102,7 @@ def test_the_living_are_shown_before_those_that_are_gone() -> None:
     assert "of which 0 live" in text
 
 
-def test_silence_is_said_over_the_last_reading() -> None:
+def test_an_outage_is_shown_above_the_last_reading() -> None:
     for last in (None, reading()):
         text = "\n".join(drawn(Screen(last, NOW - 30, "the Redis does not answer (refused)", NOW), 80, 30))
         assert re.search(r"no answer since \d\d:\d\d:\d\d: the Redis does not answer", text)
@@ -121,7 +121,9 @@ def test_trouble_and_events_are_shown() -> None:
     [(20, 3, 4, (3, 4)), (20, 3, 30, (3, 8)), (8, 3, 30, (3, 4)), (20, 100, 4, (15, 4)), (4, 100, 4, (3, 0)),
      (1, 3, 3, (0, 0)), (-5, 3, 3, (0, 0)), (20, 0, 4, (0, 4)), (2, 5, 5, (1, 0))],
 )  # fmt: skip
-def test_who_gets_the_room(lines: int, islands: int, events: int, expected: tuple[int, int]) -> None:
+def test_how_islands_and_events_share_the_screen(
+    lines: int, islands: int, events: int, expected: tuple[int, int]
+) -> None:
     found = rooms(lines, islands, events)
     assert found == expected
     assert sum(found) + 1 <= max(1, lines)
@@ -175,17 +177,17 @@ def still(seconds: float, **control: str) -> Health:
         (view(live=0, step=2000), still(0.0), ""),
     ],
 )
-def test_when_somebody_should_look(found: RunView, now: Health, said: str) -> None:
+def test_when_a_run_is_in_trouble(found: RunView, now: Health, said: str) -> None:
     assert trouble(found, now, interval=24) == said
 
 
 def test_slow_islands_are_given_three_strides() -> None:
-    """Of 0.1 s a step in two fragments: at H = 2,400 a stride is 120 s."""
+    """With 0.1 s per step, two fragments and H = 2,400, a stride is 120 s."""
     assert trouble(view(), still(350.0), interval=2400) == ""
     assert trouble(view(), still(361.0), interval=2400) == "nothing was merged for 361 s"
 
 
-def test_what_is_steered_in_words() -> None:
+def test_controls_in_words() -> None:
     wishes = {"outer.learning_rate": "0.5", "merging": "paused", "island.oslo": "drain", "island.x": "expel", "y": "1"}
     text = describe_control(Control.of(wishes))
     assert [part.split()[0] for part in text.split(", ")] == ["merging", "outer.learning_rate", "oslo", "x", "y"]
@@ -200,7 +202,7 @@ def test_notes_and_refusals_in_one_order() -> None:
     assert found[1].text == "round 7: too old"
 
 
-def test_words_of_others_give_a_terminal_no_orders() -> None:
+def test_control_characters_never_reach_the_terminal() -> None:
     evil = "\x1b]0;mine\x07\x9b2J[/nope]"
     found = view(run=evil)
     found = replace(found, islands=(replace(found.islands[0], link=evil, last_refusal=evil),))
@@ -217,7 +219,7 @@ def test_words_of_others_give_a_terminal_no_orders() -> None:
     assert not set(text) & set(map(chr, formatting.CONTROLS)) - {"\n"}
 
 
-def test_the_situation_of_a_run(server: Server) -> None:
+def test_the_health_of_a_run(server: Server) -> None:
     run = "situation"
     transport = connect(server.url, run)
     manifest = samples.manifest(run)
@@ -243,7 +245,7 @@ def test_the_situation_of_a_run(server: Server) -> None:
     assert re.search(r"a: refused \d+ s ago, round 1: too old", text)
 
 
-def test_scripts_learn_from_the_exit_status(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_status_of_status(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     transport = connect(server.url, "for-scripts")
     manifest = samples.manifest("for-scripts")
     transport.create(manifest, samples.first_snapshots(manifest))
@@ -260,7 +262,7 @@ def test_scripts_learn_from_the_exit_status(server: Server, capsys: pytest.Captu
 
 
 class Flaky(Intercepted):
-    """A broker that can go away."""
+    """A broker that can become unreachable."""
 
     silent = False
 
@@ -287,7 +289,7 @@ def closed(transport: Transport, *rounds: int) -> None:
     transport.merger.release(epoch)
 
 
-def test_a_watch_outlives_a_silence(flaky: Flaky) -> None:
+def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     times = iter([NOW + n for n in range(100)])
     watch = live.Watcher(flaky, wall=lambda: next(times))
     closed(flaky, 1, 2)
@@ -310,7 +312,7 @@ def test_a_watch_outlives_a_silence(flaky: Flaky) -> None:
     assert watch.latest.bits_per_byte == (2.5,)  # after a silence all is read anew
 
 
-def test_a_line_a_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
     watch = live.Watcher(flaky)
     seen: list[str] = []
 
@@ -325,7 +327,7 @@ def test_a_line_a_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[
     assert seen[2].startswith("round 0")
 
 
-def test_an_object_a_reading_for_programs(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_object_for_each_reading(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
     watch = live.Watcher(flaky)
     assert watch.read()
     live.print_object(watch.latest, "")
@@ -336,7 +338,7 @@ def test_an_object_a_reading_for_programs(flaky: Flaky, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("every", [0.0, -1.0, float("nan"), 1e9])
-def test_intervals_that_cannot_be(every: float) -> None:
+def test_an_interval_out_of_range_is_an_error(every: float) -> None:
     with failing(ConfigError, "config.every"):
         status.main(status.StatusOptions("redis://localhost", watch=True, every=every))
 

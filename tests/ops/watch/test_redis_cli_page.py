@@ -27,7 +27,7 @@ REMOVAL = ("UNLINK", "SREM")
 
 
 def commands() -> dict[str, str]:
-    """What the page says to type, each with what it shows as the answer."""
+    """The commands on the page, each with the answer that the page shows."""
     out: dict[str, str] = {}
     for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -68,7 +68,7 @@ def url(server: Server) -> Iterator[str]:
 
 
 def fill(url: str) -> None:
-    """What islands, a merger and an operator write."""
+    """Write to Redis as islands, a merger and an operator do."""
     transport = connect(url, RUN)
     manifest = samples.manifest(RUN)
     transport.create(manifest, samples.first_snapshots(manifest))
@@ -89,7 +89,7 @@ def fill(url: str) -> None:
 
 
 def flat(answer: Any) -> list[str]:
-    """All texts in an answer of the client library."""
+    """Return all texts in an answer of the client library."""
     if isinstance(answer, Mapping):
         return [text for pair in answer.items() for part in pair for text in flat(part)]
     if isinstance(answer, list | tuple | set):
@@ -98,7 +98,7 @@ def flat(answer: Any) -> list[str]:
 
 
 def words_of(command: str) -> list[str]:
-    """What is said to the server: without the client's own options, and without what its output goes through."""
+    """Return the Redis command in a line of the page, without the client's options and without pipes."""
     program, *words = shlex.split(command.partition(" | ")[0])
     assert program == "redis-cli"
     return [word for word in words if word != "--no-raw"]

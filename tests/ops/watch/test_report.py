@@ -61,7 +61,7 @@ def transport(server: Server) -> Iterator[RedisTransport]:
     transport.close()
 
 
-def test_from_redis_by_the_command_line(
+def test_a_report_from_redis(
     server: Server, transport: RedisTransport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = server.url.removesuffix("/0") + "/5"
@@ -75,7 +75,7 @@ def test_from_redis_by_the_command_line(
     assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
 
 
-def test_nothing_is_left_to_load() -> None:
+def test_the_file_loads_nothing() -> None:
     broker = MemoryBroker()
     transport = broker.connect("sample")
     fill(transport)
@@ -91,7 +91,7 @@ def test_data_cannot_end_its_element() -> None:
     assert inlined(html(found, "")) == found
 
 
-def test_a_page_that_changed_its_shape_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_page_without_the_expected_elements_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("index.html", "page.css", *SCRIPTS):
         (tmp_path / name).write_text("<html></html>", encoding="utf-8")
     monkeypatch.setattr("archipelago.ops.watch.report.PAGE", tmp_path)
@@ -124,7 +124,7 @@ def samples_values() -> Any:
     return np.zeros(MANIFEST.sizes[0], np.float32)
 
 
-def test_from_a_folder_when_redis_is_gone(tmp_path: Path) -> None:
+def test_a_report_from_a_folder_without_redis(tmp_path: Path) -> None:
     left_behind(tmp_path / "runs" / "sample")
     found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
     again = everything(ReportOptions(str(tmp_path / "runs" / "sample")))
@@ -139,13 +139,13 @@ def test_from_a_folder_when_redis_is_gone(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_from_a_checkpoint_alone() -> None:
+def test_a_report_from_a_checkpoint() -> None:
     found = of_image(samples.image(MANIFEST, []), {}, 1.7e9)
     assert found["page"]["islands"] == []
     assert found["charts"]["lines"]["round"] == [1]
 
 
-def test_an_island_of_another_version_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_island_of_another_version_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     def make() -> int:
         of_image(samples.image(MANIFEST, []), {"each_island": [{"name": "oslo"}]}, 1.7e9)
         return 0
@@ -154,7 +154,7 @@ def test_an_island_of_another_version_is_a_sentence(capsys: pytest.CaptureFixtur
     assert "report.json" in capsys.readouterr().err
 
 
-def test_the_servers_own_data_are_read_where_they_are(tmp_path: Path) -> None:
+def test_a_report_from_the_servers_data(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "sample"
     with start_server(folder / "redis") as own:
         transport = connect(own.url, "sample")
@@ -165,7 +165,7 @@ def test_the_servers_own_data_are_read_where_they_are(tmp_path: Path) -> None:
     assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
 
 
-def test_a_run_that_runs_is_found_by_its_folder(tmp_path: Path) -> None:
+def test_a_running_server_is_found_by_its_folder_name(tmp_path: Path) -> None:
     with start_server(tmp_path / "runs" / "sample" / "redis") as own:
         transport = connect(own.url, "sample")
         fill(transport)
@@ -175,9 +175,7 @@ def test_a_run_that_runs_is_found_by_its_folder(tmp_path: Path) -> None:
         transport.close()
 
 
-def test_a_server_that_cannot_be_found_again_asks_for_its_url(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_cannot_be_found_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with start_server(tmp_path / "runs" / "sample" / "redis", find_program("fakeredis")):
         assert guarded(lambda: run(["report", "sample", "--folder", str(tmp_path / "runs")])) == 2
     said = capsys.readouterr().err
@@ -211,7 +209,7 @@ def test_a_file_that_cannot_be_written_is_an_error(
     assert "/proc/report.html" in capsys.readouterr().err
 
 
-def test_a_run_that_names_itself_as_a_path_writes_nowhere(
+def test_a_run_named_like_a_path_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = of_image(samples.image(replace(MANIFEST, run="../x"), []), {}, 1.7e9)
@@ -222,12 +220,12 @@ def test_a_run_that_names_itself_as_a_path_writes_nowhere(
 
 
 @pytest.mark.parametrize("text", ["[1]", "null", "{"])
-def test_a_report_that_is_none_is_passed_over(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_report_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / run_summary.TEXT).write_text(text)
     assert run_summary.read(tmp_path) is None
 
 
-def test_the_view_in_a_report_is_that_of_status(transport: RedisTransport) -> None:
+def test_the_view_in_a_report_equals_that_of_status(transport: RedisTransport) -> None:
     found = of_watch(Watcher(transport, MANIFEST))["page"]["run"]
     expected = asdict(observe(transport, MANIFEST))
     for name in ("rounds", "step", "known", "live", "participating", "tokens_merged", "tokens_trained", "pending"):

@@ -88,7 +88,7 @@ def test_the_islands_by_hand() -> None:
             assert shown[key] == value
 
 
-def test_nothing_yet() -> None:
+def test_a_run_without_rounds() -> None:
     view = summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY)
     assert (view.rounds, view.step, view.known, view.live, view.participating) == (0, 0, 0, 0, 0)
     assert (view.contributions_per_round, view.grace_seconds, view.open_seconds) == (0.0, 0.0, 0.0)
@@ -104,7 +104,7 @@ def test_an_island_before_the_first_round() -> None:
     assert math.isnan(island.merged_staleness)
 
 
-def test_a_loss_that_nobody_measured() -> None:
+def test_a_loss_that_was_not_measured() -> None:
     tape = [entry(1, [member("a")], loss=math.nan), entry(2, [member("a")], loss=math.nan)]
     assert math.isnan(summarise(MANIFEST, tape, [], Books(), Pending(0, 0), [], {}, {}, MEMORY).loss)
 
@@ -121,7 +121,7 @@ def test_observing_reads_what_is_there() -> None:
     assert (view.books.published, view.books.merged, view.bits_per_byte_last) == (3, 1, 8.0)
 
 
-def test_what_an_island_reads_and_began_with() -> None:
+def test_the_data_and_moments_of_an_island() -> None:
     beat = samples.heartbeat("a", data="3:0:end 5:1:96", moments="peer b")
     (island,) = summarise(
         MANIFEST, [], [Presence(beat, 0.5)], Books(), Pending(0, 0), [], MERGED, {}, MEMORY
@@ -129,8 +129,8 @@ def test_what_an_island_reads_and_began_with() -> None:
     assert (island.data, island.moments, island.tokens_merged) == ("3:0:end 5:1:96", "peer b", 900)
 
 
-def test_who_was_merged_with_more_than_it_said_last_lost_nothing() -> None:
-    """It may have died between a heartbeat and the next."""
+def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
+    """The island may have died between two heartbeats."""
     gone = Presence(samples.heartbeat("d", tokens=70), 2 * LIVE_SECONDS)
     view = summarise(MANIFEST, [], [gone], Books(), Pending(0, 0), [], {"d": 200}, {}, MEMORY)
     assert view.tokens_lost == 0
@@ -156,7 +156,7 @@ def test_the_books_balance_in_contributions_and_in_tokens(books: Books, pending:
 
 
 @pytest.mark.parametrize("torn", [1, BALANCE_TRIES - 1, BALANCE_TRIES])
-def test_a_reading_that_a_round_tore_is_made_again(torn: int) -> None:
+def test_an_inconsistent_reading_is_read_again(torn: int) -> None:
     """And one that is torn each time is shown as it is."""
 
     class Torn(Intercepted):
@@ -187,7 +187,7 @@ def test_a_reading_that_a_round_tore_is_made_again(torn: int) -> None:
         ('{"island_tokens": {"a": "many"}}', {}),
     ],
 )
-def test_merged_tokens_by_island_from_whatever_the_merger_wrote(state: str, merged: dict[str, int]) -> None:
+def test_merged_tokens_of_each_island_from_any_state(state: str, merged: dict[str, int]) -> None:
     assert merged_by_island(state) == merged
 
 
@@ -227,7 +227,7 @@ def test_a_terminal_shows_the_facts(width: int) -> None:
     assert "does not answer" not in text  # what a silent island said last is no news
 
 
-def test_the_numbers_stay_whole_in_80_columns() -> None:
+def test_numbers_are_not_cut_in_80_columns() -> None:
     busy = samples.heartbeat(
         "an-island-with-a-long-name-7", steps=123_456, tokens_per_second=1_234_567.0, loss=2.345, staleness=12.34,
         backlog=12, bytes_up=123_456_789_000, bytes_down=9_876_543, link="[red]no[/] link",
@@ -257,11 +257,11 @@ def test_the_run_in_one_line() -> None:
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (5e9, "5.0 GB"), (7e15, "7000.0 TB")],
 )
-def test_sizes_for_people(count: float, text: str) -> None:
+def test_formatted_sizes(count: float, text: str) -> None:
     assert size(count) == text
 
 
-def test_numbers_for_people() -> None:
+def test_formatted_numbers() -> None:
     assert number(1234.5678) == "1,234.568"
     assert number(0.5, 1) == "0.5"
     assert number(math.nan) == "–"

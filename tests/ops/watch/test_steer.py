@@ -88,7 +88,7 @@ def test_without_changes_it_shows_what_is_set_and_changes_nothing(
     assert transport.reader.control() == wishes
 
 
-def test_a_name_with_nothing_behind_it_takes_a_change_back(call: Call, url: str, transport: RedisTransport) -> None:
+def test_a_name_without_a_value_removes_a_change(call: Call, url: str, transport: RedisTransport) -> None:
     transport.reader.steer({OUTER_RATE: "0.5", "merging": "paused", "rubbish": "1"})
     assert call(url, "outer.learning-rate=", "merging=", "rubbish=")[0] == 0
     assert transport.reader.control() == {}
@@ -126,7 +126,7 @@ def test_each_mistake_is_one_sentence_and_changes_nothing(
     assert transport.reader.control() == {}
 
 
-def test_a_run_that_is_not_there_cannot_be_steered(call: Call, url: str, transport: RedisTransport) -> None:
+def test_a_missing_run_cannot_be_steered(call: Call, url: str, transport: RedisTransport) -> None:
     assert call(url, "--run", "other", "merging=paused")[0] == 2
     assert not transport.connection.redis.exists("other:control")
 
@@ -178,7 +178,7 @@ def of_the_run(run: VirtualRun) -> list[Any]:
     return [tape, [run.transport.reader.fragment(p) for p in range(len(run.manifest.fragments))]]
 
 
-def test_a_steered_run_goes_on_to_the_same_bits_over_a_takeover(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_a_takeover_of_a_steered_run_gives_the_same_bits(config: RunConfig, corpus: OpenCorpus) -> None:
     one, other = (steered_run(config, corpus, takeover=takeover) for takeover in (False, True))
     assert of_the_run(one) == of_the_run(other)
     steered = {entry.round: entry.steered for entry in one.transport.reader.tape(10_000) if entry.steered}
@@ -191,7 +191,7 @@ def test_a_steered_run_goes_on_to_the_same_bits_over_a_takeover(config: RunConfi
     assert of_the_run(unsteered)[1] != of_the_run(one)[1]
 
 
-def test_islands_train_on_in_a_pause_and_all_is_merged_after_it(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_islands_train_during_a_pause_and_are_merged_after_it(config: RunConfig, corpus: OpenCorpus) -> None:
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1])
     run.advance_until(closed(run, 4))
     run.transport.reader.steer({"merging": "paused"})
@@ -210,7 +210,7 @@ def test_islands_train_on_in_a_pause_and_all_is_merged_after_it(config: RunConfi
 
 
 @pytest.mark.parametrize("wish", ["drain", "expel"])
-def test_an_island_is_sent_away_and_the_others_go_on(config: RunConfig, corpus: OpenCorpus, wish: str) -> None:
+def test_an_island_is_removed_and_the_others_continue(config: RunConfig, corpus: OpenCorpus, wish: str) -> None:
     config = replace(config, inner=replace(config.inner, steps=72))
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.0, 1.1])
     run.advance_until(closed(run, 4))
@@ -234,7 +234,7 @@ def test_an_island_is_sent_away_and_the_others_go_on(config: RunConfig, corpus: 
     assert books.published == books.merged + books.refused
 
 
-def test_the_notes_of_a_run_tell_its_story(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_the_notes_of_a_run(config: RunConfig, corpus: OpenCorpus) -> None:
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.0])
     run.advance_until(closed(run, 2))
     run.transport.reader.steer({"island.island-1": "drain", OUTER_RATE: "0.5"})
