@@ -1,4 +1,4 @@
-"""The measurements: what they put together must be right, whatever this machine makes of it."""
+"""`bench wire`, `bench merge`, and the output of measurements. Nothing here depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from archipelago.ops.bench.output import OutputOptions, finish, table, with_pict
 from tests.failing import failing
 
 
-def test_a_row_takes_the_median_of_the_ratios_and_leaves_the_first_round_out() -> None:
+def test_a_row_has_the_median_ratio_without_the_first_round() -> None:
     row = wire._row("ours", "theirs", 8_000_000, mine=[100.0, 2.0, 4.0, 8.0], theirs=[1.0, 1.0, 1.0, 6.0])
     assert (row["ratio"], row["ratio_from"], row["ratio_to"]) == (0.5, 0.25, 0.75)
     assert (row["MB_a_second"], row["theirs_MB_a_second"]) == (2, 8)
@@ -28,7 +28,7 @@ def test_a_row_takes_the_median_of_the_ratios_and_leaves_the_first_round_out() -
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_a_table_cuts_no_name_and_no_number(width: int) -> None:
-    """Eight columns, of which 80 characters have room for less than two spaces between any two."""
+    """Eight columns leave less than two spaces between any two in 80 characters."""
     numbers = {"tokens": 4_566_016, "bits_per_byte": 2.148, "rounds": 381, "per_round": 2.9974}
     ratios = {"to_one": 1.0129, "to_parallel": 1.0025, "to_diloco": 0.9765}
     console = Console(width=width, record=True, file=io.StringIO())
@@ -44,7 +44,7 @@ def test_both_sides_take_turns() -> None:
     assert order == ["floor", "ours"] * 3
 
 
-def test_what_producers_publish_is_read_ended_and_gone(tmp_path: Path) -> None:
+def test_published_payloads_are_read_and_deleted(tmp_path: Path) -> None:
     size = 3 << 20
     with wire._server(tmp_path, append_only=False, size=size) as server:
         rows = [wire._against_relay(server.url, size, 1, 1), wire._fan_in(server.url, size, 1, 1)]

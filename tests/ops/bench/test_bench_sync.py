@@ -43,7 +43,7 @@ def _script(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_parameters_are_cut_into_tensors_of_one_shape() -> None:
+def test_tensors_have_one_shape() -> None:
     assert sum(tensor.size for tensor in Size().tensors) == pytest.approx(10e6, rel=1e-3)
     assert sum(tensor.size for tensor in TINY.tensors) == 12_000
 
@@ -70,7 +70,7 @@ def test_a_sync_merges_each_fragment_once_with_both_islands_in_it() -> None:
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_rows_without_torchft_say_so_and_give_ours() -> None:
+def test_rows_without_torchft_name_the_reason() -> None:
     said: list[str] = []
     found = sync(said.append, "", TINY)
     ours, theirs, thin, thin_theirs = found["rows"]
@@ -109,19 +109,19 @@ def test_a_python_without_torchft_is_named() -> None:
         assert sys.executable in found.reason and "No module named 'torch" in found.reason
 
 
-def test_a_python_that_is_not_there_is_named() -> None:
+def test_a_missing_python_is_named() -> None:
     with torchft(TINY, "/no/such/python") as found:
         assert not found.usable
         assert "/no/such/python" in found.reason
 
 
-def test_a_torchft_that_ends_is_an_error_that_users_can_read(tmp_path: Path) -> None:
+def test_a_torchft_that_ends_is_an_error(tmp_path: Path) -> None:
     ends = _script(tmp_path, '#!/bin/sh\necho \'{"torchft": "9.9"}\'\nread -r line\nexit 3\n')
     with torchft(TINY, ends) as found, failing(BrokerError, "bench.torchft-ended"):
         found.sync()
 
 
-def test_the_way_to_the_first_replica_goes_through_a_proxy() -> None:
+def test_the_link_to_the_first_replica_goes_through_a_proxy() -> None:
     def address(host: str, port: int) -> bytes:
         return FAMILY + struct.pack(">H", port) + socket.inet_aton(host) + bytes(8)
 
@@ -143,7 +143,7 @@ def test_the_way_to_the_first_replica_goes_through_a_proxy() -> None:
     assert link.carried() == (5, 0)
 
 
-def test_the_verb_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def stand_in(*arguments: Any) -> dict[str, Any]:
