@@ -178,6 +178,7 @@ def of_the_run(run: VirtualRun) -> list[Any]:
     return [tape, [run.transport.reader.fragment(p) for p in range(len(run.manifest.fragments))]]
 
 
+@pytest.mark.full
 def test_a_takeover_of_a_steered_run_gives_the_same_bits(config: RunConfig, corpus: OpenCorpus) -> None:
     one, other = (steered_run(config, corpus, takeover=takeover) for takeover in (False, True))
     assert of_the_run(one) == of_the_run(other)
@@ -209,7 +210,7 @@ def test_islands_train_during_a_pause_and_are_merged_after_it(config: RunConfig,
     assert (books.published, books.refused, run.transport.reader.backlog()) == (books.merged, 0, 0)
 
 
-@pytest.mark.parametrize("wish", ["drain", "expel"])
+@pytest.mark.parametrize("wish", ["drain", pytest.param("expel", marks=pytest.mark.full)])
 def test_an_island_is_removed_and_the_others_continue(config: RunConfig, corpus: OpenCorpus, wish: str) -> None:
     config = replace(config, inner=replace(config.inner, steps=72))
     run = VirtualRun(config, corpus, compiled(config), [1.0, 1.0, 1.1])
