@@ -90,7 +90,7 @@ def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameter
     assert (run.asks, run.handovers) == ({}, {})
 
 
-def test_a_replay_can_know_what_the_giver_had_done_when_it_gave() -> None:
+def test_the_givers_actions_up_to_its_gift_are_recorded() -> None:
     """Also what it had not told with a contribution yet."""
     bay = Bay()
     giver = bay.island("giver")
@@ -125,7 +125,7 @@ def test_muons_moments_come_from_a_peer_or_from_its_own_checkpoint(tmp_path: Pat
     assert np.isfinite(np.concatenate(own_params(after))).all()
 
 
-def test_the_giver_is_not_disturbed() -> None:
+def test_giving_does_not_change_the_giver() -> None:
     """Its parameters and moments are those of a run in which nobody asked."""
     bay, alone = Bay(), Bay()
     giver, undisturbed = bay.island("giver"), alone.island("giver")
@@ -140,7 +140,7 @@ def test_the_giver_is_not_disturbed() -> None:
     assert [e.digest for e in bay.transport.reader.tape(99)] == [e.digest for e in alone.transport.reader.tape(99)]
 
 
-def test_at_the_runs_beginning_nobody_is_asked() -> None:
+def test_no_peer_is_asked_at_the_beginning_of_a_run() -> None:
     bay = Bay()
     peer = bay.island("giver")
     bay.boundary(peer)  # it trains, and nothing is merged yet
@@ -179,7 +179,7 @@ def left(bay: Bay, folder: Path, name: str = "new", steps: int = 10) -> tuple[Is
     return store, island
 
 
-def test_alone_it_takes_its_own_checkpoint(tmp_path: Path) -> None:
+def test_without_peers_an_island_takes_its_own_checkpoint(tmp_path: Path) -> None:
     bay = Bay()
     store, before = left(bay, tmp_path / "k")
     island, rejoin = returning(bay, store=store)
@@ -190,7 +190,7 @@ def test_alone_it_takes_its_own_checkpoint(tmp_path: Path) -> None:
         assert own.tobytes() == merged.tobytes()
 
 
-def test_a_peer_goes_before_its_own_checkpoint(tmp_path: Path) -> None:
+def test_a_peer_is_preferred_to_the_own_checkpoint(tmp_path: Path) -> None:
     bay = Bay()
     store, _ = left(bay, tmp_path / "k")
     giver = bay.island("giver")
@@ -201,7 +201,7 @@ def test_a_peer_goes_before_its_own_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["forged", "outage"])
-def test_what_goes_wrong_with_a_peer_leaves_its_own_checkpoint(tmp_path: Path, fault: str) -> None:
+def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, fault: str) -> None:
     bay = Bay()
     store, before = left(bay, tmp_path / "k")
     giver = bay.island("giver")
@@ -221,7 +221,7 @@ def test_what_goes_wrong_with_a_peer_leaves_its_own_checkpoint(tmp_path: Path, f
     assert bay.broker.runs["tiny"].asks == {}
 
 
-def test_with_nothing_at_all_it_begins_afresh(tmp_path: Path) -> None:
+def test_without_peers_and_checkpoints_moments_are_fresh(tmp_path: Path) -> None:
     bay = Bay()
     _, before = left(bay, tmp_path / "k")
     island, rejoin = returning(bay, store=IslandStore(tmp_path / "none", bay.manifest))
@@ -235,7 +235,7 @@ def test_with_nothing_at_all_it_begins_afresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["peer", "own checkpoint", "fresh"])
-def test_totals_go_on_and_the_clock_is_the_runs(tmp_path: Path, source: str) -> None:
+def test_totals_continue_and_the_global_step_is_the_runs(tmp_path: Path, source: str) -> None:
     bay = Bay()
     store, before = left(bay, tmp_path / "k")
     other = bay.island("giver")
@@ -325,7 +325,7 @@ def gone_back(bay: Bay) -> Bay:
     return again
 
 
-def test_a_whole_return_takes_everything_up_again_and_the_shards_too(tmp_path: Path) -> None:
+def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) -> None:
     bay = Bay()
     store = IslandStore(tmp_path / "k", bay.manifest)
     before = cut_at_marker(bay, store)
@@ -349,7 +349,7 @@ def test_a_whole_return_takes_everything_up_again_and_the_shards_too(tmp_path: P
     assert identities <= published
 
 
-def test_a_whole_return_asks_no_peer_in_vain(tmp_path: Path) -> None:
+def test_a_restored_island_withdraws_its_question(tmp_path: Path) -> None:
     bay = Bay()
     store = IslandStore(tmp_path / "k", bay.manifest)
     cut_at_marker(bay, store)
@@ -364,7 +364,7 @@ def test_a_whole_return_asks_no_peer_in_vain(tmp_path: Path) -> None:
     assert (run.asks, run.handovers) == ({}, {})
 
 
-def test_a_shard_that_another_has_by_now_is_left_to_it(tmp_path: Path) -> None:
+def test_a_shard_that_another_island_leases_by_now_is_given_up(tmp_path: Path) -> None:
     bay = Bay()
     store = IslandStore(tmp_path / "k", bay.manifest)
     (shard,) = cut_at_marker(bay, store).batches.held()
@@ -382,7 +382,7 @@ def test_a_shard_that_another_has_by_now_is_left_to_it(tmp_path: Path) -> None:
     assert begun[0] != shard
 
 
-def test_an_outage_while_it_leases_again_is_survived(tmp_path: Path) -> None:
+def test_an_outage_during_the_leasing_of_restored_shards_is_survived(tmp_path: Path) -> None:
     bay = Bay()
     store = IslandStore(tmp_path / "k", bay.manifest)
     cut_at_marker(bay, store)
@@ -396,7 +396,7 @@ def test_an_outage_while_it_leases_again_is_survived(tmp_path: Path) -> None:
     assert island.moments == "own checkpoint"
 
 
-def test_a_damaged_whole_return_falls_back(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_falls_back_to_rejoining(tmp_path: Path) -> None:
     bay = Bay()
     store = IslandStore(tmp_path / "k", bay.manifest)
     cut_at_marker(bay, store)

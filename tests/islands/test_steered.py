@@ -64,7 +64,7 @@ def test_a_drained_island_leaves_a_note_and_loses_nothing() -> None:
     assert books.refused == 0
 
 
-def test_an_expelled_island_is_refused_and_says_why_it_goes() -> None:
+def test_an_expelled_island_is_refused_and_leaves_a_note() -> None:
     bay = Bay()
     island = bay.island()
     bay.play(island, 3)
@@ -88,7 +88,7 @@ def test_an_unwanted_name_cannot_join_until_the_operator_allows_it(wish: str) ->
     bay.play(bay.island(), 2)
 
 
-def test_an_island_notes_when_it_begins_and_how_it_ends() -> None:
+def test_an_island_leaves_notes_when_it_joins_and_leaves() -> None:
     bay = Bay()
     island = bay.island()
     bay.play(island, 2)
@@ -118,7 +118,7 @@ def test_a_note_waits_for_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [kind for kind, _ in notes(bay, "a")] == ["joined"]
 
 
-def test_a_note_that_the_broker_refuses_is_lost_and_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_that_the_broker_refuses_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     bay = Bay()
     island = bay.island()
     write = island.link.transport.reader.note

@@ -36,7 +36,7 @@ def played(pacer: Pacer, turns: list[tuple[float, float]]) -> list[float]:
 
 @settings(max_examples=examples(100))
 @given(st.lists(st.tuples(SHORT, SHORT), min_size=3, max_size=50))
-def test_what_is_shorter_than_a_step_costs_nothing(turns: list[tuple[float, float]]) -> None:
+def test_a_gap_shorter_than_a_step_costs_nothing(turns: list[tuple[float, float]]) -> None:
     """Neither the arithmetic nor what lies between two steps: a device that works beside its host hides both."""
     ends = played(Pacer(STEP), turns)
     began = turns[0][0]
@@ -52,7 +52,7 @@ def test_no_step_is_shorter_than_its_minimum(turns: list[tuple[float, float]]) -
         assert end >= turns[0][0] + n * STEP - 1e-9
 
 
-def test_a_long_gap_leaves_the_device_idle_and_is_not_made_up_for() -> None:
+def test_a_long_gap_leaves_the_device_idle() -> None:
     pacer = Pacer(STEP)
     pacer.dispatched(1, 10.0)
     assert pacer.idle_seconds == 0.0, "there was nothing before it"
@@ -66,12 +66,12 @@ def test_a_long_gap_leaves_the_device_idle_and_is_not_made_up_for() -> None:
     assert pacer.nap_seconds(10.41) == pytest.approx(0.04)
 
 
-def test_arithmetic_that_takes_longer_is_as_long_as_it_is() -> None:
+def test_arithmetic_longer_than_the_minimum_is_not_delayed() -> None:
     ends = played(Pacer(STEP), [(0.0, 0.2)] * 5)
     assert ends[-1] == pytest.approx(4 * 0.2)
 
 
-def test_without_a_minimum_nobody_naps() -> None:
+def test_without_a_minimum_there_are_no_naps() -> None:
     pacer = Pacer()
     for now in (1.0, 1.5, 1.5, 9.0):
         pacer.dispatched(4, now)
@@ -95,13 +95,13 @@ def test_each_turn_is_a_line_and_incarnations_share_a_file(tmp_path: Path) -> No
     assert min(waited) >= 0.0
 
 
-def test_nothing_is_written_unless_it_is_asked_for() -> None:
+def test_nothing_is_written_without_the_variable() -> None:
     assert TurnLog.named_in({}, "who") is None
     assert TurnLog.named_in({VARIABLE: ""}, "who") is None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_no_reason_to_stop() -> None:
+def test_a_full_disk_is_survived() -> None:
     TurnLog(Path("/dev/full"), "who").turned(1.0, 1, 1, 0.0, 0.0)
 
 

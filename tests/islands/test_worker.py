@@ -75,7 +75,7 @@ def close_rounds(bay: Bay, other: Island, until: int) -> None:
         bay.play(other, 1)
 
 
-def test_what_the_checkpoint_knows_is_adopted_before_it_is_taken_and_the_rest_after() -> None:
+def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint() -> None:
     bay = Bay()
     seen: Seen = []
     island, other = bay.island("a", on_marker=noting(seen)), bay.island("b")
@@ -90,7 +90,7 @@ def test_what_the_checkpoint_knows_is_adopted_before_it_is_taken_and_the_rest_af
     assert words == ["a0:1", "a1:1"]
 
 
-def test_a_newer_snapshot_than_the_checkpoint_knows_is_not_in_it() -> None:
+def test_a_snapshot_after_the_marker_is_not_in_the_checkpoint() -> None:
     """Of a fragment only the newest snapshot arrives; the older one never does."""
     bay = Bay()
     seen: Seen = []
@@ -116,7 +116,7 @@ def test_without_a_marker_no_checkpoint_is_taken() -> None:
 # -- adopting -------------------------------------------------------------------------------------------------------
 
 
-def test_the_snapshot_that_is_held_changes_nothing_and_is_no_action() -> None:
+def test_a_snapshot_that_is_held_already_is_no_action() -> None:
     bay = Bay()
     island = bay.island()
     bay.play(island, 3)
@@ -131,7 +131,7 @@ def test_the_snapshot_that_is_held_changes_nothing_and_is_no_action() -> None:
 # -- data -----------------------------------------------------------------------------------------------------------
 
 
-def test_contributions_and_heartbeats_say_how_far_the_text_was_read() -> None:
+def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
     bay = Bay()
     island = bay.island()
     sent: list[tuple[str, int]] = []

@@ -94,7 +94,7 @@ def test_a_scan_over_several_strides_owes_them_all() -> None:
 
 
 @pytest.mark.parametrize(("window", "fragments"), [(1, 3), (2, 3), (3, 3), (9, 3)])
-def test_an_island_that_hears_nothing_sends_a_window_and_trains_on(window: int, fragments: int) -> None:
+def test_an_island_without_events_sends_one_window_and_trains_on(window: int, fragments: int) -> None:
     deaf = ledger(fragments, interval=6, window=window)
     sent = flat(train(deaf, 100, closing=False))
     assert sent == list(range(1, 1 + min(window, fragments)))
@@ -186,7 +186,7 @@ def test_no_contribution_without_a_step() -> None:
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_refused_can_be_answered_again() -> None:
+def test_a_refused_round_can_be_answered_again() -> None:
     lone = ledger(fragments=1, interval=2, window=1)
     assert train(lone, 6, closing=False) == [[], [1], [], [], [], []]
     lone.heard(refusal(1))
@@ -194,7 +194,7 @@ def test_what_was_refused_can_be_answered_again() -> None:
     assert (lone.refused, lone.last_refusal) == (1, "it was too old")
 
 
-def test_refusals_of_others_and_of_a_former_life_are_not_ours() -> None:
+def test_refusals_of_others_and_of_former_incarnations_do_not_count() -> None:
     lone = ledger(fragments=1, interval=2, window=1)
     train(lone, 4, closing=False)
     lone.heard(refusal(1, island="b"))
@@ -214,7 +214,7 @@ def test_the_refusal_of_a_repeat_says_nothing_about_the_first() -> None:
 # -- mergers that begin again --------------------------------------------------------------------------------------
 
 
-def test_a_merger_that_resumes_has_what_is_unresolved_and_nothing_else() -> None:
+def test_after_a_resume_only_unresolved_rounds_are_answered() -> None:
     island = ledger(fragments=4, interval=4, window=3)
     assert flat(train(island, 4, closing=False)) == [1, 2, 3]
     island.resumed(0, {1, 3})
@@ -226,7 +226,7 @@ def test_a_merger_that_resumes_has_what_is_unresolved_and_nothing_else() -> None
     assert send_due(island) == [4, 5]
 
 
-def test_after_a_loss_an_island_goes_back_to_what_the_broker_still_knows() -> None:
+def test_after_a_loss_an_island_goes_back_to_the_brokers_round() -> None:
     island = ledger(fragments=2, interval=2, window=2)
     for number in (1, 2, 3, 4):
         island.adopted(snapshot(island, number), keeps_progress=False)

@@ -1,4 +1,4 @@
-"""The background link: the training thread never waits for it, and what it carries arrives once and in order."""
+"""The link of an island: the training thread never waits for it, and everything arrives once and in order."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ SHARDS = shard_order(samples.manifest().config.data.shards, samples.manifest().c
 
 
 class Shore:
-    """The other end: a broker with a run on it, the merger's side played by the test."""
+    """A broker with a run. The test plays the merger."""
 
     def __init__(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self.manifest = manifest
@@ -97,7 +97,7 @@ class Shore:
         self.links: list[Link] = []
 
     def link(self, who: str = "a/x") -> Link:
-        """An island's link, that has joined."""
+        """Return the link of an island that has joined."""
         simulated = SimulatedBroker(self.broker, self.manifest.run)
         config = self.manifest.config
         link = Link(simulated, self.manifest, who, shard_order(config.data.shards, config.seed))
@@ -121,7 +121,7 @@ class Shore:
         return resume
 
     def close(self, number: int, value: float, *merged: Contribution) -> Snapshot:
-        """A round closes: its fragment is all `value` now."""
+        """Close a round: all elements of its fragment become `value`."""
         payload = pack(np.full(SIZE, value, np.float32), "float32", 1)
         plain = samples.commit([], payload, number)
         snapshot = replace(plain.snapshot, fragment=(number - 1) % 2, merged=" ".join(c.identity_text for c in merged))
@@ -137,7 +137,7 @@ class Shore:
         return refusal
 
     def deliveries(self) -> list[Any]:
-        """All that is published and not ended."""
+        """Return everything that is published and undecided."""
         self.transport.merger.updates(0.0)
         return self.transport.merger.unacknowledged()
 
@@ -145,13 +145,13 @@ class Shore:
         return [delivery.contribution for delivery in self.deliveries()]
 
     def forget(self, entry: str) -> None:
-        """What a server that crashed may do to what it had acknowledged."""
+        """Lose an acknowledged entry, as a crashed server may."""
         del self.broker.runs[self.manifest.run].updates[int(entry.split("-")[0])]
 
 
 @pytest.fixture
 def shore(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shore]:
-    """A sample run. Afterwards nothing hangs any more, and no thread is left."""
+    """Return a sample run. Afterwards, end all hanging calls and threads."""
     monkeypatch.setattr(pumps, "RETRY_SECONDS", (0.001, 0.002))
     monkeypatch.setattr(link_module, "BLOCK_SECONDS", 0.01)
     monkeypatch.setattr(link_module, "HEARTBEAT_SECONDS", 0.01)
@@ -171,7 +171,7 @@ def _put_away(shore: Shore) -> None:
 
 
 def draft(number: int, sequence: int | None = None) -> Draft:
-    """A contribution to that round, all of whose elements are its number."""
+    """Return a contribution to that round whose elements are its number."""
     sequence = number if sequence is None else sequence
     fields = vars(samples.contribution(round=number, fragment=(number - 1) % 2, sequence=sequence))
     header = ContributionHeader(**{name: value for name, value in fields.items() if name not in ("bytes", "digest")})
@@ -179,13 +179,13 @@ def draft(number: int, sequence: int | None = None) -> Draft:
 
 
 def heard(link: Link) -> tuple[list[Event], list[Arrival]]:
-    """Events and snapshots that have come since the last time."""
+    """Return the events and snapshots since the last call."""
     news = link.take()
     return news.events, news.arrivals
 
 
-def at_once(work: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """Its result; fails, instead of hanging with it, when it hangs. How long it may take only a hang exceeds."""
+def at_once(work: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """Return the result of `work`, and fail if it hangs. Only a hang takes this long."""
     out: list[Any] = []
 
     def keep() -> None:
@@ -206,7 +206,7 @@ def at_once(work: Callable[[], Any], seconds: float = 30.0) -> Any:
 # -- without threads -----------------------------------------------------------------------------------------------
 
 
-def test_joining_brings_all_fragments_and_a_place_in_the_stream(shore: Shore) -> None:
+def test_join_returns_all_fragments_and_finds_a_place_in_the_stream(shore: Shore) -> None:
     shore.call(1)
     closed = shore.close(1, 7.0)
     link = Link(SimulatedBroker(shore.broker, "sample"), shore.manifest, "a/x", SHARDS)
@@ -238,7 +238,7 @@ def test_nothing_that_happens_while_joining_is_missed(shore: Shore) -> None:
     assert arrival.params_N.tolist() == [5.0] * SIZE
 
 
-def test_what_is_sent_is_published_in_order_with_its_bytes_and_digest(shore: Shore) -> None:
+def test_contributions_are_published_in_order_with_their_bytes_and_digest(shore: Shore) -> None:
     link = shore.link()
     for number in (1, 2, 3):
         link.send(draft(number))
@@ -253,7 +253,7 @@ def test_what_is_sent_is_published_in_order_with_its_bytes_and_digest(shore: Sho
     assert link.outbox.bytes_up == shore.transport.reader.books().bytes_up
 
 
-def test_events_come_in_order_and_of_each_fragment_only_the_newest_snapshot(shore: Shore) -> None:
+def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(shore: Shore) -> None:
     link = shore.link()
     happened: list[Event] = [shore.call(1), shore.close(1, 1.0), shore.close(2, 2.0), shore.close(3, 3.0)]
     link.pump()
@@ -263,7 +263,7 @@ def test_events_come_in_order_and_of_each_fragment_only_the_newest_snapshot(shor
     assert heard(link) == ([], [])
 
 
-def test_what_is_announced_while_a_fragment_comes_is_heard_at_once(shore: Shore, monkeypatch: Any) -> None:
+def test_events_are_heard_during_a_download(shore: Shore, monkeypatch: Any) -> None:
     """On a thin link a snapshot takes longer than rounds do; the newer one of the same fragment is not forgotten."""
     link = shore.link()
     fragment = shore.simulated.reader.fragment
@@ -288,7 +288,7 @@ def test_what_is_announced_while_a_fragment_comes_is_heard_at_once(shore: Shore,
     assert heard(link) == ([], [])
 
 
-def test_an_older_arrival_that_nobody_took_gives_way_to_the_newer(shore: Shore) -> None:
+def test_a_newer_arrival_replaces_one_that_was_not_taken(shore: Shore) -> None:
     link = shore.link()
     shore.close(1, 1.0)
     link.pump()
@@ -326,7 +326,7 @@ def test_a_snapshot_that_is_damaged_is_fetched_again(shore: Shore) -> None:
     assert (heard(link), link.bytes_down) == (([], []), had)  # and not once more
 
 
-def test_an_outage_is_told_and_loses_nothing(shore: Shore) -> None:
+def test_an_outage_is_noted_and_loses_nothing(shore: Shore) -> None:
     link = shore.link()
     link.send(draft(1))
     link.pump()
@@ -383,7 +383,7 @@ def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(shore: Shore) -
     assert link.outbox.unresolved_rounds() == {1}
 
 
-def test_what_a_broker_lost_is_sent_again_once_when_a_merger_resumes(shore: Shore) -> None:
+def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(shore: Shore) -> None:
     link = shore.link()
     for number in (1, 2, 3):
         link.send(draft(number))
@@ -403,7 +403,7 @@ def test_what_a_broker_lost_is_sent_again_once_when_a_merger_resumes(shore: Shor
     assert len(shore.deliveries()) == 2
 
 
-def test_what_was_lost_is_sent_when_an_outage_that_cut_it_short_is_over(shore: Shore) -> None:
+def test_resending_continues_after_an_outage(shore: Shore) -> None:
     link = shore.link()
     for number in (1, 2):
         link.send(draft(number))
@@ -428,7 +428,7 @@ def test_what_was_lost_is_sent_when_an_outage_that_cut_it_short_is_over(shore: S
     assert [c.round for c in shore.published()] == [1, 2]
 
 
-def test_what_was_decided_before_we_hear_of_a_resume_is_not_sent_again(shore: Shore) -> None:
+def test_contributions_decided_before_a_resume_are_not_sent_again(shore: Shore) -> None:
     """The merger took it up, merged it, and let its entry go, before we came to hear anything."""
     link = shore.link()
     link.send(draft(1))
@@ -456,8 +456,8 @@ def test_a_broker_that_went_back_is_followed(shore: Shore) -> None:
     assert [(a.snapshot.version, a.params_N[0]) for a in arrivals] == [(0, 0.0), (0, 0.0)]
 
 
-def test_what_went_back_does_not_come_with_snapshots_from_before(shore: Shore) -> None:
-    """Else their round numbers would be believed again."""
+def test_a_resume_to_an_earlier_round_drops_later_snapshots(shore: Shore) -> None:
+    """Their round numbers would otherwise count again."""
     link = shore.link()
     shore.close(1, 1.0)
     link.pump()
@@ -484,7 +484,7 @@ def test_a_decision_that_is_heard_before_publishing_returns_is_not_missed(shore:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_what_got_through_in_spite_of_an_error_and_is_decided_is_not_sent_again(shore: Shore, refused: bool) -> None:
+def test_a_decided_contribution_is_not_sent_again_after_an_error(shore: Shore, refused: bool) -> None:
     link = shore.link()
     link.send(draft(1))
     link.send(draft(2))
@@ -509,7 +509,7 @@ def test_what_got_through_in_spite_of_an_error_and_is_decided_is_not_sent_again(
     assert link.outbox.unresolved_rounds() == {2}
 
 
-def test_what_nobody_is_sure_of_is_sent_again_and_nothing_else_is(shore: Shore) -> None:
+def test_only_an_undecided_contribution_is_sent_again_after_an_error(shore: Shore) -> None:
     link = shore.link()
     link.send(draft(1))
     answers = iter([UnreachableError("the connection broke"), None])
@@ -539,7 +539,7 @@ def hold_on_to(link: Link, state: str = "training") -> None:
     link.pump_heartbeat()
 
 
-def test_a_shard_is_at_hand_ahead_and_nobody_elses(shore: Shore) -> None:
+def test_one_shard_is_leased_ahead_for_each_island(shore: Shore) -> None:
     one, other = shore.link("a/x"), shore.link("b/y")
     assert one.lease() is None
     found: list[Place] = []
@@ -556,13 +556,13 @@ def test_a_shard_is_at_hand_ahead_and_nobody_elses(shore: Shore) -> None:
 
 
 @pytest.mark.parametrize(("state", "leases"), [("joining", True), ("training", True), ("leaving", False)])
-def test_only_who_will_train_leases(shore: Shore, state: str, leases: bool) -> None:
+def test_only_an_island_that_joins_or_trains_leases_shards(shore: Shore, state: str, leases: bool) -> None:
     link = shore.link()
     hold_on_to(link, state)
     assert (link.lease() is not None) is leases
 
 
-def test_what_is_read_is_not_leased_again(shore: Shore) -> None:
+def test_a_held_shard_is_not_leased_again(shore: Shore) -> None:
     link = Link(shore.broker.connect("sample"), shore.manifest, "a/x", ["3", "1"])
     for expected in ("3", "1", None, None):
         hold_on_to(link)
@@ -577,7 +577,7 @@ def test_what_is_read_is_not_leased_again(shore: Shore) -> None:
     assert place.shard == "1"
 
 
-def test_a_lost_lease_is_told_once(shore: Shore) -> None:
+def test_a_lost_lease_is_reported_once(shore: Shore) -> None:
     link = shore.link()
     hold_on_to(link)
     place = link.lease()
@@ -592,7 +592,7 @@ def test_a_lost_lease_is_told_once(shore: Shore) -> None:
     assert link.take().lost_shards == frozenset()
 
 
-def test_a_lease_that_is_lost_before_it_is_used_is_replaced_in_silence(shore: Shore) -> None:
+def test_an_unused_lease_that_is_lost_is_replaced_without_a_report(shore: Shore) -> None:
     link = shore.link()
     hold_on_to(link)
     first, second = link.leases.shards[:2]
@@ -619,7 +619,7 @@ def test_a_pass_that_is_merged_to_its_end_is_lost_and_leased_again_later(shore: 
     assert link.lease() == Place("3", 1, 0)
 
 
-def test_what_an_island_takes_up_again_is_not_its_next_shard_too(shore: Shore) -> None:
+def test_a_restored_shard_is_not_the_next_one_too(shore: Shore) -> None:
     """It leases what it read before it was put back; the link may have been first."""
     link = shore.link()
     hold_on_to(link)
@@ -631,7 +631,7 @@ def test_what_an_island_takes_up_again_is_not_its_next_shard_too(shore: Shore) -
     assert place.shard == link.leases.shards[1]
 
 
-def test_what_is_taken_up_while_it_is_leased_is_not_at_hand(shore: Shore) -> None:
+def test_a_shard_that_is_restored_during_its_lease_is_not_the_next_one(shore: Shore) -> None:
     link = shore.link()
     leases = shore.simulated.island.lease_shard
 
@@ -656,7 +656,7 @@ def ask(shore: Shore, who: str = "new/z") -> None:
     shore.transport.island.ask(who)
 
 
-def test_a_question_is_promised_by_one_peer_and_told_once(shore: Shore) -> None:
+def test_one_peer_promises_an_answer_and_is_asked_once(shore: Shore) -> None:
     links = [shore.link("a/x"), shore.link("b/y")]
     ask(shore)
     for link in (*links, *links):
@@ -683,7 +683,7 @@ def test_an_island_does_not_answer_itself_and_not_before_it_trains(shore: Shore)
     assert shore.transport.island.asks() == ["a/x", "new/z"]
 
 
-def test_what_is_given_is_handed_over_with_what_was_done_until_then(shore: Shore) -> None:
+def test_a_gift_is_handed_over_with_the_actions_before_it(shore: Shore) -> None:
     link = shore.link("a/x")
     ask(shore)
     actions = samples.actions()
@@ -718,7 +718,7 @@ def test_a_gift_outlasts_an_outage(shore: Shore) -> None:
     assert shore.transport.island.handed_over("new/z") is not None
 
 
-def test_gifts_go_out_beside_the_training(shore: Shore, until: Until) -> None:
+def test_gifts_are_sent_in_the_background(shore: Shore, until: Until) -> None:
     link = shore.link("a/x")
     link.start()
     ask(shore)
@@ -729,7 +729,7 @@ def test_gifts_go_out_beside_the_training(shore: Shore, until: Until) -> None:
 # -- snapshots in the order of events -------------------------------------------------------------------------------
 
 
-def test_a_snapshot_is_not_known_before_what_was_said_before_it(shore: Shore) -> None:
+def test_a_snapshot_waits_for_all_earlier_events(shore: Shore) -> None:
     """Fetching gives the newest, which may be newer than all events that are heard."""
     link = shore.link()
     fetch = shore.simulated.reader.fragment
@@ -786,7 +786,7 @@ def rounds_of(link: Link, marker: int = 0) -> tuple[list[int], list[int]]:
     return [p.contribution.round for p in sent], [d.header.round for d in queued]
 
 
-def test_in_flight_is_what_was_undecided_when_the_marker_was_heard(shore: Shore) -> None:
+def test_in_flight_are_the_contributions_undecided_at_the_marker(shore: Shore) -> None:
     link = shore.link()
     for number in (1, 2):
         link.send(draft(number))
@@ -825,7 +825,7 @@ def left_behind(shore: Shore, *numbers: int) -> list[Published]:
     return in_flight
 
 
-def test_what_an_earlier_incarnation_had_sent_is_published_once_more(shore: Shore) -> None:
+def test_contributions_of_an_earlier_incarnation_are_published_once_more(shore: Shore) -> None:
     in_flight = left_behind(shore, 1, 2)
     link = shore.link("a/x")
     link.resume([replace(p, entry="") for p in in_flight])
@@ -867,7 +867,7 @@ def test_resuming_waits_for_no_other_contribution(shore: Shore, until: Until) ->
 # -- the broker's memory --------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_sent_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
+def test_an_island_sends_nothing_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
     link = shore.link()
     for number in (1, 2):
         link.send(draft(number))
@@ -991,7 +991,7 @@ def test_stopping_ends_all_threads(shore: Shore) -> None:
     assert not any(thread.is_alive() for thread in link.pumps.threads)
 
 
-def test_draining_says_whether_everything_got_through(shore: Shore, until: Until) -> None:
+def test_drain_returns_whether_everything_was_sent(shore: Shore, until: Until) -> None:
     link = shore.link()
     hang(shore, link, until)
     assert link.drain(0.01) is False
@@ -1072,7 +1072,7 @@ def test_an_island_never_blocks_in_an_outage_either(coast: Shore, until: Until) 
     assert at_once(lambda: island.leave(flush_seconds=0.01)) is False
 
 
-def test_the_interval_stretches_while_what_was_sent_waits(coast: Shore) -> None:
+def test_the_interval_stretches_with_a_backlog(coast: Shore) -> None:
     """Others call rounds; an island whose link does not keep up adds nothing to its queue, and loses nothing by it."""
     island = island_on(coast)
     link = island.link

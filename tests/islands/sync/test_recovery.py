@@ -74,7 +74,7 @@ def test_the_state_comes_back_to_the_bit() -> None:
     assert (HANDOVER.giver, HANDOVER.incarnation, HANDOVER.index, HANDOVER.global_step) == ("a", "x", 7, 40)
 
 
-def test_training_goes_on_the_same_with_what_came() -> None:
+def test_training_continues_the_same_with_received_state() -> None:
     batch, step = jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(3, jnp.int32)
     after = []
     for optimizer in (device_copy(STATE), decode(HANDOVER, PAYLOAD, LIKE, require_sound)):
@@ -83,7 +83,7 @@ def test_training_goes_on_the_same_with_what_came() -> None:
     assert after[0] == after[1]
 
 
-def test_a_copy_outlives_the_steps_that_are_made_with_the_original() -> None:
+def test_a_copy_outlives_steps_with_the_original() -> None:
     state = begin(tiny.CONFIG.inner, fresh())
     kept, before = device_copy(state.optimizer), raw(state.optimizer)
     tiny.STEPS(state, jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(0, jnp.int32))
@@ -114,7 +114,7 @@ WITH_INF = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf) if x.dtype ==
     ids=["empty", "text", "cut", "header only", "with more behind it", "short", "long", "another tree", "nan", "inf",
          "of unknown size"],
 )  # fmt: skip
-def test_what_is_not_this_models_state_is_refused(payload: bytes, code: str) -> None:
+def test_state_of_another_model_is_refused(payload: bytes, code: str) -> None:
     with failing(WireError, code):
         decode(announced(payload), payload, LIKE, require_sound)
 
@@ -122,7 +122,7 @@ def test_what_is_not_this_models_state_is_refused(payload: bytes, code: str) -> 
 @pytest.mark.parametrize(
     "payload", [PAYLOAD[:-1], PAYLOAD[:-1] + b"?", PAYLOAD + b"?"], ids=["cut", "changed", "longer"]
 )
-def test_what_is_not_the_announced_payload_is_refused(payload: bytes) -> None:
+def test_a_payload_that_was_not_announced_is_refused(payload: bytes) -> None:
     with failing(WireError, "handover.digest"):
         decode(HANDOVER, payload, LIKE, require_sound)
 
@@ -202,7 +202,7 @@ class Waiting:
         assert (run.asks, run.handovers) == ({}, {})
 
 
-def test_the_answer_is_waited_for_and_taken_away() -> None:
+def test_an_answer_is_awaited_and_removed() -> None:
     new = Waiting()
     new.transport.island.heartbeat(samples.heartbeat("a"))
     new.meanwhile = lambda number: new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD) if number == 3 else None
@@ -213,7 +213,7 @@ def test_the_answer_is_waited_for_and_taken_away() -> None:
     new.assert_withdrawn()
 
 
-def test_an_answer_that_is_there_is_taken_although_its_giver_is_gone() -> None:
+def test_an_answer_is_taken_even_if_its_giver_has_left() -> None:
     new = Waiting()
     new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD)
     assert new.receive(seconds=0.0).handover == HANDOVER
@@ -221,7 +221,7 @@ def test_an_answer_that_is_there_is_taken_although_its_giver_is_gone() -> None:
     new.assert_withdrawn()
 
 
-def test_alone_nobody_is_waited_for() -> None:
+def test_without_peers_there_is_no_wait() -> None:
     new = Waiting()
     new.transport.island.heartbeat(samples.heartbeat("gone", "left"))
     new.transport.island.heartbeat(samples.heartbeat("also-new", "joining"))
@@ -230,7 +230,7 @@ def test_alone_nobody_is_waited_for() -> None:
     new.assert_withdrawn()
 
 
-def test_it_gives_up_when_the_last_peer_leaves() -> None:
+def test_the_wait_ends_when_the_last_peer_leaves() -> None:
     new = Waiting()
     new.transport.island.heartbeat(samples.heartbeat("a"))
     new.meanwhile = lambda number: new.transport.island.heartbeat(samples.heartbeat("a", "left"))
@@ -239,7 +239,7 @@ def test_it_gives_up_when_the_last_peer_leaves() -> None:
     new.assert_withdrawn()
 
 
-def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_allowed() -> None:
+def test_the_wait_for_a_silent_peer_is_limited() -> None:
     new = Waiting()
     new.meanwhile = lambda number: new.transport.island.heartbeat(samples.heartbeat("a"))
     new.meanwhile(0)
@@ -248,7 +248,7 @@ def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_allowed() -> 
     new.assert_withdrawn()
 
 
-def test_a_forged_answer_is_an_error_and_taken_away() -> None:
+def test_a_forged_answer_is_an_error_and_removed() -> None:
     new = Waiting()
     new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD[:-1])
     with failing(WireError, "handover.digest"):

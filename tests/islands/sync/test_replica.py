@@ -103,7 +103,7 @@ def test_the_outer_gradient_is_old_minus_new() -> None:
     assert sent(replica, 1, params).tolist() == [0.0] * 9  # the other fragment knows nothing of it
 
 
-def test_what_the_codec_leaves_out_stays_owed() -> None:
+def test_the_rounding_error_of_the_codec_stays_owed() -> None:
     replica, params = begun(manifest(up="bfloat16"), tuple(np.zeros(size, np.float32) for size in SIZES))
     # bfloat16 has 8 bits: 257/256 is half-way between 1 and 1 + 2/256, and goes to the even one of them.
     params["bias"] = jnp.full((4,), -257 / 256, jnp.float32)

@@ -20,13 +20,13 @@ def measured(rate: float) -> Uplink:
     return uplink
 
 
-def test_a_link_that_showed_nothing_is_trusted() -> None:
+def test_an_unmeasured_link_uses_the_full_codec() -> None:
     assert Uplink().fits(1 << 30, 1.0)
     assert Uplink().should_pack()
     assert Uplink().in_words(1.0) == ""
 
 
-def test_fewer_bits_go_out_when_a_payload_would_not_be_through_in_time() -> None:
+def test_a_slow_link_uses_the_thin_codec() -> None:
     uplink = measured(1e6)
     assert uplink.fits(900_000, 1.0)
     assert not uplink.fits(1_100_000, 1.0)
@@ -36,12 +36,12 @@ def test_fewer_bits_go_out_when_a_payload_would_not_be_through_in_time() -> None
     assert uplink.fits(900_000, 1.0)
 
 
-def test_small_payloads_are_never_worth_fewer_bits() -> None:
+def test_small_payloads_use_the_full_codec() -> None:
     assert measured(1.0).fits(SMALL_BYTES - 1, 1e-9)
     assert not measured(1.0).fits(SMALL_BYTES, 1e-9)
 
 
-def test_a_long_way_is_no_thin_link() -> None:
+def test_a_long_round_trip_is_no_thin_link() -> None:
     """What every message takes, however small, no codec makes shorter."""
     uplink = Uplink()
     for _ in range(20):
@@ -51,7 +51,7 @@ def test_a_long_way_is_no_thin_link() -> None:
     assert not uplink.fits(100_000_000, 0.2)
 
 
-def test_it_comes_back_when_the_link_recovers() -> None:
+def test_the_full_codec_returns_when_the_link_recovers() -> None:
     uplink = measured(1e6)
     assert not uplink.fits(10_000_000, 1.0)
     assert uplink.in_words(3.0) == "thin link at 8.0 Mbit/s up: fewer bits, interval 3.0x"
@@ -61,7 +61,7 @@ def test_it_comes_back_when_the_link_recovers() -> None:
     assert uplink.in_words(1.0) == ""
 
 
-def test_the_words_say_both_rates() -> None:
+def test_the_description_has_both_rates() -> None:
     uplink = measured(125_000.0)
     uplink.received(1000, 1000 / 500_000)
     assert uplink.in_words(1.0) == ""
@@ -76,7 +76,7 @@ def test_compression_counts() -> None:
     assert not uplink.fits(2_100_000, 1.0)
 
 
-def test_compression_is_left_out_where_the_link_is_faster_and_tried_now_and_then() -> None:
+def test_compression_is_skipped_on_a_fast_link_and_tried_now_and_then() -> None:
     slow, fast = measured(1e5), measured(1e10)
     for uplink in (slow, fast):
         for _ in range(20):
