@@ -2,8 +2,8 @@
 
 An island takes one whenever the merger takes one (`Marker`), and one when it leaves. There are two ways back. An
 island that rejoins a run takes only its inner optimiser state and its totals; parameters come from the merger. When a
-whole run goes back to a checkpoint, its islands restore theirs of the same number: parameters with the progress that
-nobody has merged, counts, the position in the text, and the contributions in flight.
+whole run goes back to a checkpoint, its islands restore theirs of the same number: parameters with their
+unmerged progress, counts, the position in the text, and the contributions in flight.
 
 A checkpoint has three Orbax items: `arrays`, the tree of the inner state and the references, `payloads`, and `rest`,
 JSON. Plain Orbax restores them.

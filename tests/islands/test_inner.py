@@ -23,8 +23,8 @@ CONFIG = InnerConfig(
     steps=10, learning_rate=0.1, warmup_steps=4, final_share=0.1, weight_decay=0.2, beta1=0.9, beta2=0.95,
     clip_norm=1.0, moments_warmup_steps=0,
 )  # fmt: skip
+#: Four batches of one sequence of one token and its target.
 TOKENS_nxBxT1 = np.array([[[3, 1]], [[0, 2]], [[5, 4]], [[1, 1]]], np.uint8)
-"""four batches of one sequence of one token and its target"""
 
 
 class Quadratic:

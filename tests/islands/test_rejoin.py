@@ -1,4 +1,4 @@
-"""How an island begins: whose optimiser state, which clock, which totals; and that no other is the worse for it."""
+"""The beginning of an island: its optimiser state, global step and totals, and its effects on others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def merged_params(bay: Bay) -> list[Vector]:
 
 
 def own_params(island: Island) -> list[Vector]:
-    """Of each fragment; each is one tensor."""
+    """Return the parameters of each fragment, which is one tensor."""
     return [np.asarray(island.inner.params[tensor.name]).reshape(-1) for ((tensor, _),) in island.manifest.layout]
 
 
@@ -42,12 +42,12 @@ def fresh_moments(island: Island) -> list[bytes]:
 def returning(
     bay: Bay, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], object] = lambda: None
 ) -> tuple[Island, Rejoin]:
-    """An island that begins with `ask` and waits up to 10 s for an answer; at each pause `meanwhile` happens."""
+    """Return an island that has asked its peers. `meanwhile` is called at each pause of its wait."""
     island = bay.island(name, "z", silent=True)
     pauses = itertools.count()
 
     def pause(seconds: float) -> None:
-        assert next(pauses) < 10_000, "it waits for ever"
+        assert next(pauses) < 10_000, "an endless wait"
         bay.clock.now += seconds
         island.link.pump()
         meanwhile()

@@ -38,7 +38,7 @@ TEXT = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
 
 
 def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
-    """A bowl whose middle depends on the text."""
+    """Return a quadratic loss whose minimum depends on the text."""
     middle = jnp.mean(tokens_BxT1.astype(jnp.float32)) / 100.0
     return jnp.sum((params["kernel"] - middle) ** 2) + jnp.sum((params["scale"] - middle) ** 2)
 
@@ -49,27 +49,27 @@ def _no_logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
 
 @cache
 def steps_by(inner: InnerConfig) -> InnerSteps:
-    """Inner steps of that model."""
+    """Return the compiled inner steps of the model."""
     return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _no_logits), inner)
 
 
 STEPS = steps_by(CONFIG.inner)
+#: The kernel by Muon, the scale by Adam.
 MUON = replace(CONFIG, inner=replace(CONFIG.inner, optimizer="muon"))
-"""the kernel by Muon, the scale by Adam"""
 
 
 def manifest(run: str = "tiny", tensors: tuple[Tensor, ...] = TENSORS, config: RunConfig = CONFIG) -> Manifest:
-    """A run of that model; each tensor is a fragment."""
+    """Return a run of the model. Each tensor is a fragment."""
     return Manifest(run, config, tensors, tuple((t.name,) for t in tensors), Corpus("text", "0" * 32, TEXT.size), {})
 
 
 def leaf_bytes(tree: Any) -> list[bytes]:
-    """The bits of every array in it."""
+    """Return the bits of every array in a tree."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 class Bay:
-    """A run with its merger; the test says who acts when."""
+    """A run with its merger. The test decides who acts when."""
 
     def __init__(self, of: Manifest | None = None, connect: Callable[[], Transport] | None = None) -> None:
         self.manifest = of or manifest()
@@ -90,7 +90,7 @@ class Bay:
         silent: bool = False,
         on_marker: Callable[[Island, int], None] | None = None,
     ) -> Island:
-        """One that has joined and leased a shard; or, `silent`, one that nobody has heard of."""
+        """Return an island that has joined and leased a shard. A `silent` one has sent nothing yet."""
         if shards is None:
             shards = shard_order(self.manifest.config.data.shards, self.manifest.config.seed)
         link = Link(self.connect(), self.manifest, f"{name}/{incarnation}", shards, self.clock)
@@ -106,7 +106,7 @@ class Bay:
         return island
 
     def boundary(self, island: Island) -> None:
-        """A step boundary, with all that it has to say and hear."""
+        """Let an island pass a step boundary, and exchange everything before and after it."""
         self.clock.now += 1.0
         island.link.pump()
         island.boundary()
@@ -114,7 +114,7 @@ class Bay:
         self.merger.turn(0.0)
 
     def play(self, island: Island, steps: int) -> None:
-        """So many steps of that island, each after a boundary."""
+        """Make `steps` steps of an island, each after a boundary."""
         for _ in range(steps):
             self.boundary(island)
             island.advance()

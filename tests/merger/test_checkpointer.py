@@ -448,7 +448,7 @@ def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> Non
     assert simulated.transport.merger.actions(START) == []
 
 
-def test_tracks_go_once_they_are_on_disk_and_not_those_that_came_later(tmp_path: Path) -> None:
+def test_only_actions_that_are_on_disk_are_trimmed(tmp_path: Path) -> None:
     later = Later()
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, Shelf(), Recorder(tmp_path), spawn=later)

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from archipelago.broker.messages import Call, Refusal, Snapshot
 from archipelago.islands.sync.ledger import Ledger
 
+#: A step.
 TOKENS = 10
-"""a step"""
 
 
 def ledger(fragments: int = 2, interval: int = 8, window: int = 2) -> Ledger:

@@ -36,8 +36,8 @@ from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.islands import tiny
 
+#: Elements of either fragment of the sample run.
 SIZE = 32
-"""elements of either fragment of the sample run"""
 
 
 class SimulatedBroker(Intercepted):
@@ -923,7 +923,11 @@ def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: U
     shore.simulated.calm.set()
     until(lambda: link.backlog == 0, "the queue to be sent")
     assert [c.round for c in shore.published()] == list(range(1, 50))
-    until(lambda: shore.transport.reader.presences()[0].heartbeat.steps == 49, "the newest heartbeat")
+
+    def steps() -> list[int]:
+        return [presence.heartbeat.steps for presence in shore.transport.reader.presences()]
+
+    until(lambda: steps() == [49], "the newest heartbeat")
 
 
 def test_after_an_outage_everything_arrives_once_and_in_order(shore: Shore, until: Until) -> None:
