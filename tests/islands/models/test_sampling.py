@@ -15,8 +15,8 @@ from archipelago.islands.models import moe
 from archipelago.islands.models.interface import Decoder, Model
 from archipelago.islands.models.layers import Size
 from archipelago.islands.models.moe import Routing
-from archipelago.islands.models.registry import build
 from archipelago.islands.models.sampling import Sampling, choose, continuation
+from archipelago.islands.models.transformer import transformer
 
 GREEDY = Sampling(temperature=0.0)
 LOGITS_V = jnp.log(jnp.asarray([0.1, 0.4, 0.05, 0.3, 0.15], jnp.float32))
@@ -29,7 +29,7 @@ def decoder_of(model: Model) -> Decoder:
 
 @pytest.fixture(scope="module")
 def tiny() -> Model:
-    return build("tiny", jnp.float32)
+    return DENSE
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,12 @@ def text() -> list[int]:
     return np.random.default_rng(3).integers(0, 256, 40).tolist()  # type: ignore[no-any-return]
 
 
+DENSE = transformer(Size(width=32, layers=1, heads=2, hidden=48), jnp.float32)
 #: It has a slot for every token. Otherwise the tokens without a slot would depend on how many are read together.
 ROOMY = moe.transformer(Size(width=32, layers=2, heads=2, hidden=24), Routing(4, 2, capacity_factor=2.0), jnp.float32)
 
 
-@pytest.mark.parametrize(
-    "model", [build("tiny", jnp.float32), pytest.param(ROOMY, marks=pytest.mark.full)], ids=["dense", "experts"]
-)
+@pytest.mark.parametrize("model", [DENSE, pytest.param(ROOMY, marks=pytest.mark.full)], ids=["dense", "experts"])
 def test_the_cache_gives_the_same_logits_as_a_whole_pass(model: Model, text: list[int]) -> None:
     params, decoder = model.init(0), decoder_of(model)
     expected = np.asarray(jax.jit(model.logits)(params, jnp.asarray([text], jnp.int32)))[0]
