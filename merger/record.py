@@ -32,7 +32,7 @@ Round = tuple[TapeEntry, tuple[Delivery, ...]]
 
 @dataclass(frozen=True)
 class Segment:
-    """Some rounds in order, and the actions that came meanwhile."""
+    """Consecutive rounds, and the actions that islands reported meanwhile."""
 
     rounds: Sequence[Round]
     actions: Sequence[Actions]
@@ -40,7 +40,7 @@ class Segment:
 
 @dataclass
 class Record:
-    """What was read back of a record: the run, version 0 of its fragments, its rounds by number, its actions."""
+    """A record that was read: the run, version 0 of its fragments, its rounds by number, and the islands' actions."""
 
     manifest: Manifest
     beginning: Sequence[tuple[Snapshot, bytes]]

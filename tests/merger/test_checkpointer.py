@@ -75,7 +75,7 @@ def test_a_cut_is_the_run_between_two_rounds() -> None:
         assert unpack(payload, SIZE).tolist() == simulated.parameters(p)
 
 
-def test_what_waits_is_in_the_checkpoint() -> None:
+def test_waiting_contributions_are_in_the_checkpoint() -> None:
     store, later = Shelf(), Later()
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, store, spawn=later)

@@ -94,7 +94,7 @@ def test_average_by_hand() -> None:
 
 @COMPILES
 @given(DELTA)
-def test_one_contribution_under_average_comes_out_bit_for_bit(delta_N: Vector) -> None:
+def test_the_average_of_one_contribution_keeps_its_bits(delta_N: Vector) -> None:
     assert bits(merged([delta_N], [1.0], AVERAGE)) == bits(delta_N)
 
 
@@ -130,7 +130,7 @@ def test_rda_keeps_the_length_of_orthogonal_contributions_where_average_shrinks_
 
 @COMPILES
 @given(DELTA)
-def test_one_contribution_under_rda_comes_out_but_for_rounding(delta_N: Vector) -> None:
+def test_rda_of_one_contribution_changes_only_rounding(delta_N: Vector) -> None:
     np.testing.assert_allclose(merged([delta_N], [1.0], RDA), delta_N, rtol=2e-6, atol=float(1e-6 * abs(delta_N).max()))
 
 
@@ -183,7 +183,7 @@ def test_the_norm_of_many_elements_is_exact_enough() -> None:
     np.testing.assert_allclose(result, delta_N, rtol=1e-6)
 
 
-# -- of every rule -------------------------------------------------------------------------------------------------
+# -- all rules -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
@@ -213,7 +213,7 @@ def test_alike_contributions_merge_to_themselves(delta_N: Vector, share: float) 
 
 
 @pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
-def test_what_was_added_before_can_be_made_to_count_for_less(of: tuple[Group, ...]) -> None:
+def test_keep_scales_earlier_contributions(of: tuple[Group, ...]) -> None:
     first, second = vector(1, 2, 3, 4, 5, 6), vector(-6, 5, -4, 3, -2, 1)
     acc = merge_rules.take(merge_rules.begin(of), encoded(first, "float32"), of).acc
     acc = merge_rules.take(acc, encoded(second, "float32"), of, keep=0.25).acc
@@ -241,7 +241,7 @@ def test_a_norm_over_the_limit_is_clipped_to_it(of: tuple[Group, ...]) -> None:
 
 @pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.1 * NORM_MAX, 1e38])
-def test_what_is_not_sound_is_not_added(bad: float, of: tuple[Group, ...]) -> None:
+def test_an_unsound_contribution_is_not_added(bad: float, of: tuple[Group, ...]) -> None:
     good = vector(1, 2, 3, 4, 5, 6)
     acc = merge_rules.take(merge_rules.begin(of), encoded(good, "float32"), of).acc
     taken = merge_rules.take(acc, encoded(vector(0, 0, bad, 0, 0, 0), "float32"), of, keep=0.5)
@@ -249,7 +249,7 @@ def test_what_is_not_sound_is_not_added(bad: float, of: tuple[Group, ...]) -> No
     assert bits(np.asarray(merge_rules.finish(taken.acc, of))) == bits(merged([good], [1.0], of))
 
 
-def test_a_rule_can_be_added_and_is_traced_once_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_rule_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[str] = []
 
     def add(acc: jax.Array, delta_L: jax.Array, norm: jax.Array, weight: jax.Array) -> jax.Array:

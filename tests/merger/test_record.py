@@ -50,7 +50,7 @@ def recorded(folder: Path, *segments: list[int]) -> Recorder:
     return recorder
 
 
-def test_what_was_written_comes_back(tmp_path: Path) -> None:
+def test_a_record_is_read_back(tmp_path: Path) -> None:
     recorder = begun(tmp_path / "deep" / "record")
     rounds = [a_round(1), a_round(2, members=0), a_round(3, members=1)]
     recorder.append(Segment(rounds[:2], [samples.actions(0)]))
@@ -103,14 +103,14 @@ def test_the_last_round_is_known_without_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("to", "left"), [(0, []), (2, []), (3, [1, 2, 3]), (5, [1, 2, 3]), (6, [1, 2, 3, 4, 5, 6])])
-def test_going_back_forgets_what_never_happened(tmp_path: Path, to: int, left: list[int]) -> None:
+def test_going_back_deletes_lost_rounds(tmp_path: Path, to: int, left: list[int]) -> None:
     recorder = recorded(tmp_path, [1, 2, 3], [4, 5, 6])
     recorder.go_back(to)
     assert sorted(read(tmp_path).rounds) == left
     Recorder(tmp_path / "nowhere").go_back(to)  # where no record is kept
 
 
-def test_what_is_no_segment_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
     recorder = recorded(tmp_path, [1, 2])
     (tmp_path / "rounds-of-mine.bin").write_text("notes")
     (tmp_path / ".rounds-00000003-00000004.bin.77").write_text("half a segment of somebody who died")

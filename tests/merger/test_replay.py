@@ -57,7 +57,7 @@ def four_rounds(config: RunConfig = CONFIG) -> SimulatedBroker:
 
 
 @pytest.mark.parametrize("config", [CONFIG, ROUNDED], ids=["exact", "rounded"])
-def test_a_run_done_again_has_the_same_bits(config: RunConfig) -> None:
+def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
     simulated = four_rounds(config)
     state, fragments = redone(simulated, recorded(simulated))
     assert [outer.dump(f.params_N, f.outer) for f in fragments] == [
@@ -72,7 +72,7 @@ def test_a_run_done_again_has_the_same_bits(config: RunConfig) -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2), st.integers(0, 2), st.booleans()), max_size=16),
     st.randoms(use_true_random=False),
 )
-def test_whatever_was_merged_comes_out_again(script: list[tuple[str, int, int, bool]], random: Random) -> None:
+def test_any_run_replays_to_the_same_bits(script: list[tuple[str, int, int, bool]], random: Random) -> None:
     """Late ones, two of one island in a round, rounds of none, and deliveries in any order."""
     simulated = SimulatedBroker(quorum=2)
     simulated.live("a", "b", "c")

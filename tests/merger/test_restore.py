@@ -94,7 +94,9 @@ def undisturbed(config: RunConfig) -> list[Any]:
 
 @pytest.mark.parametrize("config", [CONFIG, ROUNDED], ids=["exact", "rounded"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_it_comes_back_to_the_same_bits(damage: str, config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_state_is_rebuilt_to_the_same_bits(
+    damage: str, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     store = Shelf()
     simulated, _ = begun(config, store)
     DAMAGE[damage](run_of(simulated))
@@ -119,7 +121,7 @@ def test_entries_that_a_complete_checkpoint_covers_leave_the_stream(damage: str)
     simulated.balance()
 
 
-def test_it_comes_back_from_a_folder_on_disk(tmp_path: Path) -> None:
+def test_lost_state_is_rebuilt_from_a_folder(tmp_path: Path) -> None:
     simulated, _ = begun(CONFIG, MergerFolder(tmp_path).store)
     DAMAGE["all of it gone"](run_of(simulated))
     folder = MergerFolder(tmp_path)
@@ -183,7 +185,7 @@ def played(script: list[tuple[str, int, int]], checkpoint: int, loss: int, what:
 # -- what Redis still knows is not taken from an older checkpoint ----------------------------------------------------
 
 
-def test_what_was_refused_is_remembered_where_the_state_is_there() -> None:
+def test_refusals_are_remembered_if_the_state_is_not_lost() -> None:
     store = Shelf()
     simulated, merger = begun(CONFIG, store)
     simulated.send("a", 8, constant(float("nan")))
@@ -211,7 +213,7 @@ def test_kept_entries_stay_kept_after_it_came_back() -> None:
     assert simulated.transport.reader.books().kept == 0
 
 
-def test_a_restart_knows_what_was_published_to_the_bit() -> None:
+def test_a_restart_knows_the_published_parameters_to_the_bit() -> None:
     """Also where the codec of snapshots rounds: the next round may merge nothing, or a checkpoint come before it."""
     simulated = SimulatedBroker(ROUNDED, quorum=2)
     store = Shelf()

@@ -139,7 +139,7 @@ def test_contributions_of_a_round_are_clipped_by_the_rounds_before() -> None:
     assert [m.clip for m in closed.members] == pytest.approx([0.01] * 9)
 
 
-def test_few_of_many_take_a_smaller_step_where_the_rule_says_so() -> None:
+def test_a_partial_round_takes_a_smaller_step() -> None:
     few = part("a", vector(4, 0))
     closed = close(state(vector(0, 0), rule=SCHEDULED), few, live=4, outer=SCHEDULED)
     assert closed.state.published_N.tolist() == [-0.5, 0.0]  # ½ · 1/4 · 4
@@ -174,9 +174,7 @@ def test_members_are_listed_as_they_were_summed() -> None:
 
 @pytest.mark.parametrize("groups", [AVERAGE, RDA])
 @pytest.mark.parametrize("values", [(math.nan, 0), (0, math.inf), (2e9, 0), (1e30, -1e30)])
-def test_what_cannot_be_merged_is_refused_and_leaves_the_sum_as_it_was(
-    values: tuple[float, ...], groups: tuple[Group, ...]
-) -> None:
+def test_an_unsound_contribution_leaves_the_sum_unchanged(values: tuple[float, ...], groups: tuple[Group, ...]) -> None:
     good, more = part("a", vector(3, 4)), part("b", vector(1, -2), tokens=300)
     round_sum, alone = (gather(NormWindow(), good, groups=groups) for _ in range(2))
     with failing(WireError, "wire.norm"):
@@ -214,7 +212,7 @@ def test_the_mean_loss_is_by_tokens_and_leaves_out_who_knows_none() -> None:
     assert math.isnan(mean_loss(close(state(vector(0, 0)), parts[2]).members))
 
 
-# -- whatever comes ------------------------------------------------------------------------------------------------
+# -- properties -----------------------------------------------------------------------------------------------------
 
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-20, 2.0**20, width=32), st.sampled_from([1.0, -1.0]))
 PARTS = st.lists(
@@ -259,7 +257,7 @@ def test_the_order_of_arrival_changes_only_rounding(
     assert all(0.0 <= m.weight <= 1.0 and 0.0 <= m.clip <= 1.0 for m in one.members)
 
 
-def test_the_outer_rule_hears_how_many_took_part_and_of_how_many() -> None:
+def test_the_outer_rule_gets_participation() -> None:
     """Momentum for as many as live made runs diverge in which nobody is waited for."""
     heard: list[outer.Round] = []
 

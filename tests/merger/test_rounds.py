@@ -70,7 +70,7 @@ def test_only_open_rounds_are_called() -> None:
     assert some.calls() == [7]
 
 
-def test_a_leaver_hurries_nobody() -> None:
+def test_a_departing_island_does_not_call_a_round() -> None:
     some = rounds()
     some.answer(answered("a", farewell=True), 0.0)
     assert some.calls() == []
@@ -191,7 +191,7 @@ def test_without_slack_there_is_no_grace() -> None:
     assert some.close(0.0, LIVE, waiting(1)) is not None
 
 
-def test_nobody_waits_for_a_quorum_that_is_not_there() -> None:
+def test_no_clock_closes_a_round_below_its_quorum() -> None:
     """K is a least number: below it no clock closes the round."""
     some = rounds(quorum=2)
     some.answer(answered("a"), 0.0)
@@ -277,7 +277,7 @@ def test_a_round_whose_answers_were_merged_before_it_closes_empty() -> None:
     assert some.close(0.0, LIVE, set()) is None
 
 
-def test_when_nobody_lives_everything_is_drained() -> None:
+def test_without_live_islands_all_rounds_are_drained() -> None:
     some = rounds()
     some.answer(answered("a", 3, farewell=True), 0.0)
     assert drain(some, waiting(3)) == [1, 2, 3]  # 1 and 2 are empty

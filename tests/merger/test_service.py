@@ -46,7 +46,7 @@ def test_a_round_of_one_island() -> None:
     simulated.balance()
 
 
-def test_contributions_are_clipped_by_what_they_can_have_moved() -> None:
+def test_clipping_compares_norms_by_their_path() -> None:
     """The first ones go over half an interval at the begin of the warm-up, a 50th of the later ones' path."""
     simulated = SimulatedBroker()
     simulated.live("a", "b")
@@ -97,7 +97,7 @@ def test_a_grace_window_ends_by_the_clock() -> None:
     assert (entry.grace_seconds, entry.open_seconds, entry.live) == (1.0, 1.0, 2)
 
 
-def test_what_comes_late_is_merged_with_the_next_round_of_its_fragment() -> None:
+def test_a_late_contribution_joins_the_next_round_of_its_fragment() -> None:
     simulated = SimulatedBroker()
     simulated.live("a")
     merger = simulated.merger()
@@ -128,7 +128,7 @@ def test_the_step_that_is_stamped_is_the_furthest_of_all() -> None:
     assert [entry.step for entry in simulated.transport.reader.tape(3)] == [30, 40, 40]
 
 
-def test_leavers_are_merged_when_nobody_is_left() -> None:
+def test_contributions_of_departed_islands_are_merged_without_live_islands() -> None:
     simulated = SimulatedBroker()
     simulated.live("a", state="leaving")
     merger = simulated.merger()
@@ -140,7 +140,7 @@ def test_leavers_are_merged_when_nobody_is_left() -> None:
     simulated.balance()
 
 
-def test_the_living_are_those_who_train_and_were_heard_of() -> None:
+def test_live_islands_train_and_have_a_recent_heartbeat() -> None:
     simulated = SimulatedBroker()
     merger = simulated.merger()
     simulated.live("silent")
@@ -308,7 +308,7 @@ def test_a_repeat_that_was_read_before_a_restart_is_merged_once() -> None:
     simulated.balance()
 
 
-def test_what_was_refused_is_not_merged_when_it_comes_again() -> None:
+def test_a_refused_contribution_is_refused_again() -> None:
     """Refused once means ended: a repeat must not be judged by a later state, nor after a restart."""
     simulated = SimulatedBroker()
     simulated.live("a")
@@ -514,7 +514,7 @@ def test_the_older_merger_is_fenced_and_writes_nothing(write: str) -> None:
     simulated.balance()
 
 
-def test_what_a_fenced_merger_had_read_is_not_left_behind() -> None:
+def test_entries_that_a_fenced_merger_had_read_are_merged() -> None:
     """A machine that slept wakes up, reads what is meant for its successor, and only then learns that it has one."""
     simulated = SimulatedBroker()
     simulated.live("a", "b")
@@ -532,7 +532,7 @@ def test_what_a_fenced_merger_had_read_is_not_left_behind() -> None:
     simulated.balance()
 
 
-def test_nobody_serves_beside_the_holder_of_the_lease() -> None:
+def test_only_the_holder_of_the_lease_serves() -> None:
     simulated = SimulatedBroker()
     simulated.merger("first")
     second = Merger(simulated.broker.connect("sample"), simulated.clock, "second")

@@ -69,7 +69,7 @@ def test_a_rate_takes_effect_with_the_round_that_closes_next() -> None:
     assert state_of(simulated).steered == {}
 
 
-def test_the_tape_has_the_wall_clock_and_what_the_close_took() -> None:
+def test_the_tape_has_the_wall_clock_and_the_merge_time() -> None:
     simulated = SimulatedBroker()
     merger = Merger(simulated.broker.connect("sample"), simulated.clock, "m", live_poll_seconds=0.0, wall=lambda: CLOCK)
     assert merger.acquire()
@@ -128,7 +128,7 @@ def steered_run(takeover: bool) -> SimulatedBroker:
     return simulated
 
 
-def test_a_takeover_goes_on_with_what_was_steered() -> None:
+def test_a_takeover_keeps_changed_settings() -> None:
     one, other = steered_run(takeover=False), steered_run(takeover=True)
     assert steered_on_tape(one) == steered_on_tape(other)
     assert steered_on_tape(one) == [
@@ -139,7 +139,7 @@ def test_a_takeover_goes_on_with_what_was_steered() -> None:
     assert mine == theirs
 
 
-def test_a_steered_run_done_again_has_the_same_bits() -> None:
+def test_a_replay_of_a_steered_run_has_the_same_bits() -> None:
     simulated = steered_run(takeover=True)
     state, fragments = redone(simulated, recorded(simulated))
     assert [outer.dump(f.params_N, f.outer) for f in fragments] == [
@@ -311,7 +311,7 @@ def fields_of(shelf: Shelf, index: int) -> Mapping[str, str]:
     return RunState.from_json(list(shelf.images.values())[index].state).control
 
 
-def test_a_checkpoint_that_holds_all_already_is_not_taken_again() -> None:
+def test_no_checkpoint_is_taken_when_the_newest_is_up_to_date() -> None:
     shelf, simulated = Shelf(), SimulatedBroker()
     merger = simulated.merger(checkpointer=simulated.checkpointer(shelf))
     play_one(simulated, merger, 1)
@@ -349,7 +349,7 @@ def test_a_merger_that_keeps_no_checkpoints_says_so_once() -> None:
 # -- islands ----------------------------------------------------------------------------------
 
 
-def test_who_is_expelled_is_refused_and_not_waited_for() -> None:
+def test_an_expelled_island_is_refused_and_not_waited_for() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = simulated.merger()
     simulated.live("a", "b")
@@ -375,7 +375,7 @@ def test_who_is_expelled_is_refused_and_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("takeover", [False, True])
-def test_what_an_expelled_island_had_waiting_is_refused(takeover: bool) -> None:
+def test_waiting_contributions_of_an_expelled_island_are_refused(takeover: bool) -> None:
     simulated = SimulatedBroker(quorum=3)
     merger = simulated.merger()
     simulated.live("a", "b", "c")
@@ -396,7 +396,7 @@ def test_what_an_expelled_island_had_waiting_is_refused(takeover: bool) -> None:
     simulated.balance()
 
 
-def test_a_takeover_does_not_tell_again_what_was_told() -> None:
+def test_a_takeover_does_not_repeat_notes() -> None:
     simulated = SimulatedBroker()
     merger = simulated.merger()
     simulated.transport.reader.steer({"island.b": "expel", "merging": "paused"})
@@ -424,7 +424,7 @@ def test_a_drained_island_is_merged_to_its_last_contribution() -> None:
     assert len(simulated.merged()) == 2
 
 
-# -- hostile wishes ----------------------------------------------------------------------------------
+# -- hostile requests ----------------------------------------------------------------------------------
 
 
 def test_a_value_that_cannot_be_used_is_ignored_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
@@ -481,7 +481,7 @@ class Mute(Intercepted):
         return method(*args, **kwargs)
 
 
-def test_a_note_that_is_lost_stops_nobody() -> None:
+def test_a_lost_note_does_not_stop_the_merger() -> None:
     simulated = SimulatedBroker()
     merger = Merger(Mute(simulated.broker.connect("sample")), simulated.clock, "m", live_poll_seconds=0.0)
     assert merger.acquire()

@@ -101,7 +101,7 @@ def test_the_books_balance_after_it(tmp_path: Path) -> None:
     simulated.balance()
 
 
-def test_what_no_checkpoint_held_is_done_anew(tmp_path: Path) -> None:
+def test_rounds_after_the_checkpoint_are_run_again(tmp_path: Path) -> None:
     """Rounds after the checkpoint are gone with the Redis; the run goes on from the checkpoint's."""
     simulated, _ = further(tmp_path)
     emptied(simulated)
@@ -153,7 +153,7 @@ def test_it_is_brought_back_only_when_that_is_asked_for(tmp_path: Path) -> None:
     assert folder.find_or_bring_back(simulated.transport, resume=False) == simulated.manifest  # it is there now
 
 
-def test_who_comes_second_finds_it_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_process_finds_the_run_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = begun(tmp_path)
     emptied(simulated)
     folder, other = MergerFolder(tmp_path), MergerFolder(tmp_path)
