@@ -357,4 +357,6 @@ def codec(name: str) -> Codec:
     try:
         return CODECS[name]
     except KeyError:
-        raise WireError(f"codec {name[:32]!r} is unknown", f"Known: {', '.join(CODECS)}.") from None
+        raise WireError(
+            f"codec {name[:32]!r} is unknown", f"Known: {', '.join(CODECS)}.", code="wire.unknown-codec"
+        ) from None

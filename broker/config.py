@@ -214,7 +214,7 @@ class RunConfig:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that name this config."""
+        """Return sixteen hexadecimal digits that identify this config."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
@@ -224,7 +224,7 @@ def _adapter() -> TypeAdapter[RunConfig]:
 
 
 def checked(settings: RunConfig | Mapping[str, Any], source: str = "the settings") -> RunConfig:
-    """A config whose every value is in range. Raises ConfigError that names each offending key and its value."""
+    """Return the config if every value is in range. Raises ConfigError that names each wrong key and its value."""
     values = dataclasses.asdict(settings) if isinstance(settings, RunConfig) else settings
     try:
         return _adapter().validate_python(values)
@@ -234,31 +234,42 @@ def checked(settings: RunConfig | Mapping[str, Any], source: str = "the settings
             + ("" if fault["type"] == "unexpected_keyword_argument" else f", not {fault['input']!r}")
             for fault in error.errors()
         ]
-        raise ConfigError(f"{source} cannot be used: " + "; ".join(faults), "See `archipelago init --help`.") from None
+        unknown = any(fault["type"] == "unexpected_keyword_argument" for fault in error.errors())
+        raise ConfigError(
+            f"{source} cannot be used: " + "; ".join(faults),
+            "See `archipelago init --help`.",
+            code="config.unknown-key" if unknown else "config.value",
+        ) from None
 
 
 def from_json(text: str | bytes, source: str = "the run's stored config") -> RunConfig:
-    """The config that `to_json` wrote. Raises ConfigError for anything else."""
+    """Return the config that `to_json` wrote. Raises ConfigError for other text."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not JSON ({error})", "Was the run made by another version?") from None
+        raise ConfigError(
+            f"{source} is not JSON ({error})", "Was the run made by another version?", code="config.not-json"
+        ) from None
     return checked(values, source)
 
 
 def from_toml(path: Path) -> RunConfig:
-    """The config in a TOML file; what the file leaves out has its default. Raises ConfigError."""
+    """Return the config in a TOML file, with defaults for missing keys. Raises ConfigError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"the config file {path} cannot be read ({error.strerror})", "Check the path.") from None
+        raise ConfigError(
+            f"the config file {path} cannot be read ({error.strerror})", "Check the path.", code="config.unreadable"
+        ) from None
     except ValueError as error:
-        raise ConfigError(f"the config file {path} is not TOML ({error})", "See https://toml.io.") from None
+        raise ConfigError(
+            f"the config file {path} is not TOML ({error})", "See https://toml.io.", code="config.not-toml"
+        ) from None
     return checked(values, f"the config file {path}")
 
 
 def differences(theirs: RunConfig, ours: RunConfig) -> list[str]:
-    """`key: theirs → ours` for every setting in which two configs differ."""
+    """Return `key: theirs → ours` for every setting in which two configs differ."""
 
     def flat(value: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(value, dict):

@@ -120,12 +120,20 @@ def checked_value(config: RunConfig, name: str, value: str) -> str:
     """A field's value in the form in which it is written. Raises ConfigError for one that cannot be used."""
     _checked_field(name)
     if len(value) > VALUE_MAX or not value.isprintable():
-        raise ConfigError(f"{name}={value!r:.80} cannot be used", f"Use at most {VALUE_MAX} printable characters.")
+        raise ConfigError(
+            f"{name}={value!r:.80} cannot be used",
+            f"Use at most {VALUE_MAX} printable characters.",
+            code="control.value",
+        )
     if name in SETTINGS:
         return _text(_checked_number(config, name, value))
     allowed = {MERGING: (PAUSED,), CHECKPOINT: (value,)}.get(name, (DRAIN, EXPEL))
     if value not in allowed:
-        raise ConfigError(f"{name} cannot be {value!r}", f"It can be {' or '.join(allowed)}, or `{name}=` for neither.")
+        raise ConfigError(
+            f"{name} cannot be {value!r}",
+            f"It can be {' or '.join(allowed)}, or `{name}=` for neither.",
+            code="control.value",
+        )
     return value
 
 
@@ -134,7 +142,7 @@ def _checked_field(name: str) -> str:
     if name.startswith(ISLAND):
         checked_name(name.removeprefix(ISLAND), "the island name")
     elif name not in (*SETTINGS, MERGING, CHECKPOINT):
-        raise ConfigError(f"{name!r:.80} is nothing that can be steered", _HELP)
+        raise ConfigError(f"{name!r:.80} cannot be steered", _HELP, code="control.unknown-field")
     return ""
 
 
@@ -145,7 +153,7 @@ def _checked_number(config: RunConfig, name: str, value: str) -> float:
     try:
         return own(checked(values, "the change"), name)
     except ConfigError as error:
-        raise ConfigError(error.what, "See `archipelago steer --help`.") from None
+        raise ConfigError(error.what, "See `archipelago steer --help`.", code="control.value") from None
 
 
 def _number(name: str, text: str) -> float:
@@ -188,10 +196,10 @@ def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> 
         name, _, value = change.partition("=")
         try:
             if name not in SETTINGS:
-                raise ConfigError(f"{name!r:.80} is no setting that can be steered")
+                raise ConfigError(f"{name!r:.80} cannot be steered", code="control.unknown-field")
             values[name] = _number(name, value)
         except ConfigError as error:
-            raise WireError(f"the tape's {change!r:.80}: {error.what}") from None
+            raise WireError(f"the tape's {change!r:.80}: {error.what}", code="wire.tape") from None
     return _differing(config, values)
 
 

@@ -170,7 +170,8 @@ class Manifest:
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"the run's manifest cannot be read ({error!r})",
-                "It was damaged or made by another version of archipelago: make the run anew with `archipelago init`.",
+                "It was damaged or made by another version of archipelago. Make the run again with `archipelago init`.",
+                code="config.manifest",
             ) from None
         return manifest
 

@@ -405,8 +405,8 @@ def from_fields(kind: type[Message], fields: Mapping[str, str]) -> Message:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         why = fault["msg"][:1].lower() + fault["msg"][1:]
-        raise WireError(f"{kind.__name__.lower()}: {where}: {why}") from None
+        raise WireError(f"{kind.__name__.lower()}: {where}: {why}", code="wire.message") from None
     except KeyError as error:
-        raise WireError(f"{kind.__name__.lower()}: {error.args[0]}: missing") from None
+        raise WireError(f"{kind.__name__.lower()}: {error.args[0]}: missing", code="wire.message") from None
     except (ValueError, RecursionError) as error:
-        raise WireError(f"{kind.__name__.lower()}: members: {error!r:.80}") from None
+        raise WireError(f"{kind.__name__.lower()}: members: {error!r:.80}", code="wire.message") from None

@@ -174,7 +174,11 @@ class AwaitedRun(RunAddress):
     def patience(self, stopped: Callable[[], bool]) -> Patience:
         """For all that a worker asks before its own way through outages begins."""
         if not 0.0 <= self.wait_seconds < math.inf:
-            raise ConfigError(f"--wait-seconds cannot be {self.wait_seconds}", "Give seconds, or 0 for none.")
+            raise ConfigError(
+                f"--wait-seconds cannot be {self.wait_seconds}",
+                "Give seconds, or 0 for none.",
+                code="config.wait-seconds",
+            )
         return Patience(self.wait_seconds, stopped)
 
 

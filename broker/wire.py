@@ -63,7 +63,7 @@ def unpack(payload: bytes, elements: int, codec_name: str = "") -> Vector:
     name, body = _body_in(payload, elements, codec_name)
     values_N = codec(name).decode(body, elements)
     if not np.isfinite(values_N).all():
-        raise WireError("NaN or infinity among the values")
+        raise WireError("NaN or infinity among the values", code="wire.not-finite")
     return values_N
 
 
@@ -93,7 +93,9 @@ def _body_in(payload: bytes, elements: int, codec_name: str) -> tuple[str, memor
         raise WireError(f"{header.get('elements')!r:.32} elements where the manifest has {elements}")
     chosen = codec(str(header.get("codec")))
     if codec_name and header.get("codec") != codec_name:
-        raise WireError(f"a payload of codec {header.get('codec')!r:.32} where {codec_name[:32]!r} was said")
+        raise WireError(
+            f"a payload of codec {header.get('codec')!r:.32} where {codec_name[:32]!r} was announced", code="wire.codec"
+        )
     expected = chosen.encoded_size(elements)
     if header.get("zstd"):
         body = _decompress(body, expected)

@@ -99,13 +99,15 @@ class ChunkStore:
             return raw[PAYLOAD.encode()]
         name, count = _pointer(raw)
         if size > self._limit(limit) or count != -(-size // CHUNK_BYTES):
-            raise WireError(f"{count} chunks for a payload of {size} bytes")
+            raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.chunk-count")
         chunks = [self._keys.chunk(name, index) for index in range(count)]
         sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
         wanted = self._bounded(chunks, sizes)
         payload = self._connection.joined(wanted, sizes, READ_AHEAD) if len(wanted) == count else None
         if payload is None:
-            raise WireError(f"a chunk of the payload is missing, or they are not {size} bytes in all")
+            raise WireError(
+                f"a chunk of the payload is missing, or they are not {size} bytes in all", code="wire.chunk-missing"
+            )
         return payload
 
     def _bounded(self, chunks: Sequence[str], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
@@ -150,7 +152,7 @@ def _pointer(raw: Raw, prefix: str = "") -> tuple[str, int]:
         count = int(raw[(prefix + CHUNKS).encode()])
         name = raw[(prefix + NAME).encode()].decode()
     except (KeyError, ValueError):
-        raise WireError("neither a payload nor a pointer to one") from None
+        raise WireError("neither a payload nor a pointer to one", code="wire.no-payload") from None
     if not 0 < count <= CHUNKS_MAX:
-        raise WireError(f"{count} chunks")
+        raise WireError(f"{count} chunks", code="wire.chunk-count")
     return name, count

@@ -178,7 +178,9 @@ class RedisIsland:
             handover = from_fields(Handover, text_fields(raw))
             payload = self._chunks.fetch(raw, handover.bytes, self._handover_max())
         if len(payload) != handover.bytes:
-            raise WireError(f"a payload of {len(payload)} bytes where {handover.bytes} were said")
+            raise WireError(
+                f"a payload of {len(payload)} bytes where {handover.bytes} were announced", code="wire.size"
+            )
         return handover, payload
 
     def withdraw(self, who: str) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from archipelago.broker.config import RunConfig, checked, differences, from_json, from_toml
 from archipelago.broker.errors import ConfigError
 from archipelago.ops.settings import config_file, to_toml
+from tests.failing import failing
 
 DEFAULTS = RunConfig()
 
@@ -112,7 +113,6 @@ def test_a_toml_file_is_read_back(tmp_path: Path) -> None:
     config = checked(with_value("data.corpus", 'Ärger "mit" \\ Zeichen\0\t\r\n\x1f\x7f\U0001f3dd'))
     path.write_text(to_toml(config), encoding="utf-8")
     assert from_toml(path) == config
-    assert "\n# learning_rate: what suits, while nothing is set\n" in path.read_text(encoding="utf-8")
     path.write_text("seed = 7\n[sync]\ninterval = 100\n", encoding="utf-8")
     assert from_toml(path) == checked({"seed": 7, "sync": {"interval": 100}})
 
@@ -199,54 +199,60 @@ def test_a_wrong_value_is_named_with_its_key(key: str, value: object, shown: str
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("key", [key for key, hint in LEAVES.items() if isinstance(value_of(DEFAULTS, key), float)])
 def test_no_setting_takes_what_is_not_finite(key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: .*not {value!r}"):
+    with failing(ConfigError, "config.value") as caught:
         from_json(json.dumps(with_value(key, value)))
+    assert key in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["colour", "sync.intervall", "merge.rule"])
 def test_an_unknown_key_is_named(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot be used: {key}: "):
+    with failing(ConfigError, "config.unknown-key") as caught:
         checked(with_value(key, 1))
+    assert key in str(caught.value)
 
 
 def test_every_fault_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"seed: .*not -1; sync\.interval: .*not 0; sync\.speed: unexpected"):
+    with failing(ConfigError, "config.unknown-key") as caught:
         checked({"seed": -1, "sync": {"interval": 0, "speed": 9}})
+    assert all(key in str(caught.value) for key in ("seed", "sync.interval", "sync.speed"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "7", "[]", '"text"', "[" * 100_000, b"\xff\xfe", '{"seed": NaN}'])
 def test_what_is_no_config_is_an_error(text: str | bytes) -> None:
-    with pytest.raises(ConfigError, match="the run's stored config"):
+    with pytest.raises(ConfigError) as caught:
         from_json(text)
+    assert caught.value.code in ("config.not-json", "config.value")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "code", "key"),
     [
-        ("seed = ", "is not TOML"),
-        ("seed = 1\nseed = 2", "is not TOML"),
-        ("speed = 3", "speed: unexpected"),
-        ("[sync]\nintervall = 3", r"sync\.intervall: unexpected"),
-        ("[sync]\ninterval = 0", r"sync\.interval: .*not 0"),
-        ("[inner]\nlearning_rate = nan", r"inner\.learning_rate: .*not nan"),
-        ("sync = 3", "sync: .*not 3"),
+        ("seed = ", "config.not-toml", ""),
+        ("seed = 1\nseed = 2", "config.not-toml", ""),
+        ("speed = 3", "config.unknown-key", "speed"),
+        ("[sync]\nintervall = 3", "config.unknown-key", "sync.intervall"),
+        ("[sync]\ninterval = 0", "config.value", "sync.interval"),
+        ("[inner]\nlearning_rate = nan", "config.value", "inner.learning_rate"),
+        ("sync = 3", "config.value", "sync"),
     ],
 )
-def test_a_toml_file_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+def test_a_toml_file_that_cannot_be_used(tmp_path: Path, text: str, code: str, key: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"{path}.*{said}"):
+    with failing(ConfigError, code) as caught:
         from_toml(path)
+    assert str(path) in str(caught.value)
+    assert key in str(caught.value)
 
 
 def test_a_toml_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml cannot be read \(No such file"):
+    with failing(ConfigError, "config.unreadable"):
         from_toml(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with failing(ConfigError, "config.unreadable"):
         from_toml(tmp_path)
     path = tmp_path / "latin.toml"
     path.write_bytes(b'[data]\ncorpus = "\xe4"')
-    with pytest.raises(ConfigError, match="is not TOML"):
+    with failing(ConfigError, "config.not-toml"):
         from_toml(path)
 
 
@@ -256,5 +262,5 @@ def test_the_file_gives_the_defaults_of_the_flags(tmp_path: Path) -> None:
     assert config_file(["init", "--run", "a"]) == DEFAULTS
     assert config_file(["init", "--config", str(path)]).seed == 9
     assert config_file([f"--config={path}", "init"]).seed == 9
-    with pytest.raises(ConfigError, match="--config needs a path"):
+    with failing(ConfigError, "config.path"):
         config_file(["init", "--config"])

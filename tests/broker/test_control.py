@@ -31,6 +31,7 @@ from archipelago.broker.control import (
     steered,
 )
 from archipelago.broker.errors import ConfigError, WireError
+from tests.failing import failing
 
 CONFIG = RunConfig(outer=OuterConfig(learning_rate=0.7), sync=SyncConfig(quorum=2, grace=0.5))
 RATES = st.floats(0.0, 10.0, exclude_min=True)
@@ -64,30 +65,32 @@ def test_an_empty_value_takes_a_field_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "code"),
     [
-        (OUTER_RATE, "0", "greater than 0"),
-        (OUTER_RATE, "11", "less than or equal to 10"),
-        (OUTER_RATE, "nan", "outer.learning_rate"),
-        (OUTER_RATE, "fast", "'fast'"),
-        (QUORUM, "0", "greater than or equal to 1"),
-        (QUORUM, "1.5", "'1.5'"),
-        (GRACE, "1.1", "less than or equal to 1"),
-        ("merging", "on", "'on'"),
-        ("island.oslo", "leave", "drain or expel"),
-        ("island.o/o", DRAIN, "the island name 'o/o'"),
-        ("island.", DRAIN, "the island name ''"),
-        ("inner.learning_rate", "0.1", "nothing that can be steered"),
-        ("merge", "", "nothing that can be steered"),
-        ("checkpoint", "x" * (VALUE_MAX + 1), "at most 64"),
-        ("checkpoint", "a\nb", "printable"),
+        (OUTER_RATE, "0", "control.value"),
+        (OUTER_RATE, "11", "control.value"),
+        (OUTER_RATE, "nan", "control.value"),
+        (OUTER_RATE, "fast", "control.value"),
+        (QUORUM, "0", "control.value"),
+        (QUORUM, "1.5", "control.value"),
+        (GRACE, "1.1", "control.value"),
+        ("merging", "on", "control.value"),
+        ("island.oslo", "leave", "control.value"),
+        ("island.o/o", DRAIN, "config.name"),
+        ("island.", DRAIN, "config.name"),
+        ("inner.learning_rate", "0.1", "control.unknown-field"),
+        ("merge", "", "control.unknown-field"),
+        ("checkpoint", "x" * (VALUE_MAX + 1), "control.value"),
+        ("checkpoint", "a\nb", "control.value"),
     ],
 )
-def test_what_cannot_be_wished_is_said_in_a_sentence(name: str, value: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_change_that_cannot_be_used_is_refused(name: str, value: str, code: str) -> None:
+    with failing(ConfigError, code):
         checked_changes(CONFIG, {name: value})
     if value:
-        assert said in Control.of({name: value}).faults[name] or name not in Control.of({name: value}).fields
+        control = Control.of({name: value})
+        assert name in control.faults
+        assert name not in control.fields
 
 
 @given(st.dictionaries(st.text(max_size=80), st.text(max_size=80), max_size=8))
@@ -156,7 +159,7 @@ def test_the_tape_leads_from_setting_to_setting_to_the_bit(wishes: list[dict[str
 
 @pytest.mark.parametrize("text", ["outer.learning_rate=0", "inner.steps=3", "x", "sync.quorum=", "=1"])
 def test_a_tape_with_anything_else_on_it_is_refused(text: str) -> None:
-    with pytest.raises(WireError, match="the tape's"):
+    with failing(WireError, "wire.tape"):
         after_changes(CONFIG, {}, text)
 
 
@@ -176,10 +179,10 @@ def test_a_state_that_says_nothing_of_wishes_has_none(state: str) -> None:
 # -- islands ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("wish", "said"), [(DRAIN, "stay away"), (EXPEL, "is expelled from run 'demo'")])
-def test_an_island_that_is_not_wanted_hears_how_to_be_let_in(wish: str, said: str) -> None:
+@pytest.mark.parametrize("wish", [DRAIN, EXPEL])
+def test_an_island_that_is_not_wanted_hears_how_to_be_let_in(wish: str) -> None:
     fields = {"island.oslo": wish}
-    with pytest.raises(ConfigError, match=said) as caught:
+    with failing(ConfigError, "control.unwelcome") as caught:
         require_welcome(fields, "oslo", "demo")
     assert "archipelago steer URL --run demo island.oslo=" in caught.value.remedy
     require_welcome(fields, "osl", "demo")

