@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.files import PRIVATE, write_atomically
+from archipelago.broker.files import PRIVATE, staged_folder, write_atomically
 
 
 @pytest.mark.parametrize("content", [b"bytes\x00", "text with an é\n"])
@@ -41,3 +41,15 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_staged_folder_appears_completely_or_not_at_all(tmp_path: Path) -> None:
+    with staged_folder(tmp_path / "out") as stage:
+        (stage / "file").write_text("content")
+        assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out" / "file").read_text() == "content"
+    with pytest.raises(OSError), staged_folder(tmp_path / "out"):
+        pass
+    with pytest.raises(KeyError), staged_folder(tmp_path / "other"):
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
