@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.corpus_shards import PLACES_MAX, parse_places
 from archipelago.broker.manifest import Manifest
-from archipelago.merger.admission import reason_to_refuse, version_after
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.transport import Delivery
+from archipelago.merger.admission import Inbox, reason_to_refuse, version_after
+from archipelago.merger.round_merge import RoundMerge, new_state
+from archipelago.merger.state import RunState
 from tests import samples
 
 CONFIG = RunConfig(sync=SyncConfig(staleness_cap=3), wire=WireConfig(up="float32", thin="top3"))
@@ -103,3 +108,23 @@ def test_reading_positions_are_admitted_only_for_shards_that_exist(data: str) ->
     code = code_of({"data": data})
     assert code in ("", "data")
     assert code or all(int(place.shard.rpartition("/")[2]) < SHARDS for place in parse_places(data))
+
+
+def unread() -> bytes:
+    raise AssertionError("the payload was downloaded")
+
+
+def test_a_contribution_refused_by_its_header_is_not_downloaded() -> None:
+    transport = MemoryBroker().connect("sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    epoch = transport.merger.acquire("merger", 60.0)
+    assert epoch is not None
+    state, rules = RunState(), RoundMerge.of(MANIFEST)
+    fragments = [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
+    expelled = {"b"}
+    inbox = Inbox(transport, rules, expelled.__contains__)
+    for contribution in (samples.contribution(codec="int8"), samples.contribution(island="b", sequence=1)):
+        assert inbox.receive(Delivery("1-0", contribution, download=unread), state, fragments, epoch) is None
+        assert state.has_seen(contribution.identity)
+    assert inbox.refused == 2
+    assert inbox.entries() == []
