@@ -47,10 +47,13 @@ class ChunkStore:
         self.payload_max = payload_max
 
     def place(self, name: str, payload: bytes, seconds: int = ORPHAN_SECONDS) -> dict[str, str | bytes]:
-        """Uploads a large payload as chunks that expire unless kept; the fields that say where, or the payload.
+        """Upload a large payload as chunks that expire unless they are kept.
 
-        Chunks of two uploads never share a name: whoever says something again, or creates the same run at the same
-        time, neither overwrites nor later deletes what the other entry points to.
+        Chunks of two uploads never share a name, so a repeated upload neither overwrites nor later deletes the chunks
+        of the first.
+
+        Returns:
+            The fields that point to the chunks, or that hold a small payload.
         """
         if len(payload) <= INLINE_BYTES:
             return {PAYLOAD: payload}
@@ -67,10 +70,10 @@ class ChunkStore:
     def keep(
         self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes], old: Raw | None = None
     ) -> None:
-        """Points the hash `key` at a payload that was placed, within a transaction, and lets its chunks live on.
+        """Point the hash `key` at a placed payload, within a transaction, and keep its chunks.
 
-        Of what the hash held before (`old`), the payload stays a while for whoever is reading it, and the one before
-        that goes: however fast versions follow each other, there are never more than two.
+        The previous payload (`old` holds the hash's fields) stays for a while, because readers may be downloading it.
+        The one before it is deleted, so there are never more than two versions.
         """
         old = old or {}
         kept = {PREVIOUS + name: old[name.encode()] for name in (CHUNKS, NAME) if name.encode() in old}
@@ -83,17 +86,21 @@ class ChunkStore:
             pipe.unlink(*gone)
 
     def settle(self, pipe: Any, where: Mapping[str, str | bytes]) -> None:
-        """Lets a placed payload live for as long as what the same transaction points at it with."""
+        """Keep a placed payload for as long as the entry or hash that points to it."""
         for chunk in self.placed(where):
             pipe.persist(chunk)
 
     def placed(self, where: Mapping[str, str | bytes]) -> list[str]:
-        """The chunks that `place` has just uploaded."""
+        """Return the chunks that `place` has uploaded."""
         return [self._keys.chunk(str(where[NAME]), index) for index in range(int(where.get(CHUNKS, 0)))]
 
     def fetch(self, raw: Raw, size: int, limit: int | None = None) -> bytes:
-        """The payload that `place` put away, of `size` bytes, `limit` at most (else what an honest contribution or
-        snapshot may have). Raises WireError when a chunk is gone.
+        """Return the payload that `place` stored. Raises WireError when a chunk is missing.
+
+        Args:
+            raw: The fields of the entry or hash that points to it.
+            size: Its size in bytes.
+            limit: The largest size that is accepted; the default is that of an honest contribution or snapshot.
         """
         if PAYLOAD.encode() in raw:
             return raw[PAYLOAD.encode()]
@@ -111,10 +118,10 @@ class ChunkStore:
         return payload
 
     def _bounded(self, chunks: Sequence[str], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
-        """Commands that read the chunks and never make the server send more; fewer where it has others.
+        """Return the commands that read the chunks, without making the server send larger values.
 
-        GETRANGE is a copy at the server, of which GET needs none (Valkey from 9.0); asking for all lengths first is a
-        round trip, which only a large payload is worth.
+        There are fewer commands than chunks where a chunk has another size. GETRANGE copies at the server, and GET does
+        not (Valkey from 9.0), but GET needs the lengths first: a round trip, which pays for large payloads only.
         """
         if len(chunks) <= FEW:
             return [("GETRANGE", chunk, 0, CHUNK_BYTES - 1) for chunk in chunks]
@@ -125,7 +132,7 @@ class ChunkStore:
         return [("GET", chunk) for chunk, size, found in zip(chunks, sizes, lengths, strict=True) if found == size]
 
     def keys_of(self, raw: Raw, prefix: str = "", limit: int | None = None) -> list[str]:
-        """The chunks that an entry or hash points to; `limit` as in `fetch`.
+        """Return the chunks that an entry or hash points to; `limit` is that of `fetch`.
 
         Raises WireError for a pointer that cannot be read.
         """
@@ -137,7 +144,7 @@ class ChunkStore:
         return [self._keys.chunk(name, index) for index in range(count)]
 
     def found_keys(self, raw: Raw, limit: int | None = None) -> list[str]:
-        """The same as `keys_of`; empty for a pointer that cannot be read."""
+        """Return the same as `keys_of`; nothing for a pointer that cannot be read."""
         try:
             return self.keys_of(raw, limit=limit)
         except WireError:

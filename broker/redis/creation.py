@@ -60,7 +60,7 @@ class Creation:
             raise self._exists() from None
 
     def prepared(self, image: Image) -> Callable[[Any], None]:
-        """Uploads the rest of a checkpoint; what is left to say in the transaction that makes the run."""
+        """Upload the rest of a checkpoint. Returns what the transaction that makes the run must add."""
         versions = {snapshot.fragment: snapshot.version for snapshot, _ in image.snapshots}
         outers = [
             (p, outer_fields(versions[p], data), self._chunks.place(f"o{p}.{versions[p]}", data))
@@ -81,7 +81,7 @@ class Creation:
         return fill
 
     def _fill(self, pipe: Any, image: Image) -> None:
-        """All of a checkpoint that has no payload."""
+        """Write everything of a checkpoint that has no payload."""
         pipe.set(self._keys.state, image.state)
         pipe.hset(self._keys.books, mapping={**to_fields(image.balanced_books), "round": image.round})
         if wishes := fields_in(image.state):

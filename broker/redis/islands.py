@@ -1,4 +1,4 @@
-"""What islands say: contributions, heartbeats, leases on data, and inner optimiser state for each other."""
+"""What islands write: contributions, heartbeats, shard leases, and inner optimiser state for each other."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from archipelago.broker.redis.replies import text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStream
 
+#: How long an answer waits for the island that asked.
 HANDOVER_SECONDS = 600
-"""how long an answer between islands waits for the one who asked"""
 
 
 class RedisIsland:

@@ -1,4 +1,4 @@
-"""What a merger takes from the updates stream and writes, each write in one transaction within its fence."""
+"""What a merger reads and writes. Each write is one transaction, fenced by the epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What anyone reads of a run: its manifest, events, fragments, islands, books and what waits to be merged."""
+"""What every process reads of a run, and what operators write."""
 
 from __future__ import annotations
 
