@@ -262,5 +262,5 @@ def test_the_file_gives_the_defaults_of_the_flags(tmp_path: Path) -> None:
     assert config_file(["init", "--run", "a"]) == DEFAULTS
     assert config_file(["init", "--config", str(path)]).seed == 9
     assert config_file([f"--config={path}", "init"]).seed == 9
-    with failing(ConfigError, "config.path"):
+    with failing(ConfigError, "config.no-path"):
         config_file(["init", "--config"])
