@@ -4,14 +4,14 @@ ArchipelagoError
 ├── ConfigError         a setting out of range, an unknown key, a file that is not there
 │   └── MismatchError   a worker and its run disagree; holds both values
 ├── DataError           a corpus that is missing, too small or damaged
-├── BrokerError         the Redis between the islands
+├── BrokerError         the Redis server of a run
 │   ├── BadUrlError     an address that cannot be read
-│   ├── UnreachableError  nobody answers there; `retryable` work goes on without it
+│   ├── UnreachableError  no answer; workers retry, commands give up
 │   ├── ServerTooOldError
 │   ├── UnknownRunError
 │   ├── RunExistsError
 │   └── FencedError     a newer merger holds the lease; the older one must leave
-├── DivergedError       an island whose loss is no number any more; the run goes on without it
+├── DivergedError       an island whose loss is NaN or infinite; the run goes on without it
 └── WireError           bytes from outside that do not decode; refused, never fatal
 """
 
@@ -60,7 +60,7 @@ class DataError(ArchipelagoError):
 
 
 class BrokerError(ArchipelagoError):
-    """Something about the Redis between the islands."""
+    """Something about the Redis server of a run."""
 
     code = "broker"
 
@@ -72,7 +72,7 @@ class BadUrlError(BrokerError):
 
 
 class UnreachableError(BrokerError):
-    """Nobody answers at the address, or the connection broke. Workers keep trying; commands give up."""
+    """The server does not answer, or the connection broke. Workers retry; commands give up."""
 
     code = "broker.unreachable"
 
@@ -102,7 +102,7 @@ class FencedError(BrokerError):
 
 
 class DivergedError(ArchipelagoError):
-    """An island's loss is no number any more. Its contributions are refused, so the run is none the worse."""
+    """An island's loss is NaN or infinite. Its contributions are refused, so they cannot harm the run."""
 
     code = "diverged"
 
