@@ -236,7 +236,7 @@ class ReaderClient(Protocol):
         """Return all evaluations, oldest first."""
         ...
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def record_evaluation(self, evaluation: Evaluation) -> None:
         """Append an evaluation."""
         ...
 
@@ -322,19 +322,19 @@ class IslandClient(Protocol):
         """Return the digest that the run knows for the corpus of that name; an unknown name gets this digest."""
         ...
 
-    def claim_return(self, island: str) -> tuple[int, int] | None:
+    def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
         """Return number and last round of the checkpoint that the run was restored from, once for each island."""
         ...
 
-    def ask(self, who: str) -> None:
+    def request_state(self, who: str) -> None:
         """Ask the other islands for inner optimiser state, for `who` (island/incarnation)."""
         ...
 
-    def asks(self) -> list[str]:
+    def open_requests(self) -> list[str]:
         """Return which live islands have asked and were not yet promised an answer."""
         ...
 
-    def promise(self, who: str, giver: str) -> bool:
+    def promise_answer(self, who: str, giver: str) -> bool:
         """Whether `giver` is the first to offer an answer to `who`, and should send it."""
         ...
 
@@ -346,7 +346,7 @@ class IslandClient(Protocol):
         """Return the answer if it has arrived. Raises WireError for a damaged one."""
         ...
 
-    def withdraw(self, who: str) -> None:
+    def withdraw_request(self, who: str) -> None:
         """Delete the question of `who` and its answer."""
         ...
 

@@ -163,7 +163,7 @@ def _run(
         prepared = prepare(manifest, options.corpus)
     awaited(partial(register_text, prepared.corpus, transport, options.corpus))
     store = IslandStore(folder, manifest)
-    returned = awaited(lambda: transport.island.claim_return(name))
+    returned = awaited(lambda: transport.island.claim_checkpoint(name))
     whole = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
     link = prepared.link(transport, f"{name}/{incarnation}")

@@ -63,7 +63,7 @@ class Rejoin:
         try:
             presences = self.transport.reader.presences()
             if peers and island.ledger.global_step and recovery.peers(presences, island.name):
-                self.transport.island.ask(self.who)
+                self.transport.island.request_state(self.who)
                 self._asked = True
         except BrokerError as error:
             log.warning("no peer can be asked for optimiser state: %s", error.what)
@@ -113,7 +113,7 @@ class Rejoin:
         """Withdraw the question to the peers."""
         try:
             if self._asked:
-                self.transport.island.withdraw(self.who)
+                self.transport.island.withdraw_request(self.who)
         except BrokerError as error:
             log.warning("a peer may answer in vain: %s", error.what)
 

@@ -99,7 +99,7 @@ def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
     assert epoch is not None
     first, *_ = transport.merger.updates(0.0)
     transport.merger.commit(epoch, commit([first.entry]))
-    transport.reader.evaluated(evaluation)
+    transport.reader.record_evaluation(evaluation)
     return transport
 
 

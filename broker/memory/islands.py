@@ -71,39 +71,39 @@ class MemoryIsland:
         with self._broker.opened(self._run) as run:
             return run.corpora.setdefault(name, digest)
 
-    def claim_return(self, island: str) -> tuple[int, int] | None:
+    def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
         with self._broker.opened(self._run) as run:
             if run.restored is None or island in run.returned:
                 return None
             run.returned.add(island)
             return run.restored
 
-    def ask(self, who: str) -> None:
+    def request_state(self, who: str) -> None:
         with self._broker.opened(self._run) as run:
-            run.asks.setdefault(who, "")
+            run.requests.setdefault(who, "")
 
-    def asks(self) -> list[str]:
+    def open_requests(self) -> list[str]:
         with self._broker.opened(self._run) as run:
             live = run.live(self._broker.clock())
-            return sorted(who for who, giver in run.asks.items() if not giver and who in live)
+            return sorted(who for who, giver in run.requests.items() if not giver and who in live)
 
-    def promise(self, who: str, giver: str) -> bool:
+    def promise_answer(self, who: str, giver: str) -> bool:
         with self._broker.opened(self._run) as run:
-            if run.asks.get(who) != "":
+            if run.requests.get(who) != "":
                 return False
-            run.asks[who] = giver
+            run.requests[who] = giver
             return True
 
     def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
         with self._broker.opened(self._run) as run:
-            if who in run.asks:
+            if who in run.requests:
                 run.handovers[who] = (handover, payload)
 
     def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
         with self._broker.opened(self._run) as run:
             return run.handovers.get(who)
 
-    def withdraw(self, who: str) -> None:
+    def withdraw_request(self, who: str) -> None:
         with self._broker.opened(self._run) as run:
-            run.asks.pop(who, None)
+            run.requests.pop(who, None)
             run.handovers.pop(who, None)

@@ -94,7 +94,7 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return list(run.evaluations)
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def record_evaluation(self, evaluation: Evaluation) -> None:
         with self._broker.opened(self._run) as run:
             run.evaluations.append(evaluation)
 

@@ -53,7 +53,7 @@ class MemoryRun:
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
     holders: dict[str, str] = field(default_factory=dict)
     corpora: dict[str, str] = field(default_factory=dict)
-    asks: dict[str, str] = field(default_factory=dict)
+    requests: dict[str, str] = field(default_factory=dict)
     handovers: dict[str, tuple[Handover, bytes]] = field(default_factory=dict)
     actions: list[tuple[int, Actions]] = field(default_factory=list)
     next_actions: int = 1

@@ -120,7 +120,7 @@ class RedisIsland:
             self._redis.hsetnx(self._keys.data, CORPUS + name, digest)
             return str(self._redis.hget(self._keys.data, CORPUS + name).decode())
 
-    def claim_return(self, island: str) -> tuple[int, int] | None:
+    def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
         with self._connection.translated():
             number, last_round = self._redis.hmget(self._keys.restored, "number", "round")
             if number is None or not self._redis.hsetnx(self._keys.restored, f"by.{island}", 1):
@@ -129,37 +129,37 @@ class RedisIsland:
 
     # -- between islands --------------------------------------------------------------------------------------------
 
-    def ask(self, who: str) -> None:
+    def request_state(self, who: str) -> None:
         with self._connection.transaction() as pipe:
-            pipe.hsetnx(self._keys.asks, who, "")
-            pipe.expire(self._keys.asks, REMEMBER_SECONDS)  # whoever asked and died leaves nothing for good
+            pipe.hsetnx(self._keys.requests, who, "")
+            pipe.expire(self._keys.requests, REMEMBER_SECONDS)  # whoever asked and died leaves nothing for good
             pipe.execute()
 
-    def asks(self) -> list[str]:
+    def open_requests(self) -> list[str]:
         with self._connection.translated():
-            found = text_fields(self._redis.hgetall(self._keys.asks))
+            found = text_fields(self._redis.hgetall(self._keys.requests))
         waiting = [who for who, giver in found.items() if not giver]
         live = self._live() if waiting else frozenset()
         return sorted(who for who in waiting if who in live)
 
-    def promise(self, who: str, giver: str) -> bool:
+    def promise_answer(self, who: str, giver: str) -> bool:
         def offer(pipe: Any) -> bool:
-            if pipe.hget(self._keys.asks, who) != b"":
+            if pipe.hget(self._keys.requests, who) != b"":
                 return False
             pipe.multi()
-            pipe.hset(self._keys.asks, who, giver)
+            pipe.hset(self._keys.requests, who, giver)
             return True
 
-        return bool(self._connection.attempted(self._keys.asks, offer))
+        return bool(self._connection.attempted(self._keys.requests, offer))
 
     def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
         with self._connection.translated():
-            if not self._redis.hexists(self._keys.asks, who):
+            if not self._redis.hexists(self._keys.requests, who):
                 return
             where = self._chunks.place(f"h.{handover.giver}.{handover.incarnation}", payload, HANDOVER_SECONDS)
 
         def answer(pipe: Any) -> None:
-            if not pipe.hexists(self._keys.asks, who):
+            if not pipe.hexists(self._keys.requests, who):
                 return
             key = self._keys.handover(who)
             pipe.multi()
@@ -168,7 +168,7 @@ class RedisIsland:
             for name in (key, *self._chunks.placed(where)):  # from now on, however long the upload took
                 pipe.expire(name, HANDOVER_SECONDS)
 
-        self._connection.attempted(self._keys.asks, answer)
+        self._connection.attempted(self._keys.requests, answer)
 
     def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
         with self._connection.translated():
@@ -183,12 +183,12 @@ class RedisIsland:
             )
         return handover, payload
 
-    def withdraw(self, who: str) -> None:
+    def withdraw_request(self, who: str) -> None:
         key = self._keys.handover(who)
         with self._connection.translated():
             chunks = self._chunks.found_keys(self._redis.hgetall(key), self._handover_max())
             with self._redis.pipeline(transaction=True) as pipe:
-                pipe.hdel(self._keys.asks, who)
+                pipe.hdel(self._keys.requests, who)
                 pipe.unlink(key, *chunks)
                 pipe.execute()
 

@@ -39,7 +39,7 @@ class Keys:
         self.manifest = f"{self.tag}:manifest"
         self.data = f"{self.tag}:data"
         self.actions = f"{self.tag}:actions"
-        self.asks = f"{self.tag}:asks"
+        self.requests = f"{self.tag}:asks"
         self.restored = f"{self.tag}:restored"
         self.evaluations = f"{self.tag}:evaluations"
         self.control = f"{self.tag}:control"
@@ -59,7 +59,16 @@ class Keys:
         """
         outers = [self.outer(fragment) for fragment in range(fragments)]
         merger = [self.updates, self.snapshots, self.tape, self.state, self.books, *outers]
-        return [*merger, self.data, self.evaluations, self.actions, self.asks, self.restored, self.control, self.notes]
+        return [
+            *merger,
+            self.data,
+            self.evaluations,
+            self.actions,
+            self.requests,
+            self.restored,
+            self.control,
+            self.notes,
+        ]
 
     def island(self, island: str) -> str:
         """Return the key of one island's heartbeat."""

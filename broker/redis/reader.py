@@ -198,7 +198,7 @@ class RedisReader:
         with self._connection.translated():
             self._redis.xadd(self._keys.notes, to_fields(note), maxlen=NOTES_KEPT, approximate=False)
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def record_evaluation(self, evaluation: Evaluation) -> None:
         with self._connection.translated():
             self._redis.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
 

@@ -233,8 +233,8 @@ class Link:
     def _offer_help(self) -> None:
         if self._beat is None or self._beat.state != "training":
             return
-        for who in self.transport.island.asks():
-            if who != self.who and self.transport.island.promise(who, self.who):
+        for who in self.transport.island.open_requests():
+            if who != self.who and self.transport.island.promise_answer(who, self.who):
                 self._asked_by.append(who)
 
     # -- threads ------------------------------------------------------------------------------------------------------

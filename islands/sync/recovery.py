@@ -143,4 +143,4 @@ def receive(
                 return None
             pause(POLL_SECONDS)
     finally:
-        transport.island.withdraw(who)
+        transport.island.withdraw_request(who)

@@ -101,7 +101,7 @@ def evaluator(transport: ReaderTransport, curves: CurveWriter | None = None) -> 
         right = 100 * measured.accuracy
         log.info("round %s: %.4f bits a target, %.1f %% right", number, measured.bits, right, extra={"round": number})
         found = Evaluation(number, step, tokens, time.time(), measured.bits)
-        transport.reader.evaluated(found)
+        transport.reader.record_evaluation(found)
         if curves is not None:
             curves.put(tokens, {"bits_per_byte": found.bits_per_byte, "accuracy": measured.accuracy, "round": number})
         return found

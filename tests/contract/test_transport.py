@@ -268,7 +268,7 @@ def test_heartbeats_replace_each_other(transport: Transport, connections: Connec
 
 def test_evaluations_are_kept_in_order(transport: Transport) -> None:
     for n in range(3):
-        transport.reader.evaluated(Evaluation(n, n, 10 * n, 1.7e9, 5.0 - n))
+        transport.reader.record_evaluation(Evaluation(n, n, 10 * n, 1.7e9, 5.0 - n))
     assert [e.bits_per_byte for e in transport.reader.evaluations()] == [5.0, 4.0, 3.0]
 
 
@@ -290,9 +290,9 @@ def test_a_fresh_run_has_nothing(transport: Transport) -> None:
     assert (transport.reader.backlog(), transport.reader.pending()) == (0, Pending(0, 0))
     assert transport.reader.cursors() == {}
     assert transport.merger.actions(START) == []
-    assert transport.island.asks() == []
+    assert transport.island.open_requests() == []
     assert transport.island.handed_over("a/x") is None
-    assert transport.island.claim_return("a") is None
+    assert transport.island.claim_checkpoint("a") is None
     assert transport.merger.read([]) == []
 
 
@@ -538,27 +538,27 @@ def test_memory_is_a_number_of_bytes(transport: Transport) -> None:
 
 def test_who_is_alive_and_asked_is_promised_one_answer(transport: Transport, connections: Connect) -> None:
     other = connections()
-    transport.island.ask("a/x")
-    assert other.island.asks() == []  # it says that it waits, and not that it lives
+    transport.island.request_state("a/x")
+    assert other.island.open_requests() == []  # it says that it waits, and not that it lives
     transport.island.heartbeat(samples.heartbeat(state="joining"))
     transport.island.heartbeat(samples.heartbeat("c", state="left"))
-    transport.island.ask("c/x")
-    transport.island.ask("a/older")
-    assert other.island.asks() == ["a/x"]
-    assert other.island.promise("a/x", "b/y")
-    assert not transport.island.promise("a/x", "c/z")
-    transport.island.ask("a/x")  # said again
-    assert other.island.asks() == []
-    assert not other.island.promise("nobody/x", "b/y")
+    transport.island.request_state("c/x")
+    transport.island.request_state("a/older")
+    assert other.island.open_requests() == ["a/x"]
+    assert other.island.promise_answer("a/x", "b/y")
+    assert not transport.island.promise_answer("a/x", "c/z")
+    transport.island.request_state("a/x")  # said again
+    assert other.island.open_requests() == []
+    assert not other.island.promise_answer("nobody/x", "b/y")
 
 
 def test_only_one_promises(transport: Transport, connections: Connect) -> None:
     for n in range(4):
-        transport.island.ask(f"a/{n}")
+        transport.island.request_state(f"a/{n}")
     givers: list[str] = []
 
     def offer(island: Transport, me: str) -> None:
-        givers.extend(who for who in ("a/0", "a/1", "a/2", "a/3") if island.island.promise(who, me))
+        givers.extend(who for who in ("a/0", "a/1", "a/2", "a/3") if island.island.promise_answer(who, me))
 
     threads = [threading.Thread(target=offer, args=(connections(), f"b/{n}")) for n in range(4)]
     for thread in threads:
@@ -571,24 +571,24 @@ def test_only_one_promises(transport: Transport, connections: Connect) -> None:
 @BOTH_SIZES
 def test_an_answer_waits_for_the_one_who_asked(transport: Transport, connections: Connect, payload: bytes) -> None:
     giver, given = connections(), (samples.handover(payload), payload)
-    transport.island.ask("a/x")
-    transport.island.ask("a/z")
+    transport.island.request_state("a/x")
+    transport.island.request_state("a/z")
     assert transport.island.handed_over("a/x") is None
-    giver.island.promise("a/x", "b/y")
+    giver.island.promise_answer("a/x", "b/y")
     giver.island.hand_over("a/x", *given)
     assert transport.island.handed_over("a/x") == transport.island.handed_over("a/x") == given
     assert transport.island.handed_over("a/z") is None
-    transport.island.withdraw("a/x")
+    transport.island.withdraw_request("a/x")
     assert transport.island.handed_over("a/x") is None
-    assert not giver.island.promise("a/x", "b/y")
-    assert giver.island.promise("a/z", "b/y")
-    transport.island.withdraw("a/x")
+    assert not giver.island.promise_answer("a/x", "b/y")
+    assert giver.island.promise_answer("a/z", "b/y")
+    transport.island.withdraw_request("a/x")
 
 
 @BOTH_SIZES
 def test_an_answer_to_nobody_goes_nowhere(transport: Transport, payload: bytes) -> None:
     transport.island.hand_over("a/x", samples.handover(payload), payload)
-    transport.island.ask("a/x")
+    transport.island.request_state("a/x")
     assert transport.island.handed_over("a/x") is None
 
 
@@ -636,15 +636,15 @@ def test_a_run_that_is_there_is_not_restored_over(transport: Transport, connecti
         connections().restore(samples.image(transport.reader.manifest(), []))
     assert transport.reader.fragment(0) == samples.first_snapshots(transport.reader.manifest())[0]
     assert (transport.reader.backlog(), transport.reader.books().merged) == (1, 0)
-    assert transport.island.claim_return("a") is None
+    assert transport.island.claim_checkpoint("a") is None
 
 
 def test_an_island_returns_to_a_restored_run_once(connections: Connect) -> None:
     made = connections()
     made.restore(samples.image(samples.manifest(made.run), []))
-    assert made.island.claim_return("a") == (3, 1)
-    assert connections().island.claim_return("a") is None
-    assert connections().island.claim_return("b") == (3, 1)
+    assert made.island.claim_checkpoint("a") == (3, 1)
+    assert connections().island.claim_checkpoint("a") is None
+    assert connections().island.claim_checkpoint("b") == (3, 1)
 
 
 def test_differences_lead_from_version_to_version(transport: Transport, connections: Connect) -> None:

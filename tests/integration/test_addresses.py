@@ -242,8 +242,8 @@ def test_a_round_through_each_address(url: str) -> None:
         snapshot, payload = island.reader.fragment(0)
         assert (snapshot.version, payload) == (1, LARGE[::-1])
         assert island.reader.books().merged == 1
-        island.island.ask("a/x")
-        assert merger.island.promise("a/x", "b/y")
+        island.island.request_state("a/x")
+        assert merger.island.promise_answer("a/x", "b/y")
         merger.island.hand_over("a/x", samples.handover(LARGE), LARGE)
         assert island.island.handed_over("a/x") == (samples.handover(LARGE), LARGE)
     finally:

@@ -52,7 +52,7 @@ def test_who_is_turned_away_has_claimed_nothing(wish: str, url: str, transport: 
     transport.reader.steer({"island.oslo": wish})
     with failing(ConfigError, "control.unwelcome"):
         run(url, tmp_path)
-    assert transport.island.claim_return("oslo") == (3, 1)
+    assert transport.island.claim_checkpoint("oslo") == (3, 1)
 
 
 def drawn(folder: Path) -> list[Event]:

@@ -87,7 +87,7 @@ def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameter
         assert own.tobytes() == merged.tobytes() != gave.tobytes()
     assert [count.steps for count in island.ledger.counts] == [0, 0]
     run = bay.broker.runs["tiny"]
-    assert (run.asks, run.handovers) == ({}, {})
+    assert (run.requests, run.handovers) == ({}, {})
 
 
 def test_the_givers_actions_up_to_its_gift_are_recorded() -> None:
@@ -145,7 +145,7 @@ def test_no_peer_is_asked_at_the_beginning_of_a_run() -> None:
     peer = bay.island("giver")
     bay.boundary(peer)  # it trains, and nothing is merged yet
     island, rejoin = returning(bay)
-    assert bay.broker.runs["tiny"].asks == {}
+    assert bay.broker.runs["tiny"].requests == {}
     rejoin.complete(None)
     assert island.moments == "fresh"
     assert island.ledger.global_step == 0
@@ -161,7 +161,7 @@ def test_a_peer_that_does_not_answer_costs_ten_seconds_and_no_more(tmp_path: Pat
     assert island.moments == "fresh"
     assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
     assert 10.0 <= bay.clock.now - began < 11.0
-    assert bay.broker.runs["tiny"].asks == {}
+    assert bay.broker.runs["tiny"].requests == {}
 
 
 # -- from its own checkpoint ----------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, faul
     rejoin.complete(None)
     assert island.moments == "own checkpoint"
     assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
-    assert bay.broker.runs["tiny"].asks == {}
+    assert bay.broker.runs["tiny"].requests == {}
 
 
 def test_without_peers_and_checkpoints_moments_are_fresh(tmp_path: Path) -> None:
@@ -357,11 +357,11 @@ def test_a_restored_island_withdraws_its_question(tmp_path: Path) -> None:
     peer = again.island("giver")
     again.boundary(peer)
     _, rejoin = returning(again, "a", store)
-    assert again.broker.runs["tiny"].asks
+    assert again.broker.runs["tiny"].requests
     rejoin.complete(store.find(3))
     again.boundary(peer)
     run = again.broker.runs["tiny"]
-    assert (run.asks, run.handovers) == ({}, {})
+    assert (run.requests, run.handovers) == ({}, {})
 
 
 def test_a_shard_that_another_island_leases_by_now_is_given_up(tmp_path: Path) -> None:

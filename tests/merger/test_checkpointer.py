@@ -58,7 +58,7 @@ def test_a_cut_is_the_run_between_two_rounds() -> None:
     simulated = SimulatedBroker(quorum=2)
     merger = serving(simulated, store)
     evaluation = Evaluation(1, 4, 100, 1.7e9, 5.0)
-    simulated.transport.reader.evaluated(evaluation)
+    simulated.transport.reader.record_evaluation(evaluation)
     simulated.play(merger, 1)
     merger.checkpoint()
     image = store.images[1]

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 REPEATED = frozenset(["publish", "heartbeat", "record_actions", "hand_over"])
 FENCED = frozenset(["renew", "announce", "refuse", "commit", "trim", "release"])
 #: `updates` is among them: an entry that it delivers to a process that no longer waits goes to no other process.
-WRITES = REPEATED | FENCED | {"lease_shard", "ask", "promise", "withdraw", "acquire", "updates"}
+WRITES = (
+    REPEATED | FENCED | {"lease_shard", "request_state", "promise_answer", "withdraw_request", "acquire", "updates"}
+)
 
 
 NOTHING, TAIL, EVERYTHING = "nothing", "tail", "everything"

@@ -120,7 +120,7 @@ class IslandProcess(Process):
         simulation.births += 1
         self.store = IslandDisk(simulation.island_disks.setdefault(name, {}), simulation.manifest, simulation.may_crash)
         self.jobs = self.store.jobs
-        returned = self.connection.island.claim_return(name)
+        returned = self.connection.island.claim_checkpoint(name)
         whole = self.store.find(*returned) if returned else None
         self.incarnation = f"i{simulation.births}"
         self.who = f"{name}/{self.incarnation}"

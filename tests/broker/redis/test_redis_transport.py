@@ -842,13 +842,13 @@ def test_memory_where_nobody_knows_it(tmp_path: Path) -> None:
 
 def test_a_handover_expires(transport: RedisTransport, raw: Any) -> None:
     before = keys(raw, transport.run)
-    transport.island.ask("a/x")
+    transport.island.request_state("a/x")
     transport.island.hand_over("a/x", samples.handover(LARGE), LARGE)
-    made = {key for key in keys(raw, transport.run) - before if key != Keys(transport.run).asks}
+    made = {key for key in keys(raw, transport.run) - before if key != Keys(transport.run).requests}
     assert len(made) == 1 + 3
     assert all(0 < raw.ttl(key) <= islands.HANDOVER_SECONDS for key in made)
-    assert raw.ttl(Keys(transport.run).asks) > 3600
-    transport.island.withdraw("a/x")
+    assert raw.ttl(Keys(transport.run).requests) > 3600
+    transport.island.withdraw_request("a/x")
     assert keys(raw, transport.run) == before
 
 
@@ -874,13 +874,13 @@ def test_two_islands_with_dots_in_their_names_have_two_answers() -> None:
 def test_a_damaged_answer_is_an_error_and_can_be_withdrawn(
     transport: RedisTransport, raw: Any, damage: Callable[[Any, str, str], object], code: str
 ) -> None:
-    transport.island.ask("a/x")
+    transport.island.request_state("a/x")
     before = chunk_keys(raw, transport.run)
     transport.island.hand_over("a/x", samples.handover(LARGE), LARGE)
     damage(raw, Keys(transport.run).handover("a/x"), min(chunk_keys(raw, transport.run) - before))
     with failing(WireError, code):
         transport.island.handed_over("a/x")
-    transport.island.withdraw("a/x")
+    transport.island.withdraw_request("a/x")
     assert transport.island.handed_over("a/x") is None
 
 
@@ -888,7 +888,7 @@ def test_an_answer_may_hold_two_moments_a_parameter(transport: RedisTransport) -
     """And so be larger than any contribution or snapshot."""
     payload = bytes(12 * transport.reader.manifest().parameters)
     assert len(payload) > transport.chunks.payload_max()
-    transport.island.ask("a/x")
+    transport.island.request_state("a/x")
     transport.island.hand_over("a/x", samples.handover(payload), payload)
     assert transport.island.handed_over("a/x") == (samples.handover(payload), payload)
     assert transport.island._handover_max() == len(payload) + (1 << 20)
@@ -983,7 +983,7 @@ def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) 
         transport.merger.refuse(epoch, [(refused.entry, REFUSAL)])
         transport.island.record_actions(samples.actions(number))
         entries.append(merged.entry)
-    transport.island.claim_return("a")
+    transport.island.claim_checkpoint("a")
     transport.merger.trim(epoch, entries, transport.merger.actions(START)[-2][0])
     wanted = wanted_chunks(raw, run, 2)
     assert len(wanted) == 2 * (3 + 5)
@@ -1051,10 +1051,10 @@ def test_the_keys_of_each_transaction_share_one_hash_tag(connections: Connect) -
     merger.announce(epoch, Call(1, 0))
     merger.trim(epoch, [entries[0]], merger.actions(START)[0][0])
     transport.reader.steer({"merging": "paused", "checkpoint": ""})
-    island.ask("b/y")
-    island.promise("b/y", "a/x")
+    island.request_state("b/y")
+    island.promise_answer("b/y", "a/x")
     island.hand_over("b/y", samples.handover(LARGE), LARGE)
-    island.withdraw("b/y")
+    island.withdraw_request("b/y")
     merger.release(epoch)
     named = [keys for keys in spying.transactions if keys]
     assert len(named) >= 12
@@ -1146,7 +1146,7 @@ def test_a_run_whose_manifest_was_deleted_begins_anew(transport: RedisTransport,
     transport.island.publish(samples.contribution(), b"payload", samples.actions())
     transport.merger.commit(epoch, samples.commit([], cursors={"0": (1, 2)}))
     transport.island.register_corpus("site", "1" * 32)
-    transport.island.ask("a/x")
+    transport.island.request_state("a/x")
     raw.hset(Keys(transport.run).restored, mapping={"number": 3})
     raw.delete(Keys(transport.run).manifest)
     manifest = samples.manifest(transport.run)
@@ -1157,13 +1157,13 @@ def test_a_run_whose_manifest_was_deleted_begins_anew(transport: RedisTransport,
         b"",
         0,
     )
-    assert (transport.merger.actions(START), transport.reader.cursors(), transport.island.claim_return("a")) == (
+    assert (transport.merger.actions(START), transport.reader.cursors(), transport.island.claim_checkpoint("a")) == (
         [],
         {},
         None,
     )
     assert transport.island.register_corpus("site", "2" * 32) == "2" * 32
-    assert transport.island.promise("a/x", "b/y") is False
+    assert transport.island.promise_answer("a/x", "b/y") is False
     assert transport.reader.fragment(0) == samples.first_snapshots(manifest)[0]
     transport.merger.release(epoch)
     assert transport.merger.acquire("another", 1.0) == epoch + 1  # an older merger may still be alive: it stays fenced
@@ -1201,7 +1201,7 @@ def test_a_run_is_created_while_it_is_restored(connections: Connect, raw: Any, m
     monkeypatch.setattr(loser.creation, "prepared", prepared_late)
     with pytest.raises(RunExistsError):
         loser.restore(samples.image(manifest, [(samples.contribution(LARGE), LARGE)], outer=LARGE))
-    assert (winner.reader.backlog(), winner.reader.merger_state(), winner.island.claim_return("a")) == (0, "", None)
+    assert (winner.reader.backlog(), winner.reader.merger_state(), winner.island.claim_checkpoint("a")) == (0, "", None)
     assert lasting_chunks(raw, winner.run) == wanted_chunks(raw, winner.run, 2)
 
 

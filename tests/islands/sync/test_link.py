@@ -653,7 +653,7 @@ MOMENTS = {"mu": jnp.asarray([1.5, -2.25], jnp.float32), "count": jnp.asarray(3,
 def ask(shore: Shore, who: str = "new/z") -> None:
     island, _, incarnation = who.partition("/")
     shore.transport.island.heartbeat(samples.heartbeat(island, "joining", incarnation=incarnation))
-    shore.transport.island.ask(who)
+    shore.transport.island.request_state(who)
 
 
 def test_one_peer_promises_an_answer_and_is_asked_once(shore: Shore) -> None:
@@ -680,7 +680,7 @@ def test_an_island_does_not_answer_itself_and_not_before_it_trains(shore: Shore)
     ask(shore)
     hold_on_to(link, "joining")
     assert link.take().asked_by == []
-    assert shore.transport.island.asks() == ["a/x", "new/z"]
+    assert shore.transport.island.open_requests() == ["a/x", "new/z"]
 
 
 def test_a_gift_is_handed_over_with_the_actions_before_it(shore: Shore) -> None:

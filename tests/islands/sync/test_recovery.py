@@ -178,7 +178,7 @@ class Waiting:
         self.transport = self.broker.connect("sample")
         self.transport.create(manifest, samples.first_snapshots(manifest))
         self.transport.island.heartbeat(samples.heartbeat("new", "joining", incarnation="z"))
-        self.transport.island.ask("new/z")
+        self.transport.island.request_state("new/z")
         self.beats = self.pauses = 0
         self.meanwhile: Callable[[int], object] = lambda number: None
 
@@ -199,7 +199,7 @@ class Waiting:
 
     def assert_withdrawn(self) -> None:
         run = self.broker.runs["sample"]
-        assert (run.asks, run.handovers) == ({}, {})
+        assert (run.requests, run.handovers) == ({}, {})
 
 
 def test_an_answer_is_awaited_and_removed() -> None:

@@ -81,7 +81,7 @@ def a_run(broker: MemoryBroker) -> MemoryTransport:
     transport.merger.commit(epoch, samples.commit([merged]))
     transport.merger.refuse(epoch, [(refused, Refusal("b", "x", 0, 1, 0, 100, "the digest is wrong"))])
     transport.island.publish(samples.contribution(sequence=1), b"payload")
-    transport.reader.evaluated(Evaluation(1, 4, 100, 1.7e9, 5.0))
+    transport.reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0))
     transport.reader.note(Note(990.0, "merger", "served", "in epoch 1"))
     return transport
 

@@ -304,7 +304,7 @@ def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     assert watch.error
     flaky.silent = False
     closed(flaky, 3)
-    flaky.reader.evaluated(Evaluation(3, 1, 1, NOW, 2.5))
+    flaky.reader.record_evaluation(Evaluation(3, 1, 1, NOW, 2.5))
     assert watch.read()
     assert (watch.silent_since, watch.error) == (0.0, "")
     assert watch.latest is not None

@@ -39,7 +39,7 @@ def fill(transport: Any) -> None:
         entry = transport.island.publish(samples.contribution(sequence=number), b"payload")
         transport.merger.updates(0.0)
         transport.merger.commit(epoch, samples.commit([entry], round_number=number))
-        transport.reader.evaluated(Evaluation(number, 4 * number, 100 * number, 1.7e9, 8.0 / number))
+        transport.reader.record_evaluation(Evaluation(number, 4 * number, 100 * number, 1.7e9, 8.0 / number))
 
 
 def inlined(text: str) -> Any:
