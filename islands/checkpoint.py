@@ -1,9 +1,9 @@
 """Checkpoints of an island on its disk, written and retained by Orbax.
 
-An island takes one whenever the merger takes one (`Marker`), and one when it leaves. There are two ways back. An
-island that rejoins a run takes only its inner optimiser state and its totals; parameters come from the merger. When a
-whole run goes back to a checkpoint, its islands restore theirs of the same number: parameters with their
-unmerged progress, counts, the position in the text, and the contributions in flight.
+An island takes one whenever the merger takes one (`Marker`), and one when it leaves. There are two ways to
+restore one. An island that rejoins a run restores only its inner optimiser state and its totals; parameters come from
+the merger. When a whole run goes back to a checkpoint, each island restores its own checkpoint of the same number:
+parameters with unmerged progress, counts, the position in the text, and the contributions in flight.
 
 A checkpoint has three Orbax items: `arrays`, the tree of the inner state and the references, `payloads`, and `rest`,
 JSON. Plain Orbax restores them.
@@ -35,7 +35,7 @@ from archipelago.islands.sync.outbox import Draft, Published
 from archipelago.islands.worker import Island
 
 KEPT = 3
-#: Stands for the number of a checkpoint that was taken on leaving.
+#: The number of a checkpoint that the island takes when it leaves.
 LEAVING = 0
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class Found:
         return int(self.rest["done"])
 
     @property
-    def untold(self) -> list[Actions]:
-        """The actions before it that the broker may not have. Raises WireError."""
+    def unsent_actions(self) -> list[Actions]:
+        """The actions before the checkpoint that the broker may not have. Raises WireError."""
         return [from_fields(Actions, fields) for fields in self.rest["untold"]]
 
 
@@ -119,7 +119,7 @@ class IslandStore:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def save(self, taken: IslandCut) -> None:
-        """Write a checkpoint. If the disk cannot take it, training goes on without."""
+        """Write a checkpoint. A failure is logged, and training continues."""
         import orbax.checkpoint as ocp  # imported late: it takes most of a second, and not every run needs it
 
         try:
@@ -136,7 +136,7 @@ class IslandStore:
             with self._manager() as manager:
                 newest = manager.latest_step()
                 manager.save(
-                    # Not the global step: an island that rejoins begins at the merger's, which may be an earlier one.
+                    # This is not the global step, because a rejoining island may start at an earlier one.
                     0 if newest is None else newest + 1,
                     args=ocp.args.Composite(
                         rest=ocp.args.JsonSave(rest),
@@ -147,12 +147,12 @@ class IslandStore:
                 )
                 manager.wait_until_finished()
         except FILE_FAULTS as error:
-            self._warn(f"no checkpoint in {self.folder}, training goes on: {in_words(error)}. {remedy(error)}")
+            self._warn(f"no checkpoint in {self.folder}, training continues: {in_words(error)}. {remedy(error)}")
         else:
             self._trouble = ""
 
     def _warn(self, trouble: str) -> None:
-        """Log a trouble once, until it changes or is over."""
+        """Log a warning. A repeat of the last one is logged at debug level."""
         log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, "%s", trouble)
         self._trouble = trouble
 
@@ -175,8 +175,8 @@ class IslandStore:
         """Return the newest sound checkpoint of this run, or None.
 
         Args:
-            number: The number that it must have. Two mergers that meet may give a number twice.
-            last_round: The last closed round that it may know.
+            number: The number that it must have. Two mergers may use the same number, hence `last_round`.
+            last_round: The last closed round that it may contain.
         """
 
         def fits(found: Found) -> bool:
@@ -197,10 +197,10 @@ class IslandStore:
                     if rest["rest_digest"] != _rest_digest(rest):
                         raise ValueError("its JSON is damaged")
                     found = Found(step, rest)
-                    ours = (rest["run"], rest["tree"]) == (self.manifest.run, self.manifest.tree_digest)
-                    if not ours:
+                    is_ours = (rest["run"], rest["tree"]) == (self.manifest.run, self.manifest.tree_digest)
+                    if not is_ours:
                         log.warning("skipping checkpoint %s in %s: it belongs to another run", step, self.folder)
-                    if ours and wanted(found):
+                    if is_ours and wanted(found):
                         yield found
                 except FILE_FAULTS as error:
                     self._skip(step, in_words(error))
@@ -217,7 +217,7 @@ class IslandStore:
         return None
 
     def restore_whole(self, found: Found, island: Island) -> bool:
-        """Restore the whole state of the island under its new incarnation, as the run has gone back; return success."""
+        """Restore the island's whole state under its new incarnation. Return False if the checkpoint is damaged."""
         host = self._arrays(found, island)
         payloads = self._payloads(found)
         if host is None or payloads is None:
@@ -286,5 +286,5 @@ def _digest(host: dict[str, Any]) -> str:
 
 
 def _rest_digest(rest: dict[str, Any]) -> str:
-    told = {key: value for key, value in rest.items() if key != "rest_digest"}
-    return digest(json.dumps(told, sort_keys=True).encode())
+    covered = {key: value for key, value in rest.items() if key != "rest_digest"}
+    return digest(json.dumps(covered, sort_keys=True).encode())

@@ -25,7 +25,7 @@ def describe(run: str, config: RunConfig, corpus: Corpus) -> Manifest:
 
 
 def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
-    """Fill in the vocabulary of the corpus's tokenizer and the learning rate of the model's size if not set."""
+    """Return the config with the tokenizer's vocabulary and the model's learning rate where these are not set."""
     if config.inner.learning_rate is None:
         config = replace(config, inner=replace(config.inner, learning_rate=learning_rate(config.model.size)))
     if not corpus.tokenizer or config.model.vocabulary != BYTES:
@@ -49,9 +49,9 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
             code="config.vocabulary",
         )
     if tokenizer is not None and corpus.tokenizer != tokenizer:
-        mine, theirs = (f"the tokenizer {name}" if name else "bytes" for name in (corpus.tokenizer, tokenizer))
+        own, expected = (f"the tokenizer {name}" if name else "bytes" for name in (corpus.tokenizer, tokenizer))
         raise ConfigError(
-            f"the corpus {corpus.name!r} is made of {mine}, and the run's of {theirs}",
+            f"the corpus {corpus.name!r} is made of {own}, and the run's of {expected}",
             "Tokens must mean the same on all islands: name a corpus that the run's tokenizer made.",
             code="config.tokenizer",
         )

@@ -1,4 +1,4 @@
-"""How many inner steps one dispatch should make, measured on the present device."""
+"""Measure how many inner steps one dispatch should make on this device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.worker import Island
 
-#: Longer steps hide their dispatch, and single steps let an island answer calls sooner.
+#: Longer steps hide the cost of their dispatch, so they are dispatched singly. Calls are then answered sooner.
 DISPATCH_MATTERS_SECONDS = 0.02
 #: The longest time between two step boundaries when several steps are made at once.
 BOUNDARY_SECONDS = 0.04
@@ -30,7 +30,7 @@ def best_scan_steps(island: Island) -> int:
 
 
 def _seconds_a_step(island: Island, scan_steps: int) -> float:
-    """Return the best time of several calls on copies, after one that compiles."""
+    """Return the shortest time of a step over several calls on copies, after one call that compiles."""
     data = island.config.data
     batch = jax.device_put(np.zeros((scan_steps, data.batch_size, data.sequence_length + 1), island.batches.dtype))
     state = device_copy(island.inner)

@@ -1,7 +1,7 @@
 """Evaluation on held-out data: bits per byte of text, or bits per label of examples.
 
-Models with different tokenizers compare because the loss is given per byte: nats per token, times the tokens of the
-held-out text over its bytes, over ln 2. Evaluations use the merger's parameters, never an island's own.
+The loss is given per byte, so that models with different tokenizers are comparable: nats per token, times the tokens
+of the held-out text over its bytes, over ln 2. Evaluations use the merger's parameters, never an island's own.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from archipelago.islands.models.interface import Model, Params
 
 
 class InnerState(NamedTuple):
-    """Parameters (float32, by tensor name) and the inner optimiser's state, which no sync resets."""
+    """Parameters (float32, by tensor name) and the inner optimiser's state, which syncs do not reset."""
 
     params: Params
     optimizer: optax.OptState
@@ -42,7 +42,7 @@ def learning_rate(config: InnerConfig) -> optax.Schedule:
     )
 
 
-#: Muon is for hidden matrices. Rows or columns of tensors under these names have a meaning of their own.
+#: Muon trains hidden matrices only. The rows or columns of tensors under these names have individual meanings.
 _NOT_BY_MUON = frozenset({"embedding", "router", "output"})
 
 
@@ -102,7 +102,7 @@ def counts(moments: optax.OptState) -> list[jax.Array]:
 
 
 def require_sound(state: optax.OptState, like: optax.OptState) -> None:
-    """Raise WireError for optimiser state that no steps of the optimiser lead to.
+    """Raise WireError for optimiser state that no sequence of steps can produce.
 
     Args:
         state: What a peer sent.
@@ -116,15 +116,15 @@ def require_sound(state: optax.OptState, like: optax.OptState) -> None:
     if any((leaf < 0).any() for leaf in named(state, "nu", "count")):
         raise WireError("a negative second moment or count in the peer's optimiser state", code="handover.unsound")
     constant = zip(named(state, "ns_coeffs"), named(like, "ns_coeffs"), strict=True)  # of Muon's Newton-Schulz steps
-    if any((theirs != ours).any() for theirs, ours in constant):
-        raise WireError("other coefficients in the peer's optimiser state", code="handover.unsound")
+    if any((sent != own).any() for sent, own in constant):
+        raise WireError("wrong coefficients in the peer's optimiser state", code="handover.unsound")
 
 
 def _ramp(moments: optax.OptState, steps: int) -> jax.Array:
     """Return a factor that grows from 1/steps to 1 over the first steps of fresh moments.
 
-    Fresh moments know only the sign of one gradient. In the middle of a run, their first updates would be as large as
-    the learning rate allows, in directions of noise. Their own count tells how fresh they are.
+    After one step, moments reflect only the sign of one gradient. In the middle of a run, such updates would be noise
+    of full size. The count in the moments tells how many steps they have seen.
     """
     seen = counts(moments)[0]
     return jnp.minimum(1.0, (seen + 1).astype(jnp.float32) / max(1, steps))
@@ -134,11 +134,11 @@ def gradient(model: Model) -> Gradient:
     """Return the first half of an inner step: gradients of the objective, and the model's loss."""
     differentiated = jax.value_and_grad(model.objective, has_aux=True)
 
-    def of(params: Params, tokens_BxT1: jax.Array) -> tuple[Params, jax.Array]:
+    def compute(params: Params, tokens_BxT1: jax.Array) -> tuple[Params, jax.Array]:
         (_, loss), gradients = differentiated(params, tokens_BxT1.astype(jnp.int32))
         return gradients, loss
 
-    return of
+    return compute
 
 
 def descent(config: InnerConfig) -> Descent:
@@ -165,13 +165,13 @@ def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
         A function from a state, tokens (uint8 or int32, [n, B, T + 1]) and the number of earlier global steps
         (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms.
     """
-    of, descend = gradient(model), descent(config)
+    compute, descend = gradient(model), descent(config)
 
     def step(
         carry: tuple[InnerState, jax.Array], tokens_BxT1: jax.Array
     ) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
         state, count = carry
-        gradients, loss = of(state.params, tokens_BxT1)
+        gradients, loss = compute(state.params, tokens_BxT1)
         return (descend(state, gradients, count), count + 1), loss
 
     def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:

@@ -39,13 +39,13 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """Join a run and train. An island needs only the Redis URL, and the run's name if that Redis has several runs."""
 
     name: str | None = None
-    """name of this island; a name that you give is kept over restarts, the default is random"""
+    """name of this island; random by default; a given name stays the same over restarts"""
     folder: Path | None = None
-    """where the island keeps its checkpoints; default runs/RUN/islands/NAME"""
+    """folder of the island's checkpoints; default runs/RUN/islands/NAME"""
     corpus: str | None = None
-    """a corpus of this machine to train on instead of the run's: text that must not leave its site"""
+    """a corpus on this machine to train on instead of the run's, for text that must not leave its site"""
     scan_steps: int = 0
-    """inner steps between two step boundaries, compiled as one scan; 0 measures which number is fastest"""
+    """inner steps between two step boundaries, compiled as one scan; 0 measures and uses the fastest number"""
     step_seconds_min: float = 0.0
     """minimum duration of an inner step, for trials of more islands than the machine has cores"""
     standby: bool = False
@@ -68,7 +68,7 @@ def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
             "Give --name and --folder in the line that it reads.",
             code="standby.named",
         )
-    _require_sensible(options)
+    _require_valid(options)
     if sys.stdin is None:
         raise ConfigError("A standby needs its standard input", "Leave it open: the assignment arrives there.")
     prepared = _prepared(options, stopped)
@@ -77,14 +77,14 @@ def _stand_by(options: IslandOptions, stopped: Callable[[], bool]) -> int:
     log.info(
         "ready to become an island of %s, after %.1f s of processor time", prepared.manifest.run, time.process_time()
     )
-    with suppress(OSError):  # a supervisor that has closed the pipe may write an assignment all the same
+    with suppress(OSError):  # a supervisor may close this pipe and still write an assignment
         os.write(1, READY)
     assigned = await_assignment(sys.stdin.buffer, stopped)
     if assigned is None:
         return 0
     assigned.take()
-    as_ours = dataclasses.replace(options, standby=False)
-    island = tyro.cli(IslandOptions, prog="archipelago island", args=assigned.arguments, default=as_ours)
+    defaults = dataclasses.replace(options, standby=False)
+    island = tyro.cli(IslandOptions, prog="archipelago island", args=assigned.arguments, default=defaults)
     if island.standby:
         raise ConfigError(
             "A standby cannot become a standby", "Leave --standby out of the line that it reads.", code="standby.nested"
@@ -100,7 +100,7 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
         manifest = awaited(transport.reader.manifest)
         keep_compiled()
 
-        import orbax.checkpoint  # noqa: F401 - loaded now, as `_run` would wait for it
+        import orbax.checkpoint  # noqa: F401 - load it now, so that `_run` need not
 
         from archipelago.islands import (
             telemetry,  # noqa: F401
@@ -114,7 +114,7 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
     return prepared
 
 
-def _require_sensible(options: IslandOptions) -> None:
+def _require_valid(options: IslandOptions) -> None:
     if options.scan_steps < 0:
         raise ConfigError(f"--scan-steps is {options.scan_steps}", "Give a number of steps, or 0 to measure.")
     if not 0.0 <= options.step_seconds_min < math.inf:
@@ -126,7 +126,7 @@ def _island(options: IslandOptions, stopped: Callable[[], bool], prepared: Prepa
         options.name or f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}", "the island name"
     )
     origin = options.log_as(name, options.run, island=name)
-    _require_sensible(options)
+    _require_valid(options)
     summary = _run(options, name, stopped, origin, prepared)
     if options.json:
         print_json(summary)
@@ -148,7 +148,9 @@ def _run(
     registry = options.registry()
     sinks = options.sinks(transport.run, name, "island", folder, "global_step")
     manifest = awaited(transport.reader.manifest)  # before JAX loads, so that a wrong name fails at once
-    require_welcome(awaited(transport.reader.control), name, manifest.run)  # before anything is claimed under that name
+    require_welcome(
+        awaited(transport.reader.control), name, manifest.run
+    )  # before the island claims anything under that name
     keep_compiled()
 
     from archipelago.islands import telemetry
@@ -181,7 +183,7 @@ def _run(
     prepared.warm_up(island, options.scan_steps)
     compiled = time.process_time() - began
     rejoin.complete(whole)
-    del arrivals, rejoin, whole  # they hold another copy of the model
+    del arrivals, rejoin, whole  # each holds another copy of the model
     curves.start()
     ready = time.process_time() - began
     log.info(
@@ -193,7 +195,7 @@ def _run(
         state = train(island, stopped, TurnLog.named_in(os.environ, incarnation))
     finally:
         link.stop()
-        curves.close()  # an island that diverged needs its last points most
+        curves.close()  # the last points matter most after a divergence
     store.finish(island)
     log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
     return {

@@ -1,4 +1,4 @@
-"""Everything that an island of a run loads and compiles before it has a name. A standby holds it."""
+"""Preparation of an island: its corpus and compiled programs. A standby holds them before it has a name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import Island
 
-#: The name of an island whose link never starts.
+#: The name of the island that `rehearse` builds. Its link never starts.
 REHEARSING = "rehearsal"
 
 
 @dataclass
 class PreparedIsland:
-    """What islands of one run on one machine share.
+    """Everything that an island of this run loads and compiles before it has a name.
 
     Attributes:
         manifest: The run.
-        pinned: The corpus of this machine that is read instead of the run's, if any.
+        pinned: The name of a corpus on this machine that replaces the run's, if any.
         corpus: The training text.
         steps: The compiled inner steps.
         scan_steps: Inner steps between two step boundaries; 0 until they are known.
@@ -92,22 +92,22 @@ def prepare(manifest: Manifest, pinned: str | None) -> PreparedIsland:
 def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
     """Open the text to train on: the run's, or a pinned one. Raises MismatchError if it is not the run's."""
     corpus = open_corpus(pinned or manifest.corpus.name)
-    ours = manifest.corpus if pinned else corpus.identity
-    manifest.require_same(describe(manifest.run, manifest.config, ours))
+    identity = manifest.corpus if pinned else corpus.identity
+    manifest.require_same(describe(manifest.run, manifest.config, identity))
     require_readable(manifest.config, corpus, manifest.corpus.tokenizer)
     return corpus
 
 
 def register_text(corpus: OpenCorpus, transport: IslandTransport, pinned: str | None) -> None:
     """Register a pinned text under its name. Raises MismatchError if the run knows another text by that name."""
-    theirs = transport.island.register_corpus(pinned, corpus.digest) if pinned else corpus.digest
-    if theirs != corpus.digest:
+    registered = transport.island.register_corpus(pinned, corpus.digest) if pinned else corpus.digest
+    if registered != corpus.digest:
         raise MismatchError(
-            f"corpus {pinned!r}", theirs, corpus.digest,
-            "Another island trains on a different text of this name. Prepare yours under another name (--name).",
+            f"corpus {pinned!r}", registered, corpus.digest,
+            "Another island trains on a different text of this name. Prepare this text under another name (--name).",
         )  # fmt: skip
 
 
 def _number_of(name: str) -> int:
-    """Return a number that depends on the name. It tells where an island without a lease begins to read."""
+    """Return a number that depends on the name. An island without a lease begins to read there."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")

@@ -12,7 +12,7 @@ import numpy as np
 from archipelago.islands.sync.uplink import averaged
 
 SMOOTHING = 0.9
-#: The most losses that are kept. An island that hears of no round sends nothing, and nothing else takes them out.
+#: The most losses that are kept. They are removed when a contribution is sent, and without rounds none is sent.
 LOSSES_KEPT = 256
 
 
@@ -23,7 +23,7 @@ class Speed:
     step_seconds: float = 0.0
 
     def stepped(self, steps: int, seconds: float) -> None:
-        """Take in that `steps` inner steps took `seconds`."""
+        """Record that `steps` inner steps took `seconds`."""
         self.step_seconds = averaged(self.step_seconds, seconds / steps, SMOOTHING)
 
 
@@ -33,7 +33,7 @@ class Losses:
 
     Attributes:
         mean: The mean loss that was taken last; NaN if it was not finite, or before the first one.
-        diverged: The number of means in a row that were not finite.
+        diverged: The number of consecutive means that were not finite.
     """
 
     mean: float = math.nan
@@ -41,7 +41,7 @@ class Losses:
     _pending: deque[jax.Array] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
 
     def add(self, losses_n: jax.Array) -> None:
-        """Take in the losses of n steps."""
+        """Add the losses of n steps."""
         self._pending.append(losses_n)
 
     def take_mean(self) -> float:

@@ -1,9 +1,9 @@
-"""The beginning of an island.
+"""Rejoin: bring a new incarnation of an island to its starting state.
 
 If the whole run has gone back to a checkpoint, the island restores its own of the same number. Otherwise its inner
 optimiser state comes from a peer, from its own checkpoint, or is fresh, in this order; its parameters come from the
-merger, so that no progress counts twice and no old island overwrites the run. The learning rate follows the global
-step of the merger, and the text continues at the cursors in Redis.
+merger, so that no progress counts twice and no outdated island overwrites the run. The learning rate follows the global
+step of the merger, and reading continues at the cursors in Redis.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Rejoin:
-    """The beginning of one island: `ask` before its first heartbeat, then `complete` once everything is compiled."""
+    """The start of one incarnation. Call `ask` before its first heartbeat, and `complete` after compilation."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Rejoin:
         seconds: float = recovery.ASK_SECONDS,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare the beginning.
+        """Store the parts; this contacts no peer.
 
         Args:
             transport: The connection to the broker.
@@ -50,7 +50,7 @@ class Rejoin:
         self.arrivals = arrivals
         self.seconds, self.pause = seconds, pause
         self._asked = False
-        self._before = Totals()  # of earlier incarnations, by their last heartbeat
+        self._before = Totals()  # totals of earlier incarnations, from their last heartbeat
 
     @property
     def who(self) -> str:
@@ -73,7 +73,11 @@ class Rejoin:
                 self._before = Totals(beat.steps, beat.tokens)
 
     def complete(self, whole: Found | None) -> None:
-        """Bring the island to its beginning. `whole` is its checkpoint of the number to which the run has gone back."""
+        """Bring the island to its starting state.
+
+        Args:
+            whole: The island's checkpoint of the number to which the run has gone back, if the run has.
+        """
         if whole is not None and self.store is not None and self.store.restore_whole(whole, self.island):
             self._send_actions(whole)
             self._withdraw()
@@ -104,29 +108,29 @@ class Rejoin:
     def _send_actions(self, found: Found) -> None:
         """Send the actions before a checkpoint that an earlier incarnation may not have sent."""
         try:
-            for actions in found.untold:
+            for actions in found.unsent_actions:
                 self.transport.island.record_actions(actions)
         except (BrokerError, WireError) as error:
             log.warning("the record of the run may have a gap: %s", error.what)
 
     def _withdraw(self) -> None:
-        """Withdraw the question to the peers."""
+        """Withdraw the request to the peers."""
         try:
             if self._asked:
                 self.transport.island.withdraw_request(self.who)
         except BrokerError as error:
-            log.warning("a peer may answer in vain: %s", error.what)
+            log.warning("the request to the peers could not be withdrawn: %s", error.what)
 
     def _lease_again(self) -> None:
         """Lease the restored shards again. Give up those that another island holds by now."""
         batches, link = self.island.batches, self.island.link
-        link.leases.hold(batches.held())  # first, as the link would otherwise lease them as the next ones
+        link.leases.hold(batches.held())  # first, because the link would otherwise lease one of them as the next shard
         try:
             for place in batches.places():
                 self.transport.island.lease_shard([place.shard], self.who)
-                ours = self.transport.island.leased([place.shard], self.who)
+                is_ours = self.transport.island.leased([place.shard], self.who)
                 pass_number, _ = self.transport.reader.cursors().get(place.shard, (0, 0))
-                if not ours or pass_number != place.pass_number:
+                if not is_ours or pass_number != place.pass_number:
                     batches.forget([place.shard])
         except BrokerError as error:  # the next heartbeat checks the leases
             log.warning("shards cannot be leased again: %s", error.what)

@@ -1,4 +1,4 @@
-"""Repeat an island from its actions: the same batches, steps, adoptions and sendings, without Redis and clocks.
+"""Replay an island from its actions: the same batches, steps, adoptions and sends, without Redis and clocks.
 
 Published parameters and the states of other islands come from the caller.
 """
@@ -50,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an island learns from others.
+    """State from outside an incarnation: published parameters and the states of other incarnations.
 
     Attributes:
         published: From a fragment and a version to its parameters, float32 [N], and its global step.
@@ -62,8 +62,8 @@ class Surroundings:
 
 
 @dataclass
-class Redone:
-    """One incarnation that is repeated.
+class ReplayedIsland:
+    """The replay of one incarnation.
 
     Attributes:
         who: The island and its incarnation.
@@ -71,7 +71,7 @@ class Redone:
         manifest: The run.
         steps: The compiled inner steps.
         text: The training text.
-        around: What it learned from others.
+        around: The state that it received from outside.
         points_wanted: The numbers of actions after which another island needs this one's state.
         sent: The bodies of its contributions by sequence number, until they are taken.
         points: The wanted states, until they are taken.
@@ -109,7 +109,7 @@ class Redone:
         try:
             return self.points.pop(count)
         except KeyError:
-            raise ActionError(f"{self.who} is past its action {count}") from None
+            raise ActionError(f"{self.who} has already repeated action {count}") from None
 
     def _next(self) -> None:
         if self.done >= len(self.actions):
@@ -146,7 +146,7 @@ class Redone:
                 self._sequence += 1
 
     def _state(self) -> InnerState:
-        assert self._inner is not None, "it never joined"  # noqa: S101
+        assert self._inner is not None, "the actions do not begin with a join"  # noqa: S101
         return self._inner
 
     def _point(self) -> Point:
@@ -179,8 +179,7 @@ class Redone:
 def corpus_of(who: str, actions: Mapping[str, Sequence[Action]]) -> str:
     """Return the corpus that an incarnation was trained on; empty for the run's.
 
-    The names of its shards tell. If none of them names a corpus, the incarnation went on where the one that it
-    restored had stopped.
+    The corpus is part of the names of its shards. If no shard names one, the incarnation that it restored is searched.
 
     Args:
         who: The incarnation.

@@ -1,6 +1,6 @@
 """A standby: a process that has loaded and compiled everything an island needs, and waits for the island's name.
 
-An island that is started anew takes seconds to load; a standby joins within a moment. The supervisor that starts it
+A new island takes seconds to load; a standby joins within a moment. The supervisor that starts it
 reads `ready` from its standard output and later writes one line of JSON, an `Assignment`, to its standard input. No
 other island knows of a standby before that. A standby ends when its input ends. Supervisors import this module, so it
 does not import JAX.
@@ -19,7 +19,7 @@ from archipelago.broker.errors import ConfigError
 
 READY = b"ready\n"
 LINE_MAX = 1 << 20
-#: A signal is noticed within this time.
+#: The longest time in seconds until a signal is noticed.
 POLL_SECONDS = 0.25
 
 
@@ -30,7 +30,7 @@ class Assignment:
     Attributes:
         arguments: The arguments of `archipelago island`.
         environment: Changes of the environment.
-        log: The file that takes standard output and error from then on; empty leaves them.
+        log: The file that replaces standard output and error; empty keeps them.
     """
 
     arguments: tuple[str, ...]

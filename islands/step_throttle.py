@@ -1,4 +1,4 @@
-"""A minimum duration of inner steps, which simulates a slower device: for trials of many islands on few cores.
+"""A minimum duration of inner steps, which simulates a slower device. Trials of many islands on few cores use it.
 
 The simulated device works through its steps in order, with one call in its queue. Work of the training thread between
 two steps therefore costs nothing as long as it is shorter than a step. Pure.
@@ -15,7 +15,7 @@ class Pacer:
     """The clock of the simulated device. Call `dispatched` and then `nap_seconds` once for each call of the steps.
 
     Attributes:
-        step_seconds_min: The minimum duration of a step; 0 slows nothing down.
+        step_seconds_min: The minimum duration of a step; 0 means no minimum.
         idle_seconds: How long the device had been idle before the last call.
     """
 
@@ -26,14 +26,14 @@ class Pacer:
     _done_at: float = -math.inf
 
     def dispatched(self, steps: int, now: float) -> None:
-        """Note that the device is given `steps` steps."""
+        """Record that `steps` steps were dispatched to the device."""
         first = math.isinf(self._done_at)
         self.idle_seconds = 0.0 if first else max(0.0, now - self._done_at)
         self._steps, self._before_at = steps, self._done_at
         self._done_at = max(self._done_at, now) + steps * self.step_seconds_min
 
     def nap_seconds(self, now: float) -> float:
-        """Return how long the call before the last one still takes, given that its arithmetic is done by `now`."""
+        """Return the remaining simulated time of the call before the last one, whose arithmetic is done at `now`."""
         if now > self._before_at:  # the steps take longer than the minimum, so the next ones begin later
             self._done_at = max(self._done_at, now + self._steps * self.step_seconds_min)
         return max(0.0, self._before_at - now)

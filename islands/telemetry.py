@@ -1,6 +1,6 @@
 """An island's metrics for Prometheus and its curves.
 
-Other threads read them, from the heartbeat and from plain attributes, so that they cost the training thread nothing.
+Other threads read the values from the heartbeat and from plain attributes. This costs the training thread nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A log of the turns of an island's loop, for measurements from outside.
+"""A log of the turns of an island's loop, for measurements by other programs.
 
 Each turn writes one line of JSON to the file that the environment names. Times are those of the machine's monotonic
 clock, which all its processes share. A written line survives a kill of the process, so at most one turn is missing.
@@ -41,7 +41,7 @@ class TurnLog:
             ) from None
 
     def turned(self, at: float, steps: int, versions: int, between_seconds: float, idle_seconds: float) -> None:
-        """Write one turn, with the time that the thread waited for a core in it, if the system tells.
+        """Write one turn, with the time that the thread waited for a core in it, if the system reports it.
 
         Args:
             at: The monotonic time.
@@ -60,7 +60,7 @@ class TurnLog:
             os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def _waited_seconds(self) -> float:
-        """Return the time that this thread was ready to run without a core; 0 if the system does not tell."""
+        """Return the time that this thread was ready to run without a core; 0 if the system does not report it."""
         if self._statistics < 0:
             return 0.0
         fields = os.pread(self._statistics, 128, 0).split()

@@ -1,4 +1,4 @@
-"""An island: it trains on its own and never waits. Between two inner steps it adopts snapshots and sends progress."""
+"""An island: it trains and never waits. Between two inner steps it adopts snapshots and sends contributions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Island:
     """One island of one run. The caller runs the loop: `boundary` and `advance` in turn, then `leave`.
 
     Attributes:
-        moments: Where the inner optimiser's state comes from, in words.
+        moments: The origin of the inner optimiser's state, in words.
         stretch: The steps of a contribution as a share of the run's interval (a moving average).
         sequence: The number of contributions that this incarnation has sent.
     """
@@ -82,7 +82,7 @@ class Island:
             link: The connection to the broker.
             arrivals: One snapshot of every fragment.
             clock: Monotonic seconds.
-            incarnation: Names this process among all that bear the island's name; random by default.
+            incarnation: Distinguishes this process from earlier ones of the same name; random by default.
             scan_steps: Inner steps between two boundaries.
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
         """
@@ -128,18 +128,18 @@ class Island:
 
     @property
     def finished(self) -> bool:
-        """Whether the global step has reached the end of the run."""
+        """True if the global step has reached the end of the run."""
         return self.ledger.global_step >= self.config.inner.steps
 
     @property
-    def is_sent_away(self) -> bool:
-        """Whether the operator wants the island to leave."""
+    def must_leave(self) -> bool:
+        """True if the operator has asked the island to leave."""
         return bool(self.link.wish)
 
     # -- the two halves of the loop -----------------------------------------------------------------------------------
 
     def boundary(self) -> None:
-        """Take in news, adopt snapshots and send contributions, without waiting for anything.
+        """Process received events, adopt snapshots and send contributions, without waiting for anything.
 
         Raises:
             DivergedError: The loss has not been finite for several contributions.
@@ -157,7 +157,7 @@ class Island:
                     before = [arrival for arrival in arrivals if arrival.snapshot.round <= event.round]
                     arrivals = [arrival for arrival in arrivals if arrival.snapshot.round > event.round]
                     self._adopt_all(before)
-                    # An island that joined after that round is no part of the checkpoint.
+                    # An island that joined after that round is not in the checkpoint.
                     if self._on_marker is not None and self.ledger.closed <= event.round:
                         self._on_marker(self, event.number)
                 case _:
@@ -189,13 +189,15 @@ class Island:
         for point in self.batches.take_begun():
             self.action_log.add(BeginPass(point))
         self.action_log.add(Steps(n))
-        self.pacer.dispatched(n, self.clock())  # noted first: on a CPU, the call below may do the arithmetic itself
+        self.pacer.dispatched(
+            n, self.clock()
+        )  # noted first, because on a CPU the call below may do the arithmetic itself
         self.inner, losses_n = self.steps(self.inner, batch, jax.device_put(np.int32(self.ledger.global_step)))
         tokens = n * self.config.tokens_per_step
         self.ledger.stepped(n, tokens)
         self.totals.steps += n
         self.totals.tokens += tokens
-        # One call may be in flight: that keeps the device busy, and the clock honest.
+        # One call may be in flight. This keeps the device busy, and still measures the time of steps.
         if self._in_flight is not None:
             self.losses.add(self._in_flight.block_until_ready())
             if nap := self.pacer.nap_seconds(self.clock()):
@@ -208,17 +210,17 @@ class Island:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
-        """Send the progress on every fragment and say goodbye; return whether the broker took all of it."""
+        """Send all progress and announce the departure. Return whether the broker received everything."""
         self.beat("leaving")
         for number in self.ledger.farewells():
             self._send(number, farewell=True)
         is_sent = self.link.drain(flush_seconds)
-        kind, reason = self.last_words()
+        kind, reason = self.leave_reason()
         self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
         self.beat(state)
         return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and is_sent
 
-    def last_words(self) -> tuple[str, str]:
+    def leave_reason(self) -> tuple[str, str]:
         """Return why the island leaves, as a note's kind and text."""
         if self.finished:
             return "left", "the run is at its end"
@@ -227,7 +229,7 @@ class Island:
         return (kinds[wish], IN_WORDS[wish]) if wish in kinds else ("left", "it was stopped")
 
     def give_up(self, error: DivergedError) -> None:
-        """Say goodbye without sending any progress."""
+        """Announce the departure without sending any progress."""
         self.link.note("diverged", f"after {self.totals.steps:,} steps: {error.what}")
         self.beat("left")
         self.link.drain(FAREWELL_SECONDS)
@@ -237,7 +239,7 @@ class Island:
     def adopt(self, arrival: Arrival) -> None:
         """Adopt a snapshot between two inner steps, unless the island holds this version already.
 
-        An older version is adopted too: a broker that lost its data took the newer one with it.
+        An older version is adopted too, because a broker that lost its data has lost the newer version.
         """
         snapshot = arrival.snapshot
         if snapshot.version == self.ledger.counts[snapshot.fragment].version:
@@ -252,7 +254,7 @@ class Island:
             self.adopt(arrival)
 
     def take_over(self, received: Received) -> None:
-        """Begin with a peer's inner optimiser state instead of fresh moments."""
+        """Use a peer's inner optimiser state instead of fresh moments."""
         handover = received.handover
         self.inner = self.inner._replace(optimizer=received.optimizer)
         self.moments = f"peer {handover.giver}"
@@ -297,7 +299,7 @@ class Island:
         return wire.up if not wire.thin or self.link.uplink.fits(size, stride_seconds) else wire.thin
 
     def beat(self, state: str) -> None:
-        """Renew the next heartbeat."""
+        """Update the next heartbeat."""
         if state == "training" and not self._has_joined:
             self._has_joined = True
             where = f"after round {self.ledger.closed} on {self.device}"
@@ -341,21 +343,21 @@ def _rate(seconds_a_byte: float) -> float:
 
 
 def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None = None) -> str:
-    """Train until the end of the run, a signal or the operator's wish, then leave.
+    """Train until the end of the run, a signal or the operator's request, then leave.
 
     Args:
         island: The island.
         stopped: Whether a signal has arrived.
-        turn_log: Takes one line for each turn of the loop.
+        turn_log: Receives one line for each turn of the loop.
 
     Returns:
         `done` at the end of the run, else `left`.
 
     Raises:
-        DivergedError: The loss is not finite any more. The island has said goodbye by then.
+        DivergedError: The loss is no longer finite. The island has announced its departure by then.
     """
     steps_before = island.totals.steps
-    while not (stopped() or island.finished or island.is_sent_away):
+    while not (stopped() or island.finished or island.must_leave):
         began = island.clock()
         try:
             island.boundary()
@@ -369,8 +371,8 @@ def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None 
             steps = island.totals.steps - steps_before
             turn_log.turned(island.clock(), steps, versions, between_seconds, island.pacer.idle_seconds)
     state = "done" if island.finished else "left"
-    if state == "left" and island.is_sent_away:
-        log.warning("leaves: %s", island.last_words()[1])
+    if state == "left" and island.must_leave:
+        log.warning("leaves: %s", island.leave_reason()[1])
     if not island.leave(state):
         log.warning("the broker did not take %s contributions", island.link.backlog)
     return state

@@ -97,15 +97,15 @@ class Inbox:
         self._sums: dict[int, RoundSum] = {}
 
     def clear(self) -> None:
-        """Forget all that waits."""
+        """Drop all waiting contributions."""
         self._sums.clear()
 
     def addends(self) -> Iterator[Addend]:
-        """Yield everything that waits."""
+        """Yield all waiting contributions."""
         return chain.from_iterable(round_sum.addends for round_sum in self._sums.values())
 
     def entries(self) -> list[str]:
-        """Return the entries of the updates stream that wait."""
+        """Return the stream entries of all waiting contributions."""
         return [addend.entry for addend in self.addends()]
 
     def waiting_fragments(self) -> set[int]:
@@ -113,7 +113,7 @@ class Inbox:
         return {p for p, round_sum in self._sums.items() if round_sum.addends}
 
     def drop_expelled(self) -> bool:
-        """Drop the sums with contributions of expelled islands. A sum cannot give one back, so it is built again.
+        """Drop the sums with contributions of expelled islands. A single addend cannot be removed from a sum.
 
         Returns:
             Whether any was dropped; its contributions must be received again.
@@ -142,7 +142,7 @@ class Inbox:
             self._refuse(delivery, Reason("unreadable", delivery.fault), state, epoch)
             return None
         if delivery.entry in self.entries():
-            return None  # delivered again by a consumer group that was created anew; it waits already
+            return None  # a recreated consumer group delivered it again; it waits already
         if state.has_seen(contribution.identity) or self._is_waiting(contribution.identity):
             self._refuse(delivery, Reason("repeat", "a repeat of a contribution that was taken already"), state, epoch)
             return None

@@ -1,7 +1,7 @@
 """Checkpoints in the background: a cut is taken between two rounds, and another thread writes it to disk.
 
 A cut costs only references, because the arrays never change. A finished checkpoint covers its rounds, whose entries may
-then leave the stream. A run with a record (`--record`) has them written to the record first.
+then leave the stream. If the run keeps a record (`--record`), they are written to it first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.record import Recorder, Segment
 from archipelago.merger.state import FragmentState
 
-#: Rounds of the tape in a checkpoint, which a restored run shows.
+#: How many of the newest rounds of the tape a checkpoint holds. A restored run shows them.
 TAPE_IN_IMAGE = 256
 #: Seconds until a failed checkpoint is tried again.
 RETRY_SECONDS = 10.0
@@ -58,7 +58,7 @@ class CheckpointCut:
 
 @dataclass(frozen=True)
 class Covered:
-    """What a finished checkpoint covers: all rounds up to `round` and actions up to `actions_until`."""
+    """The extent of a finished checkpoint: all rounds up to `round` and actions up to `actions_until`."""
 
     number: int
     round: int
@@ -98,21 +98,25 @@ class Checkpointer:
         self._job: Future[Covered] | None = None
         self._due_at: float | None = None
         self._failed_until = float("-inf")
-        #: The last failure. It is logged once, until it changes or is over.
+        #: The last failure without its digits. A repeat of the same failure is logged at debug level.
         self._trouble = ""
 
     def is_due(self, now: float, *, urgent: bool = False) -> bool:
-        """Whether it is time for a checkpoint, or `urgent` and no failure is recent. Never while one is in progress."""
+        """Return whether a checkpoint should be taken now.
+
+        A checkpoint is due after `every_seconds`. An urgent one is due at once, unless a recent one has failed. None is
+        due while one is in progress.
+        """
         if self._due_at is None:
             self._due_at = now + self.every_seconds
         return self._job is None and now >= (self._failed_until if urgent else self._due_at)
 
     def lacks(self, closed: int, covered: int) -> bool:
-        """Whether closed rounds are in no checkpoint, for example because the folder was emptied."""
+        """Return whether a closed round is missing from all checkpoints, for example after the folder was emptied."""
         try:
             return closed > covered or (closed > 0 and not self.store.numbers())
         except ArchipelagoError:
-            return True  # taking one reports what is wrong
+            return True  # the attempt to take one reports the fault
 
     def next_number(self, now: float) -> int | None:
         """Return the next checkpoint's number, or None if the folder cannot be read now."""
@@ -214,7 +218,7 @@ class Checkpointer:
 
 
 def _require_same(cut: CheckpointCut, tape: Sequence[TapeEntry]) -> None:
-    """Raise BrokerError if the broker has lost rounds of the cut since; later rounds have their numbers now."""
+    """Raise BrokerError if the broker has lost rounds of the cut and has reused their numbers."""
     newest = {entry.fragment: entry for entry in tape}
     for p, fragment in enumerate(cut.fragments):
         if p in newest and digest_of(np.asarray(fragment.published_N)) != newest[p].digest:

@@ -1,4 +1,4 @@
-"""What the commit of a merged round writes: the snapshot, the tape entry, and the merger's own state. Pure."""
+"""Build the commit of a merged round: the snapshot, the tape entry and the merger's own state. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from archipelago.merger.state import RunState
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What the tape notes about a round besides its merge.
+    """Facts about a round that its tape entry records besides the merge.
 
     Attributes:
         close: The decision to close it.
@@ -53,10 +53,10 @@ def build_commit(
         manifest: The run.
         record: What the tape notes about the round.
         merged: The merged round.
-        round_sum: What it merged.
+        round_sum: The contributions that it merged.
         before: The run's state before the round.
         after: The run's state after it.
-        trim: Merged entries that need not be kept any longer.
+        trim: Merged entries that the commit deletes from the stream.
     """
     wire, held_N = manifest.config.wire, merged.state.published_N
     difference = (

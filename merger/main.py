@@ -1,4 +1,4 @@
-"""`archipelago merger`: serve a run. A second merger stands by until the first is gone."""
+"""`archipelago merger`: serve a run. A second merger waits as a standby until the first has left."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MergerOptions(WorkerOptions, AwaitedRun):
-    """Serve a run: merge what the islands send. Runs on the CPU; a second merger waits until the first is gone."""
+    """Serve a run: merge what the islands send. Runs on the CPU. A second merger waits until the first has left."""
 
     folder: Path | None = None
-    """where the run's checkpoints are kept, and its record; default runs/RUN/merger"""
+    """folder for the run's checkpoints and its record; default runs/RUN/merger"""
     checkpoint_every: float = 30.0
     """seconds between two checkpoints of the whole run, merger and islands; 0 takes none"""
     keep: int = KEEP
-    """checkpoints that are kept"""
+    """how many of the newest checkpoints to keep"""
     resume: bool = False
-    """if the Redis does not have the run, go on from the newest checkpoint in the folder"""
+    """if Redis does not have the run, restore it from the newest checkpoint in the folder"""
     lease_seconds: float = 5.0
-    """how long another merger waits for this one when it falls silent"""
+    """how long a standby waits before it replaces a merger that has stopped responding"""
     json: bool = False
     """print one JSON object at the end"""
 
 
 def main(options: MergerOptions) -> int:
-    """Serve until a signal, or until another merger has taken over."""
+    """Serve until a signal arrives or another merger takes over."""
     stopped = stop_on_signals()
     origin = options.log_as("merger", options.run)
     if options.lease_seconds < LEASE_SECONDS_MIN:
@@ -60,7 +60,7 @@ def main(options: MergerOptions) -> int:
     registry = options.registry()
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep)
     curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
-    # Before JAX loads, so that errors come quickly.
+    # Read the manifest before JAX loads, so that errors appear quickly.
     manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
     keep_compiled()
     keep_freed_memory()

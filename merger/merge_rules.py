@@ -140,7 +140,7 @@ class Taken(NamedTuple):
     """The result of adding a contribution.
 
     Attributes:
-        acc: The accumulators; unchanged when the contribution is not sound.
+        acc: The accumulators; unchanged when the contribution was refused.
         norm: The contribution's L2 norm before clipping.
         clip: The factor that it was multiplied by.
     """
@@ -151,7 +151,7 @@ class Taken(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether it was added: its norm is at most NORM_MAX, and no value is NaN."""
+        """True if the contribution was added: its norm is at most NORM_MAX, and no value is NaN."""
         return self.norm <= NORM_MAX
 
 

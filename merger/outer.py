@@ -38,11 +38,11 @@ _TINY = 1e-30
 
 
 class Round(NamedTuple):
-    """What a rule may know of the round that it closes, besides the outer gradient.
+    """Inputs of an outer step besides the outer gradient.
 
     Attributes:
         participation: n/M, the share of the M live islands whose work is in the merged outer gradient, in (0, 1].
-        islands: n.
+        islands: n, the number of islands whose work is in the merged outer gradient.
         progress: The share of the run's inner steps that are done, in [0, 1].
         interval: H, the inner steps from one sync of the fragment to the next.
     """
@@ -87,7 +87,7 @@ class ScheduledState(NamedTuple):
     rounds: jax.Array
 
 
-#: `scheduled` lengthens its memory by one round after every YOUNG_ROUNDS rounds of a fragment.
+#: `scheduled` lengthens its memory by one round for every YOUNG_ROUNDS rounds of a fragment.
 YOUNG_ROUNDS = 10.0
 #: `scheduled` allows one more round of memory for every LONG_STEPS inner steps (over all islands) in a round.
 LONG_STEPS = 32.0
@@ -98,14 +98,14 @@ def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
 
     m = 1 + min(1 + k/10, nH/32) is the memory in rounds, where k counts the fragment's rounds from 0:
 
-    * A young run keeps a short memory, because its early gradients no longer point where it goes. The memory should
+    * A young run keeps a short memory, because its gradients still change direction quickly. The memory should
       stay under a tenth of all rounds.
     * Many inner steps in a round average the gradient well, and momentum then helps along flat directions. With few
       inner steps, successive gradients are alike, and momentum only enlarges the step.
     * Momentum adds noise to each step, so it falls to zero together with the inner learning rate.
 
-    The rate is η · n/M, so a round with some of the islands takes the same part of a full step. M rounds of one island
-    each therefore go as far as one round of M islands. The rule is our own.
+    The learning rate is η · n/M: a partial round scales the step by n/M. M rounds of one island each therefore move as
+    far as one round of M islands. This rule is not from a paper.
     """
     most, cooldown = config.momentum, max(config.cooldown, _TINY)
 
@@ -148,7 +148,7 @@ def build(config: OuterConfig) -> OuterOptimizer:
         for name, vector in (("parameters", params_N), ("delta", delta_N)):
             if vector.dtype != np.float32 or vector.shape != (params_N.size,):
                 raise ValueError(f"{name}: {vector.dtype} of shape {vector.shape}, not float32 ({params_N.size},)")
-        # Arrays, because JAX would trace Python numbers anew for each type and promote them weakly.
+        # These are arrays because JAX would trace Python numbers again for each type and promote them weakly.
         results = compiled(*_on_cpu((params_N, state, delta_N, Round(*map(np.float32, now)))))
         stepped: tuple[jax.Array, State] = jax.block_until_ready(results)  # type: ignore[no-untyped-call]
         return stepped

@@ -1,7 +1,7 @@
 """The record of a run on disk: all rounds with their contributions, and the islands' actions, for `archipelago replay`.
 
-It is a folder of segments, one for each checkpoint, and each is written atomically. A round may be in two segments when
-a merger died between two writes; it is the same in both.
+It is a folder of segments, one for each checkpoint, and each is written atomically. If a merger
+died between two writes, a round may be in two segments. Both copies are the same.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Recorder:
 
 
 def _packed(delivery: Delivery) -> list[Any]:
-    assert delivery.contribution is not None  # noqa: S101 - nothing else is merged
+    assert delivery.contribution is not None  # noqa: S101 - only readable contributions are merged
     return [delivery.entry, to_fields(delivery.contribution), delivery.payload]
 
 

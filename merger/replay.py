@@ -1,8 +1,8 @@
 """Replay: merge a recorded round again and compare the result with its tape entry, bit for bit.
 
-Everything here is pure. The tape's decisions (who is in, how many islands were live, what an operator changed) are
-inputs. What follows from them (weights, clips, the step) is computed again. Restarts, `archipelago replay` and its
-what-if questions use it.
+Everything here is pure. The decisions on the tape are inputs: the members of the round, the number of live
+islands, and the operator's changes. The weights, clip factors and the outer step are computed again. Restarts and
+`archipelago replay` use this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load a run from Redis, and rebuild what Redis has lost from a checkpoint, the tape and its entries."""
+"""Load a run from Redis. State that Redis has lost is rebuilt from a checkpoint, the tape and its entries."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def load(
         try:
             outer_state = transport.merger.outer(p)
             if snapshot.version and not (outer_state and state.closed):
-                raise WireError("it is gone" if state.closed else "the merger's state is gone")
+                raise WireError("it is missing" if state.closed else "the merger's state is missing")
             fragments.append(_fragment(rules, p, payload, outer_state))
         except WireError as error:
             log.warning(
@@ -139,11 +139,11 @@ def _recovered(
         log.warning("checkpoint %s and the tape cannot restore the run: %s", image.number, error, extra=_code(error))
         return None
     log.warning(
-        "rebuilt from checkpoint %s and the tape after it, to the same bits",
+        "rebuilt from checkpoint %s and the tape after it, bit for bit",
         image.number,
         extra={"code": "restore.rebuilt"},
     )
-    known = found.state.closed == state.closed  # the state that Redis kept also knows refusals and timings
+    known = found.state.closed == state.closed  # the state in Redis also has refusals and timings
     return Loaded(found.state if known else state, fragments, found.snapshots)
 
 
@@ -151,7 +151,7 @@ def rebuild(rules: RoundMerge, image: Image, transport: MergerTransport) -> tupl
     """Return the run at the end of the tape: the checkpoint, and the replay of all later rounds.
 
     Raises:
-        DifferenceError: The tape has a gap, an entry is gone, or a bit differs.
+        DifferenceError: The tape has a gap, an entry is missing, or a bit differs.
         WireError: The image is not of this run.
     """
     state = RunState.from_json(image.state)
@@ -183,7 +183,9 @@ def _require_published(
         snapshot, payload = transport.reader.fragment(p)
         seen_N = unpack(pack(np.asarray(fragment.published_N), full, 0), rules.manifest.sizes[p])
         if digest_of(seen_N) != digest_of(unpack(payload, rules.manifest.sizes[p])):
-            raise DifferenceError(f"fragment {p} is not what round {snapshot.round} published", code="replay.published")
+            raise DifferenceError(
+                f"fragment {p} differs from what round {snapshot.round} published", code="replay.published"
+            )
         newest = max(newest, snapshot.round)
     if state.closed != newest:
         raise DifferenceError(

@@ -1,4 +1,4 @@
-"""When checkpoints are taken, and how long merged entries stay in the stream until a checkpoint covers them."""
+"""Take checkpoints when they are due, and keep merged entries in the stream until a checkpoint covers them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from archipelago.merger.restore import WHOLE_TAPE
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import OperatorControls
 
-#: The most bytes of merged contributions that stay in the stream. Beyond it, the oldest go without a checkpoint.
+#: The most bytes of merged contributions that stay in the stream. Beyond it, the oldest are deleted, although
+#: no checkpoint covers them.
 KEPT_BYTES_MAX = 256 << 20
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,12 @@ class MergedEntries:
 
 
 class Retention:
-    """Keeps merged entries until they are covered, and has checkpoints taken that cover them.
+    """Keeps merged entries until a checkpoint covers them, and decides when to take one.
 
     Args:
         transport: The connection to the run.
-        checkpointer: Writes checkpoints; None when this merger takes none. Merged entries then go with their commit.
-        controls: An operator may ask for a checkpoint.
+        checkpointer: Writes checkpoints; None when this merger takes none. Each commit then deletes its entries.
+        controls: The operator's requests, which may include a checkpoint.
         clock: Seconds of the merger's clock.
         cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`. `asked` is the operator's
             request that the checkpoint answers.
@@ -51,12 +52,12 @@ class Retention:
     ) -> None:
         self.transport, self.checkpointer, self.controls = transport, checkpointer, controls
         self.clock, self._cut = clock, cut
-        #: What is kept, oldest round first.
+        #: The merged entries that are still in the stream, oldest round first.
         self.kept: deque[MergedEntries] = deque()
         self._asked = ""  # the operator's request that the checkpoint in progress answers
 
     def load(self, state: RunState, epoch: int) -> None:
-        """Start from what the stream still holds."""
+        """Rebuild the list of kept entries from the stream."""
         self._asked = ""
         self.kept.clear()
         in_stream = self.transport.reader.books().kept
@@ -70,13 +71,13 @@ class Retention:
             else:
                 covered += entries
         if in_stream > sum(len(merged.entries) for merged in self.kept):
-            # An earlier merger died after its checkpoint was complete and before it trimmed what that covers.
+            # An earlier merger died after its checkpoint was complete but before it trimmed the covered entries.
             self.transport.merger.trim(epoch, covered)
 
     def keep(self, merged: MergedEntries) -> list[str]:
-        """Keep what a round merges, and return the entries to trim with its commit.
+        """Keep the entries of a merged round, and return the entries to trim with its commit.
 
-        These are all entries when no checkpoints are taken, else the oldest ones beyond KEPT_BYTES_MAX.
+        Without checkpoints these are all entries. Otherwise they are the oldest ones beyond KEPT_BYTES_MAX.
         """
         self.kept.append(merged)
         most = KEPT_BYTES_MAX if self.checkpointer is not None else 0
@@ -99,7 +100,7 @@ class Retention:
         if self.checkpointer is None:
             if asked:
                 self.controls.took_checkpoint(state, asked)
-                self.controls.note("checkpoint", "none is taken: this merger keeps none (--checkpoint-every 0)")
+                self.controls.note("checkpoint", "this merger takes no checkpoints (--checkpoint-every 0)")
             return
         crowded = self._kept_bytes() > KEPT_BYTES_MAX / 2
         urgent = crowded or asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
@@ -118,13 +119,14 @@ class Retention:
         number = self.checkpointer.next_number(self.clock())
         if number is None:
             return
-        # At least the round, so that an island's checkpoint of that number fits whichever merger's folder it is with.
+        # The number is at least the round. Mergers with separate folders then cannot reuse the number of an island's
+        # checkpoint for another round.
         cut = self._cut(max(number, state.closed), self._asked)
         self.transport.merger.announce(epoch, Marker(cut.number, cut.round))
         self.checkpointer.begin(cut, self.clock())
 
     def release(self, state: RunState, epoch: int, *, wait: bool) -> None:
-        """Trim what a finished checkpoint covers. With `wait`, wait for the one in progress."""
+        """Trim the entries that a finished checkpoint covers. With `wait`, first wait for the one in progress."""
         covered = self.checkpointer.finished(self.clock(), wait=wait) if self.checkpointer is not None else None
         if covered is None:
             return

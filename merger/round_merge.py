@@ -197,7 +197,7 @@ class RoundMerge:
         )
 
     def advance(self, state: RunState, number: int, merged: MergedRound, round_sum: RoundSum) -> None:
-        """Take a merged round into the run's state. The timings of rounds come from clocks and stay as they are."""
+        """Advance the run's state by a merged round, except its timings, which come from clocks."""
         p = self.manifest.fragment_of(number)
         state.staleness, state.norms[p] = merged.staleness, merged.state.norms
         state.after_round(number, [addend.contribution for addend in round_sum.addends])
@@ -216,7 +216,7 @@ def merge_round(
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
 
-    A round without contributions changes nothing: momentum must not move a run that nobody trains.
+    A round without contributions changes nothing: momentum must not move a run that no island trains.
 
     Args:
         fragment: The fragment before the round.

@@ -37,8 +37,8 @@ class OpenRound:
 
     Attributes:
         answered: The islands that have contributed to it.
-        first_at: When the first island that stays contributed, which calls the round. A departing island does not.
-        announced: Whether the islands were told.
+        first_at: When the round was called, which is when an island that stays first contributed to it.
+        announced: Whether the round was announced to the islands.
         quorum_at: When the quorum was reached.
         grace_seconds: The grace window after the quorum.
         is_merged: Its contributions were merged by an earlier round of its fragment. This happens when a broker lost
@@ -76,7 +76,7 @@ class Rounds:
         self.timing = state.timing
         self._state = state
         self._open: dict[int, OpenRound] = {}
-        #: Reports of contributions that are not merged yet are in here, too.
+        #: The last reported step time of each island, also from contributions that are not merged yet.
         self._step_seconds = dict(state.step_seconds)
 
     @property
@@ -112,8 +112,9 @@ class Rounds:
     def close(self, now: float, live: AbstractSet[str], waiting: Collection[int]) -> Close | None:
         """Return the decision to close the next round, or None.
 
-        Without live islands, rounds close one after the other until nothing waits, with empty ones among them. A round
-        whose contributions were merged by an earlier one closes empty too, because no island will answer it again.
+        Without live islands, rounds close one after the other until no contribution waits, and some of them are empty.
+        A round whose contributions were merged by an earlier round closes empty too, because no island will answer it
+        again.
 
         Args:
             now: The time.

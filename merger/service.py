@@ -1,4 +1,4 @@
-"""The merger's shell: reads contributions, closes rounds, commits. It holds a lease, and leaves when it is fenced.
+"""The merger service: it reads contributions, closes rounds and commits them while it holds the lease.
 
 Its memory is a copy of what Redis holds. After any failed write it forgets everything and loads again, so a restart, a
 takeover and a lost connection all follow the same path.
@@ -55,7 +55,7 @@ class Merger:
         holder: A name for the lease; by default a random one.
         live_poll_seconds: How often heartbeats are read.
         linger_seconds: How long after the last contribution rounds close when no island is live. Islands that leave
-            together send their last contributions over some time, and one round should merge them all.
+            together send their last contributions over some time, and one round should merge all of them.
         checkpointer: Writes checkpoints. Without it none are written, and merged entries leave the stream at once.
         lease_seconds: How long the lease lasts unless it is renewed.
         wall: Seconds of the wall clock, for the tape and for notes.
@@ -122,7 +122,7 @@ class Merger:
         self.retention.load(self.state, self.epoch)
         self._live_at = float("-inf")
         self.controls.take_over(self.state)
-        self._follow_controls()  # before the first contribution, which may be one to refuse
+        self._follow_controls()  # before the first contribution, which may come from an expelled island
         for delivery in self._unacknowledged():
             self._receive(delivery)
         self.controls.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
@@ -153,7 +153,9 @@ class Merger:
         """Read what has arrived, then call and close the rounds that are due. Return whether one was closed."""
         self._keep_lease()
         self._look_around()
-        self.retention.release(self.state, self.epoch, wait=False)  # first: the next commit stores what is covered
+        self.retention.release(
+            self.state, self.epoch, wait=False
+        )  # first, because the next commit stores which rounds are covered
         for delivery in (
             self.transport.merger.updates(self._patience(block_seconds), self._read_count) or self._orphans()
         ):
@@ -182,7 +184,7 @@ class Merger:
             after = found[-1].entry
 
     def _orphans(self) -> Iterator[Delivery]:
-        """Yield what an overtaken merger read after we had loaded. Only we can finish these entries."""
+        """Yield the entries that an overtaken merger read after we had loaded. Only this merger can finish them."""
         known = set(self.inbox.entries())
         if self.transport.reader.backlog() > len(known):
             yield from (delivery for delivery in self._unacknowledged() if delivery.entry not in known)
@@ -253,7 +255,9 @@ class Merger:
 
     def _cut(self, number: int, asked: str) -> CheckpointCut:
         state = self.state.copy()
-        self.controls.took_checkpoint(state, asked)  # the checkpoint knows that it is the one that was asked for
+        self.controls.took_checkpoint(
+            state, asked
+        )  # so that a restored run does not take the requested checkpoint again
         return CheckpointCut(
             manifest=self.manifest,
             number=number,
@@ -307,7 +311,7 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
             return
         except UnknownRunError:
             raise
-        except BrokerError as error:  # an outage, or full memory: both end without our help
+        except BrokerError as error:  # an outage or full memory, after which we can continue
             if error.what != trouble:  # an outage is logged once, however long it lasts
                 log.warning("%s", error)
             trouble = error.what
@@ -325,4 +329,4 @@ def _leave(merger: Merger, loaded: bool) -> None:
         merger.transport.merger.release(merger.epoch)
         merger.controls.note("left", f"it was stopped after round {merger.state.closed}")
     except BrokerError as error:
-        log.info("the lease runs out on its own: %s", error.what)
+        log.info("cannot release the lease, which will expire: %s", error.what)

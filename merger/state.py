@@ -49,7 +49,7 @@ class Sequences:
         return sequence < self.floor or sequence in self.above
 
     def with_one(self, sequence: int) -> Sequences:
-        """Return these and one more. Numbers arrive almost in order, so `above` stays small; old gaps are closed."""
+        """Return these numbers and one more. Old gaps count as seen, so that `above` stays small."""
         floor, above = self.floor, set(self.above)
         if sequence >= floor:
             above.add(sequence)
@@ -98,12 +98,12 @@ class RunState:
         staleness: The running mean of staleness factors.
         timing: Averages of how long rounds take.
         norms: The norms that clipping compares with, by fragment.
-        seen: The contributions that were merged or refused, by incarnation.
-        cursors: Pass and sequence from which each shard of the corpus is read next.
+        seen: The sequence numbers of merged or refused contributions, by incarnation.
+        cursors: The pass and sequence at which reading of each shard of the corpus resumes.
         step_seconds: Each island's seconds per inner step, as it last reported.
         island_tokens: Merged tokens of each island, summed over the fragments.
         covered: The last round in a finished checkpoint.
-        steered: The settings that the last closed round used in place of the run's own (`broker.control`).
+        steered: The operator's settings that the last closed round used in place of the config's (`broker.control`).
         control: The operator's requests that were acted on last.
     """
 
@@ -127,7 +127,7 @@ class RunState:
         return replace(self, **values)
 
     def after_round(self, number: int, merged: Sequence[Contribution]) -> None:
-        """Take in a closed round with these contributions."""
+        """Advance this state by a closed round with these contributions."""
         self.closed = number
         self.step = max([self.step, *(c.global_step for c in merged)])
         self.tokens += sum(c.tokens for c in merged)
@@ -138,16 +138,16 @@ class RunState:
             self.cursors |= advanced(self.cursors, parse_places(c.data))
 
     def has_seen(self, identity: tuple[str, str, int]) -> bool:
-        """Whether this contribution was merged or refused."""
+        """Return whether this contribution was merged or refused."""
         island, incarnation, sequence = identity
         return sequence in self.seen.get(f"{island}/{incarnation}", ())
 
     def see(self, identity: tuple[str, str, int]) -> None:
         """Mark a contribution as merged or refused."""
         island, incarnation, sequence = identity
-        who = f"{island}/{incarnation}"
-        # At the end: the dictionary's order is that of the last use, and JSON keeps it.
-        self.seen[who] = (self.seen.pop(who, None) or Sequences()).with_one(sequence)
+        key = f"{island}/{incarnation}"
+        # Reinserting the key moves it to the end. The dictionary stays in order of last use, and JSON keeps the order.
+        self.seen[key] = (self.seen.pop(key, None) or Sequences()).with_one(sequence)
         while len(self.seen) > INCARNATIONS_MAX:
             del self.seen[next(iter(self.seen))]
 
@@ -157,7 +157,7 @@ class RunState:
             "staleness": asdict(self.staleness),
             "timing": asdict(self.timing),
             "norms": {p: list(window.norms) for p, window in self.norms.items()},
-            "seen": {who: [s.floor, *sorted(s.above)] for who, s in self.seen.items()},
+            "seen": {key: [s.floor, *sorted(s.above)] for key, s in self.seen.items()},
         }
         return json.dumps(values)
 
@@ -179,10 +179,10 @@ class RunState:
                 staleness=RunningMean(**values["staleness"]),
                 timing=RoundTiming(**values["timing"]),
                 norms={int(p): NormWindow(tuple(norms)) for p, norms in values["norms"].items()},
-                seen={who: Sequences(floor, set(above)) for who, (floor, *above) in values["seen"].items()},
+                seen={key: Sequences(floor, set(above)) for key, (floor, *above) in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
-                step_seconds={str(who): float(seconds) for who, seconds in values["step_seconds"].items()},
-                island_tokens={str(who): int(tokens) for who, tokens in values["island_tokens"].items()},
+                step_seconds={str(island): float(seconds) for island, seconds in values["step_seconds"].items()},
+                island_tokens={str(island): int(tokens) for island, tokens in values["island_tokens"].items()},
                 covered=int(values["covered"]),
                 steered=read_settings(values["steered"]),
                 control=read_fields(values["control"]),

@@ -1,4 +1,4 @@
-"""How a merger follows the operator's requests (`broker.control`), and the notes that it writes about them.
+"""Apply the operator's requests (`broker.control`) to a merger, and write notes about them.
 
 A changed setting takes effect with the round that closes next. It is in that round's tape entry and committed state, so
 takeovers, restarts and replays use it too.
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class OperatorControls:
-    """The operator's requests. `wall` returns the wall clock's seconds, for notes."""
+    """Reads the operator's requests and applies them. `wall` returns the wall clock's seconds, for notes."""
 
     def __init__(self, transport: ReaderTransport, config: RunConfig, wall: Callable[[], float]) -> None:
         self.transport, self.config, self.wall = transport, config, wall
@@ -44,11 +44,11 @@ class OperatorControls:
         if self.control.checkpoint and CHECKPOINT in state.control:
             acted_on[CHECKPOINT] = state.control[CHECKPOINT]
         state.control = acted_on
-        self._tell(before)
+        self._note_changes(before)
         return True
 
     def sync(self, state: RunState) -> SyncConfig:
-        """Return when rounds close, from the next one on."""
+        """Return the sync settings for the next round: the config with the operator's changes."""
         return control.steered(self.config, control.in_force(self.config, state.steered, self.control)).sync
 
     def take_up(self, state: RunState) -> str:
@@ -59,7 +59,7 @@ class OperatorControls:
         return changes
 
     def refuses(self, island: str) -> bool:
-        """Whether the island is expelled."""
+        """Return whether the island is expelled."""
         return self.control.islands.get(island) == EXPEL
 
     def wanted_checkpoint(self, state: RunState) -> str:
@@ -68,7 +68,7 @@ class OperatorControls:
         return "" if asked == state.control.get(CHECKPOINT) else asked
 
     def took_checkpoint(self, state: RunState, asked: str) -> None:
-        """Note that the requested checkpoint is on disk. If a merger dies before, the next one takes the checkpoint."""
+        """Note that the requested checkpoint is on disk. A merger that takes over before that takes it."""
         if asked:
             state.control[CHECKPOINT] = asked
 
@@ -79,21 +79,23 @@ class OperatorControls:
         except BrokerError as error:
             log.warning("a note is lost (%s): %s", error.what, text)
 
-    def _tell(self, before: Control) -> None:
+    def _note_changes(self, before: Control) -> None:
         """Note the new requests, except settings, which are noted with their round."""
         now = self.control
         if now.is_paused != before.is_paused:
-            self._say(*(("paused", "no round closes until `merging` is removed") if now.is_paused else ("resumed", "")))
+            self._log_and_note(
+                *(("paused", "no round closes until `merging` is removed") if now.is_paused else ("resumed", ""))
+            )
         for island in sorted(now.expelled - before.expelled):
-            self._say("steered", f"{island} is {EXPELLED}: its contributions are refused")
+            self._log_and_note("steered", f"{island} is {EXPELLED}: its contributions are refused")
         for island in sorted(before.expelled - now.expelled):
-            self._say("steered", f"{island} is admitted again")
+            self._log_and_note("steered", f"{island} is admitted again")
         if faults := [what for name, what in now.faults.items() if before.faults.get(name) != what]:
             log.warning(
                 "ignoring an invalid request: %s", "; ".join(faults)[:NOTE_MAX], extra={"code": "control.invalid"}
             )
             self.note("steered", f"ignored: {'; '.join(faults)}")
 
-    def _say(self, kind: str, text: str) -> None:
+    def _log_and_note(self, kind: str, text: str) -> None:
         log.info("%s %s", kind, text)
         self.note(kind, text)

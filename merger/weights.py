@@ -1,4 +1,4 @@
-"""How much each contribution of a round counts, how much the round counts, and how large a contribution may be.
+"""Weights: the share of each contribution in a round, the gain of the round, and the norm limit for clipping.
 
 A contribution weighs `tokens · (tokens / steps) · s(staleness)`: Decoupled DiLoCo (arXiv 2604.21428), Algorithm 2,
 times a staleness factor s. Within a round only the ratios matter (`shares`). Across rounds, s alone would slow a run
@@ -30,7 +30,7 @@ ENOUGH = 8
 INTERVALS_MOST = 4
 #: A path counts at least this share of the peak learning rate per step, because the rate may fall to 0 at the end.
 RATE_LEAST = 1e-3
-#: The weight of a contribution without tokens, relative to one with a single token.
+#: The weight of a contribution without tokens. One with a single token in a single step weighs 1.
 _IDLE = 1e-9
 
 #: What decides one contribution's weight: tokens ≥ 0, inner steps ≥ 1, staleness ≥ 0 in versions.

@@ -1,8 +1,7 @@
 """The batches of an island: a pure function of the text, the run's seed, and the passes that the island began.
 
-An island leases a shard and reads one pass over it, from the position that the broker holds. While there is no shard to
-lease it reads on without one: its last shard again (a repeat), or a private pass. Such reading is not reported to the
-broker.
+An island leases a shard and reads one pass over it, from the position that the broker holds. While no shard can
+be leased, it reads its last shard again (a repeat) or a private pass. It does not report such reading to the broker.
 
 Shapes in names: B sequences of a batch, T tokens of a sequence (bytes, without a tokenizer), N windows.
 """
@@ -37,9 +36,9 @@ class _Start:
     Attributes:
         shard: The shard's name.
         pass_number: The number of the pass.
-        position: The windows before the start.
+        position: The number of windows before the start.
         repeat: How many times the island has read this pass before, without a lease.
-        at_once: The pass began before the last one, which had no lease, was finished. As text, `!` at the end.
+        at_once: The pass replaced an unfinished pass without a lease. As text, `!` at the end.
     """
 
     shard: str
@@ -50,7 +49,7 @@ class _Start:
 
     @property
     def is_leased(self) -> bool:
-        """Whether contributions report the position in this pass."""
+        """True if contributions report the position in this pass."""
         return self.repeat == 0 and self.pass_number < PRIVATE_PASSES
 
     def __str__(self) -> str:
@@ -76,12 +75,12 @@ class _Pass:
 
 
 class Batches:
-    """An endless supply of batches, for one thread. It never waits: without a lease it reads its last shard again.
+    """An endless supply of batches, for one thread. It never waits for a lease.
 
     Args:
         train: The training text, [tokens] of an unsigned dtype, or examples, uint8 [examples, T + 1].
         config: The run's config.
-        lease: Returns this island's next shard and the position to read on from, or None if none is free now.
+        lease: Returns this island's next shard and the position to start from, or None if no shard is free now.
         fallback: A number that differs between islands, not negative. Islands that begin without a lease read different
             private passes.
 
@@ -172,7 +171,11 @@ class Batches:
         }
 
     def restore(self, state: Mapping[str, int | str]) -> None:
-        """Go on from a `state()` of the same text and config. Raises DataError (`data.bad-position`) for any other."""
+        """Continue from a `state()` of the same text and config.
+
+        Raises:
+            DataError: The state is of another text or config, or damaged (`data.bad-position`).
+        """
         if state.get("text") != self._text_name():
             raise _unfit(f"belongs to another text than {self._text_name()}: {state.get('text', 'unknown')}")
         try:
@@ -230,7 +233,7 @@ class Batches:
             self._begin(replace(start, at_once=True))
 
     def _begin_another(self) -> _Pass:
-        """Begin a pass with windows left: a queued one, else a leased one, else one without a lease."""
+        """Begin a pass that has windows left. Try the queue first, then leases, then a pass without a lease."""
         for _ in range(LEASES_TRIED + len(self._queue)):
             start = self._queue.popleft() if self._queue else self._leased()
             if start is None:
@@ -253,7 +256,7 @@ class Batches:
         return _Start(str(shard), PRIVATE_PASSES + number % PRIVATE_PASSES, 0)
 
     def _begin(self, start: _Start) -> _Pass:
-        """Begin a pass. Its position may be beyond its windows, as under another config; then nothing is left of it."""
+        """Begin a pass. It has no windows left if its position is beyond them, as after a change of the config."""
         self._pass = begun = self._pass_from(start)
         self._position = min(start.position, len(begun.starts))
         self.repeats += start.repeat > 0

@@ -68,7 +68,7 @@ class OpenCorpus:
 
     @property
     def identity(self) -> Corpus:
-        """The part of it that a run's manifest holds."""
+        """The corpus as a run's manifest describes it."""
         tokens = self.train.size + self.valid.size + self.test.size
         if self.tokenizer:
             return Corpus(self.name, self.digest, sum(self.text_bytes), self.tokenizer, tokens)
@@ -148,7 +148,7 @@ def prepared() -> list[str]:
 
 
 def is_prepared(name: str) -> bool:
-    """Whether a corpus of that name is on this machine."""
+    """Return whether a corpus of that name is on this machine."""
     return (data_folder() / checked_name(name, "the corpus name") / CARD_FILE).is_file()
 
 

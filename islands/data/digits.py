@@ -1,7 +1,7 @@
 """scikit-learn's digits: 1,797 images of 8 × 8 pixels (UCI's "Optical Recognition of Handwritten Digits").
 
-They come from a file that the user names, from scikit-learn's repository, or from the package index, in a wheel of
-scikit-learn. Nothing of scikit-learn is installed or run.
+The images come from a file that the user names, from scikit-learn's repository, or from a wheel of scikit-learn on the
+package index. Nothing of scikit-learn is installed or run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prepare_digits(
 
     Args:
         path: scikit-learn's digits.csv.gz, or a wheel of scikit-learn. None downloads it.
-        progress: Is told about the download.
+        progress: Called during the download.
         table: The expected table.
         source: Where to download it.
 

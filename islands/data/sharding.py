@@ -1,8 +1,8 @@
-"""How the training text is cut into windows and these are dealt to shards. Pure functions of the seed.
+"""Sharding: cut the training text into windows, and assign them to shards. Pure functions of the seed.
 
-The windows of one pass over all shards tile the text. Each shard is a sample of the whole text: islands would forget
-the rest of the text while they read a shard of neighbouring windows. In a corpus of examples, an example takes the
-place of a window, and the text is an array [examples, T + 1] instead of [tokens].
+The windows of one pass over all shards tile the text. Each shard is a sample of the whole text. With shards of
+neighbouring windows, islands would forget the rest of the text while they read one. In a corpus of examples, an example
+takes the place of a window, and the text is an array [examples, T + 1] instead of [tokens].
 
 Random numbers are raw PCG64 output. NumPy promises to keep that stream, unlike that of `Generator.permutation`, and all
 islands must find the same permutation with any NumPy.
@@ -94,8 +94,8 @@ def windows(
 def examples(count: int, shards: int, seed: int, shard: str, pass_number: int, repeat: int = 0) -> NDArray[np.int64]:
     """Return which of `count` examples, or windows, are in a pass over a shard, in random order. int64 [N].
 
-    A shard has every shards-th of them, so that all shards together have each once. Arguments and errors are those of
-    `windows`.
+    Of S shards, each has every S-th element, so all shards together have each element once. Arguments and errors are
+    those of `windows`.
     """
     number = shard_number(shard, shards)
     # The shards are permuted. Otherwise the same shards would always have the windows that do not divide evenly.

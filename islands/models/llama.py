@@ -1,4 +1,4 @@
-"""Our dense transformer under the names and layouts of Llama, as Hugging Face's files have them.
+"""Conversion of our dense transformer to the names and layouts of Hugging Face's Llama files, and back.
 
 The architecture is the same (arXiv 2302.13971): RMSNorm before attention and MLP, rotary positions over halves, SwiGLU,
 and no biases. We use as many key heads as query heads, and the embedding again as the output projection. The files
@@ -26,7 +26,7 @@ _IN_LAYER = {
     "mlp.up.kernel": "mlp.up_proj.weight",
     "mlp.down.kernel": "mlp.down_proj.weight",
 }
-_FROM_LLAMA = {theirs: ours for ours, theirs in [*_IN_LAYER.items(), *_ONCE.items()]}
+_FROM_LLAMA = {llama: own for own, llama in [*_IN_LAYER.items(), *_ONCE.items()]}
 _LAYER = re.compile(r"(layers\.[0-9]{1,4})\.(.+)")
 #: The output projection, which is the embedding in our models.
 OUTPUT = "lm_head.weight"
@@ -42,16 +42,16 @@ class Place(NamedTuple):
 def to_llama(name: str) -> Place:
     """Return Llama's name of our tensor. Raises KeyError for a tensor that the dense transformer does not have."""
     found = _LAYER.fullmatch(name)
-    theirs = f"model.{found[1]}.{_IN_LAYER[found[2]]}" if found else _ONCE[name]
-    return Place(theirs, name.endswith(".kernel"))
+    llama = f"model.{found[1]}.{_IN_LAYER[found[2]]}" if found else _ONCE[name]
+    return Place(llama, name.endswith(".kernel"))
 
 
 def from_llama(name: str) -> Place:
-    """Return our name of a tensor by Llama's name. Any other name is taken as one of ours."""
+    """Return our name of a tensor by Llama's name. Any other name is assumed to be our own."""
     found = _LAYER.fullmatch(name.removeprefix("model."))
     if found and found[2] in _FROM_LLAMA:
-        ours = f"{found[1]}.{_FROM_LLAMA[found[2]]}"
-        return Place(ours, ours.endswith(".kernel"))
+        own = f"{found[1]}.{_FROM_LLAMA[found[2]]}"
+        return Place(own, own.endswith(".kernel"))
     return Place(_FROM_LLAMA.get(name, name), False)
 
 
@@ -96,7 +96,7 @@ def size_of(config: Mapping[str, Any]) -> Size:
     Raises:
         ConfigError: It describes no Llama (`llama.damaged`), or one that our transformer cannot be (`llama.different`).
     """
-    require_ours(config)
+    require_compatible(config)
     try:
         width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         size = Size(width, int(config["num_hidden_layers"]), heads, int(config["intermediate_size"]))
@@ -115,7 +115,7 @@ def _damaged(why: str) -> ConfigError:
     )
 
 
-def require_ours(config: Mapping[str, Any]) -> None:
+def require_compatible(config: Mapping[str, Any]) -> None:
     """Check that our transformer computes the same as the Llama of this `config.json` with the same tensors.
 
     Raises:
@@ -136,7 +136,9 @@ def require_ours(config: Mapping[str, Any]) -> None:
         "tie_word_embeddings": (config.get("tie_word_embeddings", False), True),
     }
     differ = [
-        f"{name} is {theirs!r:.40} instead of {ours!r}" for name, (theirs, ours) in settings.items() if theirs != ours
+        f"{name} is {found!r:.40} instead of {needed!r}"
+        for name, (found, needed) in settings.items()
+        if found != needed
     ]
     if differ:
         raise ConfigError(

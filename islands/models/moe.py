@@ -29,7 +29,7 @@ from archipelago.islands.models.transformer import Transformer
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens are assigned to experts.
+    """Settings of the assignment of tokens to experts.
 
     Attributes:
         experts: The number of experts in each layer.
@@ -71,9 +71,9 @@ class Routes(NamedTuple):
 def route(logits_BxTxE: jax.Array, choices: int, slots: int) -> Routes:
     """Assign each token to its `choices` most probable experts, as long as these have one of `slots` slots free.
 
-    Slots are taken in the order of positions, all choices of one position before those of the next. A causal model
-    could otherwise learn about later tokens from the slots that they take. The weights are the router's probabilities,
-    divided by their sum when a token has more than one choice.
+    Slots are filled in the order of positions, with all choices of one position before those of the next. Otherwise a
+    causal model could learn about later tokens from the slots that they take. The weights are the router's
+    probabilities, divided by their sum when a token has more than one choice.
     """
     experts = logits_BxTxE.shape[-1]
     probabilities_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)
@@ -120,7 +120,7 @@ class RoutedMLP(nnx.Module):
 def transformer(size: Size, routing: Routing, compute_dtype: DTypeLike, vocabulary: int = BYTES) -> Model:
     """The transformer of this size with a routed MLP in each layer. Routing is float32 in any `compute_dtype`.
 
-    When it generates text, every single token finds a slot: each expert has at least one in a sequence of one.
+    In generation every token finds a slot, because each expert has at least one slot in a sequence of one token.
     """
     mlp = partial(RoutedMLP, routing)
     network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, mlp, vocabulary))

@@ -51,9 +51,9 @@ def _dense(size: Size, learning_rate: float) -> Entry:
 
 
 #: The learning rate of `tiny` is the best of those that we measured (docs/results/learning.md). That of `small` is
-#: 0.4 % worse than 6e-4 on batches of 256 bytes, and meant for the default batch, which is four times as large. From
-#: `base` on they are those of GPT-3 (arXiv 2005.14165, table 2.1); we tried no others. `hidden` of a mixture is the
-#: width of one expert: two experts do the work of the MLP of the dense size.
+#: 0.4 % worse than 6e-4 on batches of 256 bytes, and meant for the default batch, which is four times as large. Those
+#: of `base` and larger models are from GPT-3 (arXiv 2005.14165, table 2.1); we tried no others. In a mixture,
+#: `hidden` is the width of one expert: two experts do the work of the MLP of the dense size.
 MODELS: dict[str, Entry] = {
     "tiny": _dense(Size(width=64, layers=2, heads=2, hidden=176), 3e-3),
     "small": _dense(Size(width=128, layers=5, heads=4, hidden=344), 1e-3),
@@ -84,7 +84,7 @@ def default_compute_dtype() -> DTypeLike:
 
 
 def learning_rate(size: str) -> float:
-    """Return the inner learning rate that suits the model of that name."""
+    """Return the default inner learning rate of the model of that name."""
     return MODELS[size].learning_rate if size in MODELS else SMALLEST_RATE
 
 

@@ -21,7 +21,7 @@ from archipelago.islands.models.interface import Cache, Decoder, Params
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from the logits.
+    """Settings of the choice of the next token from the logits.
 
     Attributes:
         temperature: Divides the logits. 0 takes the most probable token.
@@ -60,7 +60,7 @@ def continuation(
         decoder: The model's decoder.
         params: The model's parameters.
         prompt: At least one token.
-        context: The most tokens that the model sees at once, at least 2. When they are full, generation goes on from
+        context: The most tokens that the model sees at once, at least 2. When they are full, generation continues from
             the last half of them.
         sampling: How each token is chosen.
         seed: Seeds the random numbers.

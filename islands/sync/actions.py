@@ -1,4 +1,4 @@
-"""The actions of an island. With the tape and the payloads, they suffice to repeat everything that it did.
+"""The actions of an island. With the tape and the payloads, they suffice to replay the island.
 
 In memory an action is a dataclass. In the stream and in the record it is one word of text; `word` writes it and
 `parse` reads it. A word that is repeated n times in a row is written once, followed by `*n`.
@@ -15,7 +15,7 @@ from functools import lru_cache
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Actions
 
-#: The most actions of one incarnation that are unfolded. A short text from outside can stand for many.
+#: The most actions of one incarnation that are expanded. A short text from outside can encode very many.
 ACTIONS_MAX = 1 << 24
 _REPEATED = re.compile(r"(\S+?)\*([0-9]{1,18})")
 
@@ -156,7 +156,7 @@ class ActionLog:
         island: The name of the island.
         incarnation: Its incarnation.
         enabled: Whether actions are kept at all, as in a recorded run.
-        index: The number of actions that were taken out.
+        index: The number of actions that `take` has removed.
     """
 
     island: str

@@ -1,4 +1,4 @@
-"""Adopt rules: how an island takes in a snapshot that arrives while it trains. Each rule is one pure function.
+"""Adopt rules: combine an arriving snapshot with the island's own parameters. Each rule is one pure function.
 
 A rule sees three float32 vectors of a fragment's N elements: the snapshot's parameters, the island's own parameters,
 and the reference from which the next contribution is measured (the last snapshot, or the point of the last sending).
@@ -19,7 +19,7 @@ Adopt = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class AdoptRule(NamedTuple):
-    """An adopt function and what it does with unsent progress.
+    """An adopt function, and whether it keeps unsent progress.
 
     Attributes:
         adopt: The function.

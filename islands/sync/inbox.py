@@ -26,13 +26,13 @@ class Inbox:
     def __init__(
         self, transport: IslandTransport, manifest: Manifest, outbox: Outbox, uplink: Uplink, clock: Callable[[], float]
     ) -> None:
-        """Create an inbox that has heard nothing yet; `join` gives it its place in the stream.
+        """Create an inbox without a position in the stream, which `join` sets.
 
         Args:
             transport: Where events and fragments are read.
             manifest: The run.
-            outbox: Told of each contribution that was merged or refused.
-            uplink: Takes the measured download rate.
+            outbox: Forgets each contribution that was merged or refused.
+            uplink: Records the measured download rate.
             clock: Monotonic seconds.
         """
         self._transport = transport
@@ -42,7 +42,7 @@ class Inbox:
         self.snapshots = Snapshots(transport, manifest, uplink, clock, self.listen)
         #: When the last snapshot arrived.
         self.arrived_at = -math.inf
-        #: The last closed round that this thread has heard of. The ledger's own `closed` follows it, one step boundary
+        #: The last closed round that this thread knows of. The ledger's own `closed` follows it, one step boundary
         #: later, when the training thread takes the same events.
         self.heard_round = 0
         self._after = START
@@ -54,7 +54,7 @@ class Inbox:
         self._lock = threading.Lock()
 
     def join(self) -> list[Arrival]:
-        """Fetch all fragments, and find a place in the stream after which no newer event is missed."""
+        """Fetch all fragments, and set the position in the stream so that no newer event is missed."""
         self._after = self._transport.reader.last_event()
         arrivals = [self.snapshots.fetch(p) for p in self._fragments]
         self.heard_round = max(arrival.snapshot.round for arrival in arrivals)
@@ -72,17 +72,17 @@ class Inbox:
         self._wanted.add(p)
 
     def pump(self, block_seconds: float = 0.0) -> None:
-        """Hear events, and download the fragments that they announce.
+        """Read events, and download the fragments that they announce.
 
-        On a thin link a download takes longer than rounds do. We therefore keep listening meanwhile: an island that
-        does not hear of rounds sends nothing.
+        On a thin link a download takes longer than a round. We therefore keep reading events during downloads, because
+        an island that does not know of rounds sends nothing.
         """
         self.listen(0.0 if self._wanted - self._early.keys() else block_seconds)
         for p in sorted(self._wanted):
             newest = self.snapshots.newest(p)
             arrival = self._early.pop(p, None) or self.snapshots.download(p)
             if arrival.snapshot.round > self.heard_round:
-                self._early[p] = arrival  # held until all earlier events are heard
+                self._early[p] = arrival  # held until all earlier events are processed
                 continue
             self.arrived_at = self._clock()
             with self._lock:
@@ -92,14 +92,14 @@ class Inbox:
             self.listen()
 
     def listen(self, block_seconds: float = 0.0) -> None:
-        """Read what was announced."""
+        """Read new events."""
         news = self._transport.reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
         for entry, event in news:
             self._hear(event)
             with self._lock:
                 self._events.append(event)
             self._after = entry  # last, so that an event whose handling failed is read again
-        if self._must_resend and len(news) < EVENTS_AT_ONCE:  # every decision from before the restart is heard by now
+        if self._must_resend and len(news) < EVENTS_AT_ONCE:  # every decision from before the restart has been read
             self._outbox.resend_lost()
             self._must_resend = False
 
@@ -126,7 +126,7 @@ class Inbox:
                 pass
 
     def _go_back(self) -> None:
-        """Fetch all fragments anew: the broker lost rounds that we heard of, or announcements that we did not hear."""
+        """Fetch all fragments again, because the broker has lost rounds or announcements."""
         self._wanted.update(self._fragments)
         self._early.clear()
         self.snapshots.forget()

@@ -1,4 +1,4 @@
-"""The shards that an island leases: the one at hand, those it reads, and those it has lost."""
+"""The shards that an island leases: the next one, those in use, and those whose lease was lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ShardLeases:
         self._lock = threading.Lock()
 
     def take(self) -> Place | None:
-        """Return the next shard to read and where to begin in it, or None if none is at hand yet."""
+        """Return the next shard to read and the position in it, or None if none is leased yet."""
         with self._lock:
             if not self._at_hand:
                 return None
@@ -39,7 +39,7 @@ class ShardLeases:
         return place
 
     def hold(self, shards: Sequence[str]) -> None:
-        """Name the shards that the island reads, or has read without having seen them merged."""
+        """Set the shards in use: those that the island reads, and those whose last part is not merged yet."""
         with self._lock:
             self._reading = frozenset(shards)
             self._lost &= self._reading  # a loss is reported once
@@ -52,7 +52,7 @@ class ShardLeases:
         return lost
 
     def pump(self) -> None:
-        """Check the leases, and lease another shard if none is at hand."""
+        """Check the leases, and lease another shard if there is no next one."""
         with self._lock:
             watched = sorted({place.shard for place in self._at_hand} | self._reading)
         lost = frozenset(watched) - self._transport.island.leased(watched, self._who) if watched else frozenset()
@@ -62,5 +62,5 @@ class ShardLeases:
             free = [] if self._at_hand else [shard for shard in self.shards if shard not in self._reading]
         if free and (place := self._transport.island.lease_shard(free, self._who)) is not None:
             with self._lock:
-                if place.shard not in self._reading:  # an island that rejoined may hold it again by now
+                if place.shard not in self._reading:  # an island that rejoined may have leased it again
                     self._at_hand.append(place)

@@ -35,9 +35,9 @@ class Ledger:
     """The counts of one island.
 
     Attributes:
-        formerly: The incarnation that it was before the whole run went back to a checkpoint. Refusals of that one's
-            contributions count as its own.
-        closed: The last closed round whose events the training loop has taken in.
+        formerly: The island's incarnation before the whole run went back to a checkpoint. Refusals of its
+            contributions count as refusals of this one's.
+        closed: The last closed round whose events the training loop has processed.
         global_step: The clock of the learning-rate schedule.
         refused: The number of refused contributions.
         last_refusal: The reason of the last refusal.
@@ -64,11 +64,11 @@ class Ledger:
             count.steps += steps
             count.tokens += tokens
         self.global_step += steps
-        # At most one stride stays owed, however long the window was shut, so nothing is sent in a burst when it opens.
+        # At most one stride stays owed after the window was closed, so that no burst is sent when it opens.
         self._owed = min(self._owed, self.interval - 1) + steps * len(self.counts)
 
     def heard(self, event: Event) -> None:
-        """Take in an announcement of the merger."""
+        """Process an announcement of the merger."""
         match event:
             case Call(round=number):
                 if number > self.closed:
@@ -87,10 +87,13 @@ class Ledger:
                 pass
 
     def resumed(self, closed: int, unresolved: Collection[int]) -> None:
-        """Go on after round `closed`, as a merger begins again there.
+        """Continue after round `closed`, where a merger has resumed.
 
-        If the island knew of later rounds, a broker has lost them. `unresolved` are the rounds of undecided
-        contributions.
+        If the island knew of later rounds, the broker has lost them.
+
+        Args:
+            closed: The last closed round of the merger.
+            unresolved: The rounds of undecided contributions.
         """
         if closed < self.closed:
             self.closed = closed
@@ -111,7 +114,7 @@ class Ledger:
         return None
 
     def sent(self, number: int) -> None:
-        """Note that the progress on that round's fragment was sent. Progress is measured from here on."""
+        """Note that the progress on that round's fragment was sent. Progress is then measured from this point."""
         self._owed = max(0, self._owed - self.interval)
         self._answered.add(number)
         self._zero(self._fragment(number))
@@ -138,7 +141,7 @@ class Ledger:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state()`."""
+        """Continue from a `state()`."""
         self.counts = [FragmentCount(**count) for count in state["counts"]]
         self.closed, self.global_step, self.refused = state["closed"], state["global_step"], state["refused"]
         self._answered, self._owed = set(state["answered"]), state["owed"]

@@ -1,8 +1,8 @@
 """The link between an island's training loop and the broker.
 
-The training thread touches only queues in memory. Four pumps do the rest, each on a thread and a connection of its
-own: sending, receiving, heartbeats, and optimiser state for newcomers. In virtual time no thread is started, and the
-owner calls `pump` instead.
+The training thread touches only queues in memory. Four pumps do the rest, each with its own thread and
+connection: sending, receiving, heartbeats, and optimiser state for newcomers. In virtual time no thread is started, and
+the owner calls `pump` instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class News:
-    """What the link has received since the last step boundary.
+    """Everything that the link has received since the last step boundary.
 
     Attributes:
         events: The merger's announcements in order.
@@ -56,7 +56,7 @@ class Link:
     """The queues between one island and its broker.
 
     Attributes:
-        wish: What the operator wishes of the island: `drain`, `expel`, or nothing.
+        wish: The operator's request to this island: `drain`, `expel`, or empty.
         uplink: Measures of the connection.
     """
 
@@ -119,12 +119,12 @@ class Link:
         self._giving.wake.set()
 
     def resume(self, in_flight: Sequence[Published]) -> None:
-        """Take over what an earlier incarnation had sent, and send it again."""
+        """Send the undecided contributions of an earlier incarnation again."""
         self.outbox.resume(in_flight)
-        self._sending.wake.set()  # at once: an island whose window is full of these sends nothing else
+        self._sending.wake.set()  # now, because an island whose window is full of these sends nothing else
 
     def lease(self) -> Place | None:
-        """Return the next shard to read if one is at hand; the heartbeat thread then leases another."""
+        """Return the next leased shard, if any. The heartbeat thread then leases another."""
         place = self.leases.take()
         if place is not None:
             self._beating.wake.set()
@@ -138,7 +138,7 @@ class Link:
             self._beating.wake.set()
 
     def note(self, kind: str, text: str) -> None:
-        """Queue a note on the island, which goes out with the next heartbeat."""
+        """Queue a note about the island. It is sent with the next heartbeat."""
         self._notes.append(Note(self.wall(), self.name, kind, text[:NOTE_MAX]))
 
     @property
@@ -153,12 +153,12 @@ class Link:
 
     @property
     def trouble(self) -> str:
-        """The error that some pump met last; empty if all is well."""
+        """The last error of any failing pump; empty if none fails."""
         return self.pumps.trouble
 
     @property
     def failure(self) -> Exception | None:
-        """An error that no retry mends. The island stops on it."""
+        """An error that a retry cannot fix. The island stops on it."""
         return self.pumps.failure
 
     @property
@@ -175,7 +175,7 @@ class Link:
         """Return all fragments as they are now. Later events are received from here on.
 
         Raises:
-            ConfigError: The operator does not want this island.
+            ConfigError: The operator has excluded this island.
             BrokerError: The broker cannot be reached.
         """
         require_welcome(self.transport.reader.control(), self.name, self.manifest.run)
@@ -184,19 +184,19 @@ class Link:
     # -- pumps --------------------------------------------------------------------------------------------------------
 
     def pump_receive(self, block_seconds: float = 0.0) -> None:
-        """Receive events and snapshots, and look for newcomers, more often than with heartbeats alone."""
+        """Receive events and snapshots. Look for newcomers here too, because heartbeats are less frequent."""
         self.inbox.pump(block_seconds)
         self._offer_help()
 
     def pump_heartbeat(self) -> None:
-        """Send the heartbeat and the notes, hear the operator's wish, renew leases and look for newcomers."""
+        """Send the heartbeat and the notes, read the operator's request, renew leases and look for newcomers."""
         beat = self._beat
         if beat is None:
             return
         began = self.clock()
         wish = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
-        if wish in (DRAIN, EXPEL):  # an island that was told to leave leaves, even if the wish is withdrawn
+        if wish in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.wish = wish
         self._send_notes()
         with self._changed:
@@ -220,12 +220,12 @@ class Link:
         self.pumps.run_once()
 
     def _send_notes(self) -> None:
-        """Write the queued notes. A note that the broker refuses is dropped, as nothing else may wait for it."""
+        """Write the queued notes. A note that the broker refuses is dropped, so that it does not block other work."""
         while self._notes:
             try:
                 self.transport.reader.note(self._notes[0])
             except UnreachableError:
-                raise  # the note is sent after the outage
+                raise  # the note stays queued until the outage is over
             except BrokerError as error:
                 log.warning("a note is lost (%s): %s", error.what, self._notes[0].text)
             self._notes.popleft()

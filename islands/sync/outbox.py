@@ -15,7 +15,7 @@ from archipelago.broker.transport import MEMORY_SHARE_MAX, IslandTransport
 from archipelago.broker.wire import digest, pack_body
 from archipelago.islands.sync.uplink import Uplink
 
-#: Stands for the stream entry of a contribution that a broker has lost.
+#: The value of `Published.entry` for a contribution that a broker has lost.
 LOST = "lost"
 
 
@@ -48,10 +48,10 @@ class Draft:
     """A measured contribution that the link has yet to encode.
 
     Attributes:
-        header: All that the training thread knows about the contribution.
+        header: The contribution's fields except those of its payload.
         parts: The codec's arrays, still on the device.
         elements: The number of the fragment's elements.
-        actions: What the island did up to and including this sending, in a recorded run.
+        actions: The island's actions up to and including this one, in a recorded run.
     """
 
     header: ContributionHeader
@@ -122,7 +122,7 @@ class Outbox:
     # -- the training thread's side -----------------------------------------------------------------------------------
 
     def queue(self, draft: Draft) -> None:
-        """Queue a contribution. The window bounds the queue: an island that hears of no round owes nothing more."""
+        """Queue a contribution. The window bounds the queue, because an island owes nothing beyond it."""
         for part in draft.parts:
             part.copy_to_host_async()  # only the compressed arrays leave the device
         self._queue.append(draft)
@@ -141,7 +141,7 @@ class Outbox:
             return queued | {published.contribution.round for published in self._unresolved.values()}
 
     def resume(self, in_flight: Sequence[Published]) -> None:
-        """Send again what an earlier incarnation had sent. Identities keep it from counting twice."""
+        """Send contributions of an earlier incarnation again. Their identities make retries idempotent."""
         with self._lock:
             self._unresolved |= {p.contribution.identity_text: replace(p, entry=LOST) for p in in_flight}
         self._must_resend = bool(in_flight)
@@ -175,7 +175,7 @@ class Outbox:
             self._changed.notify_all()
 
     def resend_lost(self) -> None:
-        """Publish again whatever the broker acknowledged and then lost, unless the merger has decided about it."""
+        """Publish the contributions again that the broker has lost and the merger has not decided about."""
         with self._lock:
             acknowledged = {identity: p for identity, p in self._unresolved.items() if p.entry}
         for identity, published in acknowledged.items():
@@ -205,11 +205,11 @@ class Outbox:
     def _begin_attempt(self, contribution: Contribution, payload: bytes) -> bool:
         """Note a contribution before it is published, and return whether to publish it.
 
-        An attempt that failed may have reached the broker all the same. If the merger has decided about it since,
-        there is nothing left to publish.
+        A failed attempt may have reached the broker. If the merger has decided about the contribution since, there is
+        nothing left to publish.
         """
         identity = contribution.identity_text
-        with self._lock:  # noted first, as the merger's decision may arrive before the broker's acknowledgement
+        with self._lock:  # noted first, because the merger's decision may arrive before the broker's acknowledgement
             if self._attempted == identity and identity not in self._unresolved:
                 return False
             self._unresolved[identity] = Published(contribution, payload, entry="")
@@ -230,6 +230,6 @@ class Outbox:
                 del self._unresolved[identity]
 
     def mark(self, number: int) -> None:
-        """Remember what is undecided now, as the merger takes checkpoint `number`."""
+        """Remember the undecided contributions at the merger's checkpoint `number`."""
         with self._lock:
             self._at_marker = {number: list(self._unresolved.values())}

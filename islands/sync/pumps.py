@@ -1,4 +1,4 @@
-"""Pumps: work with the broker that runs beside training, each on a thread of its own, and survives outages."""
+"""Pumps: background threads that work with the broker during training, and retry after outages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Pump:
     """One kind of work.
 
     Attributes:
-        name: Names its thread.
+        name: The name of its thread.
         work: Does everything that is pending, without waiting for more.
         wait_seconds: How long its thread rests between two calls unless it is woken; None rests until it is woken.
-        patient_work: What its thread calls instead of `work`; it may wait for more to do.
+        patient_work: Called by its thread instead of `work`; it may wait for more work.
         wake: Set this to wake the thread.
     """
 
@@ -35,10 +35,10 @@ class Pump:
 
 
 class Pumps:
-    """The pumps of one island. An outage is noted and retried forever; any other error stops them and is kept.
+    """The pumps of one island. After an outage they retry forever. Any other error stops them and is kept in `failure`.
 
     Attributes:
-        failure: An error that no retry mends. The island stops on it.
+        failure: An error that a retry cannot fix. The island stops on it.
     """
 
     def __init__(self, pumps: Sequence[Pump], changed: threading.Condition) -> None:
@@ -46,17 +46,17 @@ class Pumps:
         self._pumps = pumps
         self._changed = changed
         self.failure: Exception | None = None
-        self._troubles: dict[str, str] = {}  # by pump, as one that works says nothing about the others
+        self._troubles: dict[str, str] = {}  # by pump, because success of one pump does not end the trouble of another
         self._stopping = threading.Event()
         self.threads: list[threading.Thread] = []
 
     @property
     def trouble(self) -> str:
-        """The error that some pump met last; empty if all is well."""
+        """The last error of any failing pump; empty if none fails."""
         return next(iter(list(self._troubles.values())), "")
 
     def run_once(self) -> None:
-        """Run each pump once in the calling thread, without waiting. Errors are noted, and nothing is lost."""
+        """Run each pump once in the calling thread, without waiting. After an outage, pending work is kept."""
         for pump in self._pumps:
             self._attempt(pump.name, pump.work)
 
@@ -92,10 +92,10 @@ class Pumps:
             work()
         except (BrokerError, WireError) as error:
             if not self._troubles:
-                log.warning("the link is down, training goes on: %s", error.what)
+                log.warning("the link is down, training continues: %s", error.what)
             self._troubles[name] = error.what[:500]
             return False
-        except Exception as error:  # noqa: BLE001 - no thread may die unseen, so the island raises the error
+        except Exception as error:  # noqa: BLE001 - the island raises it, so that no thread dies unnoticed
             self.failure = error
             self._stopping.set()
             with self._changed:

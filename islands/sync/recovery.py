@@ -1,8 +1,8 @@
-"""Inner optimiser state for a newcomer, handed over by a peer through Redis while both go on (the paper's E.3).
+"""Inner optimiser state for a newcomer, handed over by a peer through Redis while the giver trains (the paper's E.3).
 
-Parameters always come from the merger; optimiser state is what a fresh island lacks. The giver copies its state on
-its device between two steps, and the copy travels in the background. It travels in full precision, so that a replay
-finds the same bits.
+Parameters always come from the merger; a fresh island lacks only optimiser state. The giver copies its state on its
+device between two steps, and another thread sends the copy. It is sent in full precision, so that a replay has the same
+bits.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def decode(handover: Handover, payload: bytes, like: State, check: Check) -> Sta
         check: Refuses state that is not sound.
 
     Raises:
-        WireError: The payload holds anything else.
+        WireError: The payload does not fit the announcement or the model, or it is not sound.
     """
     if len(payload) != handover.bytes or digest(payload) != handover.digest:
         raise WireError("the peer's optimiser state is not the announced one", code="handover.digest")
@@ -124,7 +124,7 @@ def receive(
         like: State with the expected tree, shapes and dtypes.
         check: Refuses state that is not sound.
         beat: Called before each look, to renew the heartbeat.
-        seconds: How long to wait while some peer lives.
+        seconds: How long to wait while a peer is live.
         clock: Monotonic seconds.
         pause: Sleeps for some seconds.
 

@@ -27,8 +27,8 @@ class Replica:
     """The references of all fragments. The parameters belong to the inner loop and are passed in.
 
     The outer gradient of a fragment is its reference minus the island's own parameters. After sending, the reference
-    moves to the point that the merger will reconstruct. The codec's rounding error thus stays owed, and no progress
-    is sent twice.
+    moves to the point that the merger will reconstruct. The codec's rounding error thus goes into the next
+    contribution, and no progress is sent twice.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -43,7 +43,7 @@ class Replica:
     def begin(self, vectors: list[Vector]) -> Tensors:
         """Start from these float32 vectors, one for each fragment, and return the parameters by name."""
         self.references = jax.device_put(list(vectors))
-        # Slicing on the host compiles nothing. The copies protect the references, as the inner step donates its
+        # Slicing on the host compiles nothing. The copies protect the references, because the inner step donates its
         # parameters.
         parts = {
             tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)

@@ -28,7 +28,7 @@ class Arrival:
 
 
 class Snapshots:
-    """What one island holds of each fragment, and the announced versions that lead on from there."""
+    """The version that one island holds of each fragment, and the versions announced since."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class Snapshots:
         Args:
             transport: Where fragments and differences are fetched.
             manifest: The run.
-            uplink: Takes the measured download rate.
+            uplink: Records the measured download rate.
             clock: Monotonic seconds.
-            listen: Called between two downloads, so that announcements are heard meanwhile.
+            listen: Called between two downloads to read new announcements.
         """
         self._transport = transport
         self._manifest = manifest
@@ -65,7 +65,7 @@ class Snapshots:
         return max(self._announced.get(p, {}), default=0)
 
     def forget(self) -> None:
-        """Forget everything: the run went back, and other snapshots will be announced under the same versions."""
+        """Forget everything, because the run went back and its version numbers will be used again."""
         self.held.clear()
         self._announced.clear()
 
@@ -107,7 +107,7 @@ class Snapshots:
             step_N = self._difference(p, snapshot)
             if step_N is None:
                 return None
-            with np.errstate(over="ignore"):  # a hostile difference may overflow; the digest below finds it
+            with np.errstate(over="ignore"):  # a hostile difference may overflow; the digest below detects it
                 vector_N = vector_N + step_N
             self._listen()
             if self.held.get(p) is not held:

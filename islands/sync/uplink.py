@@ -10,7 +10,7 @@ from dataclasses import dataclass
 SMOOTHING = 0.7
 #: The full codec is used again once its payloads take less than this share of the available time.
 RECOVERY_SHARE = 0.5
-#: Smaller payloads are always sent with the full codec, as most of their time is the round trip.
+#: Smaller payloads always use the full codec, because most of their time is the round trip.
 SMALL_BYTES = 64 << 10
 #: Compression is tried again after this many payloads, to measure whether it pays.
 TRY_EVERY = 32
@@ -22,7 +22,7 @@ class Uplink:
 
     Attributes:
         seconds_a_byte: Upload time of a byte, without the round trip.
-        round_trip_seconds: Time of a message that has hardly a byte.
+        round_trip_seconds: Time of a message of a few bytes.
         down_seconds_a_byte: Download time of a byte, for display only.
         packed_share: Bytes after compression as a share of the bytes before.
         packing_seconds_a_byte: Time that compressing a byte takes.
@@ -38,20 +38,20 @@ class Uplink:
     _payloads: int = 0
 
     def sent(self, size: int, seconds: float) -> None:
-        """Take in the time until a payload of `size` bytes was acknowledged."""
+        """Record the time until a payload of `size` bytes was acknowledged."""
         on_the_way = max(0.0, seconds - self.round_trip_seconds)
         self.seconds_a_byte = averaged(self.seconds_a_byte, on_the_way / max(1, size))
 
     def answered(self, seconds: float) -> None:
-        """Take in the time until a heartbeat was acknowledged. No codec shortens that."""
+        """Record the time until a heartbeat was acknowledged. No codec shortens that."""
         self.round_trip_seconds = averaged(self.round_trip_seconds, seconds)
 
     def received(self, size: int, seconds: float) -> None:
-        """Take in the time that the download of `size` bytes took."""
+        """Record the time that the download of `size` bytes took."""
         self.down_seconds_a_byte = averaged(self.down_seconds_a_byte, seconds / max(1, size))
 
     def packed(self, before: int, after: int, seconds: float) -> None:
-        """Take in the bytes before and after compressing a body, and the time that it took."""
+        """Record the bytes before and after compressing a body, and the time that it took."""
         self.packed_share = averaged(self.packed_share, after / max(1, before))
         self.packing_seconds_a_byte = averaged(self.packing_seconds_a_byte, seconds / max(1, before))
 
@@ -62,7 +62,7 @@ class Uplink:
         return self._payloads % TRY_EVERY == 1 or saved >= self.packing_seconds_a_byte
 
     def fits(self, encoded_bytes: int, at_hand_seconds: float) -> bool:
-        """Return whether to use the full codec, as its payload is sent before the next one is due.
+        """Return whether to use the full codec, whose payload must be sent before the next one is due.
 
         Call this once for each contribution. A hysteresis keeps the answer from flapping.
 
@@ -93,5 +93,5 @@ class Uplink:
 
 
 def averaged(mean: float, sample: float, smoothing: float = SMOOTHING) -> float:
-    """Return an exponential moving average after one more sample. A mean of 0 stands for no samples yet."""
+    """Return an exponential moving average after one more sample. A mean of 0 means that there was no sample yet."""
     return smoothing * mean + (1.0 - smoothing) * sample if mean else sample

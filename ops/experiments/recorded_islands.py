@@ -14,7 +14,7 @@ from archipelago.broker.wire import digest, pack_body, unpack
 from archipelago.ops.experiments.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
-    from archipelago.islands.replay import Redone
+    from archipelago.islands.replay import ReplayedIsland
     from archipelago.islands.sync.actions import Action
 
 
@@ -42,15 +42,15 @@ class RecordedIslands:
             logged.setdefault(f"{actions.island}/{actions.incarnation}", []).append(actions)
         self._actions = {who: unfolded(mine) for who, mine in logged.items()}
         run.uses = _uses_of_versions(self._actions)
-        self._members: dict[str, Redone] = {}
+        self._members: dict[str, ReplayedIsland] = {}
         self._make = self._maker()
 
-    def _maker(self) -> Callable[[str], Redone]:
+    def _maker(self) -> Callable[[str], ReplayedIsland]:
         """Return what makes an island by name. Raise DataError if the run's corpus is not on this machine."""
         from archipelago.islands.data.corpus import open_corpus
         from archipelago.islands.inner import compile_steps
         from archipelago.islands.models.registry import build
-        from archipelago.islands.replay import Redone, Surroundings, corpus_of, wanted_points
+        from archipelago.islands.replay import ReplayedIsland, Surroundings, corpus_of, wanted_points
 
         config = self.manifest.config
         corpus = open_corpus(self.manifest.corpus.name)
@@ -64,12 +64,12 @@ class RecordedIslands:
         wanted = wanted_points(self._actions)
         around = Surroundings(self._published, lambda who, count: self._member(who).until(count))
 
-        def make(who: str) -> Redone:
+        def make(who: str) -> ReplayedIsland:
             pinned = corpus_of(who, self._actions)
             text = open_corpus(pinned).train if pinned else corpus.train
             if pinned:
                 self._pinned[who] = pinned
-            return Redone(who, self._actions[who], self.manifest, steps, text, around, wanted.get(who, ()))
+            return ReplayedIsland(who, self._actions[who], self.manifest, steps, text, around, wanted.get(who, ()))
 
         return make
 
@@ -109,7 +109,7 @@ class RecordedIslands:
             + (f"; is the corpus {pinned!r} here the one that it was trained on?" if pinned else "")
         )
 
-    def _member(self, who: str) -> Redone:
+    def _member(self, who: str) -> ReplayedIsland:
         from archipelago.islands.replay import ActionError
 
         if who not in self._actions:

@@ -202,7 +202,7 @@ class VirtualRun:
 
     def _step(self, island: Island) -> None:
         name = island.name
-        if island.finished or island.is_sent_away:
+        if island.finished or island.must_leave:
             self.remove_island(name, farewell=True)
             return
         self._exchange(island)

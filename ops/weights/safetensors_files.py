@@ -64,9 +64,9 @@ class WeightFiles:
             )
         self.config = read_config(path if path.is_dir() else path.parent)
         if self.config.get("model_type") == "llama":
-            from archipelago.islands.models.llama import require_ours
+            from archipelago.islands.models.llama import require_compatible
 
-            require_ours(self.config)
+            require_compatible(self.config)
         self.held: dict[str, Held] = {}
         for file in self.files:
             self._read_header(file)

@@ -117,10 +117,10 @@ def test_the_record_names_whose_moments_they_are_and_when(kept: tuple[Path, Isla
     after = Bay().island(incarnation="y")
     found = store(kept[0]).restore_moments(after)
     assert found is not None
-    untold, actions = found.untold, after.action_log.take()
+    unsent, actions = found.unsent_actions, after.action_log.take()
     assert actions is not None
-    assert taken.rest["done"] > untold[0].index > 0
-    assert untold[-1].index >= untold[0].index
+    assert taken.rest["done"] > unsent[0].index > 0
+    assert unsent[-1].index >= unsent[0].index
     assert actions.text.split()[-1] == f"moments:a/x@{taken.rest['done']}"
 
 

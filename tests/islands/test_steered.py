@@ -28,19 +28,19 @@ def goodbye(bay: Bay, island: Island) -> None:
 
 
 @pytest.mark.parametrize("wish", ["drain", "expel"])
-def test_an_island_that_is_sent_away_leaves_with_its_next_heartbeat(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_island_that_must_leave_leaves_with_its_next_heartbeat(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bay = Bay()
     island = bay.island()
     bay.play(island, 3)
     bay.transport.reader.steer({"island.b": wish})
     bay.boundary(island)
-    told = [island.is_sent_away]
+    told = [island.must_leave]
     bay.transport.reader.steer({"island.a": wish})
     bay.boundary(island)
-    told.append(island.is_sent_away)
+    told.append(island.must_leave)
     bay.transport.reader.steer({"island.a": ""})
     bay.boundary(island)
-    told.append(island.is_sent_away)
+    told.append(island.must_leave)
     assert told == [False, True, True]  # the wish was for another island at first, and a withdrawn wish still holds
     steps = island.totals.steps
     monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread sends here

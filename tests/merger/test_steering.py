@@ -343,7 +343,7 @@ def test_a_merger_that_keeps_no_checkpoints_says_so_once() -> None:
     simulated.transport.reader.steer({"checkpoint": "now"})
     merger.turn(0.0)
     merger.turn(0.0)
-    assert notes(simulated, "checkpoint") == ["none is taken: this merger keeps none (--checkpoint-every 0)"]
+    assert notes(simulated, "checkpoint") == ["this merger takes no checkpoints (--checkpoint-every 0)"]
 
 
 # -- islands ----------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ class IslandProcess(Process):
     def act(self) -> None:
         simulation, island = self.simulation, self.island
         self._pump()
-        if island.is_sent_away or (simulation.faults and simulation.happens(0.01)):
+        if island.must_leave or (simulation.faults and simulation.happens(0.01)):
             island.leave(flush_seconds=0.0)
             self._pump()
             self.store.finish(island)
