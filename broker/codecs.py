@@ -1,11 +1,11 @@
-"""Codecs: a flat float32 vector to bytes and back, lossy or not, with a bound on the error.
+"""Codecs: encode a flat float32 vector as bytes and back, with a bound on the error.
 
-A codec is two functions over arrays, written in what numpy and `jax.numpy` have in common: `quantise` gives the arrays
-whose bytes travel, `restore` the values that a receiver reads. The merger runs them in numpy, an island inside JAX on
-its device; so both find the same bits, and a test says so. Scales are bfloat16: a product of one with a small integer
-or a power of two is exact in float32, so that no compiler's fusing changes it.
+A codec is two functions over arrays that run in numpy and in `jax.numpy`. `quantise` returns the arrays whose bytes
+travel, and `restore` returns the values that a receiver reads. The merger runs them in numpy, and an island runs them
+in JAX on its device. Both compute the same bits, which a test checks. Scales are bfloat16: their product with a small
+integer or a power of two is exact in float32, so the fusions of a compiler cannot change it.
 
-To add a codec: its two functions and its sizes, in CODECS, and its name in `WireConfig`.
+To add a codec, add its functions and sizes to CODECS, and its name to `WireConfig`.
 """
 
 from __future__ import annotations
@@ -19,36 +19,45 @@ from numpy.typing import DTypeLike, NDArray
 from archipelago.broker.errors import WireError
 
 Vector = NDArray[np.float32]
+#: An array of numpy or of JAX, according to the namespace `xp`.
 Array = Any
-"""of numpy or of JAX, whichever namespace `xp` is"""
+#: The arrays of one encoded vector.
 Parts = tuple[Array, ...]
 
+#: Elements that share a scale.
 INT8_BLOCK, INT4_BLOCK = 256, 128
-"""elements that share a scale"""
+#: `top3` keeps the TOP_KEPT largest magnitudes of each block.
 TOP_BLOCK, TOP_KEPT = 4096, 128
+#: `top3` sums magnitudes in units of 1/4096 of the largest. From TOP_LARGE units (0.6) on a magnitude is large.
 TOP_UNITS, TOP_LARGE = np.float32(4096), 2458
-"""magnitudes of what is kept are summed in units of 1/4096 of the largest; from 0.6 of it on they count as large"""
+#: Elements that numpy encodes at a time, so that intermediate arrays fit the cache. A multiple of every block size.
 PIECE = 16 * TOP_BLOCK
-"""elements that numpy works on at a time: what it makes in between stays in the cache. Whole blocks of every codec."""
+#: A block whose magnitudes are below TINY becomes zero, as some devices flush smaller numbers. Magnitudes are clipped
+#: to HUGE.
 TINY, HUGE = np.float32(2.0**-100), np.float32(2.0**110)
-"""blocks below the first are zero (some devices flush what is smaller); values over the second are cut to it"""
 
 
 class Codec(NamedTuple):
-    """`quantise(values_N, xp)` gives flat arrays of the sizes and types in `layout(N)`; `restore(parts, N, xp)` [N]."""
+    """The functions of one codec.
+
+    Attributes:
+        layout: Returns the size and dtype of each part, for N elements.
+        quantise: Called as `quantise(values_N, xp)`. Returns flat arrays with that layout.
+        restore: Called as `restore(parts, N, xp)`. Returns the decoded vector [N].
+        error_bound: Returns the largest error of each element, for finite values up to HUGE.
+    """
 
     layout: Callable[[int], tuple[tuple[int, DTypeLike], ...]]
     quantise: Callable[[Array, Any], Parts]
     restore: Callable[[Parts, int, Any], Array]
     error_bound: Callable[[Vector], Vector]
-    """of each element, the most that `restore` may be off, for finite values up to HUGE"""
 
     def encoded_size(self, elements: int) -> int:
-        """Bytes of a body for so many elements."""
+        """Return the size in bytes of an encoded vector of `elements` elements."""
         return sum(size * np.dtype(kind).itemsize for size, kind in self.layout(elements))
 
     def encode(self, values_N: Vector) -> bytes:
-        """A body of exactly `encoded_size(N)` bytes."""
+        """Return the encoded vector, exactly `encoded_size(N)` bytes."""
         values_N = np.ascontiguousarray(values_N, np.float32)
         parts = [np.empty(size, kind) for size, kind in self.layout(values_N.size)]
         with np.errstate(invalid="ignore"):
@@ -59,7 +68,7 @@ class Codec(NamedTuple):
         return body_of(tuple(parts))
 
     def parts_of(self, body: bytes | memoryview, elements: int) -> tuple[Any, ...]:
-        """The arrays in a body of exactly `encoded_size(elements)` bytes, where they lie."""
+        """Return the arrays in a body of exactly `encoded_size(elements)` bytes, without a copy where possible."""
         parts, at = [], 0
         for size, kind in self.layout(elements):
             parts.append(np.frombuffer(body, np.dtype(kind).newbyteorder("<"), size, at).astype(kind, copy=False))
@@ -67,9 +76,9 @@ class Codec(NamedTuple):
         return tuple(parts)
 
     def decode(self, body: bytes | memoryview, elements: int) -> Vector:
-        """The float32 vector in a body of exactly `encoded_size(elements)` bytes."""
+        """Return the float32 vector in a body of exactly `encoded_size(elements)` bytes."""
         parts, values_N = self.parts_of(body, elements), np.empty(elements, np.float32)
-        with np.errstate(all="ignore"):  # a hostile body may hold any scale: whoever reads it looks for NaN
+        with np.errstate(all="ignore"):  # a hostile body may hold any scale, so callers check for NaN
             for start in range(0, elements, PIECE):
                 end = min(start + PIECE, elements)
                 cuts = zip(self.layout(start), self.layout(end), strict=True)
@@ -79,13 +88,13 @@ class Codec(NamedTuple):
 
 
 def body_of(parts: Parts) -> bytes:
-    """The bytes of quantised arrays, little-endian, one after the other."""
+    """Return the little-endian bytes of quantised arrays, concatenated."""
     arrays = [np.asarray(part) for part in parts]
     return b"".join(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data for array in arrays)
 
 
 def _blocks(values_N: Array, size: int, xp: Any) -> Array:
-    """As rows of `size` elements, the last one filled with zeros."""
+    """Return the vector as rows of `size` elements. The last row is padded with zeros."""
     missing = -values_N.shape[0] % size
     return xp.concatenate([values_N, xp.zeros(missing, np.float32)]).reshape(-1, size)
 
@@ -95,7 +104,7 @@ def _count(elements: int, size: int) -> int:
 
 
 def _to_bfloat16(values: Array, xp: Any) -> Array:
-    """The upper halves of float32 numbers, rounded to nearest, ties to even; uint16."""
+    """Return the upper halves of float32 numbers as uint16, rounded to nearest, ties to even."""
     bits = values.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)  # rounding may carry a NaN's mantissa into infinity
@@ -107,31 +116,31 @@ def _from_bfloat16(bits: Array, xp: Any) -> Array:
 
 
 def _scales(top: Array, xp: Any) -> tuple[Array, Array]:
-    """Scales as they travel (uint16), and what to divide by: 1 where a block is zero."""
+    """Return the scales as uint16 bits, and the divisor of each block, which is 1 where a block is zero."""
     bits = _to_bfloat16(xp.where(top < TINY, np.float32(0), top), xp)
     scale = _from_bfloat16(bits, xp)
     return bits, xp.where(scale > 0, scale, np.float32(1))
 
 
 def _row_tops(magnitudes: Array, xp: Any) -> Array:
-    """The largest of each row, whose length is a power of two; NaN where there is one."""
+    """Return the maximum of each row, NaN if the row contains one. The row length must be a power of two."""
     if xp is np:
         return np.max(magnitudes, axis=1)
-    while magnitudes.shape[1] > 1:  # halves against each other: XLA takes rows one number at a time, these many at once
+    while magnitudes.shape[1] > 1:  # XLA vectorises the maximum of two halves, but not a reduction along rows
         half = magnitudes.shape[1] // 2
         magnitudes = xp.maximum(magnitudes[:, :half], magnitudes[:, half:])
     return magnitudes[:, 0]
 
 
 def _tops(blocks: Array, xp: Any) -> Array:
-    """The largest magnitude of each row, at most HUGE; NaN where there is a NaN or an infinity."""
+    """Return the largest magnitude of each row, at most HUGE; NaN if the row contains NaN or infinity."""
     top = _row_tops(xp.abs(blocks), xp)
     return xp.where(xp.isfinite(top), xp.minimum(top, HUGE), np.float32(np.nan))
 
 
 def _rounded(ratio: Array, most: int, xp: Any) -> Array:
-    """Whole numbers within ±most; 0 for NaN, whose block has a scale that tells."""
-    if xp is np and not np.isnan(ratio).any():  # the rule, and half the passes
+    """Round to whole numbers within ±most. NaN becomes 0, because the scale of its block is NaN already."""
+    if xp is np and not np.isnan(ratio).any():  # the usual case, which needs half the passes over memory
         whole = np.rint(ratio)
         return np.clip(whole, np.float32(-most), np.float32(most), out=whole)
     return xp.clip(xp.where(xp.isnan(ratio), np.float32(0), xp.round(ratio)), -most, most)
@@ -150,16 +159,17 @@ def _restore_int8(parts: Parts, elements: int, xp: Any) -> Array:
 
 
 def _pack_nibbles(codes: Array) -> Array:
-    """Codes of 0 to 15 (uint8, rows of a block) two a byte: the block's first half low, its second half high.
+    """Pack codes of 0 to 15 (uint8, one block per row) into bytes, two per byte.
 
-    So both halves lie in one piece, which numpy and XLA handle many at a time.
+    The block's first half goes to the low nibbles and its second half to the high ones. Both halves are contiguous, so
+    numpy and XLA can vectorise the work.
     """
     half = codes.shape[1] // 2
     return (codes[:, :half] | (codes[:, half:] << np.uint8(4))).reshape(-1)
 
 
 def _unpack_nibbles(packed: Array, xp: Any) -> Array:
-    """As rows of a block."""
+    """Return the codes of `_pack_nibbles`, one block per row."""
     rows = packed.reshape(-1, INT4_BLOCK // 2)
     return xp.concatenate([rows & np.uint8(15), rows >> np.uint8(4)], axis=1)
 
@@ -178,7 +188,7 @@ def _restore_int4(parts: Parts, elements: int, xp: Any) -> Array:
 
 
 def _quantise_e3m0(values_N: Array, xp: Any) -> Parts:
-    """A sign and three bits of exponent: 0, or the block's largest times 2^−6 … 2^0; the nearest of them."""
+    """Encode a sign and three bits of exponent: the nearest of 0 and the block's largest times 2^−6 … 2^0."""
     blocks = _blocks(values_N, INT4_BLOCK, xp)
     bits, divisor = _scales(_tops(blocks, xp), xp)
     ratio = xp.abs(blocks) / divisor[:, None]
@@ -202,10 +212,11 @@ def _restore_e3m0(parts: Parts, elements: int, xp: Any) -> Array:
 
 
 def _quantise_top(values_N: Array, xp: Any) -> Parts:
-    """Of each block the TOP_KEPT largest, each as ± the mean of the larger or of the smaller ones; the rest is zero.
+    """Keep the TOP_KEPT largest values of each block, and set the rest to zero.
 
-    A mean is never further off than zero would be, however sparse the block: so what stays with the sender shrinks.
-    The means are sums of whole numbers, which come out the same in any order.
+    A kept value becomes plus or minus a mean: that of the large kept magnitudes, or that of the small ones. A mean is
+    never further from the value than zero would be, so the error that the sender keeps (error feedback) shrinks. The
+    means are sums of integers, so the order of summation does not matter.
     """
     blocks = _blocks(values_N, TOP_BLOCK, xp)
     top = _tops(blocks, xp)
@@ -219,7 +230,7 @@ def _quantise_top(values_N: Array, xp: Any) -> Parts:
     bits = xp.stack([_to_bfloat16(scale, xp) for scale in scales], axis=1)
     codes = (large.astype(np.uint8) | ((values < 0).astype(np.uint8) << np.uint8(1))).reshape(-1, 4)
     packed = codes[:, 0] | (codes[:, 1] << np.uint8(2)) | (codes[:, 2] << np.uint8(4)) | (codes[:, 3] << np.uint8(6))
-    pairs = kept.astype(np.uint16).reshape(-1, 2)  # twelve bits each: two in three bytes
+    pairs = kept.astype(np.uint16).reshape(-1, 2)  # an index has twelve bits, so three bytes hold two
     first, second = pairs[:, 0], pairs[:, 1]
     middle = (first >> np.uint16(8)) | ((second & np.uint16(15)) << np.uint16(4))
     places = xp.stack([first & np.uint16(255), middle, second >> np.uint16(4)], axis=1).astype(np.uint8)
@@ -227,10 +238,11 @@ def _quantise_top(values_N: Array, xp: Any) -> Parts:
 
 
 def _largest(blocks: Array, count: int, xp: Any) -> Array:
-    """Where the `count` largest magnitudes of each row are, ascending, of equal ones the first; rows of a power of two.
+    """Return the indices of the `count` largest magnitudes of each row, ascending. Earlier indices win ties.
 
-    A search for the least of them, bit by bit, and then for each place: XLA on a CPU takes a tenth of the time in which
-    it sorts, and numpy a third. As whole numbers, magnitudes have the same order.
+    The row length must be a power of two. The function finds the smallest kept magnitude bit by bit, and then each
+    index by binary search, which is faster than sorting in numpy and in XLA on a CPU. The bits of float32 magnitudes,
+    read as integers, have the order of the magnitudes.
     """
     magnitudes = blocks.view(np.uint32) & np.uint32(0x7FFFFFFF)
     least = xp.zeros((blocks.shape[0], 1), np.uint32)
@@ -245,7 +257,7 @@ def _largest(blocks: Array, count: int, xp: Any) -> Array:
     wanted = xp.arange(1, count + 1, dtype=np.int32)[None, :]
     places = xp.zeros((blocks.shape[0], count), np.int32)
     step = blocks.shape[1] // 2
-    while step:  # the first place by which so many are chosen
+    while step:  # binary search for the first index at which the running count reaches `wanted`
         before = xp.take_along_axis(so_far, places + (step - 1), axis=1) < wanted
         places = xp.where(before, places + step, places)
         step //= 2
@@ -253,7 +265,7 @@ def _largest(blocks: Array, count: int, xp: Any) -> Array:
 
 
 def _mean(whole: Array, chosen: Array, xp: Any) -> Array:
-    """Mean of the chosen ones of each row in units of 1 / TOP_UNITS; 0 where there is none."""
+    """Return the mean of each row's chosen values, divided by TOP_UNITS; 0 for a row without any."""
     total = xp.sum(xp.where(chosen, whole, 0), axis=1, dtype=np.int32).astype(np.float32)
     count = xp.sum(chosen, axis=1, dtype=np.int32).astype(np.float32)
     return total / (xp.maximum(count, np.float32(1)) * TOP_UNITS)
@@ -276,13 +288,13 @@ def _restore_top(parts: Parts, elements: int, xp: Any) -> Array:
 
 
 def _block_tops(values_N: Vector, size: int) -> Vector:
-    """For each element the largest magnitude in its block."""
+    """Return for each element the largest magnitude in its block."""
     tops: Vector = np.abs(_blocks(values_N, size, np)).max(axis=1)
     return np.repeat(tops, size)[: values_N.size]
 
 
 def _bound_of_steps(size: int, steps: int) -> Callable[[Vector], Vector]:
-    """Half a step, and what the scale's own rounding adds at the end of its range."""
+    """Return the bound of an integer codec: half a step, plus the effect of rounding the scale to bfloat16."""
     share = np.float32((0.5 + steps / 256) / steps)
 
     def bound(values_N: Vector) -> Vector:
@@ -292,7 +304,7 @@ def _bound_of_steps(size: int, steps: int) -> Callable[[Vector], Vector]:
 
 
 def _bound_e3m0(values_N: Vector) -> Vector:
-    """A third of the magnitude or, below the smallest level, half of that; and the scale's rounding."""
+    """Return a third of the magnitude (at least half the smallest level), plus the effect of rounding the scale."""
     tops = _block_tops(values_N, INT4_BLOCK)
     magnitude = np.abs(values_N)
     off = np.maximum(magnitude * np.float32(0.34), tops * np.float32(2.0**-7 * 1.01)) + tops / 256 + TINY
@@ -300,7 +312,7 @@ def _bound_e3m0(values_N: Vector) -> Vector:
 
 
 def _bound_top(values_N: Vector) -> Vector:
-    """What is dropped is dropped whole; what is kept is off by 0.6 of the block's largest at most."""
+    """Return the magnitude, which a dropped value loses, or 0.61 of the block's largest, which bounds kept values."""
     off = np.maximum(np.abs(values_N), _block_tops(values_N, TOP_BLOCK) * np.float32(0.61)) + TINY
     return np.asarray(off, np.float32)
 
@@ -309,6 +321,10 @@ def _blocked(size: int, *bytes_a_block: tuple[int, DTypeLike]) -> Callable[[int]
     return lambda n: tuple((_count(n, size) * items, kind) for items, kind in bytes_a_block)
 
 
+#: All codecs by name. In bits per element they take 32, 16, 8.06, 4.13, 4.13 and 0.44. `int8` and `int4` store integer
+#: multiples of one scale per block. `e3m0` stores powers of two, as in Streaming DiLoCo (arXiv 2501.18512). `top3`
+#: stores the largest 3 % of each block in two bits each, after SparseLoCo (arXiv 2508.15706). It is for very slow
+#: links, and the sender adds the dropped part to its next contribution.
 CODECS: dict[str, Codec] = {
     "float32": Codec(
         layout=lambda n: ((n, np.float32),),
@@ -347,13 +363,10 @@ CODECS: dict[str, Codec] = {
         error_bound=_bound_top,
     ),
 }
-"""By name. Bits an element: 32, 16, 8.06, 4.13, 4.13, 0.44. `int8`, `int4`: whole multiples of a scale a block. `e3m0`:
-powers of two, as Streaming DiLoCo sends them (arXiv 2501.18512). `top3`: the largest 3 % of each block in two bits
-(after SparseLoCo, arXiv 2508.15706), for very thin links: what it drops stays with the sender."""
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name. Raises WireError, since names arrive from outside."""
+    """Return the codec of that name. Raises WireError for an unknown one, since names arrive from outside."""
     try:
         return CODECS[name]
     except KeyError:

@@ -1,8 +1,9 @@
-"""A run's settings: frozen dataclasses, checked in one place, hashed, and stored with the run.
+"""A run's settings: frozen dataclasses that are validated together, hashed, and stored with the run.
 
-The defaults are chosen to be stable from 1 to 16 islands without tuning. Whatever is in here is part of the run's
-identity: a worker whose settings differ is refused. What belongs to one worker only (its name, its device, its
-folder) is not in here.
+The defaults are stable from 1 to 16 islands without tuning. All settings here are part of the run's identity: a worker
+with different settings cannot join. Settings of a single worker (its name, its device, its folder) are elsewhere.
+
+The `Attributes` sections are also the help texts of the command line.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from archipelago.broker.errors import ConfigError
 
+#: The vocabulary size of a corpus whose tokens are bytes.
 BYTES = 256
-"""the vocabulary of a text that is read byte by byte"""
+#: The inner learning rate of the smallest model.
 SMALLEST_RATE = 3e-3
-"""the inner learning rate of the smallest model"""
 Positive = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0.0), Le(1.0)]
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -34,64 +35,82 @@ _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model the islands train."""
+    """The model that the islands train.
+
+    Attributes:
+        size: The model's name: tiny (0.1 M parameters), small (1 M), base (25 M), 124m or 1b; tiny-moe (0.3 M) or
+            small-moe (3 M), with 8 experts per layer; digits, for the corpus of that name.
+        vocabulary: The number of tokens that a text model knows. 256 stands for bytes; if the corpus has a tokenizer,
+            `archipelago init` replaces 256 with the tokenizer's size.
+    """
 
     __pydantic_config__ = _STRICT
     size: str = "tiny"
-    """a model by name: tiny (0.1 M parameters), small (1 M), base (25 M), 124m, 1b; tiny-moe (0.3 M), small-moe (3 M)
-    with 8 experts a layer; digits, for the corpus of that name"""
     vocabulary: Annotated[int, Ge(BYTES), Le(1 << 24)] = BYTES
-    """tokens that a model of text knows; 256, for bytes, becomes that of the corpus's tokenizer where it has one"""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What the islands read, and how a batch is cut from it."""
+    """The data that the islands read, and the size of a batch.
+
+    Attributes:
+        corpus: The name of a prepared corpus. `stdlib` is the source code of Python's standard library.
+        sequence_length: Tokens per sequence. For a corpus of examples, the bytes of one example without its label (64
+            for digits).
+        batch_size: Sequences per inner step on one island.
+        shards: The number of shards of the training text. An island leases one shard at a time, and no two islands hold
+            the same one.
+        held_out_sequences: Sequences of held-out text that one evaluation reads.
+    """
 
     __pydantic_config__ = _STRICT
     corpus: str = "stdlib"
-    """a prepared corpus by name; `stdlib` is the Python standard library's own sources"""
     sequence_length: Annotated[int, Ge(2), Le(1 << 20)] = 128
-    """tokens (bytes) a sequence; of a corpus of examples, the bytes of one without its label: 64 of digits"""
     batch_size: Annotated[int, Ge(1), Le(1 << 20)] = 8
-    """sequences an inner step on one island"""
     shards: Annotated[int, Ge(1), Le(1 << 14)] = 64
-    """pieces of the training text; an island leases one at a time, and no two islands the same one"""
     held_out_sequences: Annotated[int, Ge(1), Le(1 << 20)] = 256
-    """sequences of held-out text that an evaluation reads"""
 
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """The inner optimiser, with linear warm-up and cosine decay by the global step."""
+    """The inner optimiser, with linear warm-up and cosine decay by the global step.
+
+    Attributes:
+        optimizer: The optimiser. `muon` updates the matrices of hidden layers, and uses AdamW for embeddings, norms,
+            routers and outputs.
+        steps: Length of the run in global inner steps, which count the steps of the fastest island.
+        learning_rate: Peak of the learning rate. By default `archipelago init` chooses it by the model's size.
+        warmup_steps: Steps of linear warm-up at the start of the run.
+        final_share: The learning rate at the end, as a share of its peak.
+        weight_decay: Weight decay of the optimiser.
+        beta1: Decay of the first moments of AdamW.
+        beta2: Decay of the second moments of AdamW.
+        muon_momentum: Momentum of Muon.
+        clip_norm: Gradients are clipped to this global norm; 0 turns clipping off.
+        moments_warmup_steps: Steps of warm-up for an island whose optimiser moments start from zero, such as one that
+            rejoins without them; 0 turns it off.
+    """
 
     __pydantic_config__ = _STRICT
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon` is for matrices of hidden layers, and leaves embeddings, norms, routers and outputs to AdamW"""
     steps: Positive = 1500
-    """global inner steps of the run: the fastest island's clock"""
     learning_rate: Annotated[float, Gt(0.0), Le(10.0)] | None = None
-    """its peak; by default what suits the model's size, which a run is told when it is made"""
     warmup_steps: Annotated[int, Ge(0)] = 100
     final_share: Share = 0.1
-    """the learning rate at the end, as a share of its peak"""
     weight_decay: Annotated[float, Ge(0.0), Le(10.0)] = 0.1
     beta1: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
     beta2: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
     muon_momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
     clip_norm: Annotated[float, Ge(0.0)] = 1.0
-    """gradients are clipped to this global norm; 0 clips nothing"""
     moments_warmup_steps: Annotated[int, Ge(0)] = 20
-    """steps over which the learning rate grows while the optimiser's moments are fresh, as in an island that returns
-    without them; 0 for none"""
 
     @property
     def peak(self) -> float:
-        """The learning rate's; of a config that was not fitted to a model, the smallest one's."""
+        """The peak of the learning rate. Until a model's size has set it, this is the rate of the smallest model."""
         return SMALLEST_RATE if self.learning_rate is None else self.learning_rate
 
     def rate_at(self, step: float) -> float:
-        """The learning rate after so many steps: linear warm-up, then a cosine to the end, and no change from there."""
+        """Return the learning rate after `step` steps: linear warm-up, then cosine decay, then a constant."""
         warmup = min(self.warmup_steps, self.steps - 1)
         if step < warmup:
             return self.peak * (1 + step) / (warmup + 1)
@@ -102,56 +121,77 @@ class InnerConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """Rounds: how often islands contribute, and how long a round stays open."""
+    """Rounds: how often islands contribute, and how long a round stays open.
+
+    Attributes:
+        interval: H: inner steps between two syncs of the same fragment.
+        fragments: P: the number of fragments that the tensors are split into, at most one per tensor.
+        window: τ: the number of rounds that can be open at once.
+        quorum: K: contributions that a round needs before it can close. If fewer islands are live, all of theirs are
+            enough.
+        grace: γ: the share of the slack (the paper's Eq. 3) that a round waits for more contributions after its quorum.
+        smoothing: Decay of the moving averages from which the slack is computed.
+        staleness_cap: The merger refuses a contribution whose base is more versions behind than this.
+    """
 
     __pydantic_config__ = _STRICT
     interval: Annotated[int, Ge(1), Le(1 << 20)] = 24
-    """H: inner steps between two syncs of the same fragment"""
     fragments: Annotated[int, Ge(1), Le(4096)] = 6
-    """P: fragments that the tensors are split into (at most one a tensor)"""
     window: Annotated[int, Ge(1), Le(4096)] = 2
-    """τ: rounds that are open at once"""
     quorum: Positive = 1
-    """K: contributions that let a round close (or all the living, if fewer live)"""
     grace: Share = 0.9
-    """γ: share of the slack (the paper's Eq. 3) that a round waits for more contributions after its quorum"""
     smoothing: Annotated[float, Ge(0.0), Lt(1.0)] = 0.8
-    """decay of the moving averages behind the slack"""
     staleness_cap: Annotated[int, Ge(0)] = 16
-    """a contribution whose base is more versions behind than this is refused"""
 
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """How the contributions of a round become one outer gradient."""
+    """How the contributions of a round become one outer gradient.
+
+    Attributes:
+        embedding: The merge rule of embedding tensors.
+        rest: The merge rule of all other tensors.
+        staleness: s(staleness): the factor on the weight of a stale contribution.
+        normalise: Divide the round's mean s by its running mean. Staleness then changes the weights, but does not slow
+            the run.
+        clip: Clip a contribution to this multiple of the running median, which is taken by learning rate times steps; 0
+            turns clipping off.
+    """
 
     __pydantic_config__ = _STRICT
     embedding: Literal["average", "rda"] = "average"
     rest: Literal["average", "rda"] = "rda"
     staleness: Literal["none", "polynomial"] = "polynomial"
-    """s(staleness), the factor on a stale contribution's weight"""
     normalise: bool = True
-    """divide the round's mean s by its running mean, so that staleness re-weighs but does not slow the run"""
     clip: Annotated[float, Ge(0.0)] = 3.0
-    """clip a contribution to this multiple of the running median, by learning rate times steps; 0 clips nothing"""
 
 
 @dataclass(frozen=True)
 class OuterConfig:
-    """The outer optimiser, a step of which closes a round."""
+    """The outer optimiser, which takes one step when a round closes.
+
+    Attributes:
+        rule: The update rule. `scheduled` is Nesterov momentum that follows a schedule.
+        learning_rate: The outer learning rate.
+        momentum: Momentum of `nesterov`, and the largest momentum of `scheduled`. `sgd` has none.
+        cooldown: Only for `scheduled`: the last share of the run, during which the momentum falls to zero.
+    """
 
     __pydantic_config__ = _STRICT
     rule: Literal["scheduled", "nesterov", "sgd"] = "scheduled"
     learning_rate: Annotated[float, Gt(0.0), Le(10.0)] = 0.7
     momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
-    """momentum of `nesterov`, and the largest momentum of `scheduled`; `sgd` has none"""
     cooldown: Share = 0.25
-    """scheduled: the last share of the run, over which momentum falls to zero"""
 
 
 @dataclass(frozen=True)
 class AdoptConfig:
-    """What an island does with a snapshot that arrives while it trains."""
+    """What an island does with a snapshot that arrives while it trains.
+
+    Attributes:
+        rule: `overwrite` replaces the island's parameters. `carry` also adds the steps that the island has taken since
+            its last contribution.
+    """
 
     __pydantic_config__ = _STRICT
     rule: Literal["overwrite", "carry"] = "carry"
@@ -159,42 +199,49 @@ class AdoptConfig:
 
 @dataclass(frozen=True)
 class WireConfig:
-    """How numbers travel."""
+    """The codecs of contributions and snapshots.
+
+    Attributes:
+        up: The codec of contributions.
+        thin: The codec of contributions from an island whose link is too slow for `up`; empty for none.
+        down: The codec of snapshots. From `int8` on, it encodes differences from the parameters that the islands hold.
+        zstd_level: The zstd compression level of payloads; 0 leaves them uncompressed.
+    """
 
     __pydantic_config__ = _STRICT
     up: Literal["float32", "bfloat16", "int8", "int4", "e3m0", "top3"] = "int4"
-    """codec of contributions"""
     thin: Literal["", "int8", "int4", "e3m0", "top3"] = "top3"
-    """codec of contributions from an island whose link is too slow for the other one; empty for none"""
     down: Literal["float32", "bfloat16", "int8", "int4", "e3m0"] = "int4"
-    """codec of snapshots; from int8 on, of differences against what the islands hold"""
     zstd_level: Annotated[int, Ge(0), Le(19)] = 1
-    """0 leaves bodies uncompressed"""
 
     @property
     def sends_differences(self) -> bool:
-        """Whether snapshots go down as differences; full ones are for newcomers and who missed some."""
+        """Whether snapshots travel as differences. An island that is new or has missed some gets a full snapshot."""
         return self.down not in ("float32", "bfloat16")
 
     @property
     def full(self) -> str:
-        """Codec of full snapshots."""
+        """The codec of full snapshots."""
         return "float32" if self.sends_differences else self.down
 
     @property
     def full_zstd_level(self) -> int:
-        """Level of full snapshots: none where differences go down, as each round makes one that few islands read."""
+        """The zstd level of full snapshots: 0 with differences, since few islands then read the full ones."""
         return 0 if self.sends_differences else self.zstd_level
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that makes two workers members of the same run."""
+    """All settings that the workers of a run share.
+
+    Attributes:
+        seed: The seed of the initial parameters and of the order of the data.
+        record: Keep all payloads and the actions of the islands, so that `archipelago replay` can replay the run.
+    """
 
     __pydantic_config__ = _STRICT
     seed: Annotated[int, Ge(0), Lt(1 << 31)] = 0
     record: bool = False
-    """keep all payloads and what islands did, so that `archipelago replay` can run it again"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)

@@ -1,13 +1,14 @@
-"""What an operator wishes of a running run: the hash `RUN:control`, text to text, and its reading. Pure.
+"""The operator's requests to a running run: the fields of the hash `RUN:control`, and the functions that parse them.
 
 | field | value |
 | --- | --- |
 | `outer.learning_rate`, `sync.quorum`, `sync.grace` | a number, instead of the one in the run's config |
 | `merging` | `paused`: no round closes |
-| `checkpoint` | any text: the merger takes a checkpoint when it differs from the one that it acted on last |
-| `island.NAME` | `drain`: leave as on SIGTERM; `expel`: leave, and be refused from then on |
+| `checkpoint` | any text; the merger takes a checkpoint when the text changes |
+| `island.NAME` | `drain`: the island leaves as on SIGTERM; `expel`: it leaves, and the run refuses it from then on |
 
-Whoever reaches the Redis can write there, so a reader takes what it can use, and says why not of the rest.
+Every client of the Redis can write to the hash. A reader therefore uses the valid fields, and reports why it ignores
+the others. All functions are pure.
 """
 
 from __future__ import annotations
@@ -25,42 +26,47 @@ from archipelago.broker.redis.keys import checked_name
 OUTER_RATE: Final = "outer.learning_rate"
 QUORUM: Final = "sync.quorum"
 GRACE: Final = "sync.grace"
+#: The settings of the run's config that an operator can steer.
 SETTINGS: Final = (OUTER_RATE, QUORUM, GRACE)
-"""what can be steered of the run's config"""
 MERGING: Final = "merging"
 PAUSED: Final = "paused"
 CHECKPOINT: Final = "checkpoint"
 ISLAND: Final = "island."
 DRAIN: Final = "drain"
 EXPEL: Final = "expel"
+#: A request to an island, in words for the island and the operator.
 IN_WORDS: Final = {DRAIN: "drained by the operator", EXPEL: "expelled by the operator"}
-"""a wish for an island, as the island and the operator read it"""
+#: A reader ignores further fields.
 FIELDS_MAX = 4096
-"""fields that a reader looks at"""
+#: The longest value, in characters.
 VALUE_MAX = 64
-"""characters of a value"""
 _OWN = RunConfig()
 _HELP = "Steer " + ", ".join((*SETTINGS, f"{MERGING}={PAUSED}", CHECKPOINT)) + " or island.NAME=drain|expel."
 
 
 @dataclass(frozen=True)
 class Control:
-    """The operator's wishes as far as they can be read."""
+    """The operator's requests, as far as they are valid.
+
+    Attributes:
+        settings: The steered settings with their values. A quorum is a whole number.
+        is_paused: No round closes.
+        checkpoint: The text of the last request for a checkpoint; empty if there was none.
+        islands: `drain` or `expel`, by the island's name.
+        faults: Why a field is ignored, by its name. An ignored setting keeps the value that it had.
+        fields: The valid fields as text.
+    """
 
     settings: Mapping[str, float] = field(default_factory=dict)
-    """those of SETTINGS that are to be other than the run's own; a quorum is a whole number"""
     is_paused: bool = False
     checkpoint: str = ""
     islands: Mapping[str, str] = field(default_factory=dict)
-    """`drain` or `expel`, by island"""
     faults: Mapping[str, str] = field(default_factory=dict)
-    """why a field is ignored: what it would change stays as it is"""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """those that are not ignored"""
 
     @classmethod
     def of(cls, fields: Mapping[str, str]) -> Control:
-        """Reads the hash; raises nothing."""
+        """Parse the hash. Invalid fields raise nothing, and are listed in `faults`."""
         good: dict[str, str] = {}
         faults: dict[str, str] = {}
         for name, value in islice(fields.items(), FIELDS_MAX):
@@ -81,34 +87,34 @@ class Control:
 
     @property
     def expelled(self) -> frozenset[str]:
-        """Names of the islands whose contributions are refused."""
-        return frozenset(name for name, wish in self.islands.items() if wish == EXPEL)
+        """The names of the islands whose contributions are refused."""
+        return frozenset(name for name, request in self.islands.items() if request == EXPEL)
 
 
 def island_field(island: str) -> str:
-    """Where the wish for that island stands."""
+    """Return the name of the field with the request to that island."""
     return ISLAND + island
 
 
 def is_expelled(fields: Mapping[str, str], who: str) -> bool:
-    """Whether `who` (island/incarnation) is refused by these fields."""
+    """Return whether these fields expel `who` (island/incarnation)."""
     return fields.get(island_field(who.partition("/")[0])) == EXPEL
 
 
 def require_welcome(fields: Mapping[str, str], island: str, run: str) -> None:
-    """Raises ConfigError where the operator wants no island of that name."""
-    wish = fields.get(island_field(island), "")
-    if wish in (DRAIN, EXPEL):
-        state = "is expelled from" if wish == EXPEL else "is to stay away (drained) from"
+    """Raise ConfigError if the operator drained or expelled the island."""
+    request = fields.get(island_field(island), "")
+    if request in (DRAIN, EXPEL):
+        state = "expelled" if request == EXPEL else "drained"
         raise ConfigError(
-            f"the island {island!r} {state} run {run!r}, by its operator",
-            f"`archipelago steer URL --run {run} {island_field(island)}=` lets it in again; or take another --name.",
+            f"the operator has {state} the island {island!r} from run {run!r}",
+            f"To admit it, run `archipelago steer URL --run {run} {island_field(island)}=`, or use another --name.",
             code="control.unwelcome",
         )
 
 
 def checked_changes(config: RunConfig, changes: Mapping[str, str]) -> dict[str, str]:
-    """The changes in the form in which they are written. An empty value removes a field. Raises ConfigError."""
+    """Return the changes as they are written to the hash. An empty value removes a field. Raises ConfigError."""
     out = {}
     for name, value in changes.items():
         known = name.replace("-", "_") if name.startswith(("outer.", "sync.")) else name
@@ -117,7 +123,7 @@ def checked_changes(config: RunConfig, changes: Mapping[str, str]) -> dict[str, 
 
 
 def checked_value(config: RunConfig, name: str, value: str) -> str:
-    """A field's value in the form in which it is written. Raises ConfigError for one that cannot be used."""
+    """Return a field's value as it is written to the hash. Raises ConfigError for an invalid name or value."""
     _checked_field(name)
     if len(value) > VALUE_MAX or not value.isprintable():
         raise ConfigError(
@@ -138,7 +144,7 @@ def checked_value(config: RunConfig, name: str, value: str) -> str:
 
 
 def _checked_field(name: str) -> str:
-    """Empty text, for a field that is one."""
+    """Return an empty text, the value that removes the field. Raises ConfigError if the field does not exist."""
     if name.startswith(ISLAND):
         checked_name(name.removeprefix(ISLAND), "the island name")
     elif name not in (*SETTINGS, MERGING, CHECKPOINT):
@@ -161,36 +167,42 @@ def _number(name: str, text: str) -> float:
 
 
 def _text(number: float) -> str:
-    return repr(number)  # the shortest text that gives the same bits again
+    return repr(number)  # the shortest text that restores the same bits
 
 
-# -- what is in force -------------------------------------------------------------------------------------------------
+# -- settings in force ------------------------------------------------------------------------------------------------
 
 
 def own(config: RunConfig, name: str) -> float:
-    """A steerable setting's value in a config."""
+    """Return the value of a steerable setting in a config."""
     section, _, key = name.partition(".")
     value: float = getattr(getattr(config, section), key)
     return value
 
 
 def in_force(config: RunConfig, before: Mapping[str, float], control: Control) -> dict[str, float]:
-    """The settings that are other than the run's own, once the control is followed; `before` is what they were."""
+    """Return the settings that differ from the run's config once the requests apply.
+
+    Args:
+        config: The run's config.
+        before: The settings that differed until now. One whose new value is invalid stays as it was.
+        control: The operator's requests.
+    """
     ignored = {name: before[name] for name in SETTINGS if name in control.faults and name in before}
     return _differing(config, {**ignored, **control.settings})
 
 
 def changes_text(config: RunConfig, before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """What changed from one to the other, as the tape has it: `name=value name=value`.
+    """Return the changes between two sets of settings as the tape records them: `name=value name=value`.
 
-    A setting that is steered no longer has the run's own value there.
+    A setting that is no longer steered appears with the value of the run's config.
     """
     old, new = steered(config, before), steered(config, after)
     return " ".join(f"{name}={_text(own(new, name))}" for name in SETTINGS if own(old, name) != own(new, name))
 
 
 def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> dict[str, float]:
-    """What is in force once the changes on the tape have been made. Raises WireError for what is none."""
+    """Return the settings in force after the changes that the tape records. Raises WireError for an invalid change."""
     values = dict(before)
     for change in text.split():
         name, _, value = change.partition("=")
@@ -204,12 +216,12 @@ def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> 
 
 
 def read_settings(values: Mapping[str, object]) -> dict[str, float]:
-    """Settings as a state or a checkpoint keeps them. Raises ConfigError."""
+    """Parse the settings in a merger's state or in a checkpoint. Raises ConfigError."""
     return {str(name): _number(str(name), checked_value(_OWN, str(name), str(value))) for name, value in values.items()}
 
 
 def steered(config: RunConfig, settings: Mapping[str, float]) -> RunConfig:
-    """The config with these settings instead of its own."""
+    """Return the config with these settings instead of its own values."""
     sync, outer = config.sync, config.outer
     return replace(
         config,
@@ -223,7 +235,7 @@ def _differing(config: RunConfig, values: Mapping[str, float]) -> dict[str, floa
 
 
 def fields_in(state: str) -> dict[str, str]:
-    """The wishes that a merger had acted on, from its state as JSON: a Redis that lost everything gets them back."""
+    """Return the requests that a merger has followed, from its state as JSON. They are restored with a checkpoint."""
     try:
         return read_fields(json.loads(state or "{}").get("control", {}))
     except (ValueError, AttributeError, TypeError, RecursionError):
@@ -231,5 +243,5 @@ def fields_in(state: str) -> dict[str, str]:
 
 
 def read_fields(values: Mapping[str, object]) -> dict[str, str]:
-    """The same fields from a map, without those that cannot be used."""
+    """Return the valid fields of a map, as text."""
     return dict(Control.of({str(name): str(value) for name, value in values.items()}).fields)

@@ -1,7 +1,7 @@
-"""What travels: plain-text fields, typed and bounded on arrival. Each message is one frozen dataclass.
+"""The messages of a run. Each is one frozen dataclass, and travels as fields of plain text.
 
-`to_fields` and `from_fields` are each other's inverse; `from_fields` takes text from outside, and raises WireError
-for a missing field, a wrong type or a value out of range, before anything else looks at it.
+`from_fields` is the inverse of `to_fields`. It checks text from outside before any other code uses it, and raises
+WireError for a missing field, a wrong type or a value out of range.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ UnixSeconds = Annotated[float, Ge(0.0), Le(1e12)]
 Text = Annotated[str, MaxLen(512)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 _CONFIG = ConfigDict(extra="ignore")
+#: The longest text of a note, in characters.
 NOTE_MAX = 500
-"""characters of a note's text"""
 
 
 def _finite(value: float) -> float:
@@ -37,12 +37,12 @@ def _finite(value: float) -> float:
     return value
 
 
+#: A measured number. NaN means that nothing was measured yet.
 Measure = Annotated[float, AfterValidator(_finite)]
-"""A measured number; NaN says that nothing was measured yet."""
 
 
 class Identified:
-    """What names a contribution: with it, a resend and a redelivery are known from the first."""
+    """The three parts of a contribution's identity, by which resent and redelivered copies are recognised."""
 
     island: str
     incarnation: str
@@ -50,13 +50,25 @@ class Identified:
 
     @property
     def identity_text(self) -> str:
-        """The identity as announcements spell it."""
+        """The identity as text: `island/incarnation/sequence`."""
         return f"{self.island}/{self.incarnation}/{self.sequence}"
 
 
 @dataclass(frozen=True)
 class Contribution(Identified):
-    """One island's outer gradient of one fragment, without its payload. Identity: island, incarnation, sequence."""
+    """The header of one island's outer gradient of one fragment. The payload travels beside it.
+
+    Attributes:
+        base: The version of the fragment from which the outer gradient was measured.
+        tokens: Tokens of the inner steps behind the outer gradient.
+        steps: Inner steps behind the outer gradient.
+        step_seconds: The duration of one inner step of this island. The grace window depends on it.
+        farewell: The island leaves with this contribution, which joins a round but does not open one.
+        bytes: The size of the payload.
+        digest: The digest of the payload.
+        data: How far the island has read its shards, as `broker.corpus_shards.Place`s. Once this is merged, other
+            islands continue there.
+    """
 
     __pydantic_config__ = _CONFIG
     island: Name
@@ -65,30 +77,26 @@ class Contribution(Identified):
     round: Annotated[int, Ge(1), Le(1 << 62)]
     fragment: Count
     base: Count
-    """version of the fragment that the outer gradient was measured from"""
     tokens: Annotated[int, Ge(1), Le(1 << 53)]
     steps: Annotated[int, Ge(1), Le(1 << 53)]
     global_step: Count
     loss: Measure
     step_seconds: Seconds
-    """how long one inner step takes this island: the clock of the grace window"""
     farewell: bool
-    """sent by an island that leaves: it joins its round, but does not call it"""
     codec: Name
     bytes: Count
     digest: Digest
     data: Annotated[str, MaxLen(4096)] = ""
-    """how far the island has read its shards, as `broker.data.Place`s: where others go on once this is merged"""
 
     @property
     def identity(self) -> tuple[str, str, int]:
-        """What a resend or a redelivery has in common with the first."""
+        """The identity, which a resent or redelivered copy shares with the first one."""
         return (self.island, self.incarnation, self.sequence)
 
 
 @dataclass(frozen=True)
 class Call:
-    """The merger has the first contribution of a round; every other island answers at its next step boundary."""
+    """The merger has the first contribution of a round. Every other island answers at its next step boundary."""
 
     __pydantic_config__ = _CONFIG
     round: Annotated[int, Ge(1), Le(1 << 62)]
@@ -97,34 +105,44 @@ class Call:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A round has closed: the fragment has new parameters, its version counts them."""
+    """A round has closed, and the fragment has new parameters.
+
+    Attributes:
+        version: How many rounds of this fragment have closed.
+        step: The global step of the snapshot, which is the largest one among its contributions.
+        bytes: The size of the payload.
+        digest: The digest of the payload.
+        merged: The identities (island/incarnation/sequence) of the merged contributions, heaviest first.
+        held: The digest of the float32 parameters that an island holds once it has this version.
+        difference_bytes: The size of the payload that leads from the previous version to this one; 0 if there is none.
+    """
 
     __pydantic_config__ = _CONFIG
     round: Count
     fragment: Count
     version: Count
     step: Count
-    """the global step stamped on it: the furthest of its contributions'"""
     codec: Name
     bytes: Count
     digest: Digest
-    """of the payload"""
     merged: Annotated[str, MaxLen(65536)]
-    """identities (island/incarnation/sequence) of what was merged, heaviest first"""
     held: Annotated[str, MaxLen(32)] = ""
-    """digest of the float32 parameters that islands hold with it"""
     difference_bytes: Count = 0
-    """size of the payload that leads there from the version before; 0 where there is none"""
 
     @property
     def identities(self) -> frozenset[str]:
-        """The same, one by one: what a sender waits to read."""
+        """The identities of the merged contributions."""
         return frozenset(self.merged.split())
 
 
 @dataclass(frozen=True)
 class Refusal(Identified):
-    """A contribution that was not merged, and why: for the island and for whoever reads the stream."""
+    """A contribution was not merged, for the given reason.
+
+    Attributes:
+        repeat: This is about a second copy of a contribution.
+        decided: Only with `repeat`: the first copy was merged or refused already, so its island need not wait for it.
+    """
 
     __pydantic_config__ = _CONFIG
     island: Text
@@ -135,33 +153,38 @@ class Refusal(Identified):
     tokens: Count
     reason: Text
     repeat: bool = False
-    """the contribution came twice; this is about the second copy only"""
     decided: bool = False
-    """of a repeat: the first copy was merged or refused, and need not be waited for"""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A merger has begun, or begun again, from what Redis holds. Who was told more than that has to go back to it."""
+    """A merger starts or restarts from the state in Redis. A process that knows of later rounds must go back to it.
+
+    Attributes:
+        round: The last closed round.
+        epoch: The epoch of the merger's lease.
+    """
 
     __pydantic_config__ = _CONFIG
     round: Count
-    """the last closed round"""
     epoch: Count
 
 
 @dataclass(frozen=True)
 class Marker:
-    """The merger has taken a checkpoint of what it knows so far; islands take theirs when they read this.
+    """The merger has taken a checkpoint. Islands take theirs when they read this event.
 
-    What everybody knew when they read or wrote it fits together (Chandy and Lamport 1985; Decoupled DiLoCo, E.2).
+    The checkpoints that all processes take at the same marker form one consistent state of the run (Chandy and Lamport
+    1985; Decoupled DiLoCo, E.2).
+
+    Attributes:
+        number: The number of the checkpoint.
+        round: The last round in the checkpoint.
     """
 
     __pydantic_config__ = _CONFIG
     number: Annotated[int, Ge(1), Le(1 << 62)]
-    """of the checkpoint"""
     round: Count
-    """the last round in it"""
 
 
 Event = Call | Snapshot | Refusal | Resume | Marker
@@ -177,69 +200,84 @@ KINDS = {kind: name for name, kind in EVENTS.items()}
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What an island says of itself, about once a second."""
+    """The state of an island, as it reports it about once a second.
+
+    Attributes:
+        state: `joining`, `training`, `leaving` or `left`.
+        steps: Inner steps of this island.
+        tokens: Tokens that this island has trained on, restarts included.
+        staleness: Mean over the fragments of the newest announced version minus the version held.
+        backlog: Contributions that wait to be sent.
+        sent: Contributions that were sent.
+        refused: Contributions that were refused.
+        last_refusal: The reason of the newest refusal.
+        bytes_up: Bytes that were uploaded.
+        bytes_down: Bytes that were downloaded.
+        link: `ok`, or the last fault of the connection.
+        data: The leased shards, and how far each was read.
+        moments: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.
+        uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
+        downlink_bytes_per_second: The same for downloads.
+    """
 
     __pydantic_config__ = _CONFIG
     island: Name
     incarnation: Name
     state: Name
-    """joining, training, leaving or left"""
     host: Text
     pid: Count
     device: Text
     steps: Count
     global_step: Count
     tokens: Count
-    """trained on by this island, over its returns"""
     tokens_per_second: Measure
     step_seconds: Seconds
     loss: Measure
     staleness: Measure
-    """mean over the fragments of: newest version announced minus version held"""
     backlog: Count
-    """contributions that wait to be sent"""
     sent: Count
     refused: Count
     last_refusal: Text
     bytes_up: Count
     bytes_down: Count
     link: Text
-    """ok, or what went wrong last"""
     data: Annotated[str, MaxLen(4096)] = ""
-    """the shards that it holds, and how far it has read them"""
     moments: Text = "fresh"
-    """where its inner optimiser state came from when it began: fresh, its own checkpoint, or a peer"""
     uplink_bytes_per_second: Measure = math.nan
-    """what its way up has just shown to carry, beside what a message takes that has hardly a byte; NaN: not known"""
     downlink_bytes_per_second: Measure = math.nan
-    """the same of its way down"""
 
 
+#: The merger does not wait for an island whose last heartbeat is older than this.
 LIVE_SECONDS = 10.0
-"""An island that was not heard of for so long is not waited for."""
 
 
 @dataclass(frozen=True)
 class Presence:
-    """An island's last heartbeat, and how long ago the broker got it."""
+    """An island's last heartbeat, and its age since the broker got it."""
 
     heartbeat: Heartbeat
     age_seconds: float
 
     @property
     def is_live(self) -> bool:
-        """Heard of lately, and not gone."""
+        """Whether the heartbeat is recent, and the island has not left."""
         return self.age_seconds < LIVE_SECONDS and self.heartbeat.state in ("joining", "training", "leaving")
 
     @property
     def is_training(self) -> bool:
-        """Live, and able to answer a round: what the merger waits for."""
+        """Whether the island is live and can answer a round, so that the merger waits for it."""
         return self.is_live and self.heartbeat.state == "training"
 
 
 @dataclass(frozen=True)
 class Member(Identified):
-    """One contribution's part in a round, as the tape keeps it."""
+    """One contribution's part in a round, as the tape records it.
+
+    Attributes:
+        weight: The contribution's share of the round. The weights of a round sum to one.
+        clip: The factor by which clipping scaled the contribution; 1 if it was not clipped.
+        entry: The entry of the updates stream that holds its fields and payload until a checkpoint covers them.
+    """
 
     __pydantic_config__ = _CONFIG
     island: Name
@@ -248,19 +286,33 @@ class Member(Identified):
     base: Count
     staleness: Count
     weight: Measure
-    """share of the round: the weights of a round sum to one"""
     clip: Measure
-    """factor that the clip scaled it with; 1 where it did nothing"""
     tokens: Count
     steps: Count
     loss: Measure
     entry: Annotated[str, MaxLen(64)] = ""
-    """of the updates stream, where fields and payload lie until a checkpoint covers them"""
 
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One round's decisions: with the payloads, enough to run it again bit for bit."""
+    """The merger's decisions in one round. With the payloads they are enough to replay the round bit for bit.
+
+    Attributes:
+        epoch: The epoch of the merger that closed the round.
+        step: The global step of the snapshot.
+        gain: The factor on the merged outer gradient that follows from normalised staleness.
+        quorum_seconds: Time from the first contribution to the quorum.
+        grace_seconds: The length of the grace window.
+        open_seconds: Time from the first contribution to the close of the round.
+        live: Islands that were live at the close.
+        bytes_up: Bytes of the members' payloads.
+        loss: Mean of the members' losses, weighted by tokens.
+        digest: The digest of the published parameters' float32 bytes.
+        members: The merged contributions.
+        unix_seconds: The merger's wall clock at the close; 0 if it was not recorded.
+        merge_seconds: Time that the close spent on weights, merge and outer step.
+        steered: Settings that took effect with this round, as `name=value name=value` (see `broker.control`).
+    """
 
     __pydantic_config__ = _CONFIG
     round: Count
@@ -269,60 +321,64 @@ class TapeEntry:
     epoch: Count
     step: Count
     gain: Measure
-    """factor on the merged outer gradient, from normalised staleness"""
     quorum_seconds: Seconds
-    """from the first contribution to the quorum"""
     grace_seconds: Seconds
-    """the grace window that was allowed"""
     open_seconds: Seconds
-    """from the first contribution to the close"""
     live: Count
     bytes_up: Count
     loss: Measure
-    """mean of the members' losses by tokens"""
     digest: Digest
-    """of the published parameters' float32 bytes"""
     members: tuple[Member, ...]
     unix_seconds: UnixSeconds = 0.0
-    """wall clock of the merger when the round closed; 0 where none was noted"""
     merge_seconds: Seconds = 0.0
-    """arithmetic of the close: weights, merge, outer step"""
     steered: Text = ""
-    """settings that took effect with this round, `name=value name=value` (`broker.control`)"""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The merger's parameters on held-out text."""
+    """The loss of the merger's parameters on held-out text.
+
+    Attributes:
+        tokens: Tokens that all islands have trained on, merged or not. A single process with the same data budget
+            would train on the same number.
+        unix_seconds: The wall clock of the process that evaluated.
+        bits_per_byte: The loss.
+    """
 
     __pydantic_config__ = _CONFIG
     round: Count
     step: Count
     tokens: Count
-    """trained on by all islands so far, whether merged or not: what a single process would be given"""
     unix_seconds: UnixSeconds
-    """wall clock of whoever evaluated"""
     bits_per_byte: Measure
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something that happened to the run, in words, for whoever looks."""
+    """Something that happened to the run, in words for an operator.
+
+    Attributes:
+        unix_seconds: The wall clock of the process that wrote the note.
+        who: An island's name, or `merger`.
+        kind: For an island `joined`, `left`, `diverged`, `drained` or `expelled`. For a merger `served`, `left`,
+            `steered`, `paused`, `resumed` or `checkpoint`.
+        text: At most NOTE_MAX characters.
+    """
 
     __pydantic_config__ = _CONFIG
     unix_seconds: UnixSeconds
-    """wall clock of whoever writes it"""
     who: Text
-    """an island's name, or `merger`"""
     kind: Name
-    """joined, left, diverged, drained and expelled, of an island; served, steered, paused, resumed and checkpoint, of a
-    merger, which also has left"""
     text: Text
 
 
 @dataclass(frozen=True)
 class Books:
-    """published = merged + refused + pending, in contributions and in tokens."""
+    """The run's counters. In contributions and in tokens, published = merged + refused + pending.
+
+    Attributes:
+        kept: Merged contributions that remain in the stream until a checkpoint on disk covers them.
+    """
 
     __pydantic_config__ = _CONFIG
     published: Count = 0
@@ -334,12 +390,11 @@ class Books:
     bytes_up: Count = 0
     bytes_down: Count = 0
     kept: Count = 0
-    """merged contributions that still lie in the stream, until a checkpoint on disk covers them"""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What is published and neither merged nor refused."""
+    """The number and the tokens of contributions that were published, but neither merged nor refused."""
 
     contributions: int
     tokens: int
@@ -363,13 +418,20 @@ class Actions:
 
 @dataclass(frozen=True)
 class Handover:
-    """A healthy island gives a newcomer its inner optimiser state; the payload travels beside this."""
+    """The header of the inner optimiser state that an island sends to a new one. The payload travels beside it.
+
+    Attributes:
+        giver: The island that sends its state.
+        incarnation: The incarnation of the giver.
+        index: How many actions the giver had taken at that moment.
+        bytes: The size of the payload.
+        digest: The digest of the payload.
+    """
 
     __pydantic_config__ = _CONFIG
     giver: Name
     incarnation: Name
     index: Count
-    """how many of its actions the giver had done then"""
     global_step: Count
     bytes: Count
     digest: Digest
@@ -381,21 +443,21 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def to_fields(message: Any) -> dict[str, str]:
-    """Plain text, field by field, in the order of the dataclass; tuples become JSON."""
+    """Return the message as plain text, in the order of its fields. Tuples become JSON."""
     fields = {}
     for f in dataclasses.fields(message):
         value = getattr(message, f.name)
         if isinstance(value, tuple):
             fields[f.name] = json.dumps([dataclasses.asdict(part) for part in value])
         elif isinstance(value, float):
-            fields[f.name] = repr(float(value))  # the shortest text that gives the same bits again
+            fields[f.name] = repr(float(value))  # the shortest text that restores the same bits
         else:
             fields[f.name] = str(int(value)) if isinstance(value, bool) else str(value)
     return fields
 
 
 def from_fields(kind: type[Message], fields: Mapping[str, str]) -> Message:
-    """The message in those fields. Raises WireError that names the first offending field."""
+    """Return the message in the fields. Raises WireError, which names the first invalid field."""
     values: dict[str, Any] = dict(fields)
     try:
         if kind is TapeEntry:
