@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints on disk, in words: Orbax and tensorstore raise all kinds, with pages of text."""
+"""Short messages for errors of checkpoint files. Orbax and tensorstore raise many types, with pages of text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 
 from archipelago.broker.errors import ArchipelagoError
 
+#: The errors that Orbax raises for files that are damaged or cannot be written.
 FILE_FAULTS = (
     ArchipelagoError,
     OSError,
@@ -19,13 +20,12 @@ FILE_FAULTS = (
     AssertionError,
     RuntimeError,
 )
-"""what Orbax raises for files that are damaged or cannot be written"""
 
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
 
 def in_words(error: BaseException) -> str:
-    """What went wrong, in at most 300 characters: tensorstore's go on for pages, the cause somewhere in the middle."""
+    """Return the cause of an error in at most 300 characters."""
     if number := _system_error(error):
         return os.strerror(number)
     text = error.what if isinstance(error, ArchipelagoError) else f"{type(error).__name__}: {error}"
@@ -34,7 +34,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _system_error(error: BaseException) -> int:
-    """The system's number for what went wrong, which tensorstore has in its text; 0 where there is none."""
+    """Return the system's error number, which tensorstore puts into its text; 0 if there is none."""
     if isinstance(error, OSError):
         return error.errno or 0
     found = _SYSTEM_ERROR.search(str(error))
@@ -42,10 +42,10 @@ def _system_error(error: BaseException) -> int:
 
 
 def remedy(error: BaseException) -> str:
-    """What a user can do about a checkpoint that cannot be written."""
+    """Return what a user can do if a checkpoint cannot be written."""
     number = _system_error(error)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "Free some space there, or name another folder with --folder."
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Let this user write there, or name another folder with --folder."
-    return "Is the disk full, or the folder read-only?"
+        return "Give this user the right to write there, or name another folder with --folder."
+    return "Check that the disk has space and that the folder is writable."

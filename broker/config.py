@@ -154,8 +154,8 @@ class MergeConfig:
         staleness: s(staleness): the factor on the weight of a stale contribution.
         normalise: Divide the round's mean s by its running mean. Staleness then changes the weights, but does not slow
             the run.
-        clip: Clip a contribution to this multiple of the running median, which is taken by learning rate times steps; 0
-            turns clipping off.
+        clip: Clip the norm of a contribution to this multiple of the running median. Norms are compared after division
+            by learning rate times steps. 0 turns clipping off.
     """
 
     __pydantic_config__ = _STRICT
@@ -190,7 +190,7 @@ class AdoptConfig:
 
     Attributes:
         rule: `overwrite` replaces the island's parameters. `carry` also adds the steps that the island has taken since
-            its last contribution.
+            it last sent the fragment.
     """
 
     __pydantic_config__ = _STRICT

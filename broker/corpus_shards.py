@@ -1,9 +1,9 @@
-"""Shards of text and who reads them: leases and cursors, without Redis and without text.
+"""Leases and cursors of corpus shards, as pure functions.
 
-A corpus is cut into shards. An island leases a shard, reads it from its cursor on, and every contribution says how far
-its island had read (`Place`s). When the contribution is merged, the cursor goes there, in the same transaction. So a
-shard whose island died goes on with another island from what was merged, and each completed pass over a shard has
-merged each of its tokens once. Pure: texts and decisions.
+A corpus is split into shards. An island leases a shard, and reads it from the shard's cursor on. Every contribution
+states how far its island has read (`Place`s). The transaction that merges the contribution also moves the cursor
+there. If an island dies, another one continues its shard after the merged part. So each completed pass over a shard
+has merged each of its tokens once.
 """
 
 from __future__ import annotations
@@ -14,30 +14,35 @@ from dataclasses import dataclass
 
 from archipelago.broker.errors import WireError
 
+#: The most places in one contribution, and so the most shards that an island can hold at a time.
 PLACES_MAX = 32
-"""Places that one contribution may name: shards that its island holds at the same time."""
+#: Cursors stay below this pass, so that every cursor can be written as a place.
 PASSES_MAX = 10**12
-"""Cursors stay below this pass, so that wherever one may stand can be written as a place."""
-# No \d, which takes the digits of all scripts, and no leading zero: a shard has one name.
+# The pattern avoids \d, which matches the digits of all scripts, and leading zeros, so that a shard has one name.
 _PLACE = re.compile(r"((?:[A-Za-z0-9][A-Za-z0-9._-]{0,63}/)?(?:0|[1-9][0-9]{0,6})):([0-9]{1,12}):([0-9]{1,15}|end)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """How far a pass over a shard has come. As text: `17:0:96`, at its end `17:0:end`, of another corpus `site/17:…`.
+    """How far a pass over a shard has been read.
 
-    `shard` is its number in the run's corpus, or `CORPUS/NUMBER` in a corpus that only some islands have.
+    The text form is `17:0:96`, at the end of the pass `17:0:end`, and for another corpus `site/17:0:96`.
+
+    Attributes:
+        shard: The shard's number in the run's corpus, or `CORPUS/NUMBER` in a corpus that only some islands have.
+        pass_number: The number of the pass over the shard, from 0.
+        position: The number of sequences of this pass that were read.
+        ended: The whole pass was read.
     """
 
     shard: str
     pass_number: int
     position: int
-    """sequences of the pass that were read"""
     ended: bool = False
 
     @property
     def cursor(self) -> tuple[int, int]:
-        """Where the next reader begins: pass, and sequences of it that need not be read."""
+        """The position where the next reader continues: the pass, and the sequences of it that were read."""
         return (self.pass_number + 1, 0) if self.ended else (self.pass_number, self.position)
 
     def __str__(self) -> str:
@@ -45,12 +50,12 @@ class Place:
 
 
 def shard_name(corpus: str, number: int) -> str:
-    """The name of a shard; `corpus` is empty for the run's own."""
+    """Return the name of a shard. `corpus` is empty for the run's corpus."""
     return f"{corpus}/{number}" if corpus else str(number)
 
 
 def parse_places(text: str) -> tuple[Place, ...]:
-    """The places in a contribution's `data`. Raises WireError."""
+    """Parse the places in a contribution's `data`. Raises WireError."""
     words = text.split()
     if len(words) > PLACES_MAX:
         raise WireError(f"{len(words)} places in the data, {PLACES_MAX} at most")
@@ -60,14 +65,14 @@ def parse_places(text: str) -> tuple[Place, ...]:
 def _parse(word: str) -> Place:
     found = _PLACE.fullmatch(word)
     if not found:
-        raise WireError(f"{word[:40]!r} is no place in the data")
+        raise WireError(f"{word[:40]!r} is not a place in the data")
     shard, pass_number, position = found.groups()
     ended = position == "end"
     return Place(shard, int(pass_number), 0 if ended else int(position), ended)
 
 
 def advanced(cursors: Mapping[str, tuple[int, int]], places: Iterable[Place]) -> dict[str, tuple[int, int]]:
-    """The cursors that a merged contribution moves, forwards only; a pass that ended begins the next one."""
+    """Return the cursors that a merged contribution moves. They move only forwards; an ended pass leads to the next."""
     moved: dict[str, tuple[int, int]] = {}
     for place in places:
         if place.cursor[0] < PASSES_MAX and place.cursor > cursors.get(place.shard, (0, 0)):
@@ -82,12 +87,19 @@ def choose(
     me: str,
     gone: Callable[[str], bool],
 ) -> str | None:
-    """The shard that `me` (island/incarnation) should lease, None when there is none.
+    """Return the shard that `me` should lease; None if there is none.
 
-    `shards` are those it may read, in the order that it likes them. Free is a shard without a holder, or whose holder
-    is `gone`, or is `me`: who asks for what it holds was never told so. Of these come the ones with the fewest passes
-    first, so that no text is read twice before another is read once; then one that an earlier incarnation of this very
-    island held; then its own order. No pass begins before all shards have come to the one before it.
+    A shard is free if it has no holder, if its holder is gone, or if `me` holds it: an island asks again for its own
+    shard only if it never got the first answer. Among the free shards, those with the fewest passes come first, so that
+    no text is read twice before all text is read once. Then come shards that an earlier incarnation of this island
+    held, and then the order of `shards`. No pass begins before all shards have reached the previous pass.
+
+    Args:
+        shards: The shards that `me` can read, in its order of preference.
+        cursors: The cursor of each started shard.
+        holders: The holder (island/incarnation) of each leased shard.
+        me: The island and its incarnation, as island/incarnation.
+        gone: Returns whether a holder has lost its leases.
     """
     free = [name for name in shards if holders.get(name, "") in ("", me) or gone(holders[name])]
     if not free:
@@ -105,13 +117,13 @@ def choose(
 
 
 def parse_cursor(text: str) -> tuple[int, int]:
-    """The cursor that `cursor_text` wrote. Raises WireError."""
+    """Parse the text of `cursor_text`. Raises WireError."""
     found = re.fullmatch(r"([0-9]{1,13}):([0-9]{1,15})", text)
     if not found:
-        raise WireError(f"{text[:40]!r} is no cursor")
+        raise WireError(f"{text[:40]!r} is not a cursor")
     return int(found[1]), int(found[2])
 
 
 def cursor_text(cursor: tuple[int, int]) -> str:
-    """`PASS:POSITION`."""
+    """Return the cursor as `PASS:POSITION`."""
     return f"{cursor[0]}:{cursor[1]}"

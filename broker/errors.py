@@ -60,7 +60,7 @@ class DataError(ArchipelagoError):
 
 
 class BrokerError(ArchipelagoError):
-    """Something about the Redis server of a run."""
+    """An error of the Redis server of a run."""
 
     code = "broker"
 
@@ -84,13 +84,13 @@ class ServerTooOldError(BrokerError):
 
 
 class UnknownRunError(BrokerError):
-    """No run of that name lives in that Redis."""
+    """That Redis has no run of that name."""
 
     code = "broker.unknown-run"
 
 
 class RunExistsError(BrokerError):
-    """A run of that name lives there already."""
+    """That Redis already has a run of that name."""
 
     code = "broker.run-exists"
 
@@ -108,11 +108,11 @@ class DivergedError(ArchipelagoError):
 
 
 class WireError(ArchipelagoError):
-    """Bytes from outside do not decode to what the manifest says. `reason` goes into the refusal."""
+    """Bytes from outside do not decode to the shapes of the manifest. `reason` goes into the refusal."""
 
     code = "wire"
 
     @property
     def reason(self) -> str:
-        """The words that the island and the operator read."""
+        """The reason of the refusal, which the island and the operator read."""
         return self.what

@@ -1,6 +1,7 @@
-"""The manifest: what every worker of a run agrees on. Config, corpus, the tree of tensors, and its fragments.
+"""The manifest: the config, corpus, tensors and fragments that all workers of a run share.
 
-Shapes and dtypes come from here and never from a payload, so that a payload cannot ask for memory.
+Workers take shapes and dtypes from the manifest and never from a payload, so a payload cannot make them allocate
+memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def installed_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One float32 parameter tensor. `kind` chooses its merge rule (the paper averages embeddings, RDA for the rest)."""
+    """One float32 parameter tensor. Its kind selects the merge rule: the mean for embeddings, RDA for the rest."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,15 +47,18 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 def balanced(tensors: Sequence[Tensor], count: int) -> tuple[tuple[str, ...], ...]:
-    """Names of the tensors of each of at most `count` fragments, balanced by size (the paper's choice).
+    """Split the tensors into at most `count` fragments of similar size, as the paper does.
 
-    Largest first, each into the lightest bin: the peak is at most 4/3 of the optimal one (Graham 1969). Ties go by
-    name and by index, so that every machine finds the same fragments. Never returns an empty fragment.
+    Each tensor, largest first, goes into the smallest fragment so far. The largest fragment is then at most 4/3 of the
+    optimal one (Graham 1969). Names and indices break ties, so that every machine computes the same fragments.
+
+    Returns:
+        The names of the tensors of each fragment. No fragment is empty.
     """
     bins: list[list[str]] = [[] for _ in range(min(count, len(tensors)))]
     loads = [0] * len(bins)
@@ -67,32 +71,45 @@ def balanced(tensors: Sequence[Tensor], count: int) -> tuple[tuple[str, ...], ..
 
 @dataclass(frozen=True)
 class Corpus:
-    """Which text the run trains on: a name to look up on this machine, and what must be found there."""
+    """The corpus that a run trains on. A worker looks it up on its machine by name, and compares the other values.
+
+    Attributes:
+        digest: The digest of the text.
+        bytes: The size of the text.
+        tokenizer: The digest of the tokenizer; empty if tokens are bytes.
+        tokens: The number of tokens that the tokenizer made; 0 if tokens are bytes.
+    """
 
     name: str
     digest: str
     bytes: int
-    """of the text"""
     tokenizer: str = ""
-    """digest of what made tokens of it; empty where a token is a byte"""
     tokens: int = 0
-    """that it made; 0 where a token is a byte"""
 
     def to_list(self) -> list[str | int]:
-        """For JSON; of a corpus of bytes the same as before there were tokenizers."""
+        """Return the values for JSON: three for a corpus of bytes, five for one with a tokenizer."""
         own: list[str | int] = [self.name, self.digest, self.bytes]
         return [*own, self.tokenizer, self.tokens] if self.tokenizer else own
 
     @classmethod
     def from_list(cls, values: Sequence[str | int]) -> Corpus:
-        """The corpus that `to_list` wrote. Raises ValueError for anything else."""
+        """Return the corpus that `to_list` wrote. Raises ValueError for other values."""
         name, digest, size, tokenizer, tokens = values if len(values) == 5 else (*values, "", 0)
         return cls(str(name), str(digest), int(size), str(tokenizer), int(tokens))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A run's identity. Equal manifests mean that contributions and snapshots fit each other."""
+    """A run's identity. Workers with equal manifests can merge each other's contributions and snapshots.
+
+    Attributes:
+        run: The name of the run.
+        config: The run's settings.
+        tensors: All parameter tensors of the model.
+        fragments: The names of the tensors of each fragment.
+        corpus: The corpus of the run.
+        versions: The versions of the packages that created the run, for debugging.
+    """
 
     run: str
     config: RunConfig
@@ -100,11 +117,10 @@ class Manifest:
     fragments: tuple[tuple[str, ...], ...]
     corpus: Corpus
     versions: Mapping[str, str]
-    """versions of the packages that made the run, for whoever debugs it later"""
 
     @cached_property
     def layout(self) -> tuple[tuple[tuple[Tensor, int], ...], ...]:
-        """For each fragment its tensors, each with the offset of its first element in the fragment's flat vector."""
+        """The tensors of each fragment, each with the offset of its first element in the fragment's flat vector."""
         by_name = {tensor.name: tensor for tensor in self.tensors}
         out = []
         for names in self.fragments:
@@ -117,31 +133,31 @@ class Manifest:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each fragment."""
+        """The number of elements of each fragment."""
         return tuple(sum(tensor.size for tensor, _ in rows) for rows in self.layout)
 
     @property
     def parameters(self) -> int:
-        """Elements of the whole model."""
+        """The number of elements of the whole model."""
         return sum(self.sizes)
 
     def fragment_of(self, round_number: int) -> int:
-        """The fragment that a round syncs: p = (t − 1) mod P."""
+        """Return the fragment that a round syncs: p = (t − 1) mod P."""
         return (round_number - 1) % len(self.fragments)
 
     def version_after(self, round_number: int) -> int:
-        """The version of that fragment once the round has closed; rounds of a fragment close in order."""
+        """Return the version of the round's fragment after that round. Rounds of a fragment close in order."""
         return (round_number - 1) // len(self.fragments) + 1
 
     @cached_property
     def tree_digest(self) -> str:
-        """Sixteen hexadecimal digits that name the tree of tensors and its split into fragments."""
+        """Sixteen hexadecimal digits that identify the tensors and their split into fragments."""
         tree = [[t.name, list(t.shape), t.kind] for t in self.tensors]
         text = json.dumps([tree, [list(names) for names in self.fragments]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_fields(self) -> dict[str, str]:
-        """Plain text for a Redis hash, readable with HGETALL."""
+        """Return the manifest as text fields for a Redis hash."""
         return {
             "run": self.run,
             "config": self.config.to_json(),
@@ -155,7 +171,7 @@ class Manifest:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, str]) -> Manifest:
-        """The manifest that `to_fields` wrote. Raises ConfigError when it was damaged or made by another version."""
+        """Return the manifest that `to_fields` wrote. Raises ConfigError if it is damaged or of another version."""
         try:
             tensors = tuple(Tensor(str(n), tuple(map(int, s)), k) for n, s, k in json.loads(fields["tensors"]))
             manifest = cls(
@@ -170,25 +186,25 @@ class Manifest:
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"the run's manifest cannot be read ({error!r})",
-                "It was damaged or made by another version of archipelago. Make the run again with `archipelago init`.",
+                "It is damaged or of another version of archipelago. Create the run again with `archipelago init`.",
                 code="config.manifest",
             ) from None
         return manifest
 
     def _require_whole(self, fields: Mapping[str, str]) -> None:
-        """Raises ValueError unless the fragments partition the tensors and both digests are the stored ones."""
+        """Raise ValueError unless the fragments partition the tensors and both digests equal the stored ones."""
         names = sorted(name for fragment in self.fragments for name in fragment)
         if not names or names != sorted(tensor.name for tensor in self.tensors) or not all(self.fragments):
             raise ValueError("fragments: not a partition of the tensors")
         if not all(min(t.shape, default=1) > 0 and t.kind in get_args(TensorKind) for t in self.tensors):
             raise ValueError("tensors: an impossible shape or kind")
-        for key, ours in (("tree_digest", self.tree_digest), ("config_digest", self.config.digest())):
-            if fields[key] != ours:
-                raise ValueError(f"{key}: {fields[key]:.32} is stored, {ours} was found")
+        for key, computed in (("tree_digest", self.tree_digest), ("config_digest", self.config.digest())):
+            if fields[key] != computed:
+                raise ValueError(f"{key}: {fields[key]:.32} is stored, {computed} was computed")
 
     def require_same(self, ours: Manifest) -> None:
-        """Raises MismatchError, with both values, unless a worker's own manifest `ours` equals this run's."""
-        remedy = "Install the same version of archipelago as the run's, or start another run with `archipelago init`."
+        """Raise MismatchError, with both values, unless a worker's manifest `ours` equals this manifest of the run."""
+        remedy = "Install the run's version of archipelago, or create another run with `archipelago init`."
         changed = configs.differences(self.config, ours.config)
         if changed:
             raise MismatchError(
@@ -208,6 +224,6 @@ class Manifest:
                 f"corpus {self.corpus.name!r}",
                 f"{self.corpus.digest} ({self.corpus.bytes:,} bytes)",
                 f"{ours.corpus.digest} ({ours.corpus.bytes:,} bytes)",
-                "Copy the prepared corpus from the machine that made the run, or prepare one both can make "
-                "(`archipelago prepare FILE`), and name it with --data.corpus.",
+                "Copy the prepared corpus from the machine that created the run. Or prepare the same file on both "
+                "machines (`archipelago prepare FILE`), and create another run with its name as --data.corpus.",
             )

@@ -1,4 +1,4 @@
-"""What our processes have in common: errors end them with one sentence, signals ask them to stop."""
+"""Functions that every process of archipelago needs: exit on errors, stop on signals, connect to a run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 
 URL_VARIABLE = "ARCHIPELAGO_URL"
 RUN_VARIABLE = "ARCHIPELAGO_RUN"
+#: The pause before a failed call is repeated.
 PAUSE_SECONDS = 0.5
-"""between two tries"""
+#: Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-"""of glibc's malloc.h"""
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """Runs `main`; an error that a user can meet becomes one sentence on standard error and exit status 2."""
+    """Run `main` and return its exit status. An ArchipelagoError becomes a message on standard error and status 2."""
     try:
         return main()
     except ArchipelagoError as error:
@@ -45,13 +45,16 @@ def guarded(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    except BrokenPipeError:  # the reader of our output, `head` say, has gone
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the interpreter flushes it on its way out
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the interpreter flushes it at exit
         return 0
 
 
 def stop_on_signals() -> Callable[[], bool]:
-    """Whether SIGTERM or SIGINT has come since; a second one ends the process at once."""
+    """Handle SIGTERM and SIGINT, and return a function that tells whether one has arrived.
+
+    A second signal ends the process at once.
+    """
     stopped = threading.Event()
 
     def stop(number: int, _frame: object) -> None:
@@ -66,10 +69,10 @@ def stop_on_signals() -> Callable[[], bool]:
 
 
 def keep_compiled() -> None:
-    """Let JAX keep compiled programs between processes, so that a restarted worker is back within seconds.
+    """Let JAX cache compiled programs on disk, so that a restarted worker is ready within seconds.
 
-    Call this before JAX is imported, as JAX reads these variables then. Cached programs are code, so a folder to which
-    other users may write is not used.
+    Call this before JAX is imported, because JAX reads these variables then. Cached programs are code, so a folder
+    that other users can write to is not used.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = platformdirs.user_cache_path("archipelago") / "jax"
@@ -81,22 +84,22 @@ def keep_compiled() -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Create the folder if necessary, and tell whether only its owner, this user, may enter it."""
+    """Create the folder if necessary, and return whether this user owns it and no other user can enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid == os.getuid():
             folder.chmod(0o700)
             return True
     except OSError as error:
-        log.debug("compiled programs are not kept: %s", error)
+        log.debug("compiled programs are not cached: %s", error)
     return False
 
 
 def keep_freed_memory() -> None:
-    """Large arrays reuse memory that this process has touched already, where the C library can (glibc).
+    """Let malloc reuse freed memory instead of returning it to the system. Works with glibc only.
 
-    Fresh pages cost a merger more than its arithmetic. What was once needed stays with the process; call it early,
-    before there are threads.
+    Page faults on fresh memory cost a merger more time than its arithmetic. The process keeps the largest amount of
+    memory that it ever used. Call this before the process starts threads.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -107,13 +110,13 @@ def keep_freed_memory() -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on standard output; numbers that JSON lacks become null."""
+    """Print the value as one line of JSON. NaN and infinity become null."""
     sys.stdout.write(json.dumps(finite(value)) + "\n")
     sys.stdout.flush()
 
 
 def finite(value: Any) -> Any:
-    """The value as JSON can hold it: NaN and infinity, which it lacks, become null."""
+    """Return the value in a form that JSON can hold: NaN and infinity become None, and tuples become lists."""
     if isinstance(value, Mapping):
         return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -122,7 +125,14 @@ def finite(value: Any) -> Any:
 
 
 class Patience:
-    """Calls that are tried again for a while where nobody answers: how a worker begins while its Redis is away."""
+    """Repeats calls while Redis does not answer, so that a worker can start before its Redis.
+
+    Args:
+        seconds: How long each call is repeated, counted from its first failure.
+        stopped: Returns True to stop the repetitions early.
+        clock: Returns seconds.
+        pause: Waits for some seconds.
+    """
 
     def __init__(
         self,
@@ -131,11 +141,10 @@ class Patience:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`seconds` from the first failure of a call; `stopped` ends it early."""
         self.seconds, self.stopped, self.clock, self.pause = seconds, stopped, clock, pause
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """What `call` returns. Raises its last UnreachableError, and all other errors at once."""
+        """Return the result of `call`. Raises its last UnreachableError, and every other error at once."""
         gives_up_at = math.inf
         while True:
             try:
@@ -152,42 +161,52 @@ class Patience:
 
 @dataclass(frozen=True)
 class RunAddress:
-    """Where a worker or a reader finds its run: what the options of most verbs begin with."""
+    """The options with which a command finds its run.
+
+    Attributes:
+        url: The URL of the Redis: redis://HOST:PORT, rediss://… or unix://…. The default is $ARCHIPELAGO_URL.
+        run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run of that Redis.
+    """
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL"""
     run: str | None = None
-    """name of the run; default $ARCHIPELAGO_RUN, or the only run there"""
 
     def connect(self) -> RedisTransport:
-        """A connection to that run."""
+        """Connect to the run."""
         return connect_to(self.url, self.run)
 
 
 @dataclass(frozen=True)
 class AwaitedRun(RunAddress):
-    """The same for a worker, which may be started before its Redis is, or while it is away."""
+    """The options with which a worker finds its run. A worker may start before its Redis.
+
+    Attributes:
+        wait_seconds: At the start, how many seconds to wait for a Redis that does not answer; 0 fails at once.
+    """
 
     wait_seconds: float = 30.0
-    """at the start, how long to try again where Redis does not answer; 0 gives up at once"""
 
     def patience(self, stopped: Callable[[], bool]) -> Patience:
-        """For all that a worker asks before its own way through outages begins."""
+        """Return the Patience for a worker's first calls. Once it runs, a worker handles outages itself."""
         if not 0.0 <= self.wait_seconds < math.inf:
             raise ConfigError(
                 f"--wait-seconds cannot be {self.wait_seconds}",
-                "Give seconds, or 0 for none.",
+                "Give a number of seconds, or 0.",
                 code="config.wait-seconds",
             )
         return Patience(self.wait_seconds, stopped)
 
 
 def connect_to(url: str | None, run: str | None) -> RedisTransport:
-    """A connection to the run that arguments or environment name; without a name, to the only run that is there."""
+    """Connect to the run that the arguments or the environment name; without a name, to the only run there is.
+
+    Raises:
+        ConfigError: No URL was given, or there is not exactly one run to choose.
+    """
     url = url or os.environ.get(URL_VARIABLE)
     if not url:
         raise ConfigError(
-            "no Redis was named", f"Give its URL (redis://HOST:PORT) as an argument, or in ${URL_VARIABLE}."
+            "no Redis URL was given", f"Give it (redis://HOST:PORT) as an argument, or in ${URL_VARIABLE}."
         )
     run = run or os.environ.get(RUN_VARIABLE)
     if run:
@@ -199,5 +218,5 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         finder.close()
     if len(runs) != 1:
         here = f"there are {len(runs)} runs ({', '.join(runs)})" if runs else "there is no run"
-        raise ConfigError(f"{here} at that Redis", "Name one with --run, or make it with `archipelago init`.")
+        raise ConfigError(f"{here} at that Redis", "Choose one with --run, or create one with `archipelago init`.")
     return connect(url, runs[0])

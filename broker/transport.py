@@ -1,4 +1,4 @@
-"""What processes say to each other through the broker, as three protocols, one for each role.
+"""The broker's interface, as three protocols, one for each role.
 
 | protocol | used by |
 | --- | --- |
@@ -10,8 +10,8 @@ A `Transport` is one connection to one run and has a client of each role. `broke
 (for tests and virtual time), and `broker.redis` for Redis, Valkey and fakeredis. `tests/contract` runs the same suite
 over all of them.
 
-Every method may raise UnreachableError. Whether a write happened is then unknown, and the caller repeats it with the
-same identity. Nothing here retries.
+Every method may raise UnreachableError. The caller then does not know whether a write happened, and repeats it with
+the same identity. No method retries.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from archipelago.broker.messages import (
     TapeEntry,
 )
 
-#: Differences of each fragment. An island that missed more of them downloads the full snapshot.
+#: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot.
 DIFFERENCES_KEPT = 32
-#: The newest notes.
+#: How many notes the broker keeps.
 NOTES_KEPT = 1000
 #: How many of the newest events are searched for refusals. Dashboards ask often, and the stream is long.
 REFUSALS_AMONG = 2048
-#: Above this share of the broker's memory limit, islands publish nothing.
+#: Islands do not publish while the broker uses more than this share of its memory limit.
 MEMORY_SHARE_MAX = 0.8
 #: The id before the first event of a run.
 START = "0-0"
@@ -84,21 +84,21 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Commit:
-    """Everything that closing one round changes, so that it can change in one transaction.
+    """All changes of one closed round. The broker applies them in one transaction.
 
     Attributes:
         snapshot: The fragment's new version.
         payload: The payload of the snapshot.
-        outer: The merger's own state of the fragment.
+        outer: The state of the fragment's outer optimiser, which only mergers read.
         state: The merger's other state, as JSON.
         tape: The round's entry on the tape.
         entries: Entries of the updates stream that this commit merges.
         tokens: Tokens of the merged contributions.
-        trim: Entries, merged by this commit or before, that are deleted.
-        cursors: Shards whose resume position moves, with the new pass and sequence.
-        difference: Payload that leads islands from the previous version to this one; kept for a while.
-        after_round: The round that the merger knows as the last closed one. A broker that restarted without its newest
-            writes holds another, and refuses the commit. None skips the check.
+        trim: Entries to delete, merged by this commit or an earlier one.
+        cursors: The new resume position (pass, sequences read) of each shard that advanced.
+        difference: The payload that leads islands from the previous version to this one. It expires.
+        after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
+            its last round differs, and it refuses the commit. None skips the check.
     """
 
     snapshot: Snapshot
@@ -116,13 +116,13 @@ class Commit:
 
 @dataclass(frozen=True)
 class Image:
-    """A run as a checkpoint holds it: everything that a Redis without data needs to continue the run.
+    """The contents of a checkpoint: all data that an empty Redis needs to continue the run.
 
     Attributes:
         manifest: The run's manifest.
         number: The number of the checkpoint.
         snapshots: The newest snapshot of each fragment, with its payload.
-        outers: The merger's own state of each fragment; empty where no round has closed.
+        outers: The state of each fragment's outer optimiser; empty if no round of the fragment has closed.
         state: The merger's other state, as JSON.
         books: The run's counters.
         cursors: The resume position of each started shard.
@@ -149,7 +149,7 @@ class Image:
 
     @property
     def balanced_books(self) -> Books:
-        """The books after only the pending contributions were published again."""
+        """The books of the restored run, which publishes only the pending contributions again."""
         old = self.books
         return replace(
             old,
@@ -161,7 +161,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the broker's data in bytes. A limit of 0 means that there is none, or that it is unknown."""
+    """The memory of the broker's data in bytes. A limit of 0 means that there is no limit, or that it is unknown."""
 
     used: int
     limit: int
@@ -169,7 +169,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Standing:
-    """Which merger serves a run, and how long ago it last merged something. All times are of the server's clock."""
+    """The merger that serves a run, and the time since it last merged something, by the server's clock."""
 
     #: The merger that holds the lease; empty when the lease is free.
     holder: str = ""
@@ -182,7 +182,7 @@ class Standing:
 
 
 class ReaderClient(Protocol):
-    """What every process may read of a run, and what operators write."""
+    """The client of a process that reads a run, and of operators, who can also write requests."""
 
     def instance(self) -> str:
         """Return an id that changes when the broker restarts and may have lost recent writes; it may be empty."""
@@ -197,7 +197,7 @@ class ReaderClient(Protocol):
         ...
 
     def last_event(self) -> str:
-        """Return the id of the newest event; START where there is none."""
+        """Return the id of the newest event, or START if there is none."""
         ...
 
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
@@ -221,7 +221,7 @@ class ReaderClient(Protocol):
         ...
 
     def pending(self) -> Pending:
-        """Return the same with their tokens, counted entry by entry."""
+        """Return the number and the tokens of these contributions, counted entry by entry."""
         ...
 
     def cursors(self) -> dict[str, tuple[int, int]]:
@@ -272,26 +272,26 @@ class ReaderClient(Protocol):
         ...
 
     def standing(self) -> Standing | None:
-        """Return which merger serves the run now; None for a broker that does not know, as in virtual time."""
+        """Return which merger serves the run now; None from a broker that does not record it, as in virtual time."""
         ...
 
 
 class IslandClient(Protocol):
-    """What an island sends, and what is sent to it alone."""
+    """The client of an island."""
 
     def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
-        """Return the contribution's entry once the broker has it.
+        """Publish a contribution, and return its entry once the broker has stored it.
 
-        Publishing twice makes two entries, of which the merger merges one.
+        Publishing twice creates two entries, of which the merger merges one.
         """
         ...
 
     def holds(self, entry: str) -> bool:
-        """Whether a published entry is still there: neither refused nor lost with a broker that died."""
+        """Return whether the broker still has a published entry: it was not refused, trimmed or lost in a crash."""
         ...
 
     def record_actions(self, actions: Actions) -> None:
-        """Record what an island did, without a contribution."""
+        """Record an island's actions, without a contribution."""
         ...
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
@@ -306,24 +306,27 @@ class IslandClient(Protocol):
         ...
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
-        """Lease a shard for `me` (island/incarnation), see `corpus_shards.choose`; None when all are held.
+        """Lease a shard for `me` (island/incarnation), as `corpus_shards.choose` selects it; None if all are leased.
 
-        A lease ends when its holder sent no heartbeat for LIVE_SECONDS, left, or is expelled. It does not end while a
-        contribution of the holder waits to be merged, because that may still move the cursor. Expelled islands get no
-        lease.
+        A lease ends when its holder has sent no heartbeat for LIVE_SECONDS, has left, or is expelled. It does not end
+        while a contribution of the holder waits to be merged, because that may still move the cursor. An expelled
+        island gets no lease.
         """
         ...
 
     def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
-        """Return which of these shards `me` still holds. Its pass may have ended, or another island has it."""
+        """Return the shards that `me` still holds. It loses a shard when the pass ends or another island leases it."""
         ...
 
     def register_corpus(self, name: str, digest: str) -> str:
-        """Return the digest that the run knows for the corpus of that name; an unknown name gets this digest."""
+        """Return the digest that the run has stored for this corpus. For a new name it stores this digest."""
         ...
 
     def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
-        """Return number and last round of the checkpoint that the run was restored from, once for each island."""
+        """Return the number and last round of the checkpoint from which the run was restored, once for each island.
+
+        Returns None to an island that has claimed it before, and for a run that was not restored.
+        """
         ...
 
     def request_state(self, who: str) -> None:
@@ -331,28 +334,28 @@ class IslandClient(Protocol):
         ...
 
     def open_requests(self) -> list[str]:
-        """Return which live islands have asked and were not yet promised an answer."""
+        """Return the live islands (island/incarnation) whose request no other island has promised to answer."""
         ...
 
     def promise_answer(self, who: str, giver: str) -> bool:
-        """Whether `giver` is the first to offer an answer to `who`, and should send it."""
+        """Promise that `giver` answers the request of `who`. Returns False if another island has promised it."""
         ...
 
     def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
-        """Send the answer. It is kept for some minutes."""
+        """Send the answer to `who`. The broker keeps it for some minutes."""
         ...
 
     def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
-        """Return the answer if it has arrived. Raises WireError for a damaged one."""
+        """Return the answer to `who` if it has arrived. Raises WireError if it is damaged."""
         ...
 
     def withdraw_request(self, who: str) -> None:
-        """Delete the question of `who` and its answer."""
+        """Delete the request of `who` and its answer."""
         ...
 
 
 class MergerClient(Protocol):
-    """What a merger reads and writes. A write with an epoch that is not the newest raises FencedError."""
+    """The client of a merger. A write with an epoch that is not the newest raises FencedError."""
 
     def acquire(self, holder: str, seconds: float) -> int | None:
         """Take the lease if it is free or already held by `holder`. Returns a new epoch, or None."""
@@ -363,7 +366,7 @@ class MergerClient(Protocol):
         ...
 
     def release(self, epoch: int) -> None:
-        """Give the lease back, so that another merger need not wait until it expires."""
+        """Release the lease, so that another merger need not wait until it expires."""
         ...
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
@@ -385,7 +388,7 @@ class MergerClient(Protocol):
         ...
 
     def outer(self, fragment: int) -> bytes:
-        """Return the merger's own state of the fragment at the last commit; empty before the first one."""
+        """Return the outer optimiser's state of the fragment at the last commit; empty before the first one."""
         ...
 
     def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
@@ -393,7 +396,7 @@ class MergerClient(Protocol):
         ...
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
-        """Delete entries of the updates stream, and announce why."""
+        """Delete entries of the updates stream, and announce the reasons."""
         ...
 
     def commit(self, epoch: int, commit: Commit) -> None:
@@ -409,12 +412,12 @@ class MergerClient(Protocol):
         ...
 
     def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
-        """Return what islands did, oldest first, with ids."""
+        """Return the recorded actions of islands after that id, oldest first, with ids."""
         ...
 
 
 class ReaderTransport(Protocol):
-    """What readers and operators use of a connection."""
+    """The part of a connection that readers and operators use."""
 
     @property
     def run(self) -> str: ...
@@ -423,14 +426,14 @@ class ReaderTransport(Protocol):
 
 
 class IslandTransport(ReaderTransport, Protocol):
-    """What an island uses of a connection."""
+    """The part of a connection that an island uses."""
 
     @property
     def island(self) -> IslandClient: ...
 
 
 class MergerTransport(ReaderTransport, Protocol):
-    """What a merger uses of a connection."""
+    """The part of a connection that a merger uses."""
 
     @property
     def merger(self) -> MergerClient: ...
@@ -440,11 +443,11 @@ class Transport(IslandTransport, MergerTransport, Protocol):
     """A connection to one run. The run need not exist yet."""
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
-        """Make the run, with version 0 of every fragment, whole or not at all. Raises RunExistsError."""
+        """Create the run, with version 0 of every fragment, in one transaction. Raises RunExistsError."""
         ...
 
     def restore(self, image: Image) -> None:
-        """Make the run from a checkpoint, whole or not at all. Raises RunExistsError.
+        """Create the run from a checkpoint, in one transaction. Raises RunExistsError.
 
         Contributions that were pending are published again, and the books balance.
         """

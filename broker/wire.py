@@ -1,8 +1,8 @@
 """Payloads: four magic bytes, a bounded msgpack header, and a zstd body.
 
-Nothing in a payload decides how much memory is taken: the expected element count comes from the manifest, the body's
-exact size follows from it and the codec, and both are checked against what the header and the zstd frame declare
-before a byte is decompressed. (zstandard ignores `max_output_size` when a frame declares its own size.)
+A payload cannot decide how much memory a reader allocates. The manifest gives the number of elements, and the codec
+gives the exact size of the body. The reader compares both with the header and the zstd frame before it decompresses
+anything. (zstandard ignores `max_output_size` when a frame declares its own size.)
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _PREFIX = len(MAGIC) + 2
 
 
 def digest(data: bytes | memoryview) -> str:
-    """Thirty-two hexadecimal digits of XXH3-128 that name a payload or a fragment's parameters.
+    """Return the XXH3-128 digest of a payload or of a fragment's parameters, as thirty-two hexadecimal digits.
 
-    Against damage, not against forgery: who may write to the Redis may write the digest as well. It costs a tenth of a
-    copy, where a cryptographic one costs more than all else that the merger does with a payload.
+    The digest detects damage, not forgery: a client that can write a payload can write its digest too. A cryptographic
+    hash would take longer than all other work of the merger on a payload, and XXH3 takes a tenth of a memory copy.
     """
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_of(values_N: Vector) -> str:
-    """The digest of a float32 vector's little-endian bytes: what the tape records of a snapshot."""
+    """Return the digest of a float32 vector's little-endian bytes, which the tape records for each snapshot."""
     return digest(np.ascontiguousarray(values_N, dtype="<f4").view(np.uint8).data)
 
 
 def payload_bytes_max(elements: int) -> int:
-    """An upper bound on the size of any honest payload of so many elements, in bytes."""
+    """Return an upper bound, in bytes, on the size of a valid payload of `elements` elements."""
     return _PREFIX + HEADER_BYTES_MAX + 4 * elements + 4 * elements // 128 + 1024
 
 
 def pack(values_N: Vector, codec_name: str, zstd_level: int) -> bytes:
-    """A payload that `unpack` turns back into the codec's rounding of `values_N` (float32, N elements)."""
+    """Encode `values_N` (float32, N elements) as a payload. `unpack` returns the values as the codec rounds them."""
     return pack_body(codec(codec_name).encode(values_N), codec_name, int(values_N.size), zstd_level)
 
 
 def pack_body(body: bytes, codec_name: str, elements: int, zstd_level: int) -> bytes:
-    """A payload of what the codec has encoded."""
+    """Return the payload of a body that the codec has encoded already."""
     if zstd_level:
         body = zstandard.ZstdCompressor(level=zstd_level, write_content_size=True).compress(body)
     header = msgpack.packb({"codec": codec_name, "elements": elements, "zstd": bool(zstd_level)})
@@ -56,9 +56,15 @@ def pack_body(body: bytes, codec_name: str, elements: int, zstd_level: int) -> b
 
 
 def unpack(payload: bytes, elements: int, codec_name: str = "") -> Vector:
-    """The float32 vector of exactly `elements` elements in a payload, of that codec if one is named.
+    """Decode a payload into a float32 vector of exactly `elements` elements.
 
-    Raises WireError for anything else.
+    Args:
+        payload: The payload.
+        elements: The expected number of elements.
+        codec_name: The expected codec; empty accepts every codec.
+
+    Raises:
+        WireError: The payload is damaged, has other elements or another codec, or contains NaN or infinity.
     """
     name, body = _body_in(payload, elements, codec_name)
     values_N = codec(name).decode(body, elements)
@@ -68,19 +74,19 @@ def unpack(payload: bytes, elements: int, codec_name: str = "") -> Vector:
 
 
 class Body(NamedTuple):
-    """A vector as a codec has encoded it: flat arrays of that codec's layout."""
+    """A vector in encoded form: the flat arrays of the codec's layout."""
 
     codec: str
     parts: tuple[Any, ...]
 
 
 def encoded(values_N: Vector, codec_name: str) -> Body:
-    """The vector (float32, N elements) as that codec encodes it."""
+    """Encode a vector (float32, N elements) with that codec."""
     return Body(codec_name, codec(codec_name).quantise(values_N, np))
 
 
 def unpack_encoded(payload: bytes, elements: int, codec_name: str = "") -> Body:
-    """As `unpack`, but not decoded: of the right size, while there may be NaN among the values."""
+    """Check a payload as `unpack` does, but return it encoded. The decoded values may contain NaN."""
     name, body = _body_in(payload, elements, codec_name)
     return Body(name, codec(name).parts_of(body, elements))
 
@@ -106,7 +112,7 @@ def _body_in(payload: bytes, elements: int, codec_name: str) -> tuple[str, memor
 
 def _split(payload: bytes) -> tuple[dict[str, Any], memoryview]:
     if payload[: len(MAGIC)] != MAGIC:
-        raise WireError("no archipelago payload, or one of another version")
+        raise WireError("not an archipelago payload, or one of another version")
     size = int.from_bytes(payload[len(MAGIC) : _PREFIX], "big")
     if size > HEADER_BYTES_MAX or _PREFIX + size > len(payload):
         raise WireError(f"a header of {size} bytes in a payload of {len(payload)}")
@@ -134,6 +140,6 @@ def _decompress(body: memoryview, expected: int) -> memoryview:
         whole = zstandard.ZstdDecompressor().decompress(body, max_output_size=expected, allow_extra_data=False)
         return memoryview(whole)
     except zstandard.ZstdError as error:
-        if "llocation error" in str(error):  # ours, not the sender's
-            raise MemoryError(f"no memory for a payload of {expected} bytes") from None
+        if "llocation error" in str(error):  # this machine lacks memory; the payload may be valid
+            raise MemoryError(f"not enough memory for a payload of {expected} bytes") from None
         raise WireError(f"the body is not zstd ({error})") from None
