@@ -23,7 +23,7 @@ from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.outbox import Draft
 from archipelago.islands.worker import Island
 from tests.islands import tiny
-from tests.islands.tiny import Bay, leaf_bytes
+from tests.islands.tiny import TinyRun, leaf_bytes
 
 # After the first fault, Orbax goes on reading damaged files in the background, and those reads fail unobserved.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -35,14 +35,14 @@ def store(folder: Path, of: Manifest | None = None) -> IslandStore:
     return IslandStore(folder, of or tiny.manifest())
 
 
-def trained(steps: int, bay: Bay | None = None) -> Island:
+def trained(steps: int, run: TinyRun | None = None) -> Island:
     """Return an island that has trained and been merged. Its last contribution is still in flight."""
-    bay = bay or Bay()
-    island = bay.island()
-    bay.play(island, steps)
-    bay.merger.transport.merger.updates = lambda *arguments: []  # type: ignore[method-assign]
+    run = run or TinyRun()
+    island = run.island()
+    run.play(island, steps)
+    run.merger.transport.merger.updates = lambda *arguments: []  # type: ignore[method-assign]
     while not island.link.outbox.unresolved_rounds():
-        bay.play(island, 1)
+        run.play(island, 1)
     island.advance()  # progress that was not sent
     return island
 
@@ -89,12 +89,12 @@ def steps_of(folder: Path) -> list[Path]:
 
 def test_moments_and_totals_come_back_to_the_bit(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     folder, taken, then = kept
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     assert optimizer_bytes(after) != leaf_bytes(taken.arrays["inner"]["optimizer"])
     found = store(folder).restore_moments(after)
     assert found is not None
     assert optimizer_bytes(after) == leaf_bytes(taken.arrays["inner"]["optimizer"])
-    assert str(jax.tree.structure(after.inner)) == str(jax.tree.structure(Bay().island().inner))
+    assert str(jax.tree.structure(after.inner)) == str(jax.tree.structure(TinyRun().island().inner))
     assert after.totals == then["totals"]
     assert after.totals.steps > 9
     assert after.moments == "own checkpoint"
@@ -102,7 +102,7 @@ def test_moments_and_totals_come_back_to_the_bit(kept: tuple[Path, IslandCut, di
 
 
 def test_parameters_clock_and_counts_come_from_the_merger(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     before = everything(after)
     assert store(kept[0]).restore_moments(after)
     now = everything(after)
@@ -114,7 +114,7 @@ def test_parameters_clock_and_counts_come_from_the_merger(kept: tuple[Path, Isla
 def test_the_record_names_whose_moments_they_are_and_when(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     """Unsent actions count too, as a replay takes the moments after the last action."""
     _, taken, _ = kept
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     found = store(kept[0]).restore_moments(after)
     assert found is not None
     unsent, actions = found.unsent_actions, after.action_log.take()
@@ -135,7 +135,7 @@ def whole(folder: Path, island: Island, number: int | None = NUMBER) -> bool:
 
 def test_everything_comes_back_to_the_bit(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     folder, _, then = kept
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     assert everything(after) != then
     assert whole(folder, after)
     now = everything(after)
@@ -147,7 +147,7 @@ def test_everything_comes_back_to_the_bit(kept: tuple[Path, IslandCut, dict[str,
 
 def test_a_restored_island_continues_with_the_same_bits(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     """This holds for parameters, moments and contributions."""
-    before, after = trained(9), Bay().island(incarnation="y")
+    before, after = trained(9), TinyRun().island(incarnation="y")
     assert whole(kept[0], after)
     sent: list[list[Draft]] = [[], []]
     for island, drafts in zip((before, after), sent, strict=True):
@@ -168,11 +168,11 @@ def test_a_restored_island_continues_with_the_same_bits(kept: tuple[Path, Island
 def test_contributions_in_flight_are_sent_again_under_their_old_identity(
     kept: tuple[Path, IslandCut, dict[str, Any]],
 ) -> None:
-    bay = Bay()
-    after = bay.island(incarnation="y")
+    run = TinyRun()
+    after = run.island(incarnation="y")
     assert whole(kept[0], after)
     after.link.pump()
-    found = [(d.contribution.identity_text, d.payload) for d in bay.connect().merger.updates(0.0) if d.contribution]
+    found = [(d.contribution.identity_text, d.payload) for d in run.connect().merger.updates(0.0) if d.contribution]
     assert sorted(found) == [(identity, payload) for identity, _, payload in kept[2]["in flight"]]
     assert all(identity.startswith("a/x/") for identity, _ in found)
 
@@ -186,7 +186,7 @@ def test_queued_contributions_are_kept_with_those_in_flight(tmp_path: Path) -> N
     taken = cut(island, NUMBER)
     assert len(taken.queued) == 2
     store(tmp_path / "k").save(taken)
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     assert whole(tmp_path / "k", after)
     resumed = {p.contribution.identity_text: p for p in after.link.outbox.in_flight()[0]}
     queued = {draft.header.identity_text: draft for draft in taken.queued}
@@ -215,7 +215,7 @@ def test_only_a_checkpoint_of_the_wanted_number_is_found(copied: Path) -> None:
 
 
 def test_another_text_is_refused(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     after.batches = Batches(tiny.TEXT[:64], tiny.CONFIG, lambda: None)
     with pytest.raises(DataError):
         whole(kept[0], after)
@@ -237,7 +237,7 @@ def test_plain_orbax_restores_the_arrays(kept: tuple[Path, IslandCut, dict[str, 
 
 
 def test_an_empty_folder_restores_nothing(tmp_path: Path) -> None:
-    fresh = Bay().island()
+    fresh = TinyRun().island()
     before = everything(fresh)
     assert store(tmp_path / "missing").restore_moments(fresh) is None
     assert not (tmp_path / "missing").exists()
@@ -267,7 +267,7 @@ def test_another_runs_state_is_left_alone(
 
 def test_an_island_of_another_config_still_has_its_moments(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     warmer = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, learning_rate=0.02))
-    after = Bay(tiny.manifest(config=warmer)).island(incarnation="y")
+    after = TinyRun(tiny.manifest(config=warmer)).island(incarnation="y")
     assert store(kept[0], after.manifest).restore_moments(after)
 
 
@@ -301,7 +301,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     store(copied).save(cut(trained(12), NUMBER))
     files = [path for path in (steps_of(copied)[-1] / item).rglob("*") if path.is_file()]
     truncate(max(files, key=lambda path: path.stat().st_size))
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     assert store(copied).restore_moments(after) is not None
     assert optimizer_bytes(after) == leaf_bytes(kept[1].arrays["inner"]["optimizer"])
 
@@ -322,7 +322,7 @@ def test_damage_to_any_file_gives_an_older_state_or_none_but_never_another(
     for index, path in enumerate(files):
         folder = shutil.copytree(copied, tmp_path / str(index))
         damage(folder / path)
-        after, returned = Bay().island(incarnation="y"), Bay().island(incarnation="y")
+        after, returned = TinyRun().island(incarnation="y"), TinyRun().island(incarnation="y")
         fresh = everything(after)
         if whole(folder, after):
             assert everything(after) in states, f"{path} damaged"
@@ -344,7 +344,7 @@ def test_a_changed_number_in_the_json_is_noticed(copied: Path, word: str) -> Non
     assert changed != path.read_text()
     path.write_text(changed)
     assert store(copied).find() is None
-    assert store(copied).restore_moments(Bay().island()) is None
+    assert store(copied).restore_moments(TinyRun().island()) is None
 
 
 def _tear(folder: Path, newest: Path) -> None:
@@ -358,7 +358,7 @@ def _tear(folder: Path, newest: Path) -> None:
 
 def test_a_half_written_checkpoint_is_never_read(copied: Path, kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     _tear(copied, steps_of(copied)[-1])
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     assert whole(copied, after)
     assert everything(after) == kept[2]
 
@@ -368,7 +368,7 @@ def test_a_folder_with_only_a_half_written_checkpoint_is_empty(copied: Path) -> 
     _tear(copied, newest)
     shutil.rmtree(newest)
     assert store(copied).find() is None
-    assert store(copied).restore_moments(Bay().island()) is None
+    assert store(copied).restore_moments(TinyRun().island()) is None
 
 
 @pytest.mark.full
@@ -397,7 +397,7 @@ def test_a_death_at_any_rename_leaves_the_state_before_or_after(
             left = len(found)
             patched.setattr(os, "rename", dies)
             store(copied).save(cut(last, NUMBER))
-        after = Bay().island(incarnation="y")
+        after = TinyRun().island(incarnation="y")
         assert store(copied).restore_moments(after)
         found.append(optimizer_bytes(after))
     earlier = leaf_bytes(kept[1].arrays["inner"]["optimizer"])
@@ -414,7 +414,7 @@ def test_the_state_that_was_saved_last_is_restored(copied: Path, steps: int) -> 
     last = trained(steps)
     last.advance()  # to tell it from the first
     store(copied).save(cut(last, LEAVING))
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     assert store(copied).restore_moments(after)
     assert optimizer_bytes(after) == optimizer_bytes(last)
     assert after.totals == last.totals
@@ -451,7 +451,7 @@ def test_each_marker_and_leaving_write_a_checkpoint(tmp_path: Path) -> None:
     kept.finish(island)
     numbers = [found.number for found in kept._found(lambda found: True)]
     assert numbers == [LEAVING, 4]
-    after = Bay().island(incarnation="y")
+    after = TinyRun().island(incarnation="y")
     assert whole(tmp_path / "k", after, 4)
     assert optimizer_bytes(after) == then
 

@@ -16,7 +16,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.islands import inner, telemetry
 from archipelago.islands.worker import Island
-from tests.islands.tiny import Bay
+from tests.islands.tiny import TinyRun
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7, 100, 1000])
@@ -39,20 +39,20 @@ def scraped(island: Island) -> dict[str, float]:
 
 
 def test_nothing_is_drawn_before_it_trains() -> None:
-    bay = Bay()
-    island = bay.island()
+    run = TinyRun()
+    island = run.island()
     assert telemetry.point(island) is None
     assert scraped(island)["steps_total"] == 0
-    silent = bay.island("b", silent=True)
+    silent = run.island("b", silent=True)
     assert telemetry.point(silent) is None
     assert scraped(silent) == {}
 
 
 def test_an_island_that_trains() -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 9)
-    bay.boundary(island)
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 9)
+    run.boundary(island)
     found = telemetry.point(island)
     assert found is not None
     step, values = found
@@ -67,14 +67,14 @@ def test_an_island_that_trains() -> None:
     assert shown["sent_contributions_total"] == island.link.outbox.sent > 0
     assert shown["sent_bytes_total"] == island.link.outbox.bytes_up > 0
     assert shown["link_up"] == 1
-    bay.clock.now = island.link.inbox.arrived_at + 7.0
+    run.clock.now = island.link.inbox.arrived_at + 7.0
     assert scraped(island)["snapshot_age_seconds"] == 7.0
 
 
 def test_a_link_that_is_down_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 1)
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 1)
 
     def gone(*_: object) -> None:
         raise UnreachableError("nobody answers")
@@ -88,9 +88,9 @@ def test_a_link_that_is_down_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_thin_link_is_up() -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 1)
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 1)
     assert island.link.heartbeat is not None
     island.link.beat(replace(island.link.heartbeat, link="thin link: fewer bits"))
     assert scraped(island)["link_up"] == 1

@@ -22,7 +22,7 @@ from archipelago.islands.prepared import register_text, training_text
 from archipelago.islands.sync.actions import BeginPass, unfolded
 from archipelago.islands.worker import Island
 from tests.islands import tiny
-from tests.islands.tiny import Bay
+from tests.islands.tiny import TinyRun
 from tests.small import SMALL
 
 CONFIG = replace(tiny.CONFIG, data=replace(tiny.CONFIG.data, sequence_length=32))
@@ -30,15 +30,15 @@ PINNED = shard_order(CONFIG.data.shards, CONFIG.seed, "site")
 
 
 @pytest.fixture(params=["memory", "fakeredis"])
-def bay(request: pytest.FixtureRequest, tmp_path: Path) -> Bay:
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> TinyRun:
     if request.param == "memory":
-        return Bay(tiny.manifest(config=CONFIG))
-    return Bay(tiny.manifest(config=CONFIG), partial(connect, f"fakeredis://{tmp_path.name}", "tiny"))
+        return TinyRun(tiny.manifest(config=CONFIG))
+    return TinyRun(tiny.manifest(config=CONFIG), partial(connect, f"fakeredis://{tmp_path.name}", "tiny"))
 
 
-def begun_by(bay: Bay, *islands: Island) -> dict[str, list[str]]:
+def begun_by(run: TinyRun, *islands: Island) -> dict[str, list[str]]:
     """Return the shards that each island began, by its name."""
-    parts = [actions for _, actions in bay.transport.merger.actions("0-0")]
+    parts = [actions for _, actions in run.transport.merger.actions("0-0")]
     parts += [rest for island in islands if (rest := island.action_log.peek())]
     return {
         island.name: [
@@ -50,26 +50,26 @@ def begun_by(bay: Bay, *islands: Island) -> dict[str, list[str]]:
     }
 
 
-def test_its_shards_are_read_by_nobody_else_and_no_others_by_it(bay: Bay) -> None:
-    ours, pinned, second = bay.island("a"), bay.island("p", shards=PINNED), bay.island("q", shards=PINNED)
+def test_its_shards_are_read_by_nobody_else_and_no_others_by_it(run: TinyRun) -> None:
+    ours, pinned, second = run.island("a"), run.island("p", shards=PINNED), run.island("q", shards=PINNED)
     sent: dict[str, set[str]] = defaultdict(set)
     windows = tiny.TEXT.size // CONFIG.data.sequence_length // CONFIG.data.shards
     for _ in range(3 * windows // CONFIG.data.batch_size):  # three passes over a shard each, and a bit
         for island in (ours, pinned, second):
-            bay.play(island, 1)
+            run.play(island, 1)
             sent[island.name] |= {place.shard for place in parse_places(" ".join(map(str, island.batches.places())))}
-    begun = begun_by(bay, ours, pinned, second)
+    begun = begun_by(run, ours, pinned, second)
     assert {shard.partition("/")[0] for name in "pq" for shard in begun[name]} == {"site"}
     assert all("/" not in shard for shard in begun["a"])
     assert len(begun["a"]) >= 3
     assert len(begun["p"]) + len(begun["q"]) >= 5
     assert not set(begun["p"][:2]) & set(begun["q"][:2])  # of four shards each has two of its own before any is shared
     assert sent["a"] >= set(begun["a"][:2])
-    cursors = bay.transport.reader.cursors()
+    cursors = run.transport.reader.cursors()
     assert {shard for shard in cursors if "/" in shard} <= set(PINNED)
     assert max(cursors[shard] for shard in PINNED if shard in cursors) >= (1, 0)
     assert all(pass_number <= 2 for pass_number, _ in cursors.values())
-    members = {member.island for entry in bay.transport.reader.tape(1000) for member in entry.members}
+    members = {member.island for entry in run.transport.reader.tape(1000) for member in entry.members}
     assert members == {"a", "p", "q"}  # it learns from what it does not see
 
 

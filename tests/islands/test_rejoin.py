@@ -23,11 +23,11 @@ from archipelago.islands.sync.actions import BeginPass, unfolded
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.islands import tiny
-from tests.islands.tiny import Bay, leaf_bytes
+from tests.islands.tiny import TinyRun, leaf_bytes
 
 
-def merged_params(bay: Bay) -> list[Vector]:
-    return [np.asarray(fragment.params_N) for fragment in bay.merger.fragments]
+def merged_params(run: TinyRun) -> list[Vector]:
+    return [np.asarray(fragment.params_N) for fragment in run.merger.fragments]
 
 
 def own_params(island: Island) -> list[Vector]:
@@ -40,19 +40,19 @@ def fresh_moments(island: Island) -> list[bytes]:
 
 
 def returning(
-    bay: Bay, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], object] = lambda: None
+    run: TinyRun, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], object] = lambda: None
 ) -> tuple[Island, Rejoin]:
     """Return an island that has asked its peers. `meanwhile` is called at each pause of its wait."""
-    island = bay.island(name, "z", silent=True)
+    island = run.island(name, "z", silent=True)
     pauses = itertools.count()
 
     def pause(seconds: float) -> None:
         assert next(pauses) < 10_000, "an endless wait"
-        bay.clock.now += seconds
+        run.clock.now += seconds
         island.link.pump()
         meanwhile()
 
-    rejoin = Rejoin(bay.connect(), store, island, island.link.join(), pause=pause)
+    rejoin = Rejoin(run.connect(), store, island, island.link.join(), pause=pause)
     rejoin.ask()
     island.beat("joining")
     island.link.pump()
@@ -63,9 +63,9 @@ def returning(
 
 
 def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameters() -> None:
-    bay = Bay()
-    giver = bay.island("giver")
-    bay.play(giver, 21)
+    run = TinyRun()
+    giver = run.island("giver")
+    run.play(giver, 21)
     given: list[tuple[list[bytes], int]] = []
     give = giver.link.give
 
@@ -74,8 +74,8 @@ def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameter
         give(gift)
 
     giver.link.give = noted  # type: ignore[method-assign]
-    island, rejoin = returning(bay, meanwhile=lambda: bay.play(giver, 1))
-    before = merged_params(bay)
+    island, rejoin = returning(run, meanwhile=lambda: run.play(giver, 1))
+    before = merged_params(run)
     rejoin.complete(None)
     ((moments, done),) = given
     assert leaf_bytes(island.inner.optimizer) == moments
@@ -86,129 +86,129 @@ def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameter
     for own, merged, gave in zip(own_params(island), before, own_params(giver), strict=True):
         assert own.tobytes() == merged.tobytes() != gave.tobytes()
     assert [count.steps for count in island.ledger.counts] == [0, 0]
-    run = bay.broker.runs["tiny"]
-    assert (run.requests, run.handovers) == ({}, {})
+    stored = run.broker.runs["tiny"]
+    assert (stored.requests, stored.handovers) == ({}, {})
 
 
 def test_the_givers_actions_up_to_its_gift_are_recorded() -> None:
     """Also what it had not told with a contribution yet."""
-    bay = Bay()
-    giver = bay.island("giver")
-    bay.play(giver, 5)
-    island, rejoin = returning(bay, meanwhile=lambda: bay.boundary(giver))
+    run = TinyRun()
+    giver = run.island("giver")
+    run.play(giver, 5)
+    island, rejoin = returning(run, meanwhile=lambda: run.boundary(giver))
     rejoin.complete(None)
     (word,) = [w for w in island.action_log.take().text.split() if w.startswith("moments")]  # type: ignore[union-attr]
-    told = unfolded([actions for _, actions in bay.transport.merger.actions("0-0") if actions.island == "giver"])
+    told = unfolded([actions for _, actions in run.transport.merger.actions("0-0") if actions.island == "giver"])
     assert len(told) >= int(word.split("@")[1]) > 0
 
 
 def test_muons_moments_come_from_a_peer_or_from_its_own_checkpoint(tmp_path: Path) -> None:
-    bay = Bay(tiny.manifest(config=tiny.MUON))
-    giver = bay.island("giver")
-    bay.play(giver, 21)
-    island, rejoin = returning(bay, meanwhile=lambda: bay.play(giver, 1))
+    run = TinyRun(tiny.manifest(config=tiny.MUON))
+    giver = run.island("giver")
+    run.play(giver, 21)
+    island, rejoin = returning(run, meanwhile=lambda: run.play(giver, 1))
     rejoin.complete(None)
     assert island.moments == "peer giver"
     seen = {int(count) for count in counts(island.inner.optimizer)}
     assert seen <= {21, giver.totals.steps}
     assert len(seen) == 1
-    bay.play(island, 3)
-    store = IslandStore(tmp_path, bay.manifest)
+    run.play(island, 3)
+    store = IslandStore(tmp_path, run.manifest)
     store.save(cut(island, LEAVING))
     kept = leaf_bytes(island.inner.optimizer)
-    after = bay.island("new", "y")
+    after = run.island("new", "y")
     assert leaf_bytes(after.inner.optimizer) != kept
     assert store.restore_moments(after) is not None
     assert leaf_bytes(after.inner.optimizer) == kept
     assert str(jax.tree.structure(after.inner)) == str(jax.tree.structure(island.inner))
-    bay.play(after, 2)
+    run.play(after, 2)
     assert np.isfinite(np.concatenate(own_params(after))).all()
 
 
 def test_giving_does_not_change_the_giver() -> None:
     """Its parameters and moments are those of a run in which nobody asked."""
-    bay, alone = Bay(), Bay()
-    giver, undisturbed = bay.island("giver"), alone.island("giver")
-    bay.play(giver, 10)
+    run, alone = TinyRun(), TinyRun()
+    giver, undisturbed = run.island("giver"), alone.island("giver")
+    run.play(giver, 10)
     alone.play(undisturbed, 10)
-    island, rejoin = returning(bay, meanwhile=lambda: bay.play(giver, 1))
+    island, rejoin = returning(run, meanwhile=lambda: run.play(giver, 1))
     rejoin.complete(None)
     assert island.moments == "peer giver"
-    for one, other in ((giver, bay), (undisturbed, alone)):
+    for one, other in ((giver, run), (undisturbed, alone)):
         other.play(one, 30 - one.totals.steps)
     assert leaf_bytes(giver.inner) == leaf_bytes(undisturbed.inner)
-    assert [e.digest for e in bay.transport.reader.tape(99)] == [e.digest for e in alone.transport.reader.tape(99)]
+    assert [e.digest for e in run.transport.reader.tape(99)] == [e.digest for e in alone.transport.reader.tape(99)]
 
 
 def test_no_peer_is_asked_at_the_beginning_of_a_run() -> None:
-    bay = Bay()
-    peer = bay.island("giver")
-    bay.boundary(peer)  # it trains, and nothing is merged yet
-    island, rejoin = returning(bay)
-    assert bay.broker.runs["tiny"].requests == {}
+    run = TinyRun()
+    peer = run.island("giver")
+    run.boundary(peer)  # it trains, and nothing is merged yet
+    island, rejoin = returning(run)
+    assert run.broker.runs["tiny"].requests == {}
     rejoin.complete(None)
     assert island.moments == "fresh"
     assert island.ledger.global_step == 0
 
 
 def test_a_peer_that_does_not_answer_costs_ten_seconds_and_no_more(tmp_path: Path) -> None:
-    bay = Bay()
-    bay.play(bay.island("deaf"), 10)
-    began = bay.clock.now
+    run = TinyRun()
+    run.play(run.island("deaf"), 10)
+    began = run.clock.now
     deaf = samples.heartbeat("deaf")
-    island, rejoin = returning(bay, meanwhile=lambda: bay.transport.island.heartbeat(deaf))
+    island, rejoin = returning(run, meanwhile=lambda: run.transport.island.heartbeat(deaf))
     rejoin.complete(None)
     assert island.moments == "fresh"
     assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
-    assert 10.0 <= bay.clock.now - began < 11.0
-    assert bay.broker.runs["tiny"].requests == {}
+    assert 10.0 <= run.clock.now - began < 11.0
+    assert run.broker.runs["tiny"].requests == {}
 
 
 # -- from its own checkpoint ----------------------------------------------------------------------------------------
 
 
-def left(bay: Bay, folder: Path, name: str = "new", steps: int = 10) -> tuple[IslandStore, Island]:
+def left(run: TinyRun, folder: Path, name: str = "new", steps: int = 10) -> tuple[IslandStore, Island]:
     """An island that trained, kept its state, and left."""
-    store = IslandStore(folder, bay.manifest)
-    island = bay.island(name, "w")
-    bay.play(island, steps)
+    store = IslandStore(folder, run.manifest)
+    island = run.island(name, "w")
+    run.play(island, steps)
     store.save(cut(island, LEAVING))
     island.leave(flush_seconds=0.0)
     island.link.pump()
-    bay.merger.turn(0.0)
+    run.merger.turn(0.0)
     return store, island
 
 
 def test_without_peers_an_island_takes_its_own_checkpoint(tmp_path: Path) -> None:
-    bay = Bay()
-    store, before = left(bay, tmp_path / "k")
-    island, rejoin = returning(bay, store=store)
+    run = TinyRun()
+    store, before = left(run, tmp_path / "k")
+    island, rejoin = returning(run, store=store)
     rejoin.complete(None)
     assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
     assert island.moments == "own checkpoint"
-    for own, merged in zip(own_params(island), merged_params(bay), strict=True):
+    for own, merged in zip(own_params(island), merged_params(run), strict=True):
         assert own.tobytes() == merged.tobytes()
 
 
 def test_a_peer_is_preferred_to_the_own_checkpoint(tmp_path: Path) -> None:
-    bay = Bay()
-    store, _ = left(bay, tmp_path / "k")
-    giver = bay.island("giver")
-    bay.play(giver, 5)
-    island, rejoin = returning(bay, store=store, meanwhile=lambda: bay.play(giver, 1))
+    run = TinyRun()
+    store, _ = left(run, tmp_path / "k")
+    giver = run.island("giver")
+    run.play(giver, 5)
+    island, rejoin = returning(run, store=store, meanwhile=lambda: run.play(giver, 1))
     rejoin.complete(None)
     assert island.moments == "peer giver"
 
 
 @pytest.mark.parametrize("fault", ["forged", "outage"])
 def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, fault: str) -> None:
-    bay = Bay()
-    store, before = left(bay, tmp_path / "k")
-    giver = bay.island("giver")
-    bay.play(giver, 5)
-    island, rejoin = returning(bay, store=store)
+    run = TinyRun()
+    store, before = left(run, tmp_path / "k")
+    giver = run.island("giver")
+    run.play(giver, 5)
+    island, rejoin = returning(run, store=store)
     if fault == "forged":
-        bay.transport.island.hand_over("new/z", samples.handover(b"moments"), b"moments")
+        run.transport.island.hand_over("new/z", samples.handover(b"moments"), b"moments")
     else:
 
         def fails(who: str) -> None:
@@ -218,13 +218,13 @@ def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, faul
     rejoin.complete(None)
     assert island.moments == "own checkpoint"
     assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
-    assert bay.broker.runs["tiny"].requests == {}
+    assert run.broker.runs["tiny"].requests == {}
 
 
 def test_without_peers_and_checkpoints_moments_are_fresh(tmp_path: Path) -> None:
-    bay = Bay()
-    _, before = left(bay, tmp_path / "k")
-    island, rejoin = returning(bay, store=IslandStore(tmp_path / "none", bay.manifest))
+    run = TinyRun()
+    _, before = left(run, tmp_path / "k")
+    island, rejoin = returning(run, store=IslandStore(tmp_path / "none", run.manifest))
     rejoin.complete(None)
     assert island.moments == "fresh"
     assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
@@ -236,18 +236,18 @@ def test_without_peers_and_checkpoints_moments_are_fresh(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("source", ["peer", "own checkpoint", "fresh"])
 def test_totals_continue_and_the_global_step_is_the_runs(tmp_path: Path, source: str) -> None:
-    bay = Bay()
-    store, before = left(bay, tmp_path / "k")
-    other = bay.island("giver")
-    bay.play(other, 25)
+    run = TinyRun()
+    store, before = left(run, tmp_path / "k")
+    other = run.island("giver")
+    run.play(other, 25)
     if source != "peer":
         other.leave(flush_seconds=0.0)
         other.link.pump()
-        bay.merger.turn(0.0)
+        run.merger.turn(0.0)
     island, rejoin = returning(
-        bay, store=None if source == "fresh" else store, meanwhile=lambda: bay.play(other, int(source == "peer"))
+        run, store=None if source == "fresh" else store, meanwhile=lambda: run.play(other, int(source == "peer"))
     )
-    stamped = max(bay.transport.reader.fragment(p)[0].step for p in range(2))
+    stamped = max(run.transport.reader.fragment(p)[0].step for p in range(2))
     rejoin.complete(None)
     assert island.moments == ("peer giver" if source == "peer" else source)
     assert (island.totals.steps, island.totals.tokens) == (10, 10 * tiny.CONFIG.tokens_per_step)
@@ -269,19 +269,19 @@ def test_totals_continue_and_the_global_step_is_the_runs(tmp_path: Path, source:
 
 
 def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_base() -> None:
-    bay = Bay()
-    other = bay.island("giver")
-    bay.play(other, 20)
+    run = TinyRun()
+    other = run.island("giver")
+    run.play(other, 20)
     other.leave(flush_seconds=0.0)
     other.link.pump()
-    bay.merger.turn(0.0)
-    before = [p.tobytes() for p in merged_params(bay)]
-    island, rejoin = returning(bay)
+    run.merger.turn(0.0)
+    before = [p.tobytes() for p in merged_params(run)]
+    island, rejoin = returning(run)
     rejoin.complete(None)
     versions = [count.version for count in island.ledger.counts]
     for _ in range(2):
-        bay.boundary(island)
-    assert [p.tobytes() for p in merged_params(bay)] == before  # it has done no step, and so says nothing
+        run.boundary(island)
+    assert [p.tobytes() for p in merged_params(run)] == before  # it has done no step, and so says nothing
     bases: list[tuple[int, int, float]] = []
     send = island.link.send
 
@@ -292,7 +292,7 @@ def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_b
         send(draft)
 
     island.link.send = noted  # type: ignore[method-assign]
-    bay.play(island, 3)
+    run.play(island, 3)
     fragment, base, moved = bases[0]
     assert base == versions[fragment] > 0
     assert 0 < moved < 10 * tiny.CONFIG.inner.peak  # what three steps do, not where it stands
@@ -301,21 +301,21 @@ def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_b
 # -- the whole run goes back ----------------------------------------------------------------------------------------
 
 
-def cut_at_marker(bay: Bay, store: IslandStore, name: str = "a", steps: int = 13) -> Island:
+def cut_at_marker(run: TinyRun, store: IslandStore, name: str = "a", steps: int = 13) -> Island:
     """An island that has checkpointed itself when the merger took its checkpoint 3."""
-    island = bay.island(name, on_marker=lambda of, number: store.save(cut(of, number)))
-    bay.play(island, steps)
-    bay.merger.transport.merger.announce(bay.merger.epoch, Marker(3, bay.merger.rounds.closed))
-    bay.boundary(island)
+    island = run.island(name, on_marker=lambda of, number: store.save(cut(of, number)))
+    run.play(island, steps)
+    run.merger.transport.merger.announce(run.merger.epoch, Marker(3, run.merger.rounds.closed))
+    run.boundary(island)
     assert store.find(3) is not None
     return island
 
 
-def gone_back(bay: Bay) -> Bay:
+def gone_back(run: TinyRun) -> TinyRun:
     """Another broker, as empty of leases as one that a checkpoint was put into, with the same parameters."""
-    again = Bay(bay.manifest)
-    run, now = again.broker.runs["tiny"], bay.broker.runs["tiny"]
-    run.fragments, run.outer, run.state, run.cursors = (
+    again = TinyRun(run.manifest)
+    stored, now = again.broker.runs["tiny"], run.broker.runs["tiny"]
+    stored.fragments, stored.outer, stored.state, stored.cursors = (
         dict(now.fragments),
         dict(now.outer),
         now.state,
@@ -326,11 +326,11 @@ def gone_back(bay: Bay) -> Bay:
 
 
 def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) -> None:
-    bay = Bay()
-    store = IslandStore(tmp_path / "k", bay.manifest)
-    before = cut_at_marker(bay, store)
+    run = TinyRun()
+    store = IslandStore(tmp_path / "k", run.manifest)
+    before = cut_at_marker(run, store)
     held, sent = before.batches.held(), before.link.outbox.in_flight()[0]
-    again = gone_back(bay)
+    again = gone_back(run)
     # Its link is quick: it leases before the island is put back, and what it likes best is what the island read.
     island, rejoin = returning(again, "a", store)
     rejoin.complete(store.find(3))
@@ -350,25 +350,25 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
 
 
 def test_a_restored_island_withdraws_its_question(tmp_path: Path) -> None:
-    bay = Bay()
-    store = IslandStore(tmp_path / "k", bay.manifest)
-    cut_at_marker(bay, store)
-    again = gone_back(bay)
+    run = TinyRun()
+    store = IslandStore(tmp_path / "k", run.manifest)
+    cut_at_marker(run, store)
+    again = gone_back(run)
     peer = again.island("giver")
     again.boundary(peer)
     _, rejoin = returning(again, "a", store)
     assert again.broker.runs["tiny"].requests
     rejoin.complete(store.find(3))
     again.boundary(peer)
-    run = again.broker.runs["tiny"]
-    assert (run.requests, run.handovers) == ({}, {})
+    stored = again.broker.runs["tiny"]
+    assert (stored.requests, stored.handovers) == ({}, {})
 
 
 def test_a_shard_that_another_island_leases_by_now_is_given_up(tmp_path: Path) -> None:
-    bay = Bay()
-    store = IslandStore(tmp_path / "k", bay.manifest)
-    (shard,) = cut_at_marker(bay, store).batches.held()
-    again = gone_back(bay)
+    run = TinyRun()
+    store = IslandStore(tmp_path / "k", run.manifest)
+    (shard,) = cut_at_marker(run, store).batches.held()
+    again = gone_back(run)
     other = again.island("b", "o", shards=[shard])
     assert again.transport.island.leased([shard], "b/o")
     again.boundary(other)
@@ -383,10 +383,10 @@ def test_a_shard_that_another_island_leases_by_now_is_given_up(tmp_path: Path) -
 
 
 def test_an_outage_during_the_leasing_of_restored_shards_is_survived(tmp_path: Path) -> None:
-    bay = Bay()
-    store = IslandStore(tmp_path / "k", bay.manifest)
-    cut_at_marker(bay, store)
-    island, rejoin = returning(gone_back(bay), "a", store)
+    run = TinyRun()
+    store = IslandStore(tmp_path / "k", run.manifest)
+    cut_at_marker(run, store)
+    island, rejoin = returning(gone_back(run), "a", store)
 
     def fails(*arguments: Any) -> None:
         raise UnreachableError("nobody answers")
@@ -397,14 +397,14 @@ def test_an_outage_during_the_leasing_of_restored_shards_is_survived(tmp_path: P
 
 
 def test_a_damaged_checkpoint_falls_back_to_rejoining(tmp_path: Path) -> None:
-    bay = Bay()
-    store = IslandStore(tmp_path / "k", bay.manifest)
-    cut_at_marker(bay, store)
+    run = TinyRun()
+    store = IslandStore(tmp_path / "k", run.manifest)
+    cut_at_marker(run, store)
     found = store.find(3)
     assert found is not None
     torn = replace(found, rest={**found.rest, "digest": digest(b"another")})
-    island, rejoin = returning(bay, "b", store)
+    island, rejoin = returning(run, "b", store)
     rejoin.complete(torn)
     assert island.ledger.formerly == ""
-    for own, merged in zip(own_params(island), merged_params(bay), strict=True):
+    for own, merged in zip(own_params(island), merged_params(run), strict=True):
         assert own.tobytes() == merged.tobytes()

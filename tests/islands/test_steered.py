@@ -13,33 +13,33 @@ from archipelago.islands.inner import InnerSteps
 from archipelago.islands.worker import Island, train
 from tests.failing import failing
 from tests.islands.test_worker import diverging
-from tests.islands.tiny import Bay
+from tests.islands.tiny import TinyRun
 
 
-def notes(bay: Bay, who: str) -> list[tuple[str, str]]:
-    return [(note.kind, note.text) for note in bay.transport.reader.notes(100) if note.who == who]
+def notes(run: TinyRun, who: str) -> list[tuple[str, str]]:
+    return [(note.kind, note.text) for note in run.transport.reader.notes(100) if note.who == who]
 
 
-def goodbye(bay: Bay, island: Island) -> None:
+def goodbye(run: TinyRun, island: Island) -> None:
     """Let an island leave as `train` does, and the merger hear of it."""
     island.leave(flush_seconds=0.0)
     island.link.pump()
-    bay.merger.turn(0.0)
+    run.merger.turn(0.0)
 
 
 @pytest.mark.parametrize("wish", ["drain", "expel"])
 def test_an_island_that_must_leave_leaves_with_its_next_heartbeat(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 3)
-    bay.transport.reader.steer({"island.b": wish})
-    bay.boundary(island)
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 3)
+    run.transport.reader.steer({"island.b": wish})
+    run.boundary(island)
     told = [island.must_leave]
-    bay.transport.reader.steer({"island.a": wish})
-    bay.boundary(island)
+    run.transport.reader.steer({"island.a": wish})
+    run.boundary(island)
     told.append(island.must_leave)
-    bay.transport.reader.steer({"island.a": ""})
-    bay.boundary(island)
+    run.transport.reader.steer({"island.a": ""})
+    run.boundary(island)
     told.append(island.must_leave)
     assert told == [False, True, True]  # the wish was for another island at first, and a withdrawn wish still holds
     steps = island.totals.steps
@@ -49,108 +49,108 @@ def test_an_island_that_must_leave_leaves_with_its_next_heartbeat(wish: str, mon
 
 
 def test_a_drained_island_leaves_a_note_and_loses_nothing() -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 3)
-    bay.transport.reader.steer({"island.a": "drain"})
-    bay.boundary(island)
-    goodbye(bay, island)
-    assert [(kind, text.partition(": ")[2]) for kind, text in notes(bay, "a")[1:]] == [
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 3)
+    run.transport.reader.steer({"island.a": "drain"})
+    run.boundary(island)
+    goodbye(run, island)
+    assert [(kind, text.partition(": ")[2]) for kind, text in notes(run, "a")[1:]] == [
         ("drained", "drained by the operator")
     ]
-    assert bay.transport.reader.presences()[0].heartbeat.state == "left"
-    books = bay.transport.reader.books()
+    assert run.transport.reader.presences()[0].heartbeat.state == "left"
+    books = run.transport.reader.books()
     assert books.merged_tokens == 2 * island.totals.tokens
     assert books.refused == 0
 
 
 def test_an_expelled_island_is_refused_and_leaves_a_note() -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 3)
-    bay.transport.reader.steer({"island.a": "expel"})
-    bay.boundary(island)
-    goodbye(bay, island)
-    assert notes(bay, "a")[-1] == ("expelled", f"after {island.totals.steps} steps: expelled by the operator")
-    refusals = [event for _, event in bay.transport.reader.events(START, 0.0, 999) if isinstance(event, Refusal)]
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 3)
+    run.transport.reader.steer({"island.a": "expel"})
+    run.boundary(island)
+    goodbye(run, island)
+    assert notes(run, "a")[-1] == ("expelled", f"after {island.totals.steps} steps: expelled by the operator")
+    refusals = [event for _, event in run.transport.reader.events(START, 0.0, 999) if isinstance(event, Refusal)]
     assert refusals
     assert {refusal.reason for refusal in refusals} == {"expelled by the operator"}
 
 
 @pytest.mark.parametrize("wish", ["drain", "expel"])
 def test_an_unwanted_name_cannot_join_until_the_operator_allows_it(wish: str) -> None:
-    bay = Bay()
-    bay.transport.reader.steer({"island.a": wish})
+    run = TinyRun()
+    run.transport.reader.steer({"island.a": wish})
     with failing(ConfigError, "control.unwelcome"):
-        bay.island()
-    bay.island("b")
-    bay.transport.reader.steer({"island.a": ""})
-    bay.play(bay.island(), 2)
+        run.island()
+    run.island("b")
+    run.transport.reader.steer({"island.a": ""})
+    run.play(run.island(), 2)
 
 
 def test_an_island_leaves_notes_when_it_joins_and_leaves() -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 2)
-    ((kind, text),) = notes(bay, "a")
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 2)
+    ((kind, text),) = notes(run, "a")
     assert kind == "joined"
     assert text.startswith("after round 0 on ")
     assert text.endswith("optimiser state: fresh")
-    goodbye(bay, island)
-    assert notes(bay, "a")[1:] == [("left", "after 2 steps: it was stopped")]
-    assert bay.transport.reader.notes(1)[0].unix_seconds > 0.0
+    goodbye(run, island)
+    assert notes(run, "a")[1:] == [("left", "after 2 steps: it was stopped")]
+    assert run.transport.reader.notes(1)[0].unix_seconds > 0.0
 
 
 def test_a_note_waits_for_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    bay = Bay()
-    island = bay.island()
+    run = TinyRun()
+    island = run.island()
     write = island.link.transport.reader.note
 
     def full(note: Note) -> None:
         raise UnreachableError("no room for notes")
 
     monkeypatch.setattr(island.link.transport.reader, "note", full)
-    bay.play(island, 2)
-    assert bay.transport.reader.presences()[0].heartbeat.steps == 1, "its heart beats on"
-    assert notes(bay, "a") == []
+    run.play(island, 2)
+    assert run.transport.reader.presences()[0].heartbeat.steps == 1, "its heart beats on"
+    assert notes(run, "a") == []
     monkeypatch.setattr(island.link.transport.reader, "note", write)
-    bay.play(island, 1)
-    assert [kind for kind, _ in notes(bay, "a")] == ["joined"]
+    run.play(island, 1)
+    assert [kind for kind, _ in notes(run, "a")] == ["joined"]
 
 
 def test_a_note_that_the_broker_refuses_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    bay = Bay()
-    island = bay.island()
+    run = TinyRun()
+    island = run.island()
     write = island.link.transport.reader.note
 
     def refuse(note: Note) -> None:
         raise BrokerError("WRONGTYPE")
 
     monkeypatch.setattr(island.link.transport.reader, "note", refuse)
-    bay.play(island, 1)
-    bay.boundary(island)
+    run.play(island, 1)
+    run.boundary(island)
     assert not island.link.trouble
     assert island.link.drain(0.0), "the heartbeat that had the note with it is through"
-    assert bay.transport.island.leased(island.link.leases.shards, island.link.who), "and it has something to read"
+    assert run.transport.island.leased(island.link.leases.shards, island.link.who), "and it has something to read"
     monkeypatch.setattr(island.link.transport.reader, "note", write)
-    goodbye(bay, island)
-    assert [kind for kind, _ in notes(bay, "a")] == ["left"]
+    goodbye(run, island)
+    assert [kind for kind, _ in notes(run, "a")] == ["left"]
 
 
 def test_an_island_that_diverged_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    bay = Bay()
-    island = bay.island("sick")
+    run = TinyRun()
+    island = run.island("sick")
     monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread sends here
     island.steps = cast(InnerSteps, diverging)
 
     def turn() -> bool:
         island.link.pump()
-        bay.merger.turn(0.0)
+        run.merger.turn(0.0)
         return False
 
     with pytest.raises(DivergedError):
         train(island, turn)
     island.link.pump()
-    kind, _ = notes(bay, "sick")[-1]
+    kind, _ = notes(run, "sick")[-1]
     assert kind == "diverged"
-    assert bay.transport.reader.presences()[0].heartbeat.state == "left"
+    assert run.transport.reader.presences()[0].heartbeat.state == "left"

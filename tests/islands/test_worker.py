@@ -22,7 +22,7 @@ from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import DIVERGED_MAX, Island, train
 from tests.failing import failing
 from tests.islands import tiny
-from tests.islands.tiny import Bay
+from tests.islands.tiny import TinyRun
 
 
 def diverging(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
@@ -31,8 +31,8 @@ def diverging(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Arra
 
 
 def test_an_island_whose_loss_is_not_finite_stops_without_harm_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    bay = Bay()
-    island = bay.island("sick")
+    run = TinyRun()
+    island = run.island("sick")
     monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread sends here
     island.steps = cast(InnerSteps, diverging)
     turns = itertools.count()
@@ -40,15 +40,15 @@ def test_an_island_whose_loss_is_not_finite_stops_without_harm_to_the_run(monkey
     def turn() -> bool:
         """Return whether the island has had 100 turns, and still trains."""
         island.link.pump()
-        bay.merger.turn(0.0)
+        run.merger.turn(0.0)
         return next(turns) > 100
 
     with failing(DivergedError):
         train(island, turn)
     turn()
-    books = bay.transport.reader.books()
+    books = run.transport.reader.books()
     assert books.published == books.refused >= DIVERGED_MAX
-    assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in bay.merger.fragments)
+    assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in run.merger.fragments)
     assert island.ledger.last_refusal
 
 
@@ -63,25 +63,25 @@ def noting(seen: Seen) -> Callable[[Island, int], None]:
     return lambda of, number: seen.append((number, [count.version for count in of.ledger.counts]))
 
 
-def done_by(bay: Bay, island: Island) -> list[Action]:
+def done_by(run: TinyRun, island: Island) -> list[Action]:
     """Return all actions of an island, recorded or not."""
-    parts = [actions for _, actions in bay.transport.merger.actions("0-0") if actions.island == island.name]
+    parts = [actions for _, actions in run.transport.merger.actions("0-0") if actions.island == island.name]
     rest = island.action_log.peek()
     return unfolded([*parts, *([rest] if rest else [])])
 
 
-def close_rounds(bay: Bay, other: Island, until: int) -> None:
-    while bay.merger.rounds.closed < until:
-        bay.play(other, 1)
+def close_rounds(run: TinyRun, other: Island, until: int) -> None:
+    while run.merger.rounds.closed < until:
+        run.play(other, 1)
 
 
 def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint() -> None:
-    bay = Bay()
+    run = TinyRun()
     seen: Seen = []
-    island, other = bay.island("a", on_marker=noting(seen)), bay.island("b")
-    close_rounds(bay, other, 1)
-    bay.merger.transport.merger.announce(bay.merger.epoch, Marker(5, 1))
-    close_rounds(bay, other, 2)
+    island, other = run.island("a", on_marker=noting(seen)), run.island("b")
+    close_rounds(run, other, 1)
+    run.merger.transport.merger.announce(run.merger.epoch, Marker(5, 1))
+    close_rounds(run, other, 2)
     island.link.pump()
     island.boundary()
     assert seen == [(5, [1, 0])]
@@ -92,12 +92,12 @@ def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint() -> None:
 
 def test_a_snapshot_after_the_marker_is_not_in_the_checkpoint() -> None:
     """Of a fragment only the newest snapshot arrives; the older one never does."""
-    bay = Bay()
+    run = TinyRun()
     seen: Seen = []
-    island, other = bay.island("a", on_marker=noting(seen)), bay.island("b")
-    close_rounds(bay, other, 2)
-    bay.merger.transport.merger.announce(bay.merger.epoch, Marker(6, 2))
-    close_rounds(bay, other, 3)  # another round of fragment 0
+    island, other = run.island("a", on_marker=noting(seen)), run.island("b")
+    close_rounds(run, other, 2)
+    run.merger.transport.merger.announce(run.merger.epoch, Marker(6, 2))
+    close_rounds(run, other, 3)  # another round of fragment 0
     island.link.pump()
     island.boundary()
     assert seen == [(6, [0, 1])]
@@ -105,10 +105,10 @@ def test_a_snapshot_after_the_marker_is_not_in_the_checkpoint() -> None:
 
 
 def test_without_a_marker_no_checkpoint_is_taken() -> None:
-    bay = Bay()
+    run = TinyRun()
     seen: Seen = []
-    island = bay.island(on_marker=noting(seen))
-    bay.play(island, 8)
+    island = run.island(on_marker=noting(seen))
+    run.play(island, 8)
     assert island.ledger.counts[0].version > 0
     assert seen == []
 
@@ -117,9 +117,9 @@ def test_without_a_marker_no_checkpoint_is_taken() -> None:
 
 
 def test_a_snapshot_that_is_held_already_is_no_action() -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 3)
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 3)
     held = island.link.transport.reader.fragment(0)[0]
     before = tiny.leaf_bytes(island.inner)
     done = island.action_log.done
@@ -132,8 +132,8 @@ def test_a_snapshot_that_is_held_already_is_no_action() -> None:
 
 
 def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
-    bay = Bay()
-    island = bay.island()
+    run = TinyRun()
+    island = run.island()
     sent: list[tuple[str, int]] = []
     send = island.link.send
 
@@ -142,46 +142,46 @@ def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
         send(draft)  # type: ignore[arg-type]
 
     island.link.send = noted  # type: ignore[method-assign]
-    bay.play(island, 12)
+    run.play(island, 12)
     assert len(sent) >= 4
     for data, steps in sent:
         (place,) = parse_places(data)
         assert place.position == steps * tiny.CONFIG.data.batch_size
         assert place.shard == island.link.leases.shards[0]
-    heard = bay.transport.reader.presences()[0].heartbeat.data
+    heard = run.transport.reader.presences()[0].heartbeat.data
     assert heard == sent[-1][0] or parse_places(heard)[0].position >= parse_places(sent[-1][0])[0].position
 
 
 def test_merged_places_move_the_cursor_and_no_window_is_read_twice() -> None:
     """Over a whole pass and into the next one."""
     config = replace(tiny.CONFIG, data=DataConfig(sequence_length=64, batch_size=2, shards=4))
-    bay = Bay(tiny.manifest(config=config))
-    island = bay.island()
-    bay.play(island, 60)
-    begun = [action.point for action in done_by(bay, island) if isinstance(action, BeginPass)]
+    run = TinyRun(tiny.manifest(config=config))
+    island = run.island()
+    run.play(island, 60)
+    begun = [action.point for action in done_by(run, island) if isinstance(action, BeginPass)]
     passes = [text.split(":") for text in begun]
     assert len(passes) == len({(shard, number) for shard, number, _, _ in passes})
     assert all(repeat == "0" and position == "0" for _, _, position, repeat in passes)
     first = [shard for shard, number, _, _ in passes if number == "0"]
     assert sorted(first[:4]) == ["0", "1", "2", "3"]
     assert {number for _, number, _, _ in passes} >= {"0", "1"}
-    cursors = bay.transport.reader.cursors()
+    cursors = run.transport.reader.cursors()
     assert set(cursors) == {"0", "1", "2", "3"}
     held = island.link.outbox.in_flight()[0]
     assert len(held) <= 2
 
 
 def test_a_lost_shard_is_read_no_further_and_that_is_recorded() -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 2)
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 2)
     (shard,) = island.batches.held()
-    bay.broker.runs["tiny"].holders[shard] = "thief/t"
-    bay.boundary(island)
+    run.broker.runs["tiny"].holders[shard] = "thief/t"
+    run.boundary(island)
     assert island.batches.held() == []
-    before = len(done_by(bay, island))
+    before = len(done_by(run, island))
     island.advance()
-    done = done_by(bay, island)
+    done = done_by(run, island)
     assert ForgetShards((shard,)) in done
     begun = [action.shard for action in done[before:] if isinstance(action, BeginPass)]
     assert begun
@@ -192,12 +192,12 @@ def test_a_lost_shard_is_read_no_further_and_that_is_recorded() -> None:
 
 
 def test_the_actions_of_a_run_are_recorded_once() -> None:
-    bay = Bay()
-    island = bay.island()
-    bay.play(island, 12)
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 12)
     assert island.leave(flush_seconds=0.0) is False  # nobody pumps
     island.link.pump()
-    done = done_by(bay, island)
+    done = done_by(run, island)
     assert done[0] == Join((0, 0))
     assert sum(action.count for action in done if isinstance(action, Steps)) == island.totals.steps == 12
     begun = [action for action in done if isinstance(action, BeginPass)]
@@ -209,27 +209,27 @@ def test_the_actions_of_a_run_are_recorded_once() -> None:
 
 
 def test_a_run_that_is_not_recorded_sends_no_actions() -> None:
-    bay = Bay(tiny.manifest(config=replace(tiny.CONFIG, record=False)))
-    island = bay.island()
-    bay.play(island, 8)
-    assert bay.transport.reader.books().published > 0
-    assert bay.transport.merger.actions("0-0") == []
+    run = TinyRun(tiny.manifest(config=replace(tiny.CONFIG, record=False)))
+    island = run.island()
+    run.play(island, 8)
+    assert run.transport.reader.books().published > 0
+    assert run.transport.merger.actions("0-0") == []
 
 
 def test_an_island_says_goodbye_with_what_it_has_and_finishes_at_the_runs_end() -> None:
     short = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=6))
-    bay = Bay(tiny.manifest(config=short))
-    island = bay.island()
+    run = TinyRun(tiny.manifest(config=short))
+    island = run.island()
     while not island.finished:
-        bay.play(island, 1)
+        run.play(island, 1)
     assert island.totals.steps == 6
     sent = island.link.outbox.sent
     island.leave("done", flush_seconds=0.0)
     island.link.pump()
-    bay.merger.turn(0.0)
+    run.merger.turn(0.0)
     assert island.link.outbox.sent > sent
-    assert bay.transport.reader.presences()[0].heartbeat.state == "done"
-    books = bay.transport.reader.books()
+    assert run.transport.reader.presences()[0].heartbeat.state == "done"
+    books = run.transport.reader.books()
     assert books.published == books.merged == island.link.outbox.sent
-    members = [member for entry in bay.transport.reader.tape(100) for member in entry.members]
+    members = [member for entry in run.transport.reader.tape(100) for member in entry.members]
     assert sum(member.tokens for member in members) == 2 * 6 * short.tokens_per_step  # in both fragments

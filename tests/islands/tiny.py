@@ -68,7 +68,7 @@ def leaf_bytes(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-class Bay:
+class TinyRun:
     """A run with its merger. The test decides who acts when."""
 
     def __init__(self, of: Manifest | None = None, connect: Callable[[], Transport] | None = None) -> None:

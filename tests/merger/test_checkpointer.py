@@ -24,11 +24,11 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests import samples
 from tests.intercept import Intercepted
-from tests.merger.simulated_broker import (
+from tests.merger.simulated_run import (
     SIZE,
     Later,
     Shelf,
-    SimulatedBroker,
+    SimulatedRun,
     Unlisted,
     bits,
     constant,
@@ -37,17 +37,17 @@ from tests.merger.simulated_broker import (
 )
 
 
-def kept_rounds(simulated: SimulatedBroker) -> list[int]:
+def kept_rounds(run: SimulatedRun) -> list[int]:
     """Rounds of which some merged entry lies in the stream still."""
     return [
         entry.round
-        for entry in simulated.transport.reader.tape(1000)
-        if any(not delivery.fault for delivery in simulated.transport.merger.read([m.entry for m in entry.members]))
+        for entry in run.transport.reader.tape(1000)
+        if any(not delivery.fault for delivery in run.transport.merger.read([m.entry for m in entry.members]))
     ]
 
 
-def serving(simulated: SimulatedBroker, store: Shelf, recorder: Recorder | None = None, **settings: Any) -> Merger:
-    return simulated.merger(checkpointer=simulated.checkpointer(store, recorder, **settings))
+def serving(run: SimulatedRun, store: Shelf, recorder: Recorder | None = None, **settings: Any) -> Merger:
+    return run.merger(checkpointer=run.checkpointer(store, recorder, **settings))
 
 
 # -- what is in a checkpoint -----------------------------------------------------------------------------------------
@@ -55,36 +55,36 @@ def serving(simulated: SimulatedBroker, store: Shelf, recorder: Recorder | None 
 
 def test_a_cut_is_the_run_between_two_rounds() -> None:
     store = Shelf()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store)
     evaluation = Evaluation(1, 4, 100, 1.7e9, 5.0)
-    simulated.transport.reader.record_evaluation(evaluation)
-    simulated.play(merger, 1)
+    run.transport.reader.record_evaluation(evaluation)
+    run.play(merger, 1)
     merger.checkpoint()
     image = store.images[1]
-    assert (image.number, image.manifest) == (1, simulated.manifest)
-    assert image.state == simulated.transport.reader.merger_state()
-    assert image.cursors == simulated.transport.reader.cursors() == {"0": (0, 1), "1": (0, 1)}
-    assert list(image.tape) == simulated.transport.reader.tape(10)
+    assert (image.number, image.manifest) == (1, run.manifest)
+    assert image.state == run.transport.reader.merger_state()
+    assert image.cursors == run.transport.reader.cursors() == {"0": (0, 1), "1": (0, 1)}
+    assert list(image.tape) == run.transport.reader.tape(10)
     assert list(image.evaluations) == [evaluation]
-    assert list(image.outers) == [simulated.transport.merger.outer(0), b""]
+    assert list(image.outers) == [run.transport.merger.outer(0), b""]
     assert (image.books.merged, image.books.published) == (2, 2)
     for p, (snapshot, payload) in enumerate(image.snapshots):
-        assert snapshot == simulated.transport.reader.fragment(p)[0]
+        assert snapshot == run.transport.reader.fragment(p)[0]
         assert (len(payload), digest(payload)) == (snapshot.bytes, snapshot.digest)
-        assert unpack(payload, SIZE).tolist() == simulated.parameters(p)
+        assert unpack(payload, SIZE).tolist() == run.parameters(p)
 
 
 def test_waiting_contributions_are_in_the_checkpoint() -> None:
     store, later = Shelf(), Later()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, spawn=later)
-    simulated.play(merger, 1)
-    simulated.live("a", "b")
-    waiting = simulated.send("a", 2, values(1)), simulated.send("b", 3, values(2))
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, spawn=later)
+    run.play(merger, 1)
+    run.live("a", "b")
+    waiting = run.send("a", 2, values(1)), run.send("b", 3, values(2))
     merger.turn(0.0)
     merger.checkpoint()
-    simulated.send("b", 2, values(3))
+    run.send("b", 2, values(3))
     assert merger.turn(0.0)  # one of the two is merged before the checkpoint is written
     later.do_all()
     image = store.images[1]
@@ -96,11 +96,11 @@ def test_waiting_contributions_are_in_the_checkpoint() -> None:
 
 def test_a_checkpoint_is_of_the_cut_and_of_nothing_later() -> None:
     store, later = Shelf(), Later()
-    simulated, other = SimulatedBroker(quorum=2), SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, spawn=later)
-    simulated.play(merger, 1, 2, 3)
+    run, other = SimulatedRun(quorum=2), SimulatedRun(quorum=2)
+    merger = serving(run, store, spawn=later)
+    run.play(merger, 1, 2, 3)
     merger.checkpoint()
-    simulated.play(merger, 4, 5, 6)
+    run.play(merger, 4, 5, 6)
     later.do_all()
     other.play(serving(other, Shelf()), 1, 2, 3)
     image = store.images[3]
@@ -112,21 +112,21 @@ def test_a_checkpoint_is_of_the_cut_and_of_nothing_later() -> None:
 
 def test_a_checkpoint_is_marked_for_the_islands() -> None:
     store, later = Shelf(), Later()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, spawn=later)
-    simulated.play(merger, 1, 2)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, spawn=later)
+    run.play(merger, 1, 2)
     merger.checkpoint()
-    assert simulated.events(Marker) == [Marker(2, 2)]  # before it is on disk: what islands do next is not in it
+    assert run.events(Marker) == [Marker(2, 2)]  # before it is on disk: what islands do next is not in it
     later.do_all()
-    simulated.play(merger, 3)
+    run.play(merger, 3)
     merger.checkpoint()
-    assert simulated.events(Marker) == [Marker(2, 2), Marker(3, 3)]
-    kinds = [type(event).__name__ for _, event in simulated.transport.reader.events(START, 0.0)]
+    assert run.events(Marker) == [Marker(2, 2), Marker(3, 3)]
+    kinds = [type(event).__name__ for _, event in run.transport.reader.events(START, 0.0)]
     assert kinds.index("Marker") > kinds.index("Snapshot")
 
 
 def test_checkpoints_change_no_bit() -> None:
-    often, never = SimulatedBroker(quorum=2), SimulatedBroker(quorum=2)
+    often, never = SimulatedRun(quorum=2), SimulatedRun(quorum=2)
     often.play(serving(often, Shelf(), every=0.0), 1, 2, 3, 4, 5)
     never.play(never.merger(), 1, 2, 3, 4, 5)
     found, expected = bits(often), bits(never)
@@ -138,34 +138,34 @@ def test_checkpoints_change_no_bit() -> None:
 
 def test_a_checkpoint_is_taken_every_so_many_seconds() -> None:
     store = Shelf()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, every=30.0)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, every=30.0)
     for number, now, expected in ((1, 0.0, 0), (2, 29.9, 0), (3, 30.0, 1), (4, 59.9, 1), (5, 60.0, 2)):
-        simulated.clock.now = now
-        simulated.play(merger, number)
+        run.clock.now = now
+        run.play(merger, number)
         assert len(store.images) == expected, now
 
 
 def test_a_run_that_stands_still_takes_none() -> None:
     store = Shelf()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, every=1.0)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, every=1.0)
     for _ in range(3):
         merger.turn(0.0)
-        simulated.clock.now += 1.0
+        run.clock.now += 1.0
     assert store.images == {}
-    simulated.play(merger, 1)
+    run.play(merger, 1)
     for _ in range(4):
-        simulated.clock.now += 1.0
+        run.clock.now += 1.0
         merger.turn(0.0)
     assert list(store.images) == [1]
 
 
 def test_one_at_a_time() -> None:
     store, later = Shelf(), Later()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, every=0.0, spawn=later)
-    simulated.play(merger, 1, 2, 3)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, every=0.0, spawn=later)
+    run.play(merger, 1, 2, 3)
     assert len(later.jobs) == 1
     later.do_all()
     merger.turn(0.0)
@@ -175,14 +175,14 @@ def test_one_at_a_time() -> None:
 
 def test_leaving_takes_a_last_one_of_all() -> None:
     store = Shelf()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store)
     merger.finish()
     assert store.images == {}  # nothing has closed yet
-    simulated.play(merger, 1, 2, 3)
+    run.play(merger, 1, 2, 3)
     merger.finish()
     assert RunState.from_json(store.images[3].state).closed == 3
-    assert simulated.transport.reader.books().kept == 0
+    assert run.transport.reader.books().kept == 0
     merger.finish()
     assert list(store.images) == [3]
 
@@ -192,80 +192,80 @@ def test_leaving_takes_a_last_one_of_all() -> None:
 
 def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     store, later = Shelf(), Later()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, spawn=later)
-    simulated.play(merger, 1, 2, 3)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, spawn=later)
+    run.play(merger, 1, 2, 3)
     merger.checkpoint()
-    simulated.play(merger, 4, 5)
-    assert kept_rounds(simulated) == [1, 2, 3, 4, 5]
+    run.play(merger, 4, 5)
+    assert kept_rounds(run) == [1, 2, 3, 4, 5]
     later.do_all()
-    assert kept_rounds(simulated) == [1, 2, 3, 4, 5]  # the merger does not know yet
+    assert kept_rounds(run) == [1, 2, 3, 4, 5]  # the merger does not know yet
     merger.turn(0.0)
-    assert kept_rounds(simulated) == [4, 5]
-    assert simulated.transport.reader.books().kept == 4
-    simulated.play(merger, 6)
-    assert RunState.from_json(simulated.transport.reader.merger_state()).covered == 3
+    assert kept_rounds(run) == [4, 5]
+    assert run.transport.reader.books().kept == 4
+    run.play(merger, 6)
+    assert RunState.from_json(run.transport.reader.merger_state()).covered == 3
     merger.checkpoint()
     later.do_all()
     merger.turn(0.0)
-    assert (kept_rounds(simulated), simulated.transport.reader.books().kept) == ([], 0)
-    simulated.balance()
+    assert (kept_rounds(run), run.transport.reader.books().kept) == ([], 0)
+    run.balance()
 
 
 def test_a_new_merger_knows_what_is_kept() -> None:
     store = Shelf()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store)
-    simulated.play(merger, 1, 2)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store)
+    run.play(merger, 1, 2)
     merger.checkpoint()
-    simulated.play(merger, 3, 4)
-    again = serving(simulated, store)
+    run.play(merger, 3, 4)
+    again = serving(run, store)
     assert [kept.round for kept in again.retention.kept] == [3, 4]
-    assert sum(kept.bytes for kept in again.retention.kept) == sum(len(payload) for _, payload in simulated.sent[4:])
+    assert sum(kept.bytes for kept in again.retention.kept) == sum(len(payload) for _, payload in run.sent[4:])
     again.checkpoint()
     again.turn(0.0)
-    assert simulated.transport.reader.books().kept == 0
+    assert run.transport.reader.books().kept == 0
 
 
 def test_without_checkpoints_nothing_is_kept() -> None:
-    simulated = SimulatedBroker(quorum=2)
-    simulated.play(serving(simulated, Shelf()), 1, 2)
-    assert simulated.transport.reader.books().kept == 4
-    simulated.play(simulated.merger(), 3)  # one that takes none, after one that did
-    assert (kept_rounds(simulated), simulated.transport.reader.books().kept) == ([], 0)
-    simulated.balance()
+    run = SimulatedRun(quorum=2)
+    run.play(serving(run, Shelf()), 1, 2)
+    assert run.transport.reader.books().kept == 4
+    run.play(run.merger(), 3)  # one that takes none, after one that did
+    assert (kept_rounds(run), run.transport.reader.books().kept) == ([], 0)
+    run.balance()
 
 
 def test_many_kept_bytes_make_the_next_one_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf()
-    simulated = SimulatedBroker(quorum=2)
-    merger_ = serving(simulated, store)
-    simulated.play(merger_, 1)
-    one_round = sum(len(payload) for _, payload in simulated.sent)
+    run = SimulatedRun(quorum=2)
+    merger_ = serving(run, store)
+    run.play(merger_, 1)
+    one_round = sum(len(payload) for _, payload in run.sent)
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 4 * one_round + 100)
-    simulated.play(merger_, 2)
+    run.play(merger_, 2)
     assert store.images == {}  # half, and no more
-    simulated.play(merger_, 3)
+    run.play(merger_, 3)
     assert list(store.images) == [3]
     merger_.turn(0.0)
-    assert simulated.transport.reader.books().kept == 0
+    assert run.transport.reader.books().kept == 0
 
 
 def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     store, later = Shelf(), Later()
-    simulated = SimulatedBroker(quorum=2)
-    merger_ = serving(simulated, store, spawn=later)
-    simulated.play(merger_, 1)
-    one_round = sum(len(payload) for _, payload in simulated.sent)
+    run = SimulatedRun(quorum=2)
+    merger_ = serving(run, store, spawn=later)
+    run.play(merger_, 1)
+    one_round = sum(len(payload) for _, payload in run.sent)
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 3 * one_round + 100)
-    simulated.play(merger_, 2, 3)
-    assert kept_rounds(simulated) == [1, 2, 3]
+    run.play(merger_, 2, 3)
+    assert kept_rounds(run) == [1, 2, 3]
     assert not caplog.records
-    simulated.play(merger_, 4, 5)
-    assert kept_rounds(simulated) == [3, 4, 5]
+    run.play(merger_, 4, 5)
+    assert kept_rounds(run) == [3, 4, 5]
     assert "checkpoint.behind" in logged_codes(caplog)
-    assert simulated.transport.reader.books().kept == 6
-    simulated.balance()
+    assert run.transport.reader.books().kept == 6
+    run.balance()
 
 
 # -- failing disks ---------------------------------------------------------------------------------------------------
@@ -276,90 +276,90 @@ def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, cap
 )
 def test_a_failing_disk_is_logged_and_tried_again(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf([fault])
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, every=100.0)
-    simulated.play(merger, 1)
-    simulated.clock.now = 100.0
-    simulated.play(merger, 2)
-    simulated.play(merger, 3)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, every=100.0)
+    run.play(merger, 1)
+    run.clock.now = 100.0
+    run.play(merger, 2)
+    run.play(merger, 3)
     assert ("checkpoint.failed" in logged_codes(caplog), store.images) == (True, {})
-    assert kept_rounds(simulated) == [1, 2, 3]
-    simulated.clock.now += RETRY_SECONDS - 0.1
-    simulated.play(merger, 4)
+    assert kept_rounds(run) == [1, 2, 3]
+    run.clock.now += RETRY_SECONDS - 0.1
+    run.play(merger, 4)
     assert store.images == {}
-    simulated.clock.now += 0.1
-    simulated.play(merger, 5)
+    run.clock.now += 0.1
+    run.play(merger, 5)
     merger.turn(0.0)
     assert list(store.images) == [5]
-    assert kept_rounds(simulated) == []
-    simulated.balance()
+    assert kept_rounds(run) == []
+    run.balance()
 
 
 def test_a_failure_is_logged_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     """The number of the checkpoint differs at each try; that is still the same failure."""
     faults = [ConfigError(f"checkpoint {number} cannot be written", "Free some space.") for number in (1, 2, 3)]
     store = Shelf([*faults, OSError(13, "Permission denied"), faults[0]])
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, every=0.0)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, every=0.0)
     caplog.set_level(logging.INFO)
     for number in range(1, 8):
-        simulated.play(merger, number)
+        run.play(merger, number)
         merger.turn(0.0)
-        simulated.clock.now += RETRY_SECONDS
+        run.clock.now += RETRY_SECONDS
     failed = "checkpoint.failed"
     warned = [record for record in caplog.records if record.levelname != "DEBUG"]
     assert [record.__dict__["code"] for record in warned if "code" in record.__dict__] == [failed] * 3 + [
         "checkpoint.recovered"
     ]
-    simulated.balance()
+    run.balance()
 
 
 def test_urgency_does_not_wear_a_failing_disk_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf([OSError("no")] * 100)
-    simulated = SimulatedBroker(quorum=2)
-    merger_ = serving(simulated, store)
+    run = SimulatedRun(quorum=2)
+    merger_ = serving(run, store)
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 0)
     for number in range(1, 9):
-        simulated.play(merger_, number)
+        run.play(merger_, number)
     assert len(store.faults) == 100  # nothing is kept, so nothing is urgent
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 400)
     for number in range(9, 17):
-        simulated.play(merger_, number)
+        run.play(merger_, number)
         merger_.turn(0.0)
     assert len(store.faults) == 99
-    simulated.clock.now += RETRY_SECONDS
-    simulated.play(merger_, 17)
+    run.clock.now += RETRY_SECONDS
+    run.play(merger_, 17)
     assert len(store.faults) == 98
 
 
 def test_a_folder_that_cannot_be_listed_does_not_end_the_merger(caplog: pytest.LogCaptureFixture) -> None:
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, Unlisted(), every=0.0)
-    simulated.play(merger, 1, 2)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, Unlisted(), every=0.0)
+    run.play(merger, 1, 2)
     assert logged_codes(caplog).count("checkpoint.failed") == 1
-    assert simulated.events(Marker) == []
-    simulated.clock.now += RETRY_SECONDS
-    simulated.play(merger, 3)
+    assert run.events(Marker) == []
+    run.clock.now += RETRY_SECONDS
+    run.play(merger, 3)
     assert logged_codes(caplog).count("checkpoint.failed") == 1  # logged once
     merger.finish()
-    assert kept_rounds(simulated) == [1, 2, 3]
+    assert kept_rounds(run) == [1, 2, 3]
 
 
 def test_a_record_that_cannot_be_written_keeps_the_entries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path / "record")
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, Shelf(), recorder, every=0.0)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, Shelf(), recorder, every=0.0)
     (tmp_path / "record").rename(tmp_path / "away")
     (tmp_path / "record").write_text("no folder")
-    simulated.play(merger, 1, 2)
+    run.play(merger, 1, 2)
     assert "checkpoint.failed" in logged_codes(caplog)
-    assert kept_rounds(simulated) == [1, 2]
+    assert kept_rounds(run) == [1, 2]
     (tmp_path / "record").unlink()
     (tmp_path / "away").rename(tmp_path / "record")
-    simulated.clock.now += RETRY_SECONDS
-    simulated.play(merger, 3)
+    run.clock.now += RETRY_SECONDS
+    run.play(merger, 3)
     merger.turn(0.0)
-    assert kept_rounds(simulated) == []
+    assert kept_rounds(run) == []
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3]
 
 
@@ -371,34 +371,34 @@ def test_an_outage_while_a_checkpoint_is_written_is_only_a_failed_checkpoint(cap
             return method(*args, **kwargs)
 
     store = Shelf()
-    simulated = SimulatedBroker(quorum=2)
-    deaf = Deaf(simulated.broker.connect("sample"))
-    merger = simulated.merger(checkpointer=Checkpointer(deaf, store, None, 0.0, at_once))
-    simulated.play(merger, 1, 2)
+    run = SimulatedRun(quorum=2)
+    deaf = Deaf(run.broker.connect("sample"))
+    merger = run.merger(checkpointer=Checkpointer(deaf, store, None, 0.0, at_once))
+    run.play(merger, 1, 2)
     assert "checkpoint.failed" in logged_codes(caplog)
-    assert kept_rounds(simulated) == [1, 2]
+    assert kept_rounds(run) == [1, 2]
 
 
 @pytest.mark.parametrize("written", ["before", "after"])
 def test_a_checkpoint_that_was_under_way_when_the_run_was_taken_up_anew_covers_nothing(written: str) -> None:
     """Redis came back without its last rounds: what the checkpoint holds of them has never happened."""
     store, later = Shelf(), Later()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, spawn=later)
-    simulated.play(merger, 1, 2)
-    run = simulated.broker.runs["sample"]
-    earlier = dict(run.fragments), dict(run.outer), run.state, list(run.tape), set(run.kept)
-    simulated.play(merger, 3)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, spawn=later)
+    run.play(merger, 1, 2)
+    stored = run.broker.runs["sample"]
+    earlier = dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape), set(stored.kept)
+    run.play(merger, 3)
     merger.checkpoint()
     if written == "before":
         later.do_all()
-    run.fragments, run.outer, run.state, run.tape, run.kept = earlier
+    stored.fragments, stored.outer, stored.state, stored.tape, stored.kept = earlier
     later.do_all()
     merger.load()
     assert merger.state.closed == 2
     merger.turn(0.0)
     assert merger.state.covered == 0
-    assert kept_rounds(simulated)[:2] == [1, 2]
+    assert kept_rounds(run)[:2] == [1, 2]
 
 
 # -- the record ------------------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ class Watching(Intercepted):
 
 
 def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> None:
-    simulated = SimulatedBroker(quorum=2)
+    run = SimulatedRun(quorum=2)
     recorder, trimmed = Recorder(tmp_path), list[str]()
 
     def recorded(entries: Sequence[str]) -> None:
@@ -426,81 +426,81 @@ def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> Non
         assert set(entries) <= found
         trimmed.extend(entries)
 
-    transport = Watching(simulated.broker.connect("sample"), recorded)
+    transport = Watching(run.broker.connect("sample"), recorded)
     merger = Merger(
         transport,
-        simulated.clock,
+        run.clock,
         "m",
         live_poll_seconds=0.0,
-        checkpointer=simulated.checkpointer(Shelf(), recorder, every=0.0),
+        checkpointer=run.checkpointer(Shelf(), recorder, every=0.0),
     )
     assert merger.acquire()
     merger.load()
     for index, number in enumerate(range(1, 8)):
-        simulated.transport.island.record_actions(samples.actions(index))
-        simulated.play(merger, number)
+        run.transport.island.record_actions(samples.actions(index))
+        run.play(merger, number)
     merger.finish()
     assert len(trimmed) == len(set(trimmed)) == 14
     found = record.read(tmp_path)
-    assert [entry for entry, _ in found.rounds.values()] == simulated.transport.reader.tape(100)
-    assert [(d.contribution, d.payload) for _, ds in found.rounds.values() for d in ds] == simulated.sent
+    assert [entry for entry, _ in found.rounds.values()] == run.transport.reader.tape(100)
+    assert [(d.contribution, d.payload) for _, ds in found.rounds.values() for d in ds] == run.sent
     assert [actions.index for actions in found.actions] == list(range(7))
-    assert simulated.transport.merger.actions(START) == []
+    assert run.transport.merger.actions(START) == []
 
 
 def test_only_actions_that_are_on_disk_are_trimmed(tmp_path: Path) -> None:
     later = Later()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, Shelf(), Recorder(tmp_path), spawn=later)
-    simulated.transport.island.record_actions(samples.actions(0))
-    simulated.play(merger, 1)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, Shelf(), Recorder(tmp_path), spawn=later)
+    run.transport.island.record_actions(samples.actions(0))
+    run.play(merger, 1)
     merger.checkpoint()
     later.do_all()
-    simulated.transport.island.record_actions(samples.actions(1))
+    run.transport.island.record_actions(samples.actions(1))
     merger.turn(0.0)
-    assert [actions.index for _, actions in simulated.transport.merger.actions(START)] == [1]
+    assert [actions.index for _, actions in run.transport.merger.actions(START)] == [1]
     assert [actions.index for actions in record.read(tmp_path).actions] == [0]
 
 
 def test_a_restart_after_a_last_checkpoint_misses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """That its rounds are covered was not committed: there was no commit after it."""
-    simulated, store = SimulatedBroker(quorum=2), Shelf()
-    merger = serving(simulated, store, Recorder(tmp_path))
-    simulated.play(merger, 1, 2, 3)
+    run, store = SimulatedRun(quorum=2), Shelf()
+    merger = serving(run, store, Recorder(tmp_path))
+    run.play(merger, 1, 2, 3)
     merger.finish()
-    assert RunState.from_json(simulated.transport.reader.merger_state()).covered == 0
-    merger = serving(simulated, store, Recorder(tmp_path))
-    simulated.play(merger, 4, 5)
+    assert RunState.from_json(run.transport.reader.merger_state()).covered == 0
+    merger = serving(run, store, Recorder(tmp_path))
+    run.play(merger, 4, 5)
     merger.finish()
     assert sorted(record.read(tmp_path).rounds) == [1, 2, 3, 4, 5]
     assert not caplog.records
 
 
 def test_a_round_whose_contributions_are_gone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, Shelf(), Recorder(tmp_path))
-    simulated.play(merger, 1, 2, 3)
-    merger.transport.merger.trim(merger.epoch, [simulated.transport.reader.tape(2)[0].members[0].entry])
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, Shelf(), Recorder(tmp_path))
+    run.play(merger, 1, 2, 3)
+    merger.transport.merger.trim(merger.epoch, [run.transport.reader.tape(2)[0].members[0].entry])
     merger.finish()
     assert "record.gone" in logged_codes(caplog)
     assert sorted(record.read(tmp_path).rounds) == [1, 3]
 
 
 def test_a_redis_that_went_back_takes_the_record_back(tmp_path: Path) -> None:
-    simulated, store = SimulatedBroker(quorum=2), Shelf()
-    merger = serving(simulated, store, Recorder(tmp_path))
-    simulated.play(merger, 1, 2)
+    run, store = SimulatedRun(quorum=2), Shelf()
+    merger = serving(run, store, Recorder(tmp_path))
+    run.play(merger, 1, 2)
     merger.checkpoint()
     merger.turn(0.0)
-    run = simulated.broker.runs["sample"]
-    earlier = dict(run.fragments), dict(run.outer), run.state, list(run.tape)
-    simulated.play(merger, 3)
+    stored = run.broker.runs["sample"]
+    earlier = dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape)
+    run.play(merger, 3)
     merger.checkpoint()
-    run.fragments, run.outer, run.state, run.tape = earlier
-    merger = serving(simulated, store, Recorder(tmp_path))
-    simulated.live("a")
-    simulated.live("b", state="left")
-    simulated.send("a", 3, constant(0.5))
+    stored.fragments, stored.outer, stored.state, stored.tape = earlier
+    merger = serving(run, store, Recorder(tmp_path))
+    run.live("a")
+    run.live("b", state="left")
+    run.send("a", 3, constant(0.5))
     merger.turn(0.0)
     merger.finish()
     found = record.read(tmp_path).rounds
@@ -509,13 +509,13 @@ def test_a_redis_that_went_back_takes_the_record_back(tmp_path: Path) -> None:
 
 
 def test_no_record_is_written_where_none_is_wanted(tmp_path: Path) -> None:
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, Shelf(), None)
-    simulated.transport.island.record_actions(samples.actions())
-    simulated.play(merger, 1)
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, Shelf(), None)
+    run.transport.island.record_actions(samples.actions())
+    run.play(merger, 1)
     merger.finish()
     assert list(tmp_path.iterdir()) == []
-    assert len(simulated.transport.merger.actions(START)) == 1  # nobody read them
+    assert len(run.transport.merger.actions(START)) == 1  # nobody read them
 
 
 # -- beside the merging ----------------------------------------------------------------------------------------------
@@ -531,46 +531,42 @@ def test_rounds_close_while_a_checkpoint_is_written(until: Any) -> None:
             super().save(image)
 
     store = Slow()
-    simulated = SimulatedBroker(quorum=2)
-    merger = serving(simulated, store, every=0.0, spawn=in_background())
+    run = SimulatedRun(quorum=2)
+    merger = serving(run, store, every=0.0, spawn=in_background())
     try:
-        simulated.play(merger, 1)
+        run.play(merger, 1)
         until(entered.is_set, "the checkpoint to begin")
-        simulated.play(merger, 2, 3)
+        run.play(merger, 2, 3)
         assert store.images == {}
     finally:
         go.set()
-    until(
-        lambda: merger.turn(0.0) or simulated.transport.reader.books().kept == 4, "the checkpoint to be taken note of"
-    )
-    assert kept_rounds(simulated) == [2, 3]
+    until(lambda: merger.turn(0.0) or run.transport.reader.books().kept == 4, "the checkpoint to be taken note of")
+    assert kept_rounds(run) == [2, 3]
     merger.finish()
-    assert kept_rounds(simulated) == []
+    assert kept_rounds(run) == []
 
 
 def test_a_restart_tells_the_islands_where_the_run_is() -> None:
-    simulated, store = SimulatedBroker(quorum=2), Shelf()
-    simulated.play(serving(simulated, store), 1, 2)
-    serving(simulated, store)
-    assert [resume.round for resume in simulated.events(Resume)] == [0, 2]
+    run, store = SimulatedRun(quorum=2), Shelf()
+    run.play(serving(run, store), 1, 2)
+    serving(run, store)
+    assert [resume.round for resume in run.events(Resume)] == [0, 2]
 
 
 def test_an_image_brings_the_run_to_an_empty_broker() -> None:
     store = Shelf()
-    simulated, other = SimulatedBroker(quorum=2), SimulatedBroker(quorum=2)
-    merger = serving(simulated, store)
-    simulated.play(merger, 1, 2, 3)
-    simulated.live("a", "b")
-    simulated.send("a", 4, values(9))
+    run, other = SimulatedRun(quorum=2), SimulatedRun(quorum=2)
+    merger = serving(run, store)
+    run.play(merger, 1, 2, 3)
+    run.live("a", "b")
+    run.send("a", 4, values(9))
     merger.turn(0.0)
     merger.checkpoint()
     del other.broker.runs["sample"]
     other.transport.restore(store.images[3])
-    assert [other.transport.merger.outer(p) for p in range(2)] == [
-        simulated.transport.merger.outer(p) for p in range(2)
-    ]
-    assert other.digests() == simulated.digests()
-    books = replace(simulated.transport.reader.books(), kept=0, bytes_up=0, bytes_down=0)
+    assert [other.transport.merger.outer(p) for p in range(2)] == [run.transport.merger.outer(p) for p in range(2)]
+    assert other.digests() == run.digests()
+    books = replace(run.transport.reader.books(), kept=0, bytes_up=0, bytes_down=0)
     assert replace(other.transport.reader.books(), bytes_up=0, bytes_down=0) == books
-    assert other.transport.reader.backlog() == simulated.transport.reader.backlog() == 1
+    assert other.transport.reader.backlog() == run.transport.reader.backlog() == 1
     assert np.isfinite(other.parameters(0)).all()

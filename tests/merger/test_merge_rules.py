@@ -1,4 +1,4 @@
-"""Merge rules against numbers worked out by hand, and what must hold of any contributions."""
+"""Merge rules: results worked out by hand, and properties that hold for all contributions."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TWO = (Group(0, 3, "rda"), Group(3, 3, "average"))
 
 
 def elements(smallest: float, largest: float) -> st.SearchStrategy[float]:
-    """Zero, or of a size between the two, so that no subnormal comes out of sums either: those count as zero."""
+    """Return a strategy for zero or numbers between these sizes. Sums of them are never subnormal."""
     sizes = st.floats(smallest, largest, width=32)
     return st.just(0.0) | st.builds(math.copysign, sizes, st.sampled_from([1.0, -1.0]))
 
 
 DELTA = arrays(np.float32, 6, elements=elements(2.0**-90, 2.0**28))
 SMALL = arrays(np.float32, 6, elements=elements(2.0**-20, 1.0))
-COMPILES = settings(deadline=None)  # the first example pays for the compiler
+COMPILES = settings(deadline=None)  # the first example includes the compilation
 WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
 
 
@@ -153,32 +153,32 @@ def test_scaling_all_contributions_by_a_power_of_two_scales_the_result_exactly(
     assert bits(merged([d * scale for d in deltas], shares, TWO)) == bits(merged(deltas, shares, TWO) * scale)
 
 
-def test_zero_vectors_are_no_trouble() -> None:
+def test_zero_vectors_merge_to_finite_values() -> None:
     zero, one = np.zeros(6, np.float32), vector(3, 0, 0, 0, 4, 0)
     assert merged([zero, zero], [0.5, 0.5], RDA).tolist() == [0.0] * 6
     np.testing.assert_allclose(merged([zero, one], [0.5, 0.5], RDA), one / 2, rtol=3e-7)  # norm (0 + 5)/2
     assert merged([one, zero], [0.0, 1.0], RDA).tolist() == [0.0] * 6
 
 
-def test_directions_that_cancel_leave_no_noise_of_full_length() -> None:
+def test_directions_that_cancel_merge_to_zero() -> None:
     plane = (Group(0, 2, "rda"),)
     turns = [2 * math.pi * third / 3 for third in range(3)]
     deltas = [vector(math.cos(turn), math.sin(turn)) for turn in turns]
     assert merged(deltas, [1 / 3] * 3, plane).tolist() == [0.0, 0.0]
-    assert norm(merged(deltas, [0.34, 0.33, 0.33], plane)) == pytest.approx(1.0)  # what is left is a direction
+    assert norm(merged(deltas, [0.34, 0.33, 0.33], plane)) == pytest.approx(1.0)  # the remainder is a direction
     assert merged([vector(5, 1), vector(-5, -1)], [0.5, 0.5], plane).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("size", [9e8, 1e-27])
-def test_no_square_overflows_or_vanishes(size: float) -> None:
+def test_norms_of_extreme_values_neither_overflow_nor_vanish(size: float) -> None:
     deltas = [vector(size, 0, 0, 0, 0, 0), vector(0, size, 0, 0, 0, 0)]
     root = size / math.sqrt(2)
     np.testing.assert_allclose(merged(deltas, [0.5, 0.5], RDA), [root, root, 0, 0, 0, 0], rtol=3e-7)
 
 
-def test_the_norm_of_many_elements_is_exact_enough() -> None:
+def test_the_norm_of_many_elements_is_accurate() -> None:
     delta_N = np.full(1 << 22, 0.7, np.float32)
-    delta_N[0] = 1.0  # so that the scaled squares are no round numbers; added one by one they would be 3 % off
+    delta_N[0] = 1.0  # chosen so that the scaled squares are not round numbers; adding them one by one would be 3 % off
     result = merged([delta_N], [1.0], (Group(0, 1 << 22, "rda"),))
     np.testing.assert_allclose(result, delta_N, rtol=1e-6)
 
@@ -197,7 +197,7 @@ def test_the_order_of_contributions_changes_only_rounding(of: tuple[Group, ...],
         part = np.array(deltas)[:, group.start : group.end]
         units = part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-30)
         direction = np.linalg.norm(np.array(shares) @ units)
-        assume(direction == 0 or direction > 0.1)  # a short mean of units turns far with a little rounding
+        assume(direction == 0 or direction > 0.1)  # rounding turns a short mean of unit vectors far
     straight = merged(deltas, shares, of)
     permuted = merged([deltas[i] for i in order], [shares[i] for i in order], of)
     np.testing.assert_allclose(permuted, straight, rtol=0, atol=2e-5)
@@ -206,7 +206,7 @@ def test_the_order_of_contributions_changes_only_rounding(of: tuple[Group, ...],
 
 @COMPILES
 @given(DELTA, st.floats(0.01, 0.99))
-def test_alike_contributions_merge_to_themselves(delta_N: Vector, share: float) -> None:
+def test_equal_contributions_merge_to_their_value(delta_N: Vector, share: float) -> None:
     for of in (AVERAGE, RDA, TWO):
         result = merged([delta_N, delta_N], [share, 1 - share], of)
         np.testing.assert_allclose(result, delta_N, rtol=2e-6, atol=float(1e-6 * abs(delta_N).max()))
@@ -223,7 +223,7 @@ def test_keep_scales_earlier_contributions(of: tuple[Group, ...]) -> None:
 
 @pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4", "e3m0", "top3"])
-def test_it_is_the_codecs_values_that_are_added(codec: str, of: tuple[Group, ...]) -> None:
+def test_contributions_are_decoded_by_their_codec(codec: str, of: tuple[Group, ...]) -> None:
     body = encoded(vector(3, -1, 0, 0.5, 7, 2), codec)
     taken = merge_rules.take(merge_rules.begin(of), body, of)
     values = CODECS[codec].restore(body.parts, 6, np)
@@ -241,7 +241,7 @@ def test_a_norm_over_the_limit_is_clipped_to_it(of: tuple[Group, ...]) -> None:
 
 @pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.1 * NORM_MAX, 1e38])
-def test_an_unsound_contribution_is_not_added(bad: float, of: tuple[Group, ...]) -> None:
+def test_a_contribution_with_a_nan_or_a_huge_norm_is_not_added(bad: float, of: tuple[Group, ...]) -> None:
     good = vector(1, 2, 3, 4, 5, 6)
     acc = merge_rules.take(merge_rules.begin(of), encoded(good, "float32"), of).acc
     taken = merge_rules.take(acc, encoded(vector(0, 0, bad, 0, 0, 0), "float32"), of, keep=0.5)

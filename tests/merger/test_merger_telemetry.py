@@ -21,7 +21,7 @@ from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTel
 from tests import samples
 from tests.broker.observe.test_curves import events
 from tests.broker.observe.test_metrics import values as exported
-from tests.merger.simulated_broker import Faulty, SimulatedBroker, constant
+from tests.merger.simulated_run import Faulty, SimulatedRun, constant
 
 
 class Drawn(CurveWriter):
@@ -73,61 +73,61 @@ def listening(merger: Merger, drawn: Drawn, registry: CollectorRegistry) -> None
 
 def test_a_standby_exports_only_what_it_knows() -> None:
     registry = new_registry()
-    simulated = SimulatedBroker(quorum=2)
-    listening(Merger(simulated.transport, simulated.clock), Drawn(), registry)
+    run = SimulatedRun(quorum=2)
+    listening(Merger(run.transport, run.clock), Drawn(), registry)
     found = scraped(registry)
     assert (found["serving"], found["epoch"], found["rounds_total"]) == (0, 0, 0)
     assert not {"round", "live_islands", "open_seconds", "round_age_seconds"} & set(found)
 
 
 def test_rounds_are_counted_and_drawn() -> None:
-    simulated = SimulatedBroker(quorum=2)
-    merger = simulated.merger()
+    run = SimulatedRun(quorum=2)
+    merger = run.merger()
     drawn, registry = Drawn(), new_registry()
     listening(merger, drawn, registry)
-    simulated.play(merger, 1, 2, 3)
+    run.play(merger, 1, 2, 3)
     shown = scraped(registry)
-    books = simulated.transport.reader.books()
+    books = run.transport.reader.books()
     assert (shown["serving"], shown["epoch"], shown["round"], shown["rounds_total"]) == (1, merger.epoch, 3, 3)
     assert shown["live_islands"] == 2
     assert shown["merged_contributions_total"] == books.merged == 6
     assert shown["merged_tokens_total"] == books.merged_tokens / 2
     assert shown["received_bytes_total"] == books.bytes_up
     assert shown["staleness_versions_count"] == 6
-    tape = simulated.transport.reader.tape(10)
+    tape = run.transport.reader.tape(10)
     assert [step for step, _ in drawn.points] == [entry.round for entry in tape] == [1, 2, 3]
     for (_, point), entry in zip(drawn.points, tape, strict=True):
         assert point == values(entry)
         assert point["contributions"] == 2
         assert point["loss"] == entry.loss
         assert point["open_seconds"] == entry.open_seconds
-    simulated.clock.now += 4.0
+    run.clock.now += 4.0
     assert scraped(registry)["round_age_seconds"] == 4.0
 
 
 def test_refusals_are_counted() -> None:
-    simulated = SimulatedBroker(quorum=2)
-    merger = simulated.merger()
+    run = SimulatedRun(quorum=2)
+    merger = run.merger()
     registry = new_registry()
     listening(merger, Drawn(), registry)
-    simulated.live("a", "b")
-    simulated.send("a", 1, constant(float("nan")))
+    run.live("a", "b")
+    run.send("a", 1, constant(float("nan")))
     merger.turn(0.0)
-    assert scraped(registry)["refused_contributions_total"] == simulated.transport.reader.books().refused == 1
+    assert scraped(registry)["refused_contributions_total"] == run.transport.reader.books().refused == 1
     assert scraped(registry)["merged_contributions_total"] == 0
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_round_whose_commit_broke_is_not_counted(when: str) -> None:
     """Nobody knows whether it arrived: the merger begins anew from what Redis has."""
-    simulated = SimulatedBroker(quorum=2)
-    merger = Merger(Faulty(simulated.broker, "sample", [("commit", 0, when)]), simulated.clock, live_poll_seconds=0.0)
+    run = SimulatedRun(quorum=2)
+    merger = Merger(Faulty(run.broker, "sample", [("commit", 0, when)]), run.clock, live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
     registry = new_registry()
     listening(merger, Drawn(), registry)
     with pytest.raises(UnreachableError):
-        simulated.play(merger, 1)
+        run.play(merger, 1)
     assert scraped(registry)["rounds_total"] == 0
 
 

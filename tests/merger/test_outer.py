@@ -1,4 +1,4 @@
-"""Outer optimisers against their recursions, and their states on the way to bytes and back."""
+"""Outer optimisers: their recursions, and the encoding of their states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiers import examples
 
 Vector = NDArray[np.float32]
 RULES = ["scheduled", "nesterov", "sgd"]
-# No subnormals, and none can come out of sums and differences: they count as zero.
+# Neither these numbers nor their sums are subnormal, because subnormals count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-90, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
 VECTOR = arrays(np.float32, 6, elements=ELEMENTS)
 SGD_OF_RATE_ONE = build(OuterConfig(rule="sgd", learning_rate=1.0))
@@ -55,7 +55,7 @@ def test_the_config_and_the_registry_name_the_same_rules() -> None:
 # -- steps ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)  # the first example pays for the compiler
+@settings(deadline=None)  # the first example includes the compilation
 @given(VECTOR, VECTOR)
 def test_sgd_of_rate_one_is_the_exact_difference(params_N: Vector, delta_N: Vector) -> None:
     state = SGD_OF_RATE_ONE.init(params_N)
@@ -80,7 +80,7 @@ def test_nesterov_by_hand() -> None:
 
 
 def momenta(rule: OuterOptimizer, now: list[Round]) -> list[float]:
-    """Of each round, all with a Δ of 1 and after one more: what is left of the momentum that was there before it."""
+    """Return μ of each round, as the share of the earlier momentum that remains. All gradients are 1."""
     params_N, state, left = vector(0), rule.init(vector(0)), []
     _, state = rule.step(params_N, state, vector(1), Round())
     for each in now:
@@ -90,7 +90,7 @@ def momenta(rule: OuterOptimizer, now: list[Round]) -> list[float]:
     return left
 
 
-def test_a_scheduled_momentum_grows_with_the_rounds_up_to_the_most() -> None:
+def test_a_scheduled_momentum_grows_with_the_rounds_up_to_its_limit() -> None:
     found = momenta(of("scheduled", 1.0, 0.8), [Round(islands=4.0, interval=1000.0)] * 60)
     # 1 − 1/(2 + k/10) in round k, which for the first of these is 1; a memory of 5 is the most at 0.8
     np.testing.assert_allclose(found[:30], [1 - 1 / (2 + k / 10) for k in range(1, 31)], rtol=1e-5)
@@ -101,14 +101,12 @@ def test_a_scheduled_momentum_grows_with_the_rounds_up_to_the_most() -> None:
     ("islands", "interval", "mu"),
     [(4, 2, 0.2), (4, 6, 3 / 7), (4, 24, 0.75), (4, 200, 0.9), (1, 24, 3 / 7), (2, 24, 0.6), (8, 24, 6 / 7)],
 )
-def test_a_scheduled_momentum_remembers_no_more_than_the_steps_of_all_are_worth(
-    islands: float, interval: float, mu: float
-) -> None:
+def test_a_scheduled_momentum_is_limited_by_the_steps_of_a_round(islands: float, interval: float, mu: float) -> None:
     found = momenta(of("scheduled", 1.0, 0.9), [Round(islands=islands, interval=interval)] * 90)
     assert found[-1] == pytest.approx(mu)
 
 
-def test_a_scheduled_momentum_falls_to_nothing_at_the_end() -> None:
+def test_a_scheduled_momentum_falls_to_zero_at_the_end() -> None:
     rule = build(OuterConfig(rule="scheduled", learning_rate=1.0, momentum=0.5, cooldown=0.2))
     found = momenta(rule, [Round(islands=4.0, progress=p) for p in (0.0, 0.8, 0.9, 0.95)])
     np.testing.assert_allclose(found, [0.5, 0.5, 0.25, 0.125], rtol=1e-4)
@@ -117,8 +115,8 @@ def test_a_scheduled_momentum_falls_to_nothing_at_the_end() -> None:
     assert momenta(without, [Round(islands=4.0, progress=0.999)]) == [0.5]
 
 
-def test_a_scheduled_step_is_nesterovs() -> None:
-    young = [Round(islands=4.0, interval=8.0)] * 6  # nH/32 = 1: as many rounds of memory as Nesterov has at 0.5
+def test_a_scheduled_step_equals_nesterovs_step() -> None:
+    young = [Round(islands=4.0, interval=8.0)] * 6  # nH/32 = 1 gives the memory of Nesterov with momentum 0.5
     params_N: Any = np.ones(8, np.float32)
     state = of("scheduled", 0.7, 0.5).init(params_N)
     for theta_N, delta_N, now in zip(run(of("nesterov", 0.7, 0.5), deltas(6)), deltas(6), young, strict=True):
@@ -126,8 +124,8 @@ def test_a_scheduled_step_is_nesterovs() -> None:
         np.testing.assert_allclose(params_N, theta_N, rtol=1e-5, atol=1e-5)
 
 
-def test_rounds_of_one_island_each_go_as_far_as_one_round_of_all() -> None:
-    """A whole step in each of them went M times as far, and runs in which nobody is waited for learned badly."""
+def test_partial_rounds_together_move_as_far_as_one_full_round() -> None:
+    """Otherwise M rounds with a full step each would move M times as far."""
     rule, at_the_end = of("scheduled", 0.7, 0.9), Round(islands=1.0, progress=1.0)
     together, _ = rule.step(vector(5), rule.init(vector(5)), vector(2), at_the_end)
     params_N: Any = vector(5)
@@ -162,7 +160,7 @@ def run(rule: OuterOptimizer, rounds: list[Vector]) -> list[Any]:
 
 
 @pytest.mark.parametrize("rule_name", RULES)
-def test_a_step_changes_none_of_its_inputs_and_repeats_bit_for_bit(rule_name: str) -> None:
+def test_a_step_is_deterministic_and_changes_no_input(rule_name: str) -> None:
     rule, (params_N, first_N, second_N) = of(rule_name), deltas(3)
     _, state = rule.step(params_N, rule.init(params_N), first_N, Round())
     one = rule.step(params_N, state, second_N, Round(0.5))
@@ -178,11 +176,11 @@ def test_everything_is_float32_on_the_cpu(rule_name: str) -> None:
         state = rule.init(params_N)
         leaves = jax.tree.leaves((state, rule.step(params_N, state, params_N, Round())))
     assert {leaf.dtype for leaf in leaves if leaf.shape} == {np.dtype(np.float32)}
-    assert {leaf.dtype for leaf in leaves if not leaf.shape} <= {np.dtype(np.int32)}, "a count, and nothing else"
+    assert {leaf.dtype for leaf in leaves if not leaf.shape} <= {np.dtype(np.int32)}, "the only scalar is a count"
     assert {device for leaf in leaves for device in leaf.devices()} == {jax.local_devices(backend="cpu")[0]}
 
 
-def test_participation_and_values_are_not_traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_participation_does_not_trace_again(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[str] = []
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -191,7 +189,9 @@ def test_participation_and_values_are_not_traced_anew(monkeypatch: pytest.Monkey
 
     counted = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     monkeypatch.setitem(OUTER, "sgd", lambda config: outer.from_optax(counted))
-    rule = build(OuterConfig(rule="sgd", learning_rate=0.123))  # of no other test: what was built is kept
+    rule = build(
+        OuterConfig(rule="sgd", learning_rate=0.123)
+    )  # a rate of no other test, because built rules are cached
     params_N: Any = np.ones(8, np.float32)
     for participation in (1, 0.5, 0.25, np.float64(0.1), np.float32(0.3)):
         params_N, _ = rule.step(params_N, rule.init(params_N), np.ones(8, np.float32), Round(participation))
@@ -200,7 +200,7 @@ def test_participation_and_values_are_not_traced_anew(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("rule_name", RULES)
-def test_vectors_that_do_not_fit_are_an_error(rule_name: str) -> None:
+def test_vectors_of_another_shape_or_dtype_are_an_error(rule_name: str) -> None:
     rule, params_N = of(rule_name), np.ones(8, np.float32)
     state = rule.init(params_N)
     for wrong in (np.ones(1, np.float32), np.ones((8, 1), np.float32), np.ones(8, np.float64)):
@@ -222,19 +222,19 @@ def trained(rule: OuterOptimizer, size: int = 8) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("rule_name", RULES)
-def test_a_run_goes_on_from_bytes_as_if_nothing_had_happened(rule_name: str) -> None:
+def test_a_loaded_state_continues_with_the_same_bits(rule_name: str) -> None:
     rule = of(rule_name)
     params_N, state = trained(rule)
     loaded_N, loaded = load(rule.init(np.zeros(8, np.float32)), dump(params_N, state), 8)
     assert bits(loaded_N) == bits(params_N)
-    went_on = jax.tree.leaves(rule.step(params_N, state, deltas(3)[2], Round(0.5)))
-    went_on_from_bytes = jax.tree.leaves(rule.step(loaded_N, loaded, deltas(3)[2], Round(0.5)))
-    assert [bits(leaf) for leaf in went_on_from_bytes] == [bits(leaf) for leaf in went_on]
+    next_direct = jax.tree.leaves(rule.step(params_N, state, deltas(3)[2], Round(0.5)))
+    next_from_bytes = jax.tree.leaves(rule.step(loaded_N, loaded, deltas(3)[2], Round(0.5)))
+    assert [bits(leaf) for leaf in next_from_bytes] == [bits(leaf) for leaf in next_direct]
     assert loaded_N.devices() == {jax.local_devices(backend="cpu")[0]}
 
 
 def test_every_bit_pattern_survives() -> None:
-    # Minus zero, the smallest subnormal, infinity, and NaNs that carry something.
+    # Minus zero, the smallest subnormal, infinity, and NaNs with payloads.
     patterns = np.array([1 << 31, 1, 0x7F800000, 0x7FC00001, 0xFFC12345, 0x3F800000], np.uint32).view(np.float32)
     rule = of("nesterov")
     state = jax.tree.map(lambda leaf: jax.device_put(patterns), rule.init(patterns))
@@ -243,7 +243,7 @@ def test_every_bit_pattern_survives() -> None:
     assert [bits(leaf) for leaf in jax.tree.leaves(loaded)] == [bits(patterns)]
 
 
-def test_states_with_other_dtypes_survive_too() -> None:
+def test_states_of_other_dtypes_survive() -> None:
     adam = outer.from_optax(optax.adam(0.1))
     params_N = np.ones(8, np.float32)
     state = jax.tree.map(lambda leaf: leaf + 1, adam.init(params_N))
@@ -255,7 +255,7 @@ def test_states_with_other_dtypes_survive_too() -> None:
 
 
 @pytest.mark.parametrize("rule_name", RULES)
-def test_every_damaged_byte_and_every_cut_is_noticed(rule_name: str) -> None:
+def test_every_damaged_byte_and_every_truncation_is_detected(rule_name: str) -> None:
     rule = of(rule_name)
     params_N, state = trained(rule)
     data = dump(params_N, state)
@@ -278,7 +278,7 @@ def test_arbitrary_bytes_are_refused(data: bytes) -> None:
             load(state, hostile, 8)
 
 
-def sealed(value: Any) -> bytes:
+def with_digest(value: Any) -> bytes:
     body = value if isinstance(value, bytes) else serialization.msgpack_serialize(value)
     return MAGIC + digest(body).encode() + body
 
@@ -297,7 +297,7 @@ def array_of(shape: Any, dtype: Any, body: bytes) -> bytes:
     "hostile",
     [
         b"",
-        b"\x91" * 5000,  # lists in lists in lists
+        b"\x91" * 5000,  # deeply nested lists
         [EIGHT, EIGHT],
         {"params": EIGHT},
         {"params": EIGHT, TRACE: EIGHT, "more": EIGHT},
@@ -317,11 +317,11 @@ def array_of(shape: Any, dtype: Any, body: bytes) -> bytes:
         array_of("x", "float32", b"\0" * 32),
     ],
 )
-def test_well_sealed_bytes_that_do_not_fit_are_refused(hostile: Any) -> None:
+def test_forged_bytes_with_a_valid_digest_are_refused(hostile: Any) -> None:
     state = of("nesterov").init(EIGHT)
-    load(state, sealed({"params": EIGHT, TRACE: EIGHT}), 8)  # the seal and the names are right
+    load(state, with_digest({"params": EIGHT, TRACE: EIGHT}), 8)  # the digest and the names are right
     with pytest.raises(WireError):
-        load(state, sealed(hostile), 8)
+        load(state, with_digest(hostile), 8)
 
 
 def test_the_state_of_another_rule_or_size_is_refused() -> None:

@@ -22,49 +22,47 @@ from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 from tests import samples
 from tests.failing import failing
-from tests.merger.simulated_broker import CONFIG, SIZE, Shelf, SimulatedBroker, bits, state_of, values
+from tests.merger.simulated_run import CONFIG, SIZE, Shelf, SimulatedRun, bits, state_of, values
 from tests.tiers import examples
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
 Rounds = list[tuple[TapeEntry, list[Delivery]]]
 
 
-def recorded(simulated: SimulatedBroker) -> Rounds:
+def recorded(run: SimulatedRun) -> Rounds:
     """The tape, and for each round what it merged, which lies in the stream still."""
     return [
-        (entry, simulated.transport.merger.read([m.entry for m in entry.members]))
-        for entry in simulated.transport.reader.tape(1000)
+        (entry, run.transport.merger.read([m.entry for m in entry.members]))
+        for entry in run.transport.reader.tape(1000)
     ]
 
 
-def beginning(simulated: SimulatedBroker) -> tuple[RoundMerge, RunState, list[FragmentState]]:
-    rules = RoundMerge.of(simulated.manifest)
-    first = [unpack(payload, SIZE) for _, payload in samples.first_snapshots(simulated.manifest)]
+def beginning(run: SimulatedRun) -> tuple[RoundMerge, RunState, list[FragmentState]]:
+    rules = RoundMerge.of(run.manifest)
+    first = [unpack(payload, SIZE) for _, payload in samples.first_snapshots(run.manifest)]
     return rules, RunState(), [new_state(params_N, rules.outer) for params_N in first]
 
 
-def redone(simulated: SimulatedBroker, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
-    rules, state, fragments = beginning(simulated)
+def redone(run: SimulatedRun, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
+    rules, state, fragments = beginning(run)
     for tape, deliveries in rounds:
         fragments[tape.fragment] = replay_round(rules, state, fragments[tape.fragment], tape, deliveries)
     return state, fragments
 
 
-def four_rounds(config: RunConfig = CONFIG) -> SimulatedBroker:
-    simulated = SimulatedBroker(config, quorum=2)
-    simulated.play(simulated.merger(checkpointer=simulated.checkpointer(Shelf())), 1, 2, 3, 4)
-    return simulated
+def four_rounds(config: RunConfig = CONFIG) -> SimulatedRun:
+    run = SimulatedRun(config, quorum=2)
+    run.play(run.merger(checkpointer=run.checkpointer(Shelf())), 1, 2, 3, 4)
+    return run
 
 
 @pytest.mark.parametrize("config", [CONFIG, ROUNDED], ids=["exact", "rounded"])
 def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
-    simulated = four_rounds(config)
-    state, fragments = redone(simulated, recorded(simulated))
-    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [
-        simulated.transport.merger.outer(p) for p in range(2)
-    ]
-    assert [f.norms for f in fragments] == [state_of(simulated).norms[p] for p in range(2)]
-    assert replace(state, timing=state_of(simulated).timing) == state_of(simulated)
+    run = four_rounds(config)
+    state, fragments = redone(run, recorded(run))
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [run.transport.merger.outer(p) for p in range(2)]
+    assert [f.norms for f in fragments] == [state_of(run).norms[p] for p in range(2)]
+    assert replace(state, timing=state_of(run).timing) == state_of(run)
 
 
 @settings(max_examples=examples(40))
@@ -74,24 +72,24 @@ def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
 )
 def test_any_run_replays_to_the_same_bits(script: list[tuple[str, int, int, bool]], random: Random) -> None:
     """Late ones, two of one island in a round, rounds of none, and deliveries in any order."""
-    simulated = SimulatedBroker(quorum=2)
-    simulated.live("a", "b", "c")
-    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
+    run = SimulatedRun(quorum=2)
+    run.live("a", "b", "c")
+    merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     for index, (island, ahead, behind, other_life) in enumerate(script):
         number = merger.rounds.closed + ahead
-        base = max(0, simulated.version((number - 1) % 2) - behind)
+        base = max(0, run.version((number - 1) % 2) - behind)
         life = "y" if other_life else "x"
-        simulated.send(island, number, values(index), base=base, incarnation=life, step_seconds=1.0 + index)
+        run.send(island, number, values(index), base=base, incarnation=life, step_seconds=1.0 + index)
         merger.turn(0.0)
-    simulated.live("a", "b", "c", state="left")
+    run.live("a", "b", "c", state="left")
     merger.turn(0.0)
-    rounds = recorded(simulated)
+    rounds = recorded(run)
     for _, deliveries in rounds:
         random.shuffle(deliveries)
-    state, fragments = redone(simulated, rounds)
-    assert replace(state, timing=state_of(simulated).timing).to_json() == state_of(simulated).to_json()
+    state, fragments = redone(run, rounds)
+    assert replace(state, timing=state_of(run).timing).to_json() == state_of(run).to_json()
     dumps = [outer.dump(f.params_N, f.outer) if p in state.norms else b"" for p, f in enumerate(fragments)]
-    assert dumps == [simulated.transport.merger.outer(p) for p in range(2)]
+    assert dumps == [run.transport.merger.outer(p) for p in range(2)]
 
 
 def with_member(entry: TapeEntry, **changes: object) -> TapeEntry:
@@ -116,10 +114,10 @@ BENDS: dict[str, tuple[Callable[[TapeEntry], TapeEntry], str]] = {
 
 @pytest.mark.parametrize("bend", BENDS)
 def test_the_first_difference_is_named(bend: str) -> None:
-    simulated = four_rounds()
+    run = four_rounds()
     how, code = BENDS[bend]
-    (first, second, *_) = recorded(simulated)
-    rules, state, fragments = beginning(simulated)
+    (first, second, *_) = recorded(run)
+    rules, state, fragments = beginning(run)
     replay_round(rules, state, fragments[0], *first)
     before = state.to_json()
     with failing(DifferenceError, code):
@@ -129,48 +127,48 @@ def test_the_first_difference_is_named(bend: str) -> None:
 
 
 def test_a_loss_that_nobody_knows_is_no_difference() -> None:
-    simulated = SimulatedBroker()
-    simulated.live("a")
-    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
-    simulated.send("a", 1, values(1), loss=float("nan"))
+    run = SimulatedRun()
+    run.live("a")
+    merger = run.merger(checkpointer=run.checkpointer(Shelf()))
+    run.send("a", 1, values(1), loss=float("nan"))
     merger.turn(0.0)
-    assert redone(simulated, recorded(simulated))[0].closed == 1
+    assert redone(run, recorded(run))[0].closed == 1
 
 
 def test_parameters_that_began_elsewhere_are_a_difference() -> None:
-    simulated = four_rounds()
-    rules, state, fragments = beginning(simulated)
+    run = four_rounds()
+    rules, state, fragments = beginning(run)
     moved = new_state(np.asarray(fragments[0].params_N) + np.float32(1e-3), rules.outer)
     with failing(DifferenceError, "replay.digest"):
-        replay_round(rules, state, moved, *recorded(simulated)[0])
+        replay_round(rules, state, moved, *recorded(run)[0])
 
 
 def test_a_missing_round_is_named() -> None:
-    simulated = four_rounds()
-    first, _, third, _ = recorded(simulated)
+    run = four_rounds()
+    first, _, third, _ = recorded(run)
     with failing(DifferenceError, "replay.round"):
-        redone(simulated, [first, third])
+        redone(run, [first, third])
     with failing(DifferenceError, "replay.round"):
-        redone(simulated, [first, first])
+        redone(run, [first, first])
 
 
 def test_a_missing_contribution_is_named() -> None:
-    simulated = SimulatedBroker(quorum=2)
-    merger = simulated.merger(checkpointer=simulated.checkpointer(Shelf()))
-    simulated.play(merger, 1)
-    entry, (one, other) = recorded(simulated)[0]
+    run = SimulatedRun(quorum=2)
+    merger = run.merger(checkpointer=run.checkpointer(Shelf()))
+    run.play(merger, 1)
+    entry, (one, other) = recorded(run)[0]
     merger.transport.merger.trim(merger.epoch, [one.entry])
     with failing(DifferenceError, "replay.contribution"):
-        redone(simulated, recorded(simulated))
+        redone(run, recorded(run))
     with failing(DifferenceError, "replay.members"):
-        redone(simulated, [(entry, [other])])
+        redone(run, [(entry, [other])])
 
 
 def test_another_payload_is_named() -> None:
-    simulated = four_rounds()
-    entry, (one, other) = recorded(simulated)[0]
+    run = four_rounds()
+    entry, (one, other) = recorded(run)[0]
     with failing(DifferenceError, "replay.contribution"):
-        redone(simulated, [(entry, [replace(one, payload=other.payload), other])])
+        redone(run, [(entry, [replace(one, payload=other.payload), other])])
 
 
 @pytest.mark.parametrize("said", [0, 1 << 62])
@@ -178,7 +176,7 @@ def test_a_size_that_is_not_the_payloads_is_refused(said: int) -> None:
     """The tape adds sizes up: one forged size could make a sum that no message may hold."""
     contribution, payload = samples.packed(values(0))
     assert isinstance(contribution, Contribution)
-    rules, _, fragments = beginning(SimulatedBroker())
+    rules, _, fragments = beginning(SimulatedRun())
     round_sum = rules.begin(contribution.fragment, fragments[contribution.fragment], 0)
     with failing(WireError, "wire.size"):
         rules.add(round_sum, Delivery("1-0", replace(contribution, bytes=said), payload))

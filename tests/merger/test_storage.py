@@ -1,4 +1,4 @@
-"""The way back from a folder into a Redis that lost everything: the run goes on to the same bits."""
+"""The restore of a run from a merger's folder into an empty Redis, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,72 +16,70 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests.failing import failing
-from tests.merger.simulated_broker import CONFIG, SimulatedBroker, bits, values
+from tests.merger.simulated_run import CONFIG, SimulatedRun, bits, values
 
 
-def serving(simulated: SimulatedBroker, path: Path) -> Merger:
+def serving(run: SimulatedRun, path: Path) -> Merger:
     folder = MergerFolder(path)
-    return simulated.merger(
-        checkpointer=folder.checkpointer(simulated.broker.connect("sample"), simulated.manifest, 1e9, at_once)
-    )
+    return run.merger(checkpointer=folder.checkpointer(run.broker.connect("sample"), run.manifest, 1e9, at_once))
 
 
-def begun(path: Path, *, record: bool = False) -> SimulatedBroker:
-    """Three rounds in a checkpoint, and one contribution that waits."""
-    simulated = SimulatedBroker(replace(CONFIG, record=record), quorum=2)
-    merger = serving(simulated, path)
-    simulated.play(merger, 1, 2, 3)
-    simulated.live("a", "b")
-    send_waiting(simulated)
+def begun(path: Path, *, record: bool = False) -> SimulatedRun:
+    """Run three rounds and take a checkpoint, with one contribution waiting."""
+    run = SimulatedRun(replace(CONFIG, record=record), quorum=2)
+    merger = serving(run, path)
+    run.play(merger, 1, 2, 3)
+    run.live("a", "b")
+    send_waiting(run)
     merger.turn(0.0)
     merger.checkpoint()
-    return simulated
+    return run
 
 
-def send_waiting(simulated: SimulatedBroker) -> Contribution:
-    return simulated.send("b", 4, values(4))
+def send_waiting(run: SimulatedRun) -> Contribution:
+    return run.send("b", 4, values(4))
 
 
-def further(path: Path, *, record: bool = False) -> tuple[SimulatedBroker, Merger]:
-    """The same, and then a round that no checkpoint holds; with the merger that closed it."""
-    simulated = begun(path, record=record)
-    merger = serving(simulated, path)
-    simulated.live("a", "b")
-    simulated.send("a", 4, values(99))
+def further(path: Path, *, record: bool = False) -> tuple[SimulatedRun, Merger]:
+    """Do the same, and then close a round that is in no checkpoint. Also return the merger."""
+    run = begun(path, record=record)
+    merger = serving(run, path)
+    run.live("a", "b")
+    run.send("a", 4, values(99))
     merger.turn(0.0)
     assert merger.state.closed == 4
-    return simulated, merger
+    return run, merger
 
 
-def emptied(simulated: SimulatedBroker) -> None:
-    """The Redis dies and comes back with nothing."""
-    simulated.broker.runs.clear()
+def emptied(run: SimulatedRun) -> None:
+    """Replace the Redis by an empty one."""
+    run.broker.runs.clear()
 
 
-def go_on(simulated: SimulatedBroker, merger: Merger) -> None:
-    """The island whose contribution did not wait answers, then two more rounds."""
-    simulated.live("a", "b")
-    simulated.send("a", 4, values(5), sequence=3)
+def go_on(run: SimulatedRun, merger: Merger) -> None:
+    """Let the other island answer, and run two more rounds."""
+    run.live("a", "b")
+    run.send("a", 4, values(5), sequence=3)
     assert merger.turn(0.0)
-    simulated.sequences = type(simulated.sequences)({"a": 4, "b": 4})
-    simulated.play(merger, 5, 6)
+    run.sequences = type(run.sequences)({"a": 4, "b": 4})
+    run.play(merger, 5, 6)
 
 
-def test_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_restored_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     undisturbed = begun(tmp_path / "undisturbed")
     go_on(undisturbed, serving(undisturbed, tmp_path / "undisturbed"))
 
-    simulated = begun(tmp_path / "folder")
-    (pending,) = [c for c, _ in simulated.sent if c.round == 4]
-    serving(simulated, tmp_path / "folder")
-    emptied(simulated)
-    image = MergerFolder(tmp_path / "folder").bring_back(simulated.transport)
+    run = begun(tmp_path / "folder")
+    (pending,) = [c for c, _ in run.sent if c.round == 4]
+    serving(run, tmp_path / "folder")
+    emptied(run)
+    image = MergerFolder(tmp_path / "folder").bring_back(run.transport)
     assert image is not None
     assert [c for c, _ in image.pending] == [pending]
-    go_on(simulated, serving(simulated, tmp_path / "folder"))
-    found, expected = bits(simulated), bits(undisturbed)
+    go_on(run, serving(run, tmp_path / "folder"))
+    found, expected = bits(run), bits(undisturbed)
     assert found[1:] == expected[1:]
-    # An entry's place in the stream is new, and nothing else of what was decided.
+    # Only the stream IDs of entries are new. All decisions are the same.
     without_entries = [
         [(*rest, [replace(m, entry="") for m in members], gain) for *rest, members, gain in tape]
         for tape in (found[0], expected[0])
@@ -89,39 +87,39 @@ def test_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert without_entries[0] == without_entries[1]
 
 
-def test_the_books_balance_after_it(tmp_path: Path) -> None:
-    simulated = begun(tmp_path)
-    emptied(simulated)
-    MergerFolder(tmp_path).bring_back(simulated.transport)
-    books, pending = simulated.transport.reader.books(), simulated.transport.reader.pending()
+def test_the_books_balance_after_a_restore(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    emptied(run)
+    MergerFolder(tmp_path).bring_back(run.transport)
+    books, pending = run.transport.reader.books(), run.transport.reader.pending()
     assert (books.published, books.merged, books.refused, books.kept) == (7, 6, 0, 0)
     assert (pending.contributions, pending.tokens) == (1, 100)
     assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
-    go_on(simulated, serving(simulated, tmp_path))
-    simulated.balance()
+    go_on(run, serving(run, tmp_path))
+    run.balance()
 
 
 def test_rounds_after_the_checkpoint_are_run_again(tmp_path: Path) -> None:
-    """Rounds after the checkpoint are gone with the Redis; the run goes on from the checkpoint's."""
-    simulated, _ = further(tmp_path)
-    emptied(simulated)
-    MergerFolder(tmp_path).bring_back(simulated.transport)
-    assert RunState.from_json(simulated.transport.reader.merger_state()).closed == 3
-    assert [simulated.version(p) for p in range(2)] == [2, 1]
+    """Rounds after the checkpoint are lost with the Redis, and the run continues from the checkpoint."""
+    run, _ = further(tmp_path)
+    emptied(run)
+    MergerFolder(tmp_path).bring_back(run.transport)
+    assert RunState.from_json(run.transport.reader.merger_state()).closed == 3
+    assert [run.version(p) for p in range(2)] == [2, 1]
 
 
-def test_a_run_that_is_there_is_not_touched(tmp_path: Path) -> None:
-    simulated, merger = further(tmp_path, record=True)
+def test_an_existing_run_is_not_changed(tmp_path: Path) -> None:
+    run, merger = further(tmp_path, record=True)
     merger.finish()
-    before, rounds = bits(simulated), sorted(record.read(tmp_path / "record").rounds)
-    (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")  # the newest is one of an earlier round
+    before, rounds = bits(run), sorted(record.read(tmp_path / "record").rounds)
+    (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")  # the newest checkpoint is of an earlier round
     with pytest.raises(RunExistsError):
-        MergerFolder(tmp_path).bring_back(simulated.transport)
-    assert bits(simulated) == before
+        MergerFolder(tmp_path).bring_back(run.transport)
+    assert bits(run) == before
     assert sorted(record.read(tmp_path / "record").rounds) == rounds == [1, 2, 3, 4]
 
 
-def test_a_folder_of_another_run_is_named(tmp_path: Path) -> None:
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     begun(tmp_path)
     empty = MemoryBroker().connect("other")
     with failing(UnknownRunError, "broker.other-run"):
@@ -129,56 +127,56 @@ def test_a_folder_of_another_run_is_named(tmp_path: Path) -> None:
     assert empty.reader.runs() == []
 
 
-def test_without_a_checkpoint_nothing_is_made(tmp_path: Path) -> None:
+def test_without_a_checkpoint_no_run_is_created(tmp_path: Path) -> None:
     empty = MemoryBroker().connect("sample")
     assert MergerFolder(tmp_path).bring_back(empty) is None
     assert empty.reader.runs() == []
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_run_that_was_never_there_is_unknown(tmp_path: Path, resume: bool) -> None:
+def test_a_run_without_checkpoints_is_unknown(tmp_path: Path, resume: bool) -> None:
     empty = MemoryBroker().connect("sample")
     with failing(UnknownRunError, "broker.unknown-run"):
         MergerFolder(tmp_path).find_or_bring_back(empty, resume=resume)
 
 
-def test_it_is_brought_back_only_when_that_is_asked_for(tmp_path: Path) -> None:
-    simulated = begun(tmp_path)
-    emptied(simulated)
+def test_a_run_is_restored_only_with_resume(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    emptied(run)
     folder = MergerFolder(tmp_path)
     with failing(UnknownRunError, "broker.resumable"):
-        folder.find_or_bring_back(simulated.transport, resume=False)
-    assert simulated.transport.reader.runs() == []
-    assert folder.find_or_bring_back(simulated.transport, resume=True) == simulated.manifest
-    assert folder.find_or_bring_back(simulated.transport, resume=False) == simulated.manifest  # it is there now
+        folder.find_or_bring_back(run.transport, resume=False)
+    assert run.transport.reader.runs() == []
+    assert folder.find_or_bring_back(run.transport, resume=True) == run.manifest
+    assert folder.find_or_bring_back(run.transport, resume=False) == run.manifest  # the run exists now
 
 
 def test_a_second_process_finds_the_run_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = begun(tmp_path)
-    emptied(simulated)
+    run = begun(tmp_path)
+    emptied(run)
     folder, other = MergerFolder(tmp_path), MergerFolder(tmp_path)
     load = folder.store.load
-    monkeypatch.setattr(folder.store, "load", lambda: (other.bring_back(simulated.transport), load())[1])
-    assert folder.find_or_bring_back(simulated.transport, resume=True) == simulated.manifest
+    monkeypatch.setattr(folder.store, "load", lambda: (other.bring_back(run.transport), load())[1])
+    assert folder.find_or_bring_back(run.transport, resume=True) == run.manifest
 
 
-def test_the_record_goes_back_with_the_run(tmp_path: Path) -> None:
-    simulated, merger = further(tmp_path, record=True)
+def test_the_record_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    run, merger = further(tmp_path, record=True)
     merger.finish()
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3, 4]
     (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")
-    emptied(simulated)
-    MergerFolder(tmp_path).bring_back(simulated.transport)
+    emptied(run)
+    MergerFolder(tmp_path).bring_back(run.transport)
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3]
-    merger = serving(simulated, tmp_path)
-    go_on(simulated, merger)
+    merger = serving(run, tmp_path)
+    go_on(run, merger)
     merger.finish()
     found = record.read(tmp_path / "record").rounds
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert [found[n][0] for n in (4, 5, 6)] == simulated.transport.reader.tape(3)
+    assert [found[n][0] for n in (4, 5, 6)] == run.transport.reader.tape(3)
 
 
-def test_a_record_is_kept_where_the_config_says_so(tmp_path: Path) -> None:
+def test_a_record_is_written_only_if_the_config_asks_for_it(tmp_path: Path) -> None:
     for name, wanted in (("with", True), ("without", False)):
         begun(tmp_path / name, record=wanted)
         assert (tmp_path / name / "record").exists() == wanted

@@ -1,4 +1,4 @@
-"""Shares, staleness and gain against numbers worked out by hand, and the properties that hold for all numbers."""
+"""Shares, staleness and gain: results worked out by hand, and properties that hold for all numbers."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ def test_the_config_and_the_registry_name_the_same_functions() -> None:
 def test_shares_by_hand() -> None:
     assert shares([1.0, 3.0]) == [0.25, 0.75]
     assert shares([0.0, 0.0, 0.0, 0.0]) == [0.25] * 4
-    assert shares([1e308, 1e308]) == [0.5, 0.5]  # their sum is beyond float64
+    assert shares([1e308, 1e308]) == [0.5, 0.5]  # their sum overflows float64
     assert shares([5e-324, 5e-324, 0.0]) == [0.5, 0.5, 0.0]
     assert shares([]) == []
 
 
 @given(st.floats(0.0, 1e308))
-def test_one_contribution_has_exactly_the_whole_share(weight: float) -> None:
+def test_a_single_contribution_has_a_share_of_exactly_one(weight: float) -> None:
     assert shares([weight]) == [1.0]
 
 
 @given(WEIGHTS)
-def test_shares_are_shares(weights: list[float]) -> None:
+def test_shares_are_positive_and_sum_to_one(weights: list[float]) -> None:
     found = shares(weights)
     assert abs(math.fsum(found) - 1.0) <= 1e-12
     assert all(0.0 <= share <= 1.0 for share in found)
@@ -95,7 +95,7 @@ def test_scaling_all_weights_changes_no_share(weights: list[float], scale: float
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
-def test_weights_that_are_none_are_an_error(wrong: float) -> None:
+def test_invalid_weights_are_an_error(wrong: float) -> None:
     with pytest.raises(ValueError):
         shares([1.0, wrong])
 
@@ -157,7 +157,7 @@ def test_gain_is_clamped() -> None:
     assert gain(0.3, RunningMean(0.2)) == pytest.approx(1.5)
 
 
-def test_in_the_long_run_staleness_does_not_slow_the_run() -> None:
+def test_constant_staleness_does_not_slow_a_long_run() -> None:
     random, running, gains = np.random.default_rng(0), RunningMean(), []
     for _ in range(2000):
         parts = [(100, 10, int(staleness)) for staleness in random.integers(0, 6, size=4)]
@@ -189,7 +189,7 @@ def test_the_limit_by_hand() -> None:
     assert limit(NormWindow((8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0)), 2.0) == 9.0  # the median is 4.5
 
 
-def test_what_is_never_clipped() -> None:
+def test_nothing_is_clipped_without_enough_norms_or_a_multiple() -> None:
     window = NormWindow((1.0,) * ENOUGH)
     assert limit(window, 3.0) == 3.0
     assert limit(NormWindow((1.0,) * (ENOUGH - 1)), 3.0) == math.inf
@@ -224,9 +224,11 @@ def _attacked(remember_clipped: bool, rounds: int) -> float:
     return median(window.norms)
 
 
-def test_an_attack_drags_the_median_slowly() -> None:
-    assert _attacked(remember_clipped=True, rounds=40) == pytest.approx(3.0)  # by the multiple in over half a window
-    assert _attacked(remember_clipped=False, rounds=40) == 1e6  # what remembering raw norms would do
+def test_an_attack_moves_the_median_slowly() -> None:
+    assert _attacked(remember_clipped=True, rounds=40) == pytest.approx(
+        3.0
+    )  # at most by the clipping multiple in half a window
+    assert _attacked(remember_clipped=False, rounds=40) == 1e6  # this would happen with raw norms
 
 
 # -- paths -------------------------------------------------------------------------------------------------------------
@@ -240,12 +242,12 @@ def test_a_path_is_steps_times_the_learning_rate_in_their_middle() -> None:
     assert path(CLIPPED, 24, 124) == pytest.approx(24 * CLIPPED.inner.rate_at(112))
     assert path(CLIPPED, 4, 4) == pytest.approx(4 * 0.01 * 3 / 101)
     assert path(CLIPPED, 0, 0) > 0.0
-    assert path(CLIPPED, 24, 5000) == pytest.approx(24 * 1e-3 * 0.01), "where the rate is nothing"
-    assert path(CLIPPED, 1 << 40, 500) == path(CLIPPED, INTERVALS_MOST * 24, 500), "whoever says so"
+    assert path(CLIPPED, 24, 5000) == pytest.approx(24 * 1e-3 * 0.01), "where the learning rate is 0"
+    assert path(CLIPPED, 1 << 40, 500) == path(CLIPPED, INTERVALS_MOST * 24, 500), "whatever the island claims"
 
 
-def test_the_first_rounds_of_a_warm_up_do_not_hold_up_the_next_ones() -> None:
-    """Eight islands with a norm of what they can have moved: a round after 4 steps, then each 24."""
+def test_short_first_rounds_of_a_warm_up_do_not_clip_later_ones() -> None:
+    """Eight islands send norms equal to their paths: after 4 steps, and then after every 24."""
     window = NormWindow()
     for global_step in range(4, 400, 24):
         steps = min(global_step, 24)
@@ -255,5 +257,5 @@ def test_the_first_rounds_of_a_warm_up_do_not_hold_up_the_next_ones() -> None:
             window = window.with_norm(norm / path(CLIPPED, steps, global_step))
 
 
-def test_the_limit_is_as_much_lower_in_the_warm_up_as_paths_are_shorter() -> None:
+def test_the_limit_in_the_warm_up_is_proportional_to_the_path() -> None:
     assert path(CLIPPED, 4, 4) < 0.1 * path(CLIPPED, 24, 124)

@@ -40,43 +40,43 @@ from tests.islands import tiny
 SIZE = 32
 
 
-class SimulatedBroker(Intercepted):
+class FaultyTransport(Intercepted):
     """A transport on which every call can be made to hang, to fail, or to do something more.
 
     Attributes:
         room: What the broker says of its memory.
-        torn: How many fragments will be damaged on their way.
+        damaged_fragments: How many fragments will be damaged on their way.
     """
 
     def __init__(self, broker: MemoryBroker, run: str) -> None:
         super().__init__(broker.connect(run))
-        self.calm = threading.Event()
-        self.calm.set()
+        self.unblocked = threading.Event()
+        self.unblocked.set()
         self.outage: Exception | None = None
         self.hanging = 0
         self.lock = threading.Lock()
         self.before_publish_returns: Callable[[], None] = lambda: None
         self.room: Memory | None = None
-        self.torn = 0
+        self.damaged_fragments = 0
 
-    def _pass(self) -> None:
-        if not self.calm.is_set():
+    def _block_or_fail(self) -> None:
+        if not self.unblocked.is_set():
             with self.lock:
                 self.hanging += 1
-            self.calm.wait()
+            self.unblocked.wait()
         if self.outage is not None:
             raise self.outage
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name in ("publish", "holds", "heartbeat", "lease_shard", "memory", "events", "fragment"):
-            self._pass()
+            self._block_or_fail()
         answer = method(*args, **kwargs)
         if name == "publish":
             self.before_publish_returns()
         elif name == "memory":
             return self.room or answer
-        elif name == "fragment" and self.torn:
-            self.torn -= 1
+        elif name == "fragment" and self.damaged_fragments:
+            self.damaged_fragments -= 1
             return answer[0], answer[1][:-1] + b"?"
         return answer
 
@@ -84,7 +84,7 @@ class SimulatedBroker(Intercepted):
 SHARDS = shard_order(samples.manifest().config.data.shards, samples.manifest().config.seed)
 
 
-class Shore:
+class Harness:
     """A broker with a run. The test plays the merger."""
 
     def __init__(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
@@ -93,22 +93,22 @@ class Shore:
         self.transport = self.broker.connect(manifest.run)
         self.transport.create(manifest, snapshots)
         self.epoch = self.transport.merger.acquire("merger", 1e6) or 0
-        self.seas: list[SimulatedBroker] = []
+        self.transports: list[FaultyTransport] = []
         self.links: list[Link] = []
 
     def link(self, who: str = "a/x") -> Link:
         """Return the link of an island that has joined."""
-        simulated = SimulatedBroker(self.broker, self.manifest.run)
+        faulty = FaultyTransport(self.broker, self.manifest.run)
         config = self.manifest.config
-        link = Link(simulated, self.manifest, who, shard_order(config.data.shards, config.seed))
+        link = Link(faulty, self.manifest, who, shard_order(config.data.shards, config.seed))
         link.join()
-        self.seas.append(simulated)
+        self.transports.append(faulty)
         self.links.append(link)
         return link
 
     @property
-    def simulated(self) -> SimulatedBroker:
-        return self.seas[-1]
+    def faulty(self) -> FaultyTransport:
+        return self.transports[-1]
 
     def call(self, number: int) -> Call:
         call = Call(number, (number - 1) % 2)
@@ -150,22 +150,22 @@ class Shore:
 
 
 @pytest.fixture
-def shore(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shore]:
+def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     """Return a sample run. Afterwards, end all hanging calls and threads."""
     monkeypatch.setattr(pumps, "RETRY_SECONDS", (0.001, 0.002))
     monkeypatch.setattr(link_module, "BLOCK_SECONDS", 0.01)
     monkeypatch.setattr(link_module, "HEARTBEAT_SECONDS", 0.01)
     manifest = samples.manifest()
-    made = Shore(manifest, samples.first_snapshots(manifest))
+    made = Harness(manifest, samples.first_snapshots(manifest))
     yield made
-    _put_away(made)
+    _stop_all(made)
 
 
-def _put_away(shore: Shore) -> None:
-    for simulated in shore.seas:
-        simulated.outage = None
-        simulated.calm.set()
-    for link in shore.links:
+def _stop_all(harness: Harness) -> None:
+    for faulty in harness.transports:
+        faulty.outage = None
+        faulty.unblocked.set()
+    for link in harness.links:
         link.stop(30.0)
         assert not any(thread.is_alive() for thread in link.pumps.threads)
 
@@ -206,56 +206,56 @@ def at_once(work: Callable[[], Any], seconds: float = 300.0) -> Any:
 # -- without threads -----------------------------------------------------------------------------------------------
 
 
-def test_join_returns_all_fragments_and_finds_a_place_in_the_stream(shore: Shore) -> None:
-    shore.call(1)
-    closed = shore.close(1, 7.0)
-    link = Link(SimulatedBroker(shore.broker, "sample"), shore.manifest, "a/x", SHARDS)
+def test_join_returns_all_fragments_and_finds_a_place_in_the_stream(harness: Harness) -> None:
+    harness.call(1)
+    closed = harness.close(1, 7.0)
+    link = Link(FaultyTransport(harness.broker, "sample"), harness.manifest, "a/x", SHARDS)
     first, second = link.join()
     assert (first.snapshot, first.params_N.tolist()) == (closed, [7.0] * SIZE)
     assert (second.snapshot.version, second.params_N.tolist()) == (0, [0.0] * SIZE)
-    later = shore.call(2)
+    later = harness.call(2)
     link.pump()
     assert heard(link) == ([later], [])
-    assert link.bytes_down == shore.transport.reader.books().bytes_down
+    assert link.bytes_down == harness.transport.reader.books().bytes_down
 
 
-def test_nothing_that_happens_while_joining_is_missed(shore: Shore) -> None:
-    simulated = SimulatedBroker(shore.broker, "sample")
-    link = Link(simulated, shore.manifest, "a/x", SHARDS)
-    snapshot = simulated.reader.fragment
+def test_nothing_that_happens_while_joining_is_missed(harness: Harness) -> None:
+    faulty = FaultyTransport(harness.broker, "sample")
+    link = Link(faulty, harness.manifest, "a/x", SHARDS)
+    snapshot = faulty.reader.fragment
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         if fragment == 1:
-            shore.close(1, 5.0)
+            harness.close(1, 5.0)
         return snapshot(fragment, account=account)
 
-    simulated.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
+    faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.join()
-    simulated.reader.fragment = snapshot  # type: ignore[method-assign]
+    faulty.reader.fragment = snapshot  # type: ignore[method-assign]
     link.pump()
     events, (arrival,) = heard(link)
     assert [event.round for event in events] == [1]
     assert arrival.params_N.tolist() == [5.0] * SIZE
 
 
-def test_contributions_are_published_in_order_with_their_bytes_and_digest(shore: Shore) -> None:
-    link = shore.link()
+def test_contributions_are_published_in_order_with_their_bytes_and_digest(harness: Harness) -> None:
+    link = harness.link()
     for number in (1, 2, 3):
         link.send(draft(number))
     assert link.backlog == 3
     link.pump()
-    assert [d.contribution.round for d in shore.deliveries()] == [1, 2, 3]
-    for delivery in shore.deliveries():
+    assert [d.contribution.round for d in harness.deliveries()] == [1, 2, 3]
+    for delivery in harness.deliveries():
         assert delivery.contribution.bytes == len(delivery.payload)
         assert delivery.contribution.digest == digest(delivery.payload)
         assert unpack(delivery.payload, SIZE).tolist() == [float(delivery.contribution.round)] * SIZE
     assert (link.backlog, link.outbox.sent) == (0, 3)
-    assert link.outbox.bytes_up == shore.transport.reader.books().bytes_up
+    assert link.outbox.bytes_up == harness.transport.reader.books().bytes_up
 
 
-def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(shore: Shore) -> None:
-    link = shore.link()
-    happened: list[Event] = [shore.call(1), shore.close(1, 1.0), shore.close(2, 2.0), shore.close(3, 3.0)]
+def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(harness: Harness) -> None:
+    link = harness.link()
+    happened: list[Event] = [harness.call(1), harness.close(1, 1.0), harness.close(2, 2.0), harness.close(3, 3.0)]
     link.pump()
     events, arrivals = heard(link)
     assert events == happened
@@ -263,11 +263,11 @@ def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(s
     assert heard(link) == ([], [])
 
 
-def test_events_are_heard_during_a_download(shore: Shore, monkeypatch: Any) -> None:
+def test_events_are_heard_during_a_download(harness: Harness, monkeypatch: Any) -> None:
     """On a thin link a snapshot takes longer than rounds do; the newer one of the same fragment is not forgotten."""
-    link = shore.link()
-    fragment = shore.simulated.reader.fragment
-    meanwhile = [lambda: shore.close(3, 3.0)]
+    link = harness.link()
+    fragment = harness.faulty.reader.fragment
+    meanwhile = [lambda: harness.close(3, 3.0)]
 
     def slow(p: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         found = fragment(p, account=account)
@@ -275,9 +275,9 @@ def test_events_are_heard_during_a_download(shore: Shore, monkeypatch: Any) -> N
             meanwhile.pop()()
         return found
 
-    monkeypatch.setattr(shore.simulated.reader, "fragment", slow)
-    shore.close(1, 1.0)
-    shore.close(2, 2.0)
+    monkeypatch.setattr(harness.faulty.reader, "fragment", slow)
+    harness.close(1, 1.0)
+    harness.close(2, 2.0)
     link.pump_receive()
     events, arrivals = heard(link)
     assert [event.round for event in events if isinstance(event, Snapshot)] == [1, 2, 3]
@@ -288,32 +288,32 @@ def test_events_are_heard_during_a_download(shore: Shore, monkeypatch: Any) -> N
     assert heard(link) == ([], [])
 
 
-def test_a_newer_arrival_replaces_one_that_was_not_taken(shore: Shore) -> None:
-    link = shore.link()
-    shore.close(1, 1.0)
+def test_a_newer_arrival_replaces_one_that_was_not_taken(harness: Harness) -> None:
+    link = harness.link()
+    harness.close(1, 1.0)
     link.pump()
-    shore.close(3, 3.0)
+    harness.close(3, 3.0)
     link.pump()
     events, arrivals = heard(link)
     assert [event.round for event in events] == [1, 3]
     assert [a.snapshot.round for a in arrivals] == [3]
 
 
-def test_the_newest_heartbeat_goes_out(shore: Shore) -> None:
-    link = shore.link()
+def test_the_newest_heartbeat_goes_out(harness: Harness) -> None:
+    link = harness.link()
     link.pump()
-    assert shore.transport.reader.presences() == []
+    assert harness.transport.reader.presences() == []
     for steps in (1, 2):
         link.beat(samples.heartbeat(steps=steps))
     link.pump()
-    (presence,) = shore.transport.reader.presences()
+    (presence,) = harness.transport.reader.presences()
     assert presence.heartbeat.steps == 2
 
 
-def test_a_snapshot_that_is_damaged_is_fetched_again(shore: Shore) -> None:
-    link = shore.link()
-    shore.close(1, 1.0)
-    shore.simulated.torn = 1
+def test_a_snapshot_that_is_damaged_is_fetched_again(harness: Harness) -> None:
+    link = harness.link()
+    harness.close(1, 1.0)
+    harness.faulty.damaged_fragments = 1
     link.pump_heartbeat()
     with failing(WireError, "wire.snapshot"):
         link.pump_receive()
@@ -326,143 +326,143 @@ def test_a_snapshot_that_is_damaged_is_fetched_again(shore: Shore) -> None:
     assert (heard(link), link.bytes_down) == (([], []), had)  # and not once more
 
 
-def test_an_outage_is_noted_and_loses_nothing(shore: Shore) -> None:
-    link = shore.link()
+def test_an_outage_is_noted_and_loses_nothing(harness: Harness) -> None:
+    link = harness.link()
     link.send(draft(1))
     link.pump()
-    shore.simulated.outage = UnreachableError("nobody answers")
+    harness.faulty.outage = UnreachableError("nobody answers")
     for number in (2, 3):
         link.send(draft(number))
         link.beat(samples.heartbeat(steps=number))
         link.pump()
-    happened: list[Event] = [shore.call(2), shore.close(1, 1.0), shore.close(2, 2.0)]
+    happened: list[Event] = [harness.call(2), harness.close(1, 1.0), harness.close(2, 2.0)]
     link.pump()
     assert link.trouble == "nobody answers"
     assert heard(link) == ([], [])
     assert link.backlog == 2
-    shore.simulated.outage = None
+    harness.faulty.outage = None
     link.pump()
     assert link.trouble == ""
-    assert [c.round for c in shore.published()] == [1, 2, 3]
+    assert [c.round for c in harness.published()] == [1, 2, 3]
     events, arrivals = heard(link)
     assert events == happened
     assert [a.snapshot.round for a in arrivals] == [1, 2]
-    assert shore.transport.reader.presences()[0].heartbeat.steps == 3
+    assert harness.transport.reader.presences()[0].heartbeat.steps == 3
 
 
 # -- until the merger has decided ----------------------------------------------------------------------------------
 
 
-def test_a_contribution_is_unresolved_until_it_is_merged_or_refused(shore: Shore) -> None:
-    link = shore.link()
+def test_a_contribution_is_unresolved_until_it_is_merged_or_refused(harness: Harness) -> None:
+    link = harness.link()
     for number in (1, 2, 3):
         link.send(draft(number))
         assert link.outbox.unresolved_rounds() == set(range(1, number + 1))  # queued ones too
     link.pump()
-    first, second, third = shore.published()
-    shore.close(1, 1.0, first)
-    shore.refuse(third)
+    first, second, third = harness.published()
+    harness.close(1, 1.0, first)
+    harness.refuse(third)
     link.pump()
     assert link.outbox.unresolved_rounds() == {2}
-    shore.close(2, 1.0)  # without it: it waits for a later one
+    harness.close(2, 1.0)  # without it: it waits for a later one
     link.pump()
     assert link.outbox.unresolved_rounds() == {2}
-    shore.close(4, 1.0, second)
+    harness.close(4, 1.0, second)
     link.pump()
     assert link.outbox.unresolved_rounds() == set()
 
 
-def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(shore: Shore) -> None:
-    link = shore.link()
+def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(harness: Harness) -> None:
+    link = harness.link()
     link.send(draft(1))
     link.pump()
-    (sent,) = shore.published()
-    shore.transport.island.publish(sent, b"again")
-    shore.refuse(sent, repeat=True)
+    (sent,) = harness.published()
+    harness.transport.island.publish(sent, b"again")
+    harness.refuse(sent, repeat=True)
     link.pump()
     assert link.outbox.unresolved_rounds() == {1}
 
 
-def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(shore: Shore) -> None:
-    link = shore.link()
+def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(harness: Harness) -> None:
+    link = harness.link()
     for number in (1, 2, 3):
         link.send(draft(number))
     link.pump()
-    first, lost, _ = shore.deliveries()
-    shore.close(1, 1.0, first.contribution)
-    shore.forget(lost.entry)
+    first, lost, _ = harness.deliveries()
+    harness.close(1, 1.0, first.contribution)
+    harness.forget(lost.entry)
     link.pump()
-    assert [c.round for c in shore.published()] == [3]
-    shore.resume(1)
+    assert [c.round for c in harness.published()] == [3]
+    harness.resume(1)
     link.pump()
-    assert [c.round for c in shore.published()] == [3, 2]
-    assert shore.deliveries()[1].contribution == lost.contribution
-    assert shore.deliveries()[1].payload == lost.payload
-    shore.resume(1)
+    assert [c.round for c in harness.published()] == [3, 2]
+    assert harness.deliveries()[1].contribution == lost.contribution
+    assert harness.deliveries()[1].payload == lost.payload
+    harness.resume(1)
     link.pump()
-    assert len(shore.deliveries()) == 2
+    assert len(harness.deliveries()) == 2
 
 
-def test_resending_continues_after_an_outage(shore: Shore) -> None:
-    link = shore.link()
+def test_resending_continues_after_an_outage(harness: Harness) -> None:
+    link = harness.link()
     for number in (1, 2):
         link.send(draft(number))
     link.pump()
-    for delivery in shore.deliveries():
-        shore.forget(delivery.entry)
-    resume = shore.resume(0)
-    hears, shore.simulated.outage = shore.simulated.reader.events, UnreachableError("nobody answers")
+    for delivery in harness.deliveries():
+        harness.forget(delivery.entry)
+    resume = harness.resume(0)
+    hears, harness.faulty.outage = harness.faulty.reader.events, UnreachableError("nobody answers")
 
     def only_events_come_through(*arguments: Any) -> Any:
-        shore.simulated.outage = None
+        harness.faulty.outage = None
         found = hears(*arguments)
-        shore.simulated.outage = UnreachableError("nobody answers")
+        harness.faulty.outage = UnreachableError("nobody answers")
         return found
 
-    shore.simulated.reader.events = only_events_come_through  # type: ignore[method-assign, assignment]
+    harness.faulty.reader.events = only_events_come_through  # type: ignore[method-assign, assignment]
     link.pump()
-    assert shore.published() == []
-    shore.simulated.reader.events, shore.simulated.outage = hears, None  # type: ignore[method-assign]
+    assert harness.published() == []
+    harness.faulty.reader.events, harness.faulty.outage = hears, None  # type: ignore[method-assign]
     link.pump()
     assert heard(link) == ([resume], [])
-    assert [c.round for c in shore.published()] == [1, 2]
+    assert [c.round for c in harness.published()] == [1, 2]
 
 
-def test_contributions_decided_before_a_resume_are_not_sent_again(shore: Shore) -> None:
+def test_contributions_decided_before_a_resume_are_not_sent_again(harness: Harness) -> None:
     """The merger took it up, merged it, and let its entry go, before we came to hear anything."""
-    link = shore.link()
+    link = harness.link()
     link.send(draft(1))
     link.pump()
-    (delivery,) = shore.deliveries()
-    shore.resume(0)
-    shore.close(1, 1.0, delivery.contribution)
-    shore.forget(delivery.entry)
+    (delivery,) = harness.deliveries()
+    harness.resume(0)
+    harness.close(1, 1.0, delivery.contribution)
+    harness.forget(delivery.entry)
     link.pump()
-    assert shore.published() == []
+    assert harness.published() == []
 
 
-def test_a_broker_that_went_back_is_followed(shore: Shore) -> None:
-    link = shore.link()
-    kept = [shore.transport.reader.fragment(p) for p in range(2)]
+def test_a_broker_that_went_back_is_followed(harness: Harness) -> None:
+    link = harness.link()
+    kept = [harness.transport.reader.fragment(p) for p in range(2)]
     for number in (1, 2, 3):
-        shore.close(number, float(number))
+        harness.close(number, float(number))
     link.pump()  # and nobody takes what came
-    run = shore.broker.runs["sample"]
+    run = harness.broker.runs["sample"]
     run.fragments = dict(enumerate(kept))
-    resume = shore.resume(0)
+    resume = harness.resume(0)
     link.pump_receive()
     events, arrivals = heard(link)
     assert events[-1] == resume
     assert [(a.snapshot.version, a.params_N[0]) for a in arrivals] == [(0, 0.0), (0, 0.0)]
 
 
-def test_a_resume_to_an_earlier_round_drops_later_snapshots(shore: Shore) -> None:
+def test_a_resume_to_an_earlier_round_drops_later_snapshots(harness: Harness) -> None:
     """Their round numbers would otherwise count again."""
-    link = shore.link()
-    shore.close(1, 1.0)
+    link = harness.link()
+    harness.close(1, 1.0)
     link.pump()
-    resume = shore.resume(0)
-    shore.simulated.torn = 1
+    resume = harness.resume(0)
+    harness.faulty.damaged_fragments = 1
     with failing(WireError, "wire.snapshot"):
         link.pump_receive()
     events, arrivals = heard(link)
@@ -470,47 +470,47 @@ def test_a_resume_to_an_earlier_round_drops_later_snapshots(shore: Shore) -> Non
     assert arrivals == []
 
 
-def test_a_decision_that_is_heard_before_publishing_returns_is_not_missed(shore: Shore) -> None:
-    link = shore.link()
+def test_a_decision_that_is_heard_before_publishing_returns_is_not_missed(harness: Harness) -> None:
+    link = harness.link()
 
     def merge_at_once() -> None:
-        shore.close(1, 1.0, *shore.published())
+        harness.close(1, 1.0, *harness.published())
         link.pump_receive()
 
-    shore.simulated.before_publish_returns = merge_at_once
+    harness.faulty.before_publish_returns = merge_at_once
     link.send(draft(1))
     link.outbox.pump()
     assert link.outbox.unresolved_rounds() == set()
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_decided_contribution_is_not_sent_again_after_an_error(shore: Shore, refused: bool) -> None:
-    link = shore.link()
+def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harness, refused: bool) -> None:
+    link = harness.link()
     link.send(draft(1))
     link.send(draft(2))
 
     def break_off() -> None:
         raise UnreachableError("the connection broke")
 
-    shore.simulated.before_publish_returns = break_off
+    harness.faulty.before_publish_returns = break_off
     link.pump()
     assert link.backlog == 2
     assert link.outbox.unresolved_rounds() == {1, 2}
-    (sent,) = shore.published()
+    (sent,) = harness.published()
     if refused:
-        shore.refuse(sent)
+        harness.refuse(sent)
     else:
-        shore.close(1, 1.0, sent)
+        harness.close(1, 1.0, sent)
     link.pump_receive()
-    shore.simulated.before_publish_returns = lambda: None
+    harness.faulty.before_publish_returns = lambda: None
     link.pump()
     assert (link.backlog, link.outbox.sent) == (0, 2)
-    assert [c.round for c in shore.published()] == [2]
+    assert [c.round for c in harness.published()] == [2]
     assert link.outbox.unresolved_rounds() == {2}
 
 
-def test_only_an_undecided_contribution_is_sent_again_after_an_error(shore: Shore) -> None:
-    link = shore.link()
+def test_only_an_undecided_contribution_is_sent_again_after_an_error(harness: Harness) -> None:
+    link = harness.link()
     link.send(draft(1))
     answers = iter([UnreachableError("the connection broke"), None])
 
@@ -518,13 +518,13 @@ def test_only_an_undecided_contribution_is_sent_again_after_an_error(shore: Shor
         if error := next(answers):
             raise error
 
-    shore.simulated.before_publish_returns = break_off_once
+    harness.faulty.before_publish_returns = break_off_once
     link.pump()
-    shore.resume(0)
+    harness.resume(0)
     link.pump_receive()  # it is still queued: nobody resends it meanwhile
-    assert len(shore.published()) == 1
+    assert len(harness.published()) == 1
     link.pump()
-    first, second = shore.published()
+    first, second = harness.published()
     assert first == second  # the merger takes one of the two
     assert link.backlog == 0
 
@@ -539,8 +539,8 @@ def hold_on_to(link: Link, state: str = "training") -> None:
     link.pump_heartbeat()
 
 
-def test_one_shard_is_leased_ahead_for_each_island(shore: Shore) -> None:
-    one, other = shore.link("a/x"), shore.link("b/y")
+def test_one_shard_is_leased_ahead_for_each_island(harness: Harness) -> None:
+    one, other = harness.link("a/x"), harness.link("b/y")
     assert one.lease() is None
     found: list[Place] = []
     for _ in range(3):
@@ -556,14 +556,14 @@ def test_one_shard_is_leased_ahead_for_each_island(shore: Shore) -> None:
 
 
 @pytest.mark.parametrize(("state", "leases"), [("joining", True), ("training", True), ("leaving", False)])
-def test_only_an_island_that_joins_or_trains_leases_shards(shore: Shore, state: str, leases: bool) -> None:
-    link = shore.link()
+def test_only_an_island_that_joins_or_trains_leases_shards(harness: Harness, state: str, leases: bool) -> None:
+    link = harness.link()
     hold_on_to(link, state)
     assert (link.lease() is not None) is leases
 
 
-def test_a_held_shard_is_not_leased_again(shore: Shore) -> None:
-    link = Link(shore.broker.connect("sample"), shore.manifest, "a/x", ["3", "1"])
+def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
+    link = Link(harness.broker.connect("sample"), harness.manifest, "a/x", ["3", "1"])
     for expected in ("3", "1", None, None):
         hold_on_to(link)
         place = link.lease()
@@ -577,13 +577,13 @@ def test_a_held_shard_is_not_leased_again(shore: Shore) -> None:
     assert place.shard == "1"
 
 
-def test_a_lost_lease_is_reported_once(shore: Shore) -> None:
-    link = shore.link()
+def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
+    link = harness.link()
     hold_on_to(link)
     place = link.lease()
     assert place is not None
     hold_on_to(link)
-    shore.broker.runs["sample"].holders[place.shard] = "b/y"
+    harness.broker.runs["sample"].holders[place.shard] = "b/y"
     hold_on_to(link)
     assert link.take().lost_shards == {place.shard}
     hold_on_to(link)  # between taking and holding it is seen again
@@ -592,12 +592,12 @@ def test_a_lost_lease_is_reported_once(shore: Shore) -> None:
     assert link.take().lost_shards == frozenset()
 
 
-def test_an_unused_lease_that_is_lost_is_replaced_without_a_report(shore: Shore) -> None:
-    link = shore.link()
+def test_an_unused_lease_that_is_lost_is_replaced_without_a_report(harness: Harness) -> None:
+    link = harness.link()
     hold_on_to(link)
     first, second = link.leases.shards[:2]
-    shore.broker.runs["sample"].holders[first] = "b/y"
-    shore.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
+    harness.broker.runs["sample"].holders[first] = "b/y"
+    harness.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
     hold_on_to(link)
     place = link.lease()
     assert place is not None
@@ -605,12 +605,12 @@ def test_an_unused_lease_that_is_lost_is_replaced_without_a_report(shore: Shore)
     assert link.take().lost_shards == frozenset()
 
 
-def test_a_pass_that_is_merged_to_its_end_is_lost_and_leased_again_later(shore: Shore) -> None:
-    link = Link(shore.broker.connect("sample"), shore.manifest, "a/x", ["3"])
+def test_a_pass_that_is_merged_to_its_end_is_lost_and_leased_again_later(harness: Harness) -> None:
+    link = Link(harness.broker.connect("sample"), harness.manifest, "a/x", ["3"])
     hold_on_to(link)
     assert link.lease() == Place("3", 0, 0)
     payload = b"new"
-    shore.transport.merger.commit(shore.epoch, samples.commit([], payload, cursors={"3": (1, 0)}))
+    harness.transport.merger.commit(harness.epoch, samples.commit([], payload, cursors={"3": (1, 0)}))
     hold_on_to(link)
     assert link.take().lost_shards == {"3"}
     assert link.lease() is None
@@ -619,9 +619,9 @@ def test_a_pass_that_is_merged_to_its_end_is_lost_and_leased_again_later(shore: 
     assert link.lease() == Place("3", 1, 0)
 
 
-def test_a_restored_shard_is_not_the_next_one_too(shore: Shore) -> None:
+def test_a_restored_shard_is_not_the_next_one_too(harness: Harness) -> None:
     """It leases what it read before it was put back; the link may have been first."""
-    link = shore.link()
+    link = harness.link()
     hold_on_to(link)
     link.leases.hold([link.leases.shards[0]])
     assert link.lease() is None
@@ -631,16 +631,16 @@ def test_a_restored_shard_is_not_the_next_one_too(shore: Shore) -> None:
     assert place.shard == link.leases.shards[1]
 
 
-def test_a_shard_that_is_restored_during_its_lease_is_not_the_next_one(shore: Shore) -> None:
-    link = shore.link()
-    leases = shore.simulated.island.lease_shard
+def test_a_shard_that_is_restored_during_its_lease_is_not_the_next_one(harness: Harness) -> None:
+    link = harness.link()
+    leases = harness.faulty.island.lease_shard
 
     def meanwhile(shards: Sequence[str], me: str) -> Place | None:
         place = leases(shards, me)
         link.leases.hold([place.shard] if place else [])
         return place
 
-    shore.simulated.island.lease_shard = meanwhile  # type: ignore[method-assign]
+    harness.faulty.island.lease_shard = meanwhile  # type: ignore[method-assign]
     hold_on_to(link)
     assert link.lease() is None
 
@@ -650,100 +650,100 @@ def test_a_shard_that_is_restored_during_its_lease_is_not_the_next_one(shore: Sh
 MOMENTS = {"mu": jnp.asarray([1.5, -2.25], jnp.float32), "count": jnp.asarray(3, jnp.int32)}
 
 
-def ask(shore: Shore, who: str = "new/z") -> None:
+def ask(harness: Harness, who: str = "new/z") -> None:
     island, _, incarnation = who.partition("/")
-    shore.transport.island.heartbeat(samples.heartbeat(island, "joining", incarnation=incarnation))
-    shore.transport.island.request_state(who)
+    harness.transport.island.heartbeat(samples.heartbeat(island, "joining", incarnation=incarnation))
+    harness.transport.island.request_state(who)
 
 
-def test_one_peer_promises_an_answer_and_is_asked_once(shore: Shore) -> None:
-    links = [shore.link("a/x"), shore.link("b/y")]
-    ask(shore)
+def test_one_peer_promises_an_answer_and_is_asked_once(harness: Harness) -> None:
+    links = [harness.link("a/x"), harness.link("b/y")]
+    ask(harness)
     for link in (*links, *links):
         hold_on_to(link)
     assert [link.take().asked_by for link in links] == [["new/z"], []]
     assert links[0].take().asked_by == []
 
 
-def test_a_question_is_heard_between_two_heartbeats(shore: Shore) -> None:
-    link = shore.link("a/x")
+def test_a_question_is_heard_between_two_heartbeats(harness: Harness) -> None:
+    link = harness.link("a/x")
     hold_on_to(link)
-    ask(shore)
+    ask(harness)
     link.pump_receive()
     assert link.take().asked_by == ["new/z"]
 
 
-def test_an_island_does_not_answer_itself_and_not_before_it_trains(shore: Shore) -> None:
-    link = shore.link("a/x")
-    ask(shore, "a/x")
+def test_an_island_does_not_answer_itself_and_not_before_it_trains(harness: Harness) -> None:
+    link = harness.link("a/x")
+    ask(harness, "a/x")
     hold_on_to(link)
-    ask(shore)
+    ask(harness)
     hold_on_to(link, "joining")
     assert link.take().asked_by == []
-    assert shore.transport.island.open_requests() == ["a/x", "new/z"]
+    assert harness.transport.island.open_requests() == ["a/x", "new/z"]
 
 
-def test_a_gift_is_handed_over_with_the_actions_before_it(shore: Shore) -> None:
-    link = shore.link("a/x")
-    ask(shore)
+def test_a_gift_is_handed_over_with_the_actions_before_it(harness: Harness) -> None:
+    link = harness.link("a/x")
+    ask(harness)
     actions = samples.actions()
     link.give(Gift("new/z", MOMENTS, 7, 40, actions))
     link.pump()
-    found = shore.transport.island.handed_over("new/z")
+    found = harness.transport.island.handed_over("new/z")
     assert found is not None
     handover, payload = found
     assert (handover.giver, handover.incarnation, handover.index, handover.global_step) == ("a", "x", 7, 40)
     assert tiny.leaf_bytes(decode(handover, payload, MOMENTS, require_sound)) == tiny.leaf_bytes(MOMENTS)
-    assert [told for _, told in shore.transport.merger.actions("0-0")] == [actions]
+    assert [told for _, told in harness.transport.merger.actions("0-0")] == [actions]
     link.pump()
-    assert len(shore.transport.merger.actions("0-0")) == 1
+    assert len(harness.transport.merger.actions("0-0")) == 1
 
 
-def test_a_gift_outlasts_an_outage(shore: Shore) -> None:
-    link = shore.link("a/x")
-    ask(shore)
+def test_a_gift_outlasts_an_outage(harness: Harness) -> None:
+    link = harness.link("a/x")
+    ask(harness)
     link.give(Gift("new/z", MOMENTS, 7, 40))
-    hands, calls = shore.simulated.island.hand_over, iter([UnreachableError("nobody answers"), None])
+    hands, calls = harness.faulty.island.hand_over, iter([UnreachableError("nobody answers"), None])
 
     def fails_once(*arguments: Any) -> None:
         if error := next(calls):
             raise error
         hands(*arguments)
 
-    shore.simulated.island.hand_over = fails_once  # type: ignore[method-assign, assignment]
+    harness.faulty.island.hand_over = fails_once  # type: ignore[method-assign, assignment]
     link.pump()
-    assert (link.trouble, shore.transport.island.handed_over("new/z")) == ("nobody answers", None)
+    assert (link.trouble, harness.transport.island.handed_over("new/z")) == ("nobody answers", None)
     link.pump()
     assert link.trouble == ""
-    assert shore.transport.island.handed_over("new/z") is not None
+    assert harness.transport.island.handed_over("new/z") is not None
 
 
-def test_gifts_are_sent_in_the_background(shore: Shore, until: Until) -> None:
-    link = shore.link("a/x")
+def test_gifts_are_sent_in_the_background(harness: Harness, until: Until) -> None:
+    link = harness.link("a/x")
     link.start()
-    ask(shore)
+    ask(harness)
     link.give(Gift("new/z", MOMENTS, 7, 40))
-    until(lambda: shore.transport.island.handed_over("new/z"), "the gift to arrive")
+    until(lambda: harness.transport.island.handed_over("new/z"), "the gift to arrive")
 
 
 # -- snapshots in the order of events -------------------------------------------------------------------------------
 
 
-def test_a_snapshot_waits_for_all_earlier_events(shore: Shore) -> None:
+def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
     """Fetching gives the newest, which may be newer than all events that are heard."""
-    link = shore.link()
-    fetch = shore.simulated.reader.fragment
+    link = harness.link()
+    fetch = harness.faulty.reader.fragment
     fetched: list[int] = []
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         if not fetched:
-            shore.close(2, 2.0)
-            shore.close(3, 3.0)
+            harness.close(2, 2.0)
+            harness.close(3, 3.0)
         fetched.append(fragment)
         return fetch(fragment, account=account)
 
-    shore.close(1, 1.0)
-    shore.simulated.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
+    harness.close(1, 1.0)
+    harness.faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.pump_receive()
     events, arrivals = heard(link)
     assert ([event.round for event in events], arrivals) == ([1], [])
@@ -754,20 +754,20 @@ def test_a_snapshot_waits_for_all_earlier_events(shore: Shore) -> None:
     assert fetched == [0, 1]  # the early one was kept
 
 
-def test_an_early_snapshot_gives_way_to_a_newer_one(shore: Shore) -> None:
-    link = shore.link()
-    fetch, rounds = shore.simulated.reader.fragment, iter([3, None, None])
+def test_an_early_snapshot_gives_way_to_a_newer_one(harness: Harness) -> None:
+    link = harness.link()
+    fetch, rounds = harness.faulty.reader.fragment, iter([3, None, None])
 
     def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         if number := next(rounds):
-            shore.close(number, float(number))
+            harness.close(number, float(number))
         return fetch(fragment, account=account)
 
-    shore.close(1, 1.0)
-    shore.simulated.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
+    harness.close(1, 1.0)
+    harness.faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.pump_receive()
     assert heard(link)[1] == []
-    shore.close(5, 5.0)
+    harness.close(5, 5.0)
     link.pump_receive()
     assert [(a.snapshot.round, a.params_N[0]) for a in heard(link)[1]] == [(5, 5.0)]
 
@@ -775,9 +775,9 @@ def test_an_early_snapshot_gives_way_to_a_newer_one(shore: Shore) -> None:
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def mark(shore: Shore, number: int, closed: int) -> Marker:
+def mark(harness: Harness, number: int, closed: int) -> Marker:
     marker = Marker(number, closed)
-    shore.transport.merger.announce(shore.epoch, marker)
+    harness.transport.merger.announce(harness.epoch, marker)
     return marker
 
 
@@ -786,15 +786,15 @@ def rounds_of(link: Link, marker: int = 0) -> tuple[list[int], list[int]]:
     return [p.contribution.round for p in sent], [d.header.round for d in queued]
 
 
-def test_in_flight_are_the_contributions_undecided_at_the_marker(shore: Shore) -> None:
-    link = shore.link()
+def test_in_flight_are_the_contributions_undecided_at_the_marker(harness: Harness) -> None:
+    link = harness.link()
     for number in (1, 2):
         link.send(draft(number))
     link.pump()
-    first, second = shore.published()
-    shore.close(1, 1.0, first)
-    mark(shore, 7, 1)
-    shore.close(2, 2.0, second)  # after the marker: a run that goes back to it needs this one again
+    first, second = harness.published()
+    harness.close(1, 1.0, first)
+    mark(harness, 7, 1)
+    harness.close(2, 2.0, second)  # after the marker: a run that goes back to it needs this one again
     link.pump()
     link.send(draft(3))
     assert link.outbox.unresolved_rounds() == {3}
@@ -804,8 +804,8 @@ def test_in_flight_are_the_contributions_undecided_at_the_marker(shore: Shore) -
     assert rounds_of(link) == ([3], [])
 
 
-def test_in_flight_has_the_payload_that_was_sent(shore: Shore) -> None:
-    link = shore.link()
+def test_in_flight_has_the_payload_that_was_sent(harness: Harness) -> None:
+    link = harness.link()
     link.send(draft(1))
     link.pump()
     ((sent,), _) = link.outbox.in_flight()
@@ -813,81 +813,81 @@ def test_in_flight_has_the_payload_that_was_sent(shore: Shore) -> None:
     assert digest(sent.payload) == sent.contribution.digest
 
 
-def left_behind(shore: Shore, *numbers: int) -> list[Published]:
+def left_behind(harness: Harness, *numbers: int) -> list[Published]:
     """What an earlier incarnation had sent to those rounds, and the broker lost."""
-    before = shore.link("a/w")
+    before = harness.link("a/w")
     for number in numbers:
         before.send(draft(number))
     before.pump()
     in_flight, _ = before.outbox.in_flight()
-    for delivery in shore.deliveries():
-        shore.forget(delivery.entry)
+    for delivery in harness.deliveries():
+        harness.forget(delivery.entry)
     return in_flight
 
 
-def test_contributions_of_an_earlier_incarnation_are_published_once_more(shore: Shore) -> None:
-    in_flight = left_behind(shore, 1, 2)
-    link = shore.link("a/x")
+def test_contributions_of_an_earlier_incarnation_are_published_once_more(harness: Harness) -> None:
+    in_flight = left_behind(harness, 1, 2)
+    link = harness.link("a/x")
     link.resume([replace(p, entry="") for p in in_flight])
     assert link.outbox.unresolved_rounds() == {1, 2}
     link.pump()
     link.pump()
-    assert [d.contribution for d in shore.deliveries()] == [p.contribution for p in in_flight]
-    assert [d.payload for d in shore.deliveries()] == [p.payload for p in in_flight]
-    shore.close(1, 1.0, in_flight[0].contribution)
-    shore.resume(1)  # both: the broker has the one that is left
+    assert [d.contribution for d in harness.deliveries()] == [p.contribution for p in in_flight]
+    assert [d.payload for d in harness.deliveries()] == [p.payload for p in in_flight]
+    harness.close(1, 1.0, in_flight[0].contribution)
+    harness.resume(1)  # both: the broker has the one that is left
     link.pump()
-    assert [c.round for c in shore.published()] == [2]
+    assert [c.round for c in harness.published()] == [2]
     assert link.outbox.unresolved_rounds() == {2}
 
 
-def test_resuming_survives_an_outage(shore: Shore) -> None:
-    in_flight = left_behind(shore, 1)
-    link = shore.link("a/x")
+def test_resuming_survives_an_outage(harness: Harness) -> None:
+    in_flight = left_behind(harness, 1)
+    link = harness.link("a/x")
     link.resume(in_flight)
-    shore.simulated.outage = UnreachableError("nobody answers")
+    harness.faulty.outage = UnreachableError("nobody answers")
     link.pump()
-    shore.simulated.outage = None
+    harness.faulty.outage = None
     link.pump()
     link.pump()
-    assert [c.round for c in shore.published()] == [1]
+    assert [c.round for c in harness.published()] == [1]
 
 
-def test_resuming_waits_for_no_other_contribution(shore: Shore, until: Until) -> None:
+def test_resuming_waits_for_no_other_contribution(harness: Harness, until: Until) -> None:
     """An island whose window is full of what is in flight sends nothing else."""
-    in_flight = left_behind(shore, 1)
-    link = shore.link("a/x")
+    in_flight = left_behind(harness, 1)
+    link = harness.link("a/x")
     link.start()
     link.beat(samples.heartbeat())
     assert link.drain(30.0)  # so its threads run, and the sending one has nothing to do
     link.resume(in_flight)
-    until(lambda: [c.round for c in shore.published()] == [1], "what was in flight to be sent again")
+    until(lambda: [c.round for c in harness.published()] == [1], "what was in flight to be sent again")
 
 
 # -- the broker's memory --------------------------------------------------------------------------------------------
 
 
-def test_an_island_sends_nothing_to_a_broker_that_is_nearly_full(shore: Shore) -> None:
-    link = shore.link()
+def test_an_island_sends_nothing_to_a_broker_that_is_nearly_full(harness: Harness) -> None:
+    link = harness.link()
     for number in (1, 2):
         link.send(draft(number))
     link.beat(samples.heartbeat())
     share = MEMORY_SHARE_MAX
-    shore.simulated.room = Memory(int(share * 1000) + 1, 1000)
+    harness.faulty.room = Memory(int(share * 1000) + 1, 1000)
     link.pump()
-    assert (shore.published(), link.backlog) == ([], 2)
+    assert (harness.published(), link.backlog) == ([], 2)
     assert link.trouble
-    assert shore.transport.reader.presences()  # everything else goes on
-    shore.simulated.room = Memory(int(share * 1000), 1000)
+    assert harness.transport.reader.presences()  # everything else goes on
+    harness.faulty.room = Memory(int(share * 1000), 1000)
     link.pump()
-    assert [c.round for c in shore.published()] == [1, 2]
+    assert [c.round for c in harness.published()] == [1, 2]
     assert (link.backlog, link.trouble) == (0, "")
 
 
-def test_a_broker_without_a_limit_is_never_full(shore: Shore) -> None:
-    link = shore.link()
+def test_a_broker_without_a_limit_is_never_full(harness: Harness) -> None:
+    link = harness.link()
     link.send(draft(1))
-    shore.simulated.room = Memory(1 << 60, 0)
+    harness.faulty.room = Memory(1 << 60, 0)
     link.pump()
     assert link.backlog == 0
 
@@ -895,18 +895,18 @@ def test_a_broker_without_a_limit_is_never_full(shore: Shore) -> None:
 # -- with threads --------------------------------------------------------------------------------------------------
 
 
-def hang(shore: Shore, link: Link, until: Until) -> None:
+def hang(harness: Harness, link: Link, until: Until) -> None:
     """Starts the pumps, and waits until each of them hangs."""
-    shore.simulated.calm.clear()
+    harness.faulty.unblocked.clear()
     link.send(draft(1))
     link.beat(samples.heartbeat())
     link.start()
-    until(lambda: shore.simulated.hanging >= 3, "all pumps to hang")
+    until(lambda: harness.faulty.hanging >= 3, "all pumps to hang")
 
 
-def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: Until) -> None:
-    link = shore.link()
-    hang(shore, link, until)
+def test_the_training_thread_waits_for_nothing_that_hangs(harness: Harness, until: Until) -> None:
+    link = harness.link()
+    hang(harness, link, until)
 
     def use() -> list[Any]:
         out: list[Any] = [link.lease(), link.lease()]
@@ -920,28 +920,28 @@ def test_the_training_thread_waits_for_nothing_that_hangs(shore: Shore, until: U
     assert found[:2] == [None, None]
     assert found[2:-2] == [([], [])] * 48
     assert found[-2:] == [set(range(1, 50)), 49]
-    shore.simulated.calm.set()
+    harness.faulty.unblocked.set()
     until(lambda: link.backlog == 0, "the queue to be sent")
-    assert [c.round for c in shore.published()] == list(range(1, 50))
+    assert [c.round for c in harness.published()] == list(range(1, 50))
 
     def steps() -> list[int]:
-        return [presence.heartbeat.steps for presence in shore.transport.reader.presences()]
+        return [presence.heartbeat.steps for presence in harness.transport.reader.presences()]
 
     until(lambda: steps() == [49], "the newest heartbeat")
 
 
-def test_after_an_outage_everything_arrives_once_and_in_order(shore: Shore, until: Until) -> None:
-    link = shore.link()
+def test_after_an_outage_everything_arrives_once_and_in_order(harness: Harness, until: Until) -> None:
+    link = harness.link()
     link.start()
-    shore.simulated.outage = UnreachableError("nobody answers")
+    harness.faulty.outage = UnreachableError("nobody answers")
     until(lambda: link.trouble == "nobody answers", "the trouble to be noted")
     for number in range(1, 6):
         link.send(draft(number))
-    happened: list[Event] = [shore.call(1), *(shore.close(number, float(number)) for number in range(1, 6))]
-    assert shore.published() == []
-    shore.simulated.outage = None
+    happened: list[Event] = [harness.call(1), *(harness.close(number, float(number)) for number in range(1, 6))]
+    assert harness.published() == []
+    harness.faulty.outage = None
     until(lambda: link.trouble == "" and link.backlog == 0, "the trouble to be over")
-    assert [c.round for c in shore.published()] == list(range(1, 6))
+    assert [c.round for c in harness.published()] == list(range(1, 6))
     events: list[Event] = []
     newest: dict[int, float] = {}
 
@@ -955,9 +955,9 @@ def test_after_an_outage_everything_arrives_once_and_in_order(shore: Shore, unti
     assert events == happened
 
 
-def test_an_error_that_no_retry_mends_surfaces(shore: Shore, until: Until) -> None:
-    link = shore.link()
-    shore.simulated.outage = ZeroDivisionError("a bug")
+def test_an_error_that_no_retry_mends_surfaces(harness: Harness, until: Until) -> None:
+    link = harness.link()
+    harness.faulty.outage = ZeroDivisionError("a bug")
     link.send(draft(1))
     link.start()
     until(lambda: link.failure is not None, "the failure to surface")
@@ -965,21 +965,21 @@ def test_an_error_that_no_retry_mends_surfaces(shore: Shore, until: Until) -> No
     assert at_once(lambda: link.drain(3600.0)) is False
 
 
-def test_a_drain_in_progress_ends_when_the_link_fails(shore: Shore, until: Until) -> None:
-    link = shore.link()
-    hang(shore, link, until)
+def test_a_drain_in_progress_ends_when_the_link_fails(harness: Harness, until: Until) -> None:
+    link = harness.link()
+    hang(harness, link, until)
     drained: list[bool] = []
     thread = threading.Thread(target=lambda: drained.append(link.drain(3600.0)), daemon=True)
     thread.start()
-    shore.simulated.outage = ZeroDivisionError("a bug")
-    shore.simulated.calm.set()
+    harness.faulty.outage = ZeroDivisionError("a bug")
+    harness.faulty.unblocked.set()
     until(lambda: drained, "the drain to give up")
     assert drained == [False]
 
 
-def test_stopping_ends_in_time_although_every_pump_hangs(shore: Shore, until: Until) -> None:
-    link = shore.link()
-    hang(shore, link, until)
+def test_stopping_ends_in_time_although_every_pump_hangs(harness: Harness, until: Until) -> None:
+    link = harness.link()
+    hang(harness, link, until)
     began = time.monotonic()
     at_once(lambda: link.stop(0.1))
     hanging = [thread for thread in link.pumps.threads if thread.is_alive()]
@@ -988,44 +988,44 @@ def test_stopping_ends_in_time_although_every_pump_hangs(shore: Shore, until: Un
     assert all(thread.daemon for thread in link.pumps.threads)
 
 
-def test_stopping_ends_all_threads(shore: Shore) -> None:
-    link = shore.link()
+def test_stopping_ends_all_threads(harness: Harness) -> None:
+    link = harness.link()
     link.start()
     link.stop(30.0)
     assert not any(thread.is_alive() for thread in link.pumps.threads)
 
 
-def test_drain_returns_whether_everything_was_sent(shore: Shore, until: Until) -> None:
-    link = shore.link()
-    hang(shore, link, until)
+def test_drain_returns_whether_everything_was_sent(harness: Harness, until: Until) -> None:
+    link = harness.link()
+    hang(harness, link, until)
     assert link.drain(0.01) is False
-    shore.simulated.calm.set()
+    harness.faulty.unblocked.set()
     assert link.drain(30.0) is True
-    assert [c.round for c in shore.published()] == [1]
-    assert shore.transport.reader.presences()[0].heartbeat == samples.heartbeat()
+    assert [c.round for c in harness.published()] == [1]
+    assert harness.transport.reader.presences()[0].heartbeat == samples.heartbeat()
     link.beat(samples.heartbeat(state="left"))
     assert link.drain(30.0) is True
-    assert shore.transport.reader.presences()[0].heartbeat.state == "left"
+    assert harness.transport.reader.presences()[0].heartbeat.state == "left"
 
 
 # -- an island on such a link --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def coast(shore: Shore) -> Iterator[Shore]:
+def tiny_harness(harness: Harness) -> Iterator[Harness]:
     """A run of a model so small that its steps take no time."""
     manifest = tiny.manifest()
-    made = Shore(manifest, samples.first_snapshots(manifest, 1.0))
+    made = Harness(manifest, samples.first_snapshots(manifest, 1.0))
     made.transport.merger.release(made.epoch)
     yield made
-    _put_away(made)
+    _stop_all(made)
 
 
-def island_on(coast: Shore, name: str = "a") -> Island:
-    link = coast.link()
+def island_on(tiny_harness: Harness, name: str = "a") -> Island:
+    link = tiny_harness.link()
     arrivals = link.join()
     batches = Batches(tiny.TEXT, tiny.CONFIG, link.lease)
-    island = Island(name, coast.manifest, tiny.STEPS, batches, link, arrivals, incarnation="x")
+    island = Island(name, tiny_harness.manifest, tiny.STEPS, batches, link, arrivals, incarnation="x")
     island.warm_up()
     return island
 
@@ -1036,17 +1036,17 @@ def steps_of(island: Island, count: int) -> None:
         island.advance()
 
 
-def test_an_island_never_blocks(coast: Shore, until: Until) -> None:
-    island = island_on(coast)
-    coast.simulated.calm.clear()
+def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
+    island = island_on(tiny_harness)
+    tiny_harness.faulty.unblocked.clear()
     island.link.start()
     at_once(lambda: steps_of(island, 200))
     assert island.totals.steps == island.ledger.global_step == 200
     assert island.link.backlog == tiny.CONFIG.sync.window  # it owes nothing more until it hears of a round
-    assert coast.transport.reader.books().published == 0
-    # Everything is lost but nothing is stopped; and when the simulated is calm again it catches up.
-    coast.simulated.calm.set()
-    merger = Merger(coast.broker.connect("tiny"), live_poll_seconds=0.0)
+    assert tiny_harness.transport.reader.books().published == 0
+    # Everything is lost but nothing is stopped; and when the link works again it catches up.
+    tiny_harness.faulty.unblocked.set()
+    merger = Merger(tiny_harness.broker.connect("tiny"), live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
 
@@ -1058,17 +1058,17 @@ def test_an_island_never_blocks(coast: Shore, until: Until) -> None:
     until(adopted, "three versions of every fragment")
     assert at_once(lambda: island.leave())
     merger.turn(0.0)
-    books = coast.transport.reader.books()
+    books = tiny_harness.transport.reader.books()
     assert books.published == books.merged == island.link.outbox.sent >= 6
-    assert (books.refused, coast.transport.reader.backlog()) == (0, 0)
-    members = [member for entry in coast.transport.reader.tape(1000) for member in entry.members]
+    assert (books.refused, tiny_harness.transport.reader.backlog()) == (0, 0)
+    members = [member for entry in tiny_harness.transport.reader.tape(1000) for member in entry.members]
     tokens = sum(m.tokens for m in members if m.sequence < 2)
     assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # what it owed before it was cut off: strides of 2 steps
 
 
-def test_an_island_never_blocks_in_an_outage_either(coast: Shore, until: Until) -> None:
-    island = island_on(coast)
-    coast.simulated.outage = UnreachableError("nobody answers")
+def test_an_island_never_blocks_in_an_outage_either(tiny_harness: Harness, until: Until) -> None:
+    island = island_on(tiny_harness)
+    tiny_harness.faulty.outage = UnreachableError("nobody answers")
     island.link.start()
     at_once(lambda: steps_of(island, 100))
     assert island.totals.steps == 100
@@ -1076,12 +1076,12 @@ def test_an_island_never_blocks_in_an_outage_either(coast: Shore, until: Until) 
     assert at_once(lambda: island.leave(flush_seconds=0.01)) is False
 
 
-def test_the_interval_stretches_with_a_backlog(coast: Shore) -> None:
+def test_the_interval_stretches_with_a_backlog(tiny_harness: Harness) -> None:
     """Others call rounds; an island whose link does not keep up adds nothing to its queue, and loses nothing by it."""
-    island = island_on(coast)
+    island = island_on(tiny_harness)
     link = island.link
     for number in range(1, 11):
-        coast.call(number)
+        tiny_harness.call(number)
         link.pump_receive()
         steps_of(island, 1)
         assert link.backlog <= tiny.CONFIG.sync.window
@@ -1096,9 +1096,9 @@ def test_the_interval_stretches_with_a_backlog(coast: Shore) -> None:
     assert sent[0].steps + sent[2].steps == island.totals.steps - 1
 
 
-def test_an_island_ends_when_its_link_fails(coast: Shore, until: Until) -> None:
-    island = island_on(coast)
-    coast.simulated.outage = ZeroDivisionError("a bug")
+def test_an_island_ends_when_its_link_fails(tiny_harness: Harness, until: Until) -> None:
+    island = island_on(tiny_harness)
+    tiny_harness.faulty.outage = ZeroDivisionError("a bug")
     island.link.start()
     until(lambda: island.link.failure is not None, "the failure to surface")
     with pytest.raises(ZeroDivisionError):

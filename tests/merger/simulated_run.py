@@ -1,4 +1,4 @@
-"""A run of two fragments on a broker in memory whose islands the test plays; connections and disks that break."""
+"""A run of two fragments in memory, whose islands the test simulates, and faulty connections and disks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.intercept import Intercepted
 
+#: Elements of each fragment.
 SIZE = 32
-"""elements of either fragment"""
 CONFIG = RunConfig(
     sync=SyncConfig(interval=8, window=2, quorum=1, grace=0.5, smoothing=0.5, staleness_cap=2),
     merge=MergeConfig(embedding="average", rest="rda", staleness="polynomial", normalise=True, clip=3.0),
@@ -47,7 +47,13 @@ def values(seed: int) -> Vector:
 
 
 class Faulty(Intercepted):
-    """Calls that `faults` names by method and ordinal break the connection, before or after they did their work."""
+    """A transport whose connection breaks.
+
+    Args:
+        broker: The broker.
+        run: The run.
+        faults: The calls that fail: the method, the number of the call from 0, and `before` or `after` its work.
+    """
 
     def __init__(self, broker: MemoryBroker, run: str, faults: Iterable[tuple[str, int, str]] = ()) -> None:
         super().__init__(broker.connect(run))
@@ -58,7 +64,7 @@ class Faulty(Intercepted):
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name == "updates":
-            args = (0.0, *args[1:])  # nobody else could publish while we wait
+            args = (0.0, *args[1:])  # waiting is useless, because no other thread publishes
         when = self.faults.get((name, self.calls[name]))
         self.calls[name] += 1
         done = None if when == "before" else method(*args, **kwargs)
@@ -68,8 +74,8 @@ class Faulty(Intercepted):
         return done
 
 
-class SimulatedBroker:
-    """A run of two fragments, its islands' side played by the test, and a clock that the test moves."""
+class SimulatedRun:
+    """A run of two fragments. The test sends what islands would send, and sets the clock."""
 
     def __init__(self, config: RunConfig = CONFIG, **sync: Any) -> None:
         self.clock = VirtualClock()
@@ -85,7 +91,7 @@ class SimulatedBroker:
     def merger(
         self, holder: str = "merger", clock: VirtualClock | None = None, checkpointer: Checkpointer | None = None
     ) -> Merger:
-        """One that holds the lease and has loaded."""
+        """Return a merger that holds the lease and has loaded."""
         made = Merger(
             self.broker.connect("sample"), clock or self.clock, holder, live_poll_seconds=0.0, checkpointer=checkpointer
         )
@@ -96,11 +102,11 @@ class SimulatedBroker:
     def checkpointer(
         self, store: CheckpointStore, recorder: Recorder | None = None, every: float = 1e9, spawn: Spawn = at_once
     ) -> Checkpointer:
-        """Takes checkpoints when it is told to, unless `every` so many seconds."""
+        """Return a checkpointer that takes a checkpoint every `every` seconds, by default only on request."""
         return Checkpointer(self.broker.connect("sample"), store, recorder, every, spawn)
 
     def play(self, merger: Merger, *numbers: int) -> None:
-        """These rounds, each of islands a and b, with values that follow from the round's number."""
+        """Run these rounds of islands a and b, with values that depend on the round's number."""
         for number in numbers:
             self.live("a", "b")
             for island in "ab":
@@ -125,7 +131,7 @@ class SimulatedBroker:
     def send(
         self, island: str, number: int, values_N: Vector, *, payload: bytes | None = None, **changes: Any
     ) -> Contribution:
-        """An island's next contribution, measured from the newest version unless `changes` say otherwise."""
+        """Send an island's next contribution, measured from the newest version unless `changes` override that."""
         payload = pack(values_N, "float32", 1) if payload is None else payload
         p = (number - 1) % 2
         ordinary = {"round": number, "fragment": p, "base": self.version(p), "sequence": self.sequences[island]}
@@ -142,13 +148,13 @@ class SimulatedBroker:
         return [event for _, event in self.transport.reader.events(START, 0.0, 10_000) if isinstance(event, kind)]
 
     def merged(self) -> list[tuple[str, str, int]]:
-        """Identities of all that is in the tape."""
+        """Return the identities of all contributions on the tape."""
         return [
             (m.island, m.incarnation, m.sequence) for entry in self.transport.reader.tape(10_000) for m in entry.members
         ]
 
     def balance(self) -> None:
-        """published = merged + refused + pending, in contributions and in tokens; the tape and the stream agree."""
+        """Assert that published = merged + refused + pending, in contributions and in tokens."""
         books = self.transport.reader.books()
         pending = self.broker.runs["sample"].waiting().values()
         assert books.published == len(self.sent) == books.merged + books.refused + len(pending)
@@ -163,19 +169,19 @@ class SimulatedBroker:
         assert (state.closed, state.tokens) == (len(self.transport.reader.tape(10_000)), books.merged_tokens)
 
 
-def state_of(simulated: SimulatedBroker) -> RunState:
-    """The committed state; that no sync was timed yet counts as one that took no time, as it does in Eq. 3."""
-    state = RunState.from_json(simulated.transport.reader.merger_state())
+def state_of(run: SimulatedRun) -> RunState:
+    """Return the committed state. Times that were not measured yet are 0, as in Eq. 3."""
+    state = RunState.from_json(run.transport.reader.merger_state())
     state.timing = RoundTiming(state.timing.quorum_seconds or 0.0, state.timing.sync_seconds or 0.0)
     return state
 
 
-def bits(simulated: SimulatedBroker) -> list[Any]:
-    """All that must come out the same however often mergers died, but for the record of wall-clock times."""
-    state = state_of(simulated)
+def bits(run: SimulatedRun) -> list[Any]:
+    """Return everything that must be the same after any number of merger deaths, which excludes times."""
+    state = state_of(run)
     state.covered, state.timing = 0, RoundTiming()
-    tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in simulated.transport.reader.tape(10_000)]
-    return [tape, simulated.digests(), [simulated.transport.merger.outer(p) for p in range(2)], state]
+    tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in run.transport.reader.tape(10_000)]
+    return [tape, run.digests(), [run.transport.merger.outer(p) for p in range(2)], state]
 
 
 def logged_codes(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -184,7 +190,7 @@ def logged_codes(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Shelf(CheckpointStore):
-    """Checkpoints in memory; `faults` are raised by the next saves, one each."""
+    """Checkpoints in memory. Each of the next saves raises one of `faults`."""
 
     def __init__(self, faults: Iterable[Exception] = ()) -> None:
         super().__init__(Path("nowhere"))
@@ -213,22 +219,22 @@ class Unlisted(Shelf):
         raise ConfigError("the checkpoints cannot be listed", "May this user read the folder?")
 
 
-class Undone(Future[Covered]):
-    """Whoever waits for it would wait for ever."""
+class PendingJob(Future[Covered]):
+    """A pending future. Waiting for it fails the test instead of blocking it."""
 
     def result(self, timeout: float | None = None) -> Covered:
-        assert self.done(), "it is waited for before the test has it done"
+        assert self.done(), "the code waits for a job that the test has not run yet"
         return super().result(timeout)
 
 
 class Later:
-    """Jobs that are done when the test says so."""
+    """A `Spawn` that runs its jobs when the test calls `do_all`."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[Future[Covered], Callable[[], Covered]]] = []
 
     def __call__(self, job: Callable[[], Covered]) -> Future[Covered]:
-        self.jobs.append((Undone(), job))
+        self.jobs.append((PendingJob(), job))
         return self.jobs[-1][0]
 
     def do_all(self) -> None:
