@@ -7,6 +7,7 @@ JAX compiles.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -86,6 +87,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real Redis or Valkey for the whole session. An installed package brings one."""
     with start_server(tmp_path_factory.mktemp("server") / "redis") as running:
         yield running
+
+
+#: A worker that holds more than this drops what JAX compiled. JAX finds most of it again in the session's folder.
+MEMORY_BYTES_MAX = 1 << 30
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bounded_memory() -> Iterator[None]:
+    """Keep the memory of a worker bounded: compiled programs of every module would pile up."""
+    yield
+    if psutil.Process().memory_info().rss > MEMORY_BYTES_MAX:
+        import jax
+
+        jax.clear_caches()  # type: ignore[no-untyped-call]
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

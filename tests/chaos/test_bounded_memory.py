@@ -221,6 +221,7 @@ def test_a_merger_ten_times_too_slow_stretches_the_interval(bounded: BoundedRun)
     bounded.check_books()
 
 
+@pytest.mark.full
 def test_near_the_limit_islands_wait_and_the_merger_continues(bounded: BoundedRun) -> None:
     bounded.merged_by(Absent())
     bounded.train(40)

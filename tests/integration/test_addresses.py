@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
-from archipelago.broker.redis import connection as redis_connection
+from archipelago.broker.redis import client
 from archipelago.broker.redis.bulk import HUGE_FROM_BYTES
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
@@ -260,13 +260,12 @@ def test_a_truncated_answer_is_an_outage(server: Server, certificates: Certifica
         manifest = samples.manifest(run, width=WIDTH)
         transport.create(manifest, samples.first_snapshots(manifest))
         transport.island.publish(samples.contribution(LARGE), LARGE)
+        (header,) = transport.merger.updates(0.0)
         proxy.bytes_left = len(LARGE) // 2
         with pytest.raises(UnreachableError):
-            transport.merger.updates(0.0)
+            header.with_payload()
         proxy.bytes_left = sys.maxsize
-        (header,) = transport.merger.unacknowledged()
-        delivery = header.with_payload()
-        assert delivery.payload == LARGE
+        assert header.with_payload().payload == LARGE
         transport.close()
 
 
@@ -379,7 +378,7 @@ def one_handshake(context: ssl.SSLContext) -> Iterator[int]:
 
 def test_a_server_without_tls(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the end of a line that never comes."""
-    monkeypatch.setattr(redis_connection, "SOCKET_SECONDS", 0.5)
+    monkeypatch.setattr(client, "SOCKET_SECONDS", 0.5)
     with failing(UnreachableError):
         connect(secure_url(server, server.port), "run")
 

@@ -60,6 +60,7 @@ def drawn(folder: Path) -> list[Event]:
     return [event for event in found if event.summary.value]
 
 
+@pytest.mark.full
 def test_the_curves_of_an_island_that_diverges_are_whole(
     url: str, transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

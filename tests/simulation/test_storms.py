@@ -15,7 +15,7 @@ from tests.simulation import storm
 
 FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
 #: The quick tier plays this number of seeds, and the full tier FULL_SEEDS more.
-QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "60"))
+QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "30"))
 SEEDS_OF_A_TEST = 200
 FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 1940
 

@@ -142,6 +142,7 @@ def test_sequences_of_a_batch_are_independent(params: Params) -> None:
     np.testing.assert_allclose(logits(params, seen)[1], logits(params, seen.at[0].set(7))[1], atol=1e-6)
 
 
+@pytest.mark.full
 def test_training_minimises_the_penalty_too_and_reports_the_loss_without_it(params: Params) -> None:
     made, free, seen = model(Routing(4, 2)), model(Routing(4, 2, balance=0.0, router_z=0.0)), tokens(4, 17)
     slope = jax.value_and_grad(made.objective, has_aux=True)

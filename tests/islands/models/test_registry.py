@@ -142,6 +142,7 @@ def test_equal_shapes_trace_once(tiny: Model, params: Params) -> None:
     assert traces == [(2, 9)]
 
 
+@pytest.mark.full
 def test_bfloat16_gives_nearly_the_same_loss() -> None:
     size, tokens = layers.Size(width=32, layers=1, heads=2, hidden=48), random_tokens(4, 33)
     half, single = transformer(size, jnp.bfloat16), transformer(size, jnp.float32)

@@ -37,6 +37,7 @@ def test_patches_are_cut_row_by_row_and_scaled() -> None:
     np.testing.assert_allclose(found[0], expected)
 
 
+@pytest.mark.full
 def test_the_loss_depends_on_the_labels_alone(digits: Model) -> None:
     params, seen = digits.init(0), examples(6)
     logits = np.asarray(digits.logits(params, seen[:, :-1]), np.float64)
@@ -67,6 +68,7 @@ def test_accuracy_of_text_counts_every_next_token() -> None:
     assert compile_measures(tiny, seen)(params).accuracy == pytest.approx(right.mean())
 
 
+@pytest.mark.full
 def test_every_patch_counts_and_every_tensor_has_a_gradient(digits: Model) -> None:
     params, seen = digits.init(0), examples(4)
     before = digits.logits(params, seen[:, :-1])

@@ -44,6 +44,7 @@ def test_both_sides_take_turns() -> None:
     assert order == ["floor", "ours"] * 3
 
 
+@pytest.mark.full
 def test_published_payloads_are_read_and_deleted(tmp_path: Path) -> None:
     size = 3 << 20
     with wire._server(tmp_path, append_only=False, size=size) as server:

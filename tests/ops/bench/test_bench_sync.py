@@ -48,6 +48,7 @@ def test_tensors_have_one_shape() -> None:
     assert sum(tensor.size for tensor in TINY.tensors) == 12_000
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_sync_merges_each_fragment_once_with_both_islands_in_it() -> None:
     with two_islands(AT_ONCE, TINY) as ours:

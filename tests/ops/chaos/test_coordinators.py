@@ -217,6 +217,7 @@ def test_lockstep_equals_diloco_in_one_process(
         np.testing.assert_allclose(found[name], wanted[name], atol=2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["data-parallel", "synchronous DiLoCo"])
 def test_kills_change_no_bit_of_the_parameters(method: Method, make: Make, ended: Ended) -> None:
     """The text position and the moments roll back with the parameters."""

@@ -71,6 +71,7 @@ def test_several_islands_can_be_slow() -> None:
             Trial.of("islands", 4, 3.0, 0, settings, slowed=slowed)
 
 
+@pytest.mark.full
 def test_contributions_that_are_long_on_their_way_are_merged_stale(folder: Path, corpus: OpenCorpus) -> None:
     settings = dict(studies.load(folder, "rates").trials[1].settings)
     at_once, late = (measure(Trial.of("islands", 3, 1.0, 0, settings, sending=steps)) for steps in (0.0, 30.0))

@@ -195,6 +195,7 @@ def test_all_islands_may_be_away(config: RunConfig, corpus: OpenCorpus) -> None:
     assert run.merger.state.step >= config.inner.steps - 1
 
 
+@pytest.mark.full
 def test_the_batch_shrinks_with_the_slices(config: RunConfig, corpus: OpenCorpus) -> None:
     run = followed(config, corpus, of([(0, 1)], [(0, 0.625)]))
     each = config.inner.steps * config.tokens_per_step

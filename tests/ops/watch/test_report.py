@@ -113,7 +113,7 @@ def left_behind(folder: Path) -> None:
         server="none",
     )
     run_summary.write(folder, told)
-    image = samples.image(MANIFEST, [samples.packed(samples_values())], tape=transport.reader.tape(99),
+    image = samples.image(MANIFEST, [samples.packed(samples_values())], outer=b"", tape=transport.reader.tape(99),
                           evaluations=transport.reader.evaluations())  # fmt: skip
     CheckpointStore(folder / "merger" / "checkpoints").save(image)
 

@@ -182,6 +182,7 @@ def test_bfloat16_halves_the_file(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2.1 * found.manifest.parameters
 
 
+@pytest.mark.full
 def test_experts_keep_their_own_names(tmp_path: Path) -> None:
     found = found_of(replace(SMALL, model=ModelConfig("tiny-moe")))
     assert write(found, tmp_path / "out", "safetensors", "float32") == "archipelago"
@@ -414,6 +415,7 @@ def test_damaged_files_are_refused(whole: bytes, tmp_path_factory: pytest.TempPa
 # -- text -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_seed_determines_the_generated_text(tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     write(found_of(), tmp_path / "out", "safetensors", "float32")
     flags = ["generate", "out", "--prompt", "17 isl", "--tokens", "40", "--seed", "5"]
