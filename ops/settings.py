@@ -1,4 +1,4 @@
-"""Read and write run settings, and print lines for people: what several verbs share."""
+"""Functions that several verbs share: read and write run settings, and print lines for people."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 def config_file(args: Sequence[str]) -> RunConfig:
     """Return the config in the TOML file that `--config PATH` names, or the default config.
 
-    Flags on the command line override what it holds.
+    Flags on the command line override the values in the file.
 
     Raises:
         ConfigError: The path is missing, or the file cannot be read.

@@ -16,7 +16,7 @@ Options = TypeVar("Options")
 
 
 class Verb(NamedTuple):
-    """Where a verb lives.
+    """The location of a verb's code, and its summary.
 
     Attributes:
         module: The module, which has `main(options) -> int`.
@@ -30,7 +30,7 @@ class Verb(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A verb that has verbs of its own.
+    """A verb that consists of several verbs.
 
     Attributes:
         module: The module, which has these verbs as `VERBS`.

@@ -1,4 +1,4 @@
-"""Where curves go: TensorBoard event files, and Weights & Biases."""
+"""Sinks of metric curves: TensorBoard event files, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EventFile:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file, and delete it if it is empty: a full disk leaves one behind for each attempt."""
+        """Close the file, and delete it if it is empty. A full disk leaves an empty file behind at each attempt."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
@@ -71,10 +71,10 @@ class EventFile:
 
 
 class WandbRun:
-    """A run at Weights & Biases, one for each worker, in the group of its run. wandb's own variables apply."""
+    """A run at Weights & Biases, one for each worker, in the group of its run. The variables of wandb apply."""
 
     def __init__(self, group: str, name: str, kind: str, folder: Path, axis: str) -> None:
-        """`kind` is the type of job; `axis` names a point's step. Raises ConfigError without wandb."""
+        """Raise ConfigError if wandb is not installed. `kind` is the type of job; `axis` names a point's step."""
         require_wandb()
         self.where = "curves at Weights & Biases"
         self.remedy = "Run `wandb login`, or set WANDB_MODE=offline, or leave out --wandb."
@@ -83,7 +83,7 @@ class WandbRun:
         self._run: Any = None
 
     def open(self) -> None:
-        """Begin a run there."""
+        """Begin a run at the service."""
         wandb = importlib.import_module("wandb")
         self._folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(**self._how, settings=wandb.Settings(silent=True, console="off", disable_git=True))
@@ -98,7 +98,7 @@ class WandbRun:
         """Do nothing: wandb sends by itself."""
 
     def close(self) -> None:
-        """End the run there."""
+        """End the run at the service."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()

@@ -1,6 +1,6 @@
-"""Metric curves: points on their way from a worker to files or services.
+"""Metric curves: pass points from a worker to files or services.
 
-Each sink has a thread of its own, which also imports the sink's library. The thread takes points from a bounded queue
+Each sink has its own thread, which also imports the sink's library. The thread takes points from a bounded queue
 and asks for one from time to time, so training and merging never wait for a disk. If a sink fails, the worker logs a
 warning and loses the points, and its work continues.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-#: Points that wait to be written. Beyond it the oldest are dropped.
+#: The most points that wait to be written. If there are more, the oldest are dropped.
 WAITING_MAX = 4096
 FLUSH_SECONDS = 5.0
 RETRY_SECONDS = 30.0
@@ -42,10 +42,10 @@ class Point:
 
 
 class Sink(Protocol):
-    """Where points go. Any method may raise; the sink is then closed, and opened again later.
+    """A destination of points. Any method may raise; the sink is then closed, and opened again later.
 
     Attributes:
-        where: What the sink is, in words.
+        where: A description of the sink, for messages.
         remedy: What a user can do if it fails.
     """
 
@@ -63,7 +63,7 @@ Sample = Callable[[], "tuple[int, Mapping[str, float]] | None"]
 
 
 class CurveWriter:
-    """Passes points to sinks, with one thread for each sink, so that a slow sink does not delay the others.
+    """A writer that passes points to sinks. Each sink has its own thread, so that a slow sink does not delay others.
 
     With `sample`, each thread also asks it for a point every `every_seconds`.
     """

@@ -34,7 +34,7 @@ class Origin:
 
 
 class JsonLines(JsonFormatter):
-    """Formats each record as one JSON object on one line, with what its origin states."""
+    """A formatter that writes each record as one JSON object on one line, with the fields of its origin."""
 
     def __init__(self, origin: Origin) -> None:
         super().__init__(json_ensure_ascii=False)
@@ -56,7 +56,7 @@ class JsonLines(JsonFormatter):
         }
         log_data.update({name: value for name, value in fields.items() if value not in (None, "")})
         message_dict.pop("message", None)
-        super().add_fields(log_data, record, message_dict)  # what `extra` states, such as the round
+        super().add_fields(log_data, record, message_dict)  # The fields of `extra`, such as the round.
 
 
 def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str = "") -> Origin:
@@ -69,7 +69,7 @@ def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str
     for package in OURS:
         logging.getLogger(package).setLevel(logging.INFO)
     absl = logging.getLogger("absl")
-    absl.setLevel(logging.ERROR)  # Orbax warns about optional files
+    absl.setLevel(logging.ERROR)  # Orbax warns about optional files.
     if _is_news not in absl.filters:
         absl.addFilter(_is_news)
     logging.captureWarnings(as_json)

@@ -1,7 +1,7 @@
 """Export metrics to Prometheus: a registry for each worker, and its endpoint.
 
-A worker counts what it does with prometheus-client's own counters, gauges and histograms. Values that someone else
-keeps (a heartbeat, Redis) are read at each scrape by a collector that yields the families below. A value that is not
+A worker counts its work with prometheus-client's own counters, gauges and histograms. Values that are kept elsewhere
+(in a heartbeat, in Redis) are read at each scrape by a collector that yields the families below. A value that is not
 known (NaN) is left out, so an alert sees it as absent and no graph shows it as zero. Names and units follow
 https://prometheus.io/docs/practices/naming: base units, and `_total` for counters.
 """
@@ -46,7 +46,7 @@ def family(name: str, documentation: str, labels: Iterable[str], samples: Sample
 
 
 def serve(port: int, host: str, registry: CollectorRegistry) -> int:
-    """Answer GET /metrics on a thread of its own for as long as the process lives.
+    """Answer GET /metrics on a separate thread until the process ends.
 
     Args:
         port: The port to listen on; 0 takes a free one.

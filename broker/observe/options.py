@@ -1,4 +1,4 @@
-"""Options of workers about logs, curves and metrics, and the objects that follow from them."""
+"""Options of workers about logs, curves and metrics. They also make the objects that do this work."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class CurveOptions:
         return flags + ["--wandb"] * self.wandb + ["--log-json"] * self.log_json
 
     def sinks(self, run: str, name: str, kind: str, folder: Path, axis: str) -> list[Sink]:
-        """Return where this worker's curves go.
+        """Return the sinks of this worker's curves.
 
         Args:
             name: The worker's name.
             kind: The kind of worker.
             folder: The worker's folder.
-            axis: What a curve's step counts.
+            axis: The name of the quantity that a curve's step counts.
 
         Raises:
             ConfigError: A package that the user asked for is not installed.

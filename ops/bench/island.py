@@ -2,7 +2,7 @@
 
 A real island with its link, a merger and a Redis, each a process. In the island's process, steps with syncing and steps
 without take turns, each over whole intervals, so that other work on the machine slows both. A second process only
-trains; the difference of the two peaks of memory is what syncing takes. Merger and Redis run on one half of the cores
+trains; the difference of the two peaks is the memory that syncing takes. Merger and Redis run on one half of the cores
 and the island on the other, because in a real run they are different machines.
 """
 
@@ -44,7 +44,7 @@ class IslandBenchOptions(OutputOptions):
 
 
 def main(options: IslandBenchOptions) -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     config = checked(options.settings)
     keep_compiled()
     return finish("island", island(config, options.quick, say), options)
@@ -54,7 +54,7 @@ def island(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[s
     """Measure time, processor time and memory. Return plain data with `rows`."""
     require_linux()
     with child(say_backend) as probe:
-        backend = str(probe.says())
+        backend = str(probe.receive())
     config = settled(config, quick, backend)
     mine, others = halves_of_the_cores()
     with ExitStack() as held:
@@ -62,16 +62,16 @@ def island(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[s
         server = held.enter_context(start_server(folder / "redis"))
         keep_to(others, server.pid)
         merger = held.enter_context(child(serve_run, server.url, config, others))
-        merger.says()
+        merger.receive()
         say(f"{_what(config)} on {backend}: steps with syncing and without take turns")
         pairs, seconds = (PAIRS_QUICK, TURN_SECONDS_QUICK) if quick else (PAIRS, TURN_SECONDS)
         with child(sync_and_not, server.url, mine, pairs, seconds) as trainer:
             for number in range(pairs):
-                say(f"{number + 1} of {pairs}: {float(trainer.says()):.3f} of the time without")
-            found = trainer.says()
+                say(f"{number + 1} of {pairs}: {float(trainer.receive()):.3f} of the time without")
+            found = trainer.receive()
     say("the same training without syncing, for its memory")
     with child(train_only, config, mine, found.scan_steps, found.steps) as trainer:
-        alone_peak = int(trainer.says())
+        alone_peak = int(trainer.receive())
     return {**summary(found, alone_peak), "what": _what(config), "rows": rows(found, alone_peak, _what(config))}
 
 

@@ -1,7 +1,7 @@
-"""`archipelago bench largest`: the largest model that passes the wire here, each fragment once up, merged and down.
+"""`archipelago bench largest`: send the largest model that fits on this machine, each fragment once up and down.
 
 A real link, merger and Redis, each a process, without training. The island holds the replica of one fragment at a time,
-and every fragment begins with the same numbers, because in a real run the parameters lie on an accelerator. Fragments
+and every fragment begins with the same numbers, because in a real run an accelerator holds the parameters. Fragments
 follow one after another, so that the seconds of each part are separate. Redis keeps nothing on disk here.
 """
 
@@ -46,17 +46,18 @@ MEMORY_SHARE = 0.75
 #: The measurement ends when the machine has less memory than this.
 FLOOR_BYTES = 1 << 30
 WATCH_SECONDS = 0.25
-#: For one fragment, and for the merger to begin.
+#: The time limit for one fragment, and for the merger to begin.
 PATIENCE_SECONDS = 300.0
 
 # The settings need as little memory as possible: SGD has no momentum, and bfloat16 halves the snapshots in Redis.
-#: Per parameter in Redis: its snapshot, the one before, which may still have readers, and the merger's exact one.
+#: Bytes per parameter in Redis: its snapshot, the previous one, which may still have readers, and the merger's
+#: exact one.
 REDIS_BYTES = 2 * 2 + 4
-#: Per parameter in the merger: exact, and as published.
+#: Bytes per parameter in the merger: exact, and as published.
 MERGER_BYTES = 4 + 4
-#: Per element of one fragment: all copies that an island and a merger make of it.
+#: Bytes per element of one fragment: all copies that an island and a merger make of it.
 FRAGMENT_BYTES = 128
-#: Three processes before they hold anything, and the gaps that the allocator leaves (both measured).
+#: Bytes of three processes that hold no data yet, and of the gaps that the allocator leaves (both measured).
 FIXED_BYTES = 3 << 29
 
 
@@ -96,7 +97,7 @@ class LargestOptions(OutputOptions):
 
 
 def main(options: LargestOptions) -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     keep_compiled()
     parameters = options.parameters or (PARAMETERS_QUICK if options.quick else PARAMETERS)
     return finish("largest", largest(parameters, say), options)
@@ -173,15 +174,15 @@ def rows(parameters: int, passed: Passed, peaks: dict[str, int]) -> list[dict[st
 
 
 def _await(island: Child) -> Any:
-    """Return its next message. Raise BrokerError when the machine runs out of memory before."""
-    while (said := island.says(WATCH_SECONDS)) is None:
+    """Return the island's next message. Raise BrokerError if the machine runs out of memory first."""
+    while (message := island.receive(WATCH_SECONDS)) is None:
         if available_bytes() < FLOOR_BYTES:
             raise BrokerError(
                 "the measurement ended because this machine has hardly any memory left",
                 "Give fewer --parameters, or stop another program first.",
                 code="bench.memory",
             )
-    return said
+    return message
 
 
 # -- the processes ---------------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def _serve(pipe: Connection, url: str) -> None:
 
 
 def _pass_all(pipe: Connection, url: str, size: int, fragments: int) -> None:
-    """Create the run and send a word. Once a merger serves it, pass every fragment, and send what was `Passed`."""
+    """Create the run and notify the parent. Once a merger serves it, pass every fragment, and send the `Passed`."""
     passed, manifest = Passed(), _manifest(size, fragments)
     first_N = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
     began = time.perf_counter()
@@ -226,7 +227,7 @@ def _pass_all(pipe: Connection, url: str, size: int, fragments: int) -> None:
         passed.adopt_seconds.append(adopt)
     passed.bytes_up, passed.bytes_down = end.link.outbox.bytes_up, end.link.bytes_down
     pipe.send(passed)
-    pipe.poll(None)  # stay, so that the parent can read the peak of memory
+    pipe.poll(None)  # Stay alive, so that the parent can read the peak of memory.
 
 
 def _create(url: str, manifest: Manifest, first_N: Vector) -> int:
@@ -253,7 +254,7 @@ class _IslandEnd:
         self.link = Link(connect(url, RUN), manifest, "island/bench", shards=[])
         self._manifest = manifest
         wire = manifest.config.wire
-        self._first_N = unpack(pack(first_N, wire.full, 0), first_N.size)  # rounded, as islands have it
+        self._first_N = unpack(pack(first_N, wire.full, 0), first_N.size)  # Islands hold the rounded values.
         self._progress_N = np.random.default_rng(1).standard_normal(first_N.size, np.float32) * np.float32(1e-3)
         tensor = Tensor("one", first_N.shape)
         self._replica = Replica(replace(manifest, tensors=(tensor,), fragments=((tensor.name,),)))
@@ -264,7 +265,11 @@ class _IslandEnd:
         self._hear(Resume)
 
     def passes(self, p: int) -> tuple[float, float, float]:
-        """Pass fragment `p`. Return the seconds of publishing, merging and adopting. Raise WireError if it is wrong."""
+        """Pass fragment `p`. Return the seconds of publishing, merging and adopting.
+
+        Raises:
+            WireError: The merged values are wrong.
+        """
         params = {name: x_N - self._progress_N for name, x_N in self._replica.begin([self._first_N]).items()}
         began = time.perf_counter()
         parts = self._replica.measure(0, params)
@@ -275,7 +280,7 @@ class _IslandEnd:
         heard = time.perf_counter()
         self.link.pump_receive()
         (arrival,) = self.link.take().arrivals
-        sent_N = self._replica.references[0]  # the island's position when it sent; adopting changes it
+        sent_N = self._replica.references[0]  # The island's position when it sent. Adopting changes it.
         params = self._replica.adopt(0, params, arrival.params_N)
         for x_N in params.values():
             x_N.block_until_ready()
@@ -310,7 +315,7 @@ class _IslandEnd:
         )
 
     def _require_merged(self, p: int, arrival: Arrival, sent_N: Vector) -> None:
-        """Compare with what the merger must make of one contribution: an SGD step from the first numbers."""
+        """Compare with the expected merge of one contribution: an SGD step from the first numbers."""
         stepped_N = self._first_N - np.float32(self._manifest.config.outer.learning_rate) * (self._first_N - sent_N)
         snapshot = arrival.snapshot
         if (snapshot.fragment, snapshot.version) != (p, 1):
@@ -319,4 +324,4 @@ class _IslandEnd:
                 code="bench.wrong-version",
             )
         if not np.allclose(arrival.params_N, stepped_N, rtol=2**-7, atol=1e-6):
-            raise WireError(f"fragment {p} arrived with other values than were merged", code="bench.wrong-values")
+            raise WireError(f"fragment {p} arrived with other values than the merged ones", code="bench.wrong-values")

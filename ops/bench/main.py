@@ -13,5 +13,5 @@ VERBS: Verbs = {
     "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),
     "island": Verb("archipelago.ops.bench.island", "IslandBenchOptions", "What syncing costs an island."),
     "start": Verb("archipelago.ops.bench.start", "StartOptions", "What starting an island costs."),
-    "largest": Verb("archipelago.ops.bench.largest", "LargestOptions", "The largest model that passes the wire here."),
+    "largest": Verb("archipelago.ops.bench.largest", "LargestOptions", "The largest model that this machine can sync."),
 }

@@ -39,7 +39,7 @@ class MergeOptions(OutputOptions):
 
 
 def main(options: MergeOptions) -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     return finish("merge", with_picture("merge", merge(options.quick), options), options)
 
 
@@ -185,7 +185,7 @@ def _contribution(number: int) -> Contribution:
 
 if __name__ == "__main__":
     quick = "--quick" in sys.argv[1:]
-    keep_freed_memory()  # as the merger does; numpy's side gains as much from it
+    keep_freed_memory()  # The merger does this too, and numpy gains as much from it.
     rounds = 5 if quick else 15
     found = codecs(10_000_000 if quick else 100_000_000, 3) + merging(1_000_000, rounds) + merging(10_000_000, rounds)
     sys.stdout.write(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Write what a measurement found: JSON for programs, a table for people, a picture of ratios."""
+"""Write the results of a measurement: JSON for programs, a table for people, a picture of ratios."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_picture(name: str, found: dict[str, Any], options: OutputOptions) -> di
 def table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     """Return the rows as a table that cuts no name and no number.
 
-    Where the columns do not fit into `width` characters, they stand closer and their heads take several lines.
+    Where the columns do not fit into `width` characters, they move closer and their heads take several lines.
     """
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     heads, *body = cells

@@ -1,6 +1,6 @@
-"""What measurements of processes need: a child behind a pipe, its memory and processor time, and cores.
+"""Tools to measure processes: a child behind a pipe, its memory and processor time, and the cores it may use.
 
-Memory is what Linux counts as resident, file pages included.
+Memory is the resident set as Linux counts it, which includes file pages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ class Child:
     pipe: Connection
     pid: int
 
-    def says(self, seconds: float | None = None) -> Any:
-        """Return the next object it sends, or None after `seconds` of silence. Raise BrokerError if it has ended."""
+    def receive(self, seconds: float | None = None) -> Any:
+        """Return the next object that the child sends, or None after `seconds` of silence.
+
+        Raises:
+            BrokerError: The child has ended.
+        """
         try:
             return self.pipe.recv() if self.pipe.poll(seconds) else None
         except (EOFError, ConnectionError):
@@ -45,12 +49,12 @@ class Child:
 @contextlib.contextmanager
 def child(work: Callable[..., None], *arguments: Any) -> Iterator[Child]:
     """Run `work(pipe, *arguments)` in a new process, and kill that process at the end of the block."""
-    ours, theirs = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=_work, args=(work, theirs, *arguments), daemon=True)
+    parent_end, child_end = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=_work, args=(work, child_end, *arguments), daemon=True)
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        yield Child(ours, process.pid or 0)
+        yield Child(parent_end, process.pid or 0)
     finally:
         process.kill()
         process.join()
@@ -64,7 +68,7 @@ def _work(work: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
 
 
 def wait_until(holds: Callable[[], bool], what: str, seconds: float, poll_seconds: float = POLL_SECONDS) -> None:
-    """Poll until `holds()`. Raise BrokerError after `seconds`, with `what` as the thing that did not happen."""
+    """Poll until `holds()`. Raise BrokerError after `seconds`; its message names the awaited event, `what`."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -88,10 +92,10 @@ def peak_bytes(pid: int) -> int:
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process, to the clock tick (10 ms on most machines)."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         raise BrokerError(f"process {pid} has ended", "See its output above.", code="bench.process-gone") from None
-    user, system = told.rpartition(")")[2].split()[11:13]  # the fields follow the name, which may hold anything
+    user, system = stat.rpartition(")")[2].split()[11:13]  # The fields follow the name, which may hold any characters.
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
@@ -113,7 +117,7 @@ def _kibibytes(path: Path, name: str) -> int:
 
 
 def forget_peak() -> None:
-    """Let this process's peak of memory begin anew. Freed memory goes back to the system first.
+    """Reset this process's peak of memory. Freed memory goes back to the system first.
 
     Otherwise the memory that a compiler leaves in the allocator would hide later allocations.
     """

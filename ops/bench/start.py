@@ -87,7 +87,7 @@ class StartOptions(OutputOptions):
 
 
 def main(options: StartOptions) -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     config = checked(options.settings)
     keep_compiled()
     return finish("start", start(config, options.quick, say), options)
@@ -116,17 +116,17 @@ def start(config: RunConfig, quick: bool, say: Callable[[str], None]) -> dict[st
         }
         cold = started(folder, environment)
         say(f"{_what(config)}: {cold.total:.2f} s of processor time with empty caches")
-        _floor(environment)  # from now on the cache has its program
-        warm, floors, told = [], [], []
+        _floor(environment)  # From now on the cache has this program.
+        warm, floors, standbys = [], [], []
         for number in range(STARTS_QUICK if quick else STARTS):
             warm.append(started(folder, environment))
             floors.append(_floor(environment))
-            told.append(taken_over(folder, environment))
+            standbys.append(taken_over(folder, environment))
             say(
                 f"again, {number + 1}: {warm[-1].total:.2f} s, {floors[-1]:.2f} s for JAX alone, "
-                f"{told[-1][1]:.2f} s of a standby"
+                f"{standbys[-1][1]:.2f} s of a standby"
             )
-    found = summary(cold, warm, floors, told)
+    found = summary(cold, warm, floors, standbys)
     return {**found, "what": _what(config), "rows": rows(found)}
 
 
@@ -159,11 +159,11 @@ def started(folder: Path, environment: Mapping[str, str]) -> Start:
             _await(lambda: _has_stepped(turn_log), process, log)
             wall, total = time.monotonic() - began, cpu_seconds(process.pid)
             process.send_signal(signal.SIGTERM)
-            said, _ = process.communicate(timeout=WAIT_SECONDS)
+            output, _ = process.communicate(timeout=WAIT_SECONDS)
         finally:
             process.kill()
     _require_success(process, log)
-    return Start(wall, total, **json.loads(said)["start_seconds"])
+    return Start(wall, total, **json.loads(output)["start_seconds"])
 
 
 def taken_over(folder: Path, environment: Mapping[str, str]) -> tuple[float, float]:
@@ -205,7 +205,7 @@ def _has_stepped(turn_log: Path) -> bool:
 
 
 def _await(holds: Callable[[], bool], process: subprocess.Popen[Any], log: Path) -> None:
-    """Poll until `holds()`. Raise BrokerError if the process ends before, or if that takes too long."""
+    """Poll until `holds()`. Raise BrokerError if the process ends first, or after WAIT_SECONDS."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not holds():
         if process.poll() is not None:
@@ -240,9 +240,16 @@ def _floor(environment: Mapping[str, str]) -> float:
 
 
 def summary(
-    cold: Start, warm: Sequence[Start], floors: Sequence[float], told: Sequence[tuple[float, float]]
+    cold: Start, warm: Sequence[Start], floors: Sequence[float], standbys: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the medians, and the ratios of each start to the floor measured after it. `told` belongs to standbys."""
+    """Return the medians, and the ratios of each start to the floor measured after it.
+
+    Args:
+        cold: The start with empty caches.
+        warm: The starts with warm caches.
+        floors: Seconds of a Python that only loads JAX, measured after each warm start.
+        standbys: Wall and processor seconds of each standby that became an island.
+    """
     ratios = [each.total / floor for each, floor in zip(warm, floors, strict=True)]
 
     def median(of: Callable[[Start], float]) -> float:
@@ -261,8 +268,8 @@ def summary(
         "ratio": statistics.median(ratios),
         "ratio_from": min(ratios),
         "ratio_to": max(ratios),
-        "standby_wall_seconds": statistics.median(wall for wall, _ in told),
-        "standby_cpu_seconds": statistics.median(total for _, total in told),
+        "standby_wall_seconds": statistics.median(wall for wall, _ in standbys),
+        "standby_cpu_seconds": statistics.median(total for _, total in standbys),
     }
 
 

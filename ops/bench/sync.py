@@ -5,7 +5,7 @@ systems take turns in the same run, so that other work on the machine slows both
 Python environment (the head of `torchft.py` says how to make one). Without it, its rows name the reason.
 
 The second half puts one island, and one replica, behind a proxy that lets THIN_MBIT through each way. Our islands train
-on while they sync, so the row says which rounds have both islands in them, and how many inner steps the link costs.
+on while they sync, so the row shows in how many rounds both islands took part, and how many inner steps the link costs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SyncOptions(OutputOptions):
 
 
 def main(options: SyncOptions) -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     return finish("sync", sync(say, options.torchft_python, QUICK if options.quick else Size()), options)
 
 
@@ -62,10 +62,10 @@ def sync(say: Say, torchft_python: str, size: Size) -> dict[str, Any]:
     """Measure both systems, on loopback and over a thin link.
 
     Returns:
-        Plain data with `rows`. `seconds` are medians over syncs, from the start of the first end to the end of the last
-        one; `MB` is what one end sends and receives in a sync; `speed_to_torchft` is the median of its seconds over
-        ours, round by round. `committed` counts the syncs that have both ends in them. Our sync over an unthrottled
-        link takes as long as its inner steps do.
+        Plain data with `rows`. `seconds` are medians over syncs, from the start of the first process to the end of the
+        last one; `MB` is the traffic of one process in a sync, both ways; `speed_to_torchft` is the median ratio of
+        torchft's seconds to ours, round by round. `committed` counts the syncs in which both processes took part. Our
+        sync over an unthrottled link takes as long as its inner steps do.
     """
     python = torchft_python or os.environ.get(TORCHFT_PYTHON, "")
     loopback = on_loopback(size, python, say)
@@ -82,7 +82,7 @@ def sync(say: Say, torchft_python: str, size: Size) -> dict[str, Any]:
 def on_loopback(size: Size, python: str, say: Say) -> list[dict[str, Any]]:
     """Return a row for each system without a throttle."""
     with two_islands(AT_ONCE, size) as ours, torchft(size, python) as theirs:
-        # The merger may close the first rounds before it has heard of both islands.
+        # The merger may close the first rounds before it knows both islands.
         wait_until(lambda: ours.sync().committed, "sync of both islands", PATIENCE_SECONDS)
         return _turns(size, ours, theirs, say)
 
@@ -94,8 +94,8 @@ def _turns(size: Size, ours: TwoIslands, theirs: Torchft, say: Say) -> list[dict
     for number in range(WARM_UPS + size.rounds):
         for side, syncs in zip(sides, found, strict=True):
             syncs.append(side())
-        said = ", ".join(f"{syncs[-1].seconds:.3f} s" for syncs in found)
-        say(f"loopback, {'warm-up' if number < WARM_UPS else 'round'}: {said}")
+        times = ", ".join(f"{syncs[-1].seconds:.3f} s" for syncs in found)
+        say(f"loopback, {'warm-up' if number < WARM_UPS else 'round'}: {times}")
     counted = [syncs[WARM_UPS:] for syncs in found]
     rows = [_row("archipelago", "loopback", counted[0])]
     if not theirs.usable:
@@ -109,7 +109,7 @@ def over_thin_link(size: Size, python: str, torchft_seconds: float, say: Say) ->
     """Return a row for each system over a throttled link.
 
     Args:
-        size: How much is measured.
+        size: The size of the measurement.
         python: The Python that has torchft.
         torchft_seconds: How long torchft's sync takes without a throttle.
         say: Prints a line of progress.
@@ -161,6 +161,6 @@ def _row(what: str, link: str, syncs: Sequence[Synced], note: str = "") -> dict[
     }
 
 
-def _missing(theirs: Torchft, link: str) -> dict[str, Any]:
+def _missing(torchft_side: Torchft, link: str) -> dict[str, Any]:
     row = _row("torchft", link, [Synced(math.nan, committed=False)])
-    return {**row, "committed": "not run", "note": theirs.reason}
+    return {**row, "committed": "not run", "note": torchft_side.reason}

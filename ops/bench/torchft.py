@@ -97,10 +97,10 @@ def _version(module: Any) -> str:
 
 def _start(options: argparse.Namespace, lighthouse: str, index: int) -> Connection:
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    spawn.Process(target=_replica, args=(theirs, options, lighthouse, index), daemon=True).start()
-    theirs.close()
-    return ours
+    parent_end, child_end = spawn.Pipe()
+    spawn.Process(target=_replica, args=(child_end, options, lighthouse, index), daemon=True).start()
+    child_end.close()
+    return parent_end
 
 
 def _all(pipes: list[Connection], command: str) -> list[Any]:
@@ -119,7 +119,7 @@ def _replica(pipe: Connection, options: argparse.Namespace, lighthouse: str, ind
     from torchft.local_sgd import DiLoCo
     from torchft.manager import Manager
 
-    torch.manual_seed(0)  # both begin with the same parameters
+    torch.manual_seed(0)  # Both replicas begin with the same parameters.
     model = torch.nn.ParameterList(torch.randn(*options.shape) for _ in range(options.tensors))
     torch.manual_seed(1 + index)
     noise = [torch.randn(*options.shape) * NOISE for _ in model]
@@ -131,7 +131,7 @@ def _replica(pipe: Connection, options: argparse.Namespace, lighthouse: str, ind
         timeout=timeout, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
         lighthouse_addr=lighthouse, replica_id=f"replica_{index}", hostname="127.0.0.1",
     )  # fmt: skip
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)  # without gradients, its step only calls the hook that syncs
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)  # Without gradients, a step only calls the hook that syncs.
     outer = torch.optim.SGD(model.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
     with DiLoCo(manager, [model], inner, outer, sync_every=1):
         while True:
@@ -264,7 +264,7 @@ def _load_proxy() -> type[Proxy]:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, PROXY)
         assert spec is not None and spec.loader is not None  # noqa: S101
-        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up here
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # Dataclasses look up their module there.
         spec.loader.exec_module(sys.modules[name])
     found: type[Proxy] = sys.modules[name].Proxy
     return found

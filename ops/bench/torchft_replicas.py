@@ -27,7 +27,7 @@ class Torchft:
 
     @property
     def usable(self) -> bool:
-        """True if it can sync."""
+        """True if torchft runs and can sync."""
         return not self.reason
 
     def sync(self) -> Synced:
@@ -51,7 +51,7 @@ def torchft(size: Size, python: str, mbit: float = 0.0) -> Iterator[Torchft]:
     Args:
         size: The shapes and their number.
         python: Path of a Python that has torchft; empty for none.
-        mbit: What the link of the second replica carries each way; 0 does not throttle it.
+        mbit: Rate of the second replica's link each way, in Mbit/s; 0 does not throttle it.
     """
     if not python:
         yield Torchft("torchft", "no environment: give --torchft-python, or $ARCHIPELAGO_TORCHFT_PYTHON", None)
@@ -88,7 +88,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _answer(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
-    """Send it a line and return its next answer; an `error` if it has ended."""
+    """Send the process a line and return its next answer, or an `error` if it has ended."""
     assert process.stdin is not None and process.stdout is not None  # noqa: S101
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line)
@@ -98,4 +98,4 @@ def _answer(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
         found = json.loads(answer)
     except ValueError:
         return {"error": f"it ended with status {process.wait()}"}
-    return found if isinstance(found, dict) else {"error": f"it said {answer:.80}"}
+    return found if isinstance(found, dict) else {"error": f"it answered {answer:.80}"}

@@ -60,8 +60,8 @@ class Found:
         largest: Elements of its largest fragment.
         on: The turns with syncing.
         off: The turns without, each right after one with.
-        held_bytes: Snapshots on the host, to which differences are added.
-        reference_bytes: What contributions are measured from; 0 where that lies on a separate device.
+        held_bytes: Size of the snapshots on the host, to which differences are added.
+        reference_bytes: The reference parameters of contributions; 0 if a separate device holds them.
     """
 
     backend: str
@@ -83,7 +83,7 @@ def say_backend(pipe: Connection) -> None:
 
 
 def serve_run(pipe: Connection, url: str, config: RunConfig, cores: set[int]) -> None:
-    """Create the run, send a word, and merge."""
+    """Create the run, notify the parent, and merge."""
     keep_to(cores)
     os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -115,7 +115,7 @@ def sync_and_not(pipe: Connection, url: str, cores: set[int], pairs: int, turn_s
     island.scan_steps = best_scan_steps(island)
     island.warm_up()
     interval = max(1, island.config.sync.interval // island.scan_steps) * island.scan_steps
-    first = _synced_turn(island, interval)  # pays for everything that happens only once
+    first = _synced_turn(island, interval)  # This turn pays for everything that happens only once.
     steps = interval * max(1, math.ceil(turn_seconds / first.seconds))
     turns = []
     for _ in range(pairs):
@@ -172,14 +172,14 @@ def _synced_turn(island: Island, steps: int) -> Turn:
     while _is_busy(island):
         _settle(island.link)
         began = time.perf_counter()
-        island.boundary()  # adopts what arrived, and may send what the window held back
+        island.boundary()  # It adopts what has arrived, and may send contributions that the window held back.
         jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
         seconds += time.perf_counter() - began
     return Turn(seconds, time.process_time() - cpu, peak_bytes(os.getpid()), synced.parameters())
 
 
 class _Synced:
-    """Counts the parameters that an island sends and adopts, from the versions in its ledger."""
+    """A counter of the parameters that an island sends and adopts, from the versions in its ledger."""
 
     def __init__(self, island: Island) -> None:
         self._island = island
@@ -189,7 +189,7 @@ class _Synced:
         return [count.version for count in self._island.ledger.counts]
 
     def parameters(self) -> int:
-        """Return the count since construction. All that goes up comes down, because this island is the only one."""
+        """Return the count since construction. The only island of a run adopts all that it sends."""
         sizes = self._island.manifest.sizes
         sent = self._island.sequence - self._sent
         closed = [new - old for new, old in zip(self._now(), self._versions, strict=True)]
@@ -220,7 +220,7 @@ def _has_work(link: Link) -> bool:
 
 
 def _is_busy(island: Island) -> bool:
-    """Return whether anything that the island sent is not yet back in its parameters."""
+    """Return whether any contribution of the island is not yet merged and adopted."""
     return _has_work(island.link) or island.ledger.staleness > 0 or bool(island.link.inbox._arrivals)
 
 

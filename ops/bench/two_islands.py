@@ -38,15 +38,15 @@ from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.supervisor import thread_environment
 
 RUN = "sync"
-#: The second island is behind the proxy, where there is one.
+#: If there is a proxy, it is in front of the second island.
 ISLANDS = ("near", "thin")
 PARAMETERS = 10_000_000
 #: The tensors have one shape, so that each fragment is two of them.
 TENSORS, COLUMNS, FRAGMENTS = 12, 1000, 6
 WIRE = WireConfig(up="int4", thin="", down="int4")
-#: Each inner step owes all fragments, so a sync is of the whole model. The quorum waits for both islands.
+#: All fragments are due at each inner step, so a sync is of the whole model. The quorum waits for both islands.
 AT_ONCE = SyncConfig(interval=1, fragments=FRAGMENTS, window=FRAGMENTS, quorum=len(ISLANDS))
-#: The defaults but for the interval: no island waits for the other.
+#: The defaults except for the interval. No island waits for the other.
 TRAINING = SyncConfig(interval=48, fragments=FRAGMENTS)
 STEP_SECONDS = 0.1
 THIN_MBIT, THIN_SYNCS = 20.0, 8
@@ -60,14 +60,14 @@ NOISE = 1e-3
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """The size of a measurement.
 
     Attributes:
         parameters: Elements of the model.
         rounds: Syncs on loopback, of which the median counts.
         thin_syncs: Syncs over the thin link.
         step_seconds: How long an inner step takes.
-        mbit: What the thin link carries each way, in Mbit/s.
+        mbit: Rate of the thin link each way, in Mbit/s.
     """
 
     parameters: int = PARAMETERS
@@ -160,7 +160,7 @@ class TwoIslands:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Let both islands train meanwhile. The first sync, in which they find their pace, is over on entry."""
+        """Let both islands train while the block runs. They have measured their speed in a first sync before it."""
         for island in self.islands:
             island.tell("train")
         self._next_sync()
@@ -169,7 +169,7 @@ class TwoIslands:
 
     @contextlib.contextmanager
     def throttled(self, mbit: float) -> Iterator[None]:
-        """Throttle the link of the second island meanwhile, in Mbit/s each way."""
+        """Throttle the link of the second island while the block runs, in Mbit/s each way."""
         assert self.proxy is not None  # noqa: S101
         self.proxy.set_rates(mbit, mbit)
         yield
@@ -219,7 +219,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that answers commands. `who` names it in errors."""
+    """A process that answers commands. Error messages call it `who`."""
 
     who: str
     child: Child
@@ -230,9 +230,9 @@ class Process:
 
     def answer(self) -> Any:
         """Wait for the answer. Raise BrokerError if there is none."""
-        answer = self.child.says(2 * PATIENCE_SECONDS)
+        answer = self.child.receive(2 * PATIENCE_SECONDS)
         if answer is None:
-            raise BrokerError(f"{self.who} hangs", "See its output above, and run the bench again.")
+            raise BrokerError(f"{self.who} does not answer", "See its output above, and run the bench again.")
         return answer
 
 
@@ -246,14 +246,14 @@ def _ask(processes: Sequence[Process], command: str) -> list[Counts]:
 def _merge(pipe: Connection, url: str) -> None:
     """The merger's process: serve until it is killed."""
     _share_the_cores()
-    keep_freed_memory()  # as the real merger does
+    keep_freed_memory()  # The real merger does this too.
     merger = Merger(connect(url, RUN))
     pipe.send("ready")
     serve(merger, lambda: False)
 
 
 def _train(pipe: Connection, url: str, name: str, step_seconds: float) -> None:
-    """An island's process: obey commands, and train between them once it was told to."""
+    """An island's process: obey commands, and train between them once it was asked to."""
     _share_the_cores()
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()

@@ -48,7 +48,7 @@ class WireOptions(OutputOptions):
 
 
 def main(options: WireOptions) -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     return finish("wire", with_picture("wire", wire(options.quick, say), options), options)
 
 
@@ -140,8 +140,8 @@ class _Line:
         self.consumer.pipe.send(count * len(self.producers))
         for producer in self.producers:
             producer.pipe.send(count)
-        began = min(float(producer.says()) for producer in self.producers)
-        return float(self.consumer.says()) - began
+        began = min(float(producer.receive()) for producer in self.producers)
+        return float(self.consumer.receive()) - began
 
 
 # -- through the transport ------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _relay(line: _Line, size: int, log: Path | None) -> Iterator[None]:
     """Put a process between the two that receives each payload whole, and logs it, before it sends it on."""
     with child(_forward, size, log) as relay:
         for end in (*line.producers, line.consumer):
-            end.pipe.send(relay.says())
+            end.pipe.send(relay.receive())
         yield
 
 

@@ -1,4 +1,4 @@
-"""A clock that jumps. libfaketime shifts one program's time of day by an offset that it reads from a file."""
+"""A clock that can jump. libfaketime shifts one program's time of day by an offset that it reads from a file."""
 
 from __future__ import annotations
 

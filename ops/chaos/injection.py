@@ -1,6 +1,6 @@
-"""Processes that faults are done to, and the injector that does kills and stops, and undoes them, when they are due.
+"""Targets of faults, and the injector that kills, stops and restarts them when that is due.
 
-Subclasses add the faults that need to know more about a process: those of links, disks and clocks.
+Subclasses add the faults that need more than a process ID: those of links, disks and clocks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.settings import say
 
 TICK_SECONDS = 0.01
-#: A process that ends although no fault killed it is started again after this time.
+#: A process that ends without a fault is restarted after this time.
 UNPLANNED_SECONDS = 1.0
 
 
 class FaultTarget:
-    """A process that faults are done to.
+    """A process that faults are injected into.
 
     Attributes:
         name: The name by which schedules refer to it.
@@ -49,7 +49,7 @@ class FaultTarget:
         raise NotImplementedError
 
     def alive(self) -> bool:
-        """Whether its process runs. Reaps a process that has ended."""
+        """Return whether its process runs. Reap a process that has ended."""
         raise NotImplementedError
 
     def signal(self, number: signal.Signals) -> None:
@@ -59,7 +59,7 @@ class FaultTarget:
 
 
 class FaultInjector:
-    """Injects faults into targets when they are due. Call `poll` often, from the main thread.
+    """An injector of scheduled faults. Call `poll` often, from the main thread.
 
     Attributes:
         events: Everything that happened to the processes, in order.
@@ -85,7 +85,7 @@ class FaultInjector:
         self._reported = len(self.events)
 
     def start(self, target: FaultTarget) -> None:
-        """Start a target for the first time, or again."""
+        """Start a target for the first time, or restart it."""
         self.note(target.name, "start")
         target.start()
         target.dead, target.stopped, target.started = False, False, target.started + 1
@@ -96,7 +96,7 @@ class FaultInjector:
         self._faults = deque((begin + fault.at, fault) for fault in faults)
 
     def poll(self) -> None:
-        """Do everything that is due, and start processes again that ended on their own."""
+        """Inject and undo the faults that are due. Restart processes that ended without a fault."""
         while self._due and self._due[0][0] <= time.monotonic():
             heapq.heappop(self._due)[2]()
         while self._faults and self._faults[0][0] <= time.monotonic():
@@ -110,7 +110,7 @@ class FaultInjector:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a fault is still scheduled or still active."""
+        """Return whether a fault is still scheduled or active."""
         return bool(self._faults or self._due) or any(target.dead or target.stopped for target in self.targets.values())
 
     def inject(self, target: FaultTarget, fault: Fault) -> None:

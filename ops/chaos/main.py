@@ -37,7 +37,7 @@ from archipelago.ops.settings import say
 #: Exit status if an invariant is broken.
 BROKEN = 1
 SCHEDULE = "schedule.jsonl"
-#: How long islands may have trained before the last of them has joined.
+#: How long the first islands may have trained before the last one joins.
 JOINING_SECONDS = 30.0
 #: Column widths of the table of baselines.
 WIDTHS = (24, 9, 26, 24, 30, 30)
@@ -108,7 +108,7 @@ class ChaosOptions:
 
 
 def main(options: ChaosOptions) -> int:
-    """Return the exit status: 0, or BROKEN if an invariant is broken."""
+    """Run the storm. Return 0, or BROKEN if an invariant is broken."""
     config = checked(options.settings)
     folder = options.folder / checked_name(options.run, "the run name")
     _require_sensible(options)
@@ -244,7 +244,7 @@ def _baselines(plan: Plan, stopped: Callable[[], bool]) -> list[MethodResult]:
 def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
     """Return a few more inner steps than the storm has time for, and no fewer than the config asks for.
 
-    A run that ended within the storm would leave no process to do faults to. With just enough steps, the learning rate
+    A run that ended within the storm would leave no targets for faults. With just enough steps, the learning rate
     decays during the storm. Islands begin before the storm does.
     """
     shortest = options.step_seconds or 1e-3

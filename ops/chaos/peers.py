@@ -52,7 +52,7 @@ def cases(islands: Sequence[str], seconds: float, seeds: Sequence[int]) -> list[
 def run_cases(
     chosen: Sequence[Case], folder: Path, run: Callable[[Case, Path], Figures], command: str
 ) -> list[dict[str, Any]]:
-    """Run each case in a folder of its own. Write the figures of all cases into peers.json and print a table.
+    """Run each case in a separate folder. Write the figures of all cases into peers.json and print a table.
 
     Args:
         chosen: The cases.

@@ -80,7 +80,7 @@ class Worker(FaultTarget):
         self.child.start()
 
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Return whether its process runs."""
         return self.child.process is not None and self.child.process.poll() is None
 
 
@@ -106,12 +106,12 @@ class RedisTarget(FaultTarget):
         self.server = self._stack.enter_context(start_server(self.folder, environment=environment))
 
     def alive(self) -> bool:
-        """Whether the server runs."""
+        """Return whether the server runs."""
         return self.server is not None and self.server.alive()
 
 
 class RunProcesses(FaultInjector):
-    """All processes of one plan, and the faults that are done to them."""
+    """All processes of one plan, and the faults that are injected into them."""
 
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
         super().__init__()
@@ -147,7 +147,10 @@ class RunProcesses(FaultInjector):
 
     @staticmethod
     def _step_flags(step_seconds: float) -> list[str]:
-        """Steps with a minimum duration run one by one. Otherwise the island measures how many to run at once."""
+        """Return the flags of steps with a minimum duration, which run one by one.
+
+        Without a duration, the island measures how many steps to run at once.
+        """
         return ["--scan-steps", "1", "--step-seconds-min", str(step_seconds)] if step_seconds else []
 
     @property
@@ -164,7 +167,7 @@ class RunProcesses(FaultInjector):
         return Worker(Child(name, argv, environment, self.plan.folder / "logs" / f"{name}.log"), proxy)
 
     def start(self, target: FaultTarget) -> None:
-        """Start a target for the first time, or again."""
+        """Start a target for the first time, or restart it."""
         super().start(target)
         if target is self.redis:
             self.note(REDIS, "ready")
@@ -172,7 +175,7 @@ class RunProcesses(FaultInjector):
             self.note(target.name, STANDBY_USED)
 
     def poll(self) -> None:
-        """Do everything that is due, and look after the standbys."""
+        """Inject and undo the faults that are due, and restart standbys that have died."""
         super().poll()
         for news in self.standbys.tend(time.monotonic()):
             say(f"  {news}")
@@ -182,7 +185,7 @@ class RunProcesses(FaultInjector):
         return self._turn_logs / f"{name}.jsonl"
 
     def has_turned(self, name: str) -> bool:
-        """Whether that island has made a turn of its loop."""
+        """Return whether that island has made a turn of its loop."""
         return bool(read_turn_log(self.turn_log(name)))
 
     # -- faults -------------------------------------------------------------------------------------------------------
@@ -249,7 +252,7 @@ class RunProcesses(FaultInjector):
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def is_well(self, last_round_at: float) -> bool:
-        """Whether no fault is left, all islands train, and a round has closed since the last event."""
+        """Return whether no fault is left, all islands train, and a round has closed since the last event."""
         if self.is_busy or last_round_at < max(event.at for event in self.events):
             return False
         try:
@@ -265,7 +268,7 @@ class RunProcesses(FaultInjector):
         super().end_faults()
 
     def drain(self) -> bool:
-        """Let the islands send what they have and leave. Return whether the merger has merged all of it."""
+        """Let the islands send their last contributions and leave. Return whether the merger has merged all of them."""
         for island in self.islands:
             if not island.dead:
                 island.signal(signal.SIGTERM)
@@ -283,7 +286,7 @@ class RunProcesses(FaultInjector):
         return False
 
     def end(self) -> None:
-        """End all processes but Redis, which the caller's stack ends. Stopped ones must continue to hear of it."""
+        """End all processes except Redis, which the caller's stack ends. Continue stopped ones, so they can end."""
         self.standbys.end()
         for target in self.targets.values():
             if target.started and target.alive():
@@ -327,7 +330,7 @@ def await_standbys(processes: RunProcesses) -> None:
         processes.poll()
         if time.monotonic() > deadline:
             raise ArchipelagoError(
-                "the standbys do not get ready",
+                "the standbys are not ready in time",
                 f"Their logs are in {processes.plan.folder / 'logs'}.",
                 code="chaos.no-standbys",
             )

@@ -102,7 +102,7 @@ _Pieces = asyncio.Queue[tuple[float, bytes]]
 
 
 class Proxy:
-    """Listens on a port of loopback and forwards connections to a target.
+    """A proxy that listens on a port of loopback and forwards connections to a target.
 
     `up` is the direction to the target, and `down` the direction back. Methods may be called from any thread.
 

@@ -1,4 +1,4 @@
-"""Schedules: which process meets which fault at what time. They come from a seed, a file or a spot-market trace. Pure.
+"""Schedules of faults (target, kind and time), from a seed, a file or a spot-market trace. Pure.
 
 A schedule is a list of faults, ordered by time. Its text form has one JSON object a line, so that a storm can be
 read, edited and run again:
@@ -25,7 +25,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.ops.simulation.failures import Delays
 
 Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk", "clock"]
-#: What each kind of fault does to a process.
+#: The effect of each kind of fault on a process.
 KINDS: dict[str, str] = {
     "kill": "SIGKILL; the process starts again after `seconds`",
     "stop": "SIGSTOP; SIGCONT follows after `seconds`",
@@ -66,7 +66,7 @@ class Fault:
 
     @property
     def until(self) -> float:
-        """When it ends, in seconds after the start of the storm, in whole microseconds."""
+        """The time at which it ends, in seconds after the start of the storm, rounded to microseconds."""
         return round(self.at + self.seconds, 6)
 
 
@@ -92,7 +92,7 @@ class FaultRates:
 
 
 def applies_to(kind: str, target: str) -> bool:
-    """Whether a target can meet that kind of fault.
+    """Return whether that kind of fault applies to a target.
 
     Redis has no link to itself. It is also the only process whose decisions depend on the time of day.
     """

@@ -1,7 +1,7 @@
 """A storm: run real processes on a real Redis under a schedule of faults, and record what can be observed.
 
-The record holds the faults by the machine's monotonic clock, each turn of each island's loop from its turn log, and
-the time at which each round was seen closed.
+The record contains the events of all processes on the machine's monotonic clock, each turn of each island's loop from
+its turn log, and the time at which each round was first seen closed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVERYTHING = 1 << 20
 
 
 class Observer:
-    """Watches the run ten times a second, on its own thread and connection. An outage leaves a gap.
+    """An observer that reads the run ten times a second, on a separate thread and connection. An outage leaves a gap.
 
     Attributes:
         samples: The number of live islands and closed rounds, by time.

@@ -1,4 +1,4 @@
-"""The dashboard's web application. Anyone who reaches it can look; changing the run needs the token."""
+"""The dashboard's web application. Anyone who can reach it can read; changing the run needs the token."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def application(
     """Return the web application.
 
     Args:
-        watch: What reads the run.
+        watch: The watcher that reads the run.
         token: The token that changes need.
         wall: Unix seconds.
         clock: Monotonic seconds.
         hosts: Host names that requests may carry. Other names are refused, so a page of another site whose name
-            resolves to this machine cannot read ours.
+            resolves to this machine cannot read the dashboard.
     """
     service = _Service(watch, token, wall, clock)
     library = chart_library()
@@ -151,7 +151,7 @@ class _Service:
 
     async def steer(self, request: Request) -> Response:
         """Change the run's controls, if the token is right. A request without changes only checks the token."""
-        if not self._may(request):
+        if not self._is_authorised(request):
             return _answer(401, "The token is missing or wrong; it was printed when the dashboard started.",
                          **{"WWW-Authenticate": "Bearer"})  # fmt: skip
         try:
@@ -164,17 +164,17 @@ class _Service:
             return _answer(400, str(error))
         except ArchipelagoError as error:
             return _answer(503, str(error))
-        except ClientDisconnect:  # The browser has gone.
+        except ClientDisconnect:  # The browser closed the connection.
             return _answer(400, "The request was cut off.")
         return _answer(200, sentence(changes))
 
-    def _may(self, request: Request) -> bool:
+    def _is_authorised(self, request: Request) -> bool:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         return hmac.compare_digest(given.strip().encode(), self._token) and kind.lower() == "bearer"
 
 
 async def _body(request: Request) -> bytes:
-    """Return the request's body. Raise ConfigError if it is larger than any request of ours."""
+    """Return the request's body. Raise ConfigError if it is larger than any valid request."""
     out = b""
     async for part in request.stream():
         out += part

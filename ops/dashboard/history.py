@@ -1,7 +1,7 @@
 """The history that the dashboard draws, in bounded memory: rounds and queues over time. Pure.
 
-A trail keeps every row until it is full. Then it joins neighbours, so that half as many rows stand for twice as many
-additions each. The page of a run of several weeks is therefore as small as that of an hour.
+A trail keeps every row until it is full. Then it joins neighbours, so that half as many rows each represent twice
+as many additions. The page of a run of several weeks is therefore as small as that of an hour.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.watch.run_view import RECENT_ROUNDS
 
-#: Rows of a trail. If there are more, neighbours are joined.
+#: The most rows of a trail. If there are more, neighbouring rows are joined.
 ROWS_KEPT = 4096
 #: Points of each line: about one for every two pixels.
 POINTS_DRAWN = 360
-#: Rounds that are drawn one by one.
+#: The number of newest rounds that are drawn one by one.
 DETAIL_ROUNDS = 96
-#: Rounds in the histogram of staleness.
+#: The number of newest rounds in the histogram of staleness.
 STALENESS_ROUNDS = 1024
 MARKS_KEPT = 100
 SMOOTHING = 0.8
@@ -89,7 +89,7 @@ def joined_queues(rows: Sequence[QueueRow]) -> QueueRow:
 
 
 def joined_evaluations(rows: Sequence[Evaluation]) -> Evaluation:
-    """Return the newest: each is a measurement of one model, and a mean would belong to none."""
+    """Return the newest row. Each is a measurement of one model, so a mean would belong to no model."""
     return rows[-1]
 
 
@@ -117,7 +117,7 @@ def smoothed(values: Iterable[float], smoothing: float = SMOOTHING) -> list[floa
 
 
 class Trail(Generic[Row]):
-    """Rows in order, at most `most` of them, evenly thinned: each stands for `span` that were added."""
+    """Rows in order, at most `most` of them, evenly thinned: each represents `span` added rows."""
 
     def __init__(self, joined: Callable[[Sequence[Row]], Row], most: int = ROWS_KEPT) -> None:
         self.joined, self.most, self.span = joined, most, 1
@@ -137,7 +137,7 @@ class Trail(Generic[Row]):
 
     @property
     def rows(self) -> list[Row]:
-        """All rows, the last of which may stand for fewer additions."""
+        """All rows. The last one may represent fewer additions."""
         return [*self._rows, *([self.joined(self._open)] if self._open else [])]
 
 

@@ -31,7 +31,7 @@ STOP_SECONDS = 5
 class DashOptions(RunAddress):
     """Show a run live in the browser, and steer it from there. Needs only Redis, so it can run anywhere.
 
-    Anyone who can reach the port can look. Changing the run needs the token.
+    Anyone who can reach the port can see the run. Changing it needs the token.
     """
 
     host: str = "127.0.0.1"
@@ -79,7 +79,7 @@ def _token(given: str | None) -> str:
     token = (os.environ.get(TOKEN_VARIABLE) or None) if given is None else given
     if token is None:
         return secrets.token_urlsafe(18)
-    if not re.fullmatch(r"[!-~]+", token):  # The characters that a header can hold.
+    if not re.fullmatch(r"[!-~]+", token):  # Only these characters are valid in a header.
         raise ConfigError(
             "that token cannot be used",
             "Use letters, digits and signs, or leave it out for a random one.",
@@ -117,10 +117,10 @@ def serving(watch: Watcher, token: str, host: str, port: int) -> Iterator[str]:
         )  # fmt: skip
         server = uvicorn.Server(config)
         ended = threading.Event()
-        looking = threading.Thread(target=watch.keep_looking, args=(ended,), name="watch", daemon=True)
+        reader = threading.Thread(target=watch.update_until, args=(ended,), name="watch", daemon=True)
         # Only the main thread receives signals.
         pages = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="pages", daemon=True)
-        looking.start()
+        reader.start()
         pages.start()
         try:
             yield f"http://{_shown(host)}:{listener.getsockname()[1]}"

@@ -69,7 +69,7 @@ RUN_ISLAND = {
 
 @dataclass(frozen=True)
 class RunCollector:
-    """Yields a run's metrics from one reading of Redis.
+    """A collector of a run's metrics from one reading of Redis.
 
     Attributes:
         seconds_since_round: Age of the newest tape entry; NaN if it is not known.

@@ -62,7 +62,7 @@ def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_sec
 
 @dataclass(frozen=True)
 class TokenBooks:
-    """The accounts in tokens. They are read seldom, since that takes reading the whole stream."""
+    """The accounts in tokens. They are read rarely, because that requires reading the whole stream."""
 
     unix_seconds: float
     published: int
@@ -97,7 +97,7 @@ class Reading:
 
 
 def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, Any]:
-    """Return what changes with each reading: everything except the charts. The JSON writer replaces NaN."""
+    """Return the data that changes with each reading: everything except the charts. The JSON writer replaces NaN."""
     view = reading.view
     run = asdict(view)
     del run["islands"], run["books"]
@@ -207,7 +207,7 @@ def events(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> 
 
 
 def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
-    return event["who"], event["kind"], event["text"].partition(": ")[2]  # The text without its round.
+    return event["who"], event["kind"], event["text"].partition(": ")[2]  # Compare the text without its round.
 
 
 def serving(notes: Sequence[Note], epoch: int, standing: Standing | None = None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ WAIT_SECONDS = 30.0
 
 
 def take(address: str, token: str, folder: Path, stopped: Callable[[], bool]) -> list[Path]:
-    """Write dash-light.png, dash-dark.png and dash-phone.png of the page at that address. Raises ConfigError."""
+    """Write dash-light.png, dash-dark.png and dash-phone.png of the page at that address. Raise ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)  # Fail before a browser is started.
     except OSError as error:
@@ -96,9 +96,9 @@ def browser() -> Iterator[WebDriver]:
         try:
             driver = webdriver.Chrome(options, webdriver.ChromeService(service))
         except WebDriverException as error:
-            said = (error.msg or "").splitlines()[:1]
+            reason = (error.msg or "").splitlines()[:1]
             raise ConfigError(
-                f"{program} does not start ({' '.join(said)})", "Try to start it yourself.", code="config.no-browser"
+                f"{program} does not start ({' '.join(reason)})", "Try to start it yourself.", code="config.no-browser"
             ) from None
         try:
             yield driver

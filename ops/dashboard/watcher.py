@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fault:
-    """Why the page does not update, and since when."""
+    """The reason why the page is not updated, and the time at which this began."""
 
     since_unix_seconds: float
     what: str
@@ -75,19 +75,19 @@ class Board:
         return self._fault
 
     def show(self, page: dict[str, Any], reading: Reading) -> None:
-        """Publish what changes with each reading."""
+        """Publish the page's data, which changes with each reading."""
         self.page, self.view = to_json(page), reading.view
         self.round_seconds = reading.round_seconds if reading.view.rounds else math.nan
         self.page_number += 1
 
     def draw(self, charts: dict[str, Any]) -> None:
-        """Publish what changes with each round."""
+        """Publish the charts' data, which changes with each round."""
         self.charts = to_json(charts)
         self.charts_number += 1
 
 
 class RareReading(Generic[T]):
-    """A reading whose cost grows with the run. It is repeated so seldom that it takes a small share of the time."""
+    """A reading whose cost grows with the run. It is repeated rarely, so that it takes a small share of the time."""
 
     def __init__(self, read: Callable[[], T], clock: Callable[[], float]) -> None:
         self._read, self._clock = read, clock
@@ -108,7 +108,7 @@ class RareReading(Generic[T]):
 
 
 class Watcher:
-    """Reads one run and publishes it on a board."""
+    """A reader that publishes one run on a board."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Watcher:
         self._round_at = wall()
         self._charts_due = -math.inf
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read once and publish it. If the broker is away or empty, publish a fault."""
         self.board.begin_reading(self.clock(), self.wall())
         try:
@@ -147,14 +147,14 @@ class Watcher:
                 self._charts_due = self.clock() + CHARTS_SECONDS
                 self.board.draw(charts_of(reading, self._history, self._queues.rows))
 
-    def keep_looking(self, stopped: threading.Event) -> None:
-        """Look once a second until `stopped` is set."""
+    def update_until(self, stopped: threading.Event) -> None:
+        """Update once a second until `stopped` is set."""
         while not stopped.is_set():
-            self.look()
+            self.update()
             stopped.wait(LOOK_SECONDS)
 
     def read(self) -> Reading:
-        """Return everything that the page shows, as Redis has it now. Raises BrokerError and WireError."""
+        """Return everything that the page shows, as Redis has it now. Raise BrokerError and WireError."""
         transport = self.transport
         tape = self._follow()
         evaluations = self._evaluations.newest()
@@ -198,7 +198,7 @@ class Watcher:
         return tape
 
     def _begin_again(self, tape: list[Any]) -> None:
-        """Restart the history: on the first look, after a return to a checkpoint, or for a new run of the same name."""
+        """Restart the history: at first, after a return to a checkpoint, or for a new run of the same name."""
         self.manifest = self.transport.reader.manifest()
         self._history = History(len(self.manifest.fragments))
         self._history.begin(self.transport.reader.books().merged_tokens, tape)
@@ -210,7 +210,7 @@ class Watcher:
 
     def _read_token_books(self) -> TokenBooks:
         found = self._token_books_now()
-        for _ in range(BALANCE_TRIES - 1):  # A round that closes meanwhile makes a reading inconsistent.
+        for _ in range(BALANCE_TRIES - 1):  # A round that closes during a reading makes it inconsistent.
             if found.balanced:
                 break
             found = self._token_books_now()

@@ -1,10 +1,10 @@
 """The baselines of islands: the same model, data and tokens without islands.
 
 `one process` has an island's batch, and makes as many steps as all islands together. `data-parallel` has M batches a
-step, and makes as many steps as one island; it computes what synchronous data-parallel over M workers would, with one
-machine's order of sums. `DiLoCo` (arXiv 2311.08105) has M replicas, which make H steps each from the same parameters,
-on separate shards, and keep their inner optimiser state. Then all wait for all, and one Nesterov step follows on the
-plain average of their parameters.
+step, and makes as many steps as one island; it computes the same as synchronous data-parallel over M workers,
+except that sums are taken in the order of one machine. `DiLoCo` (arXiv 2311.08105) has M replicas, which make H steps
+each from the same parameters, on separate shards, and keep their inner optimiser state. Then each replica waits for all
+others, and one Nesterov step follows on the plain average of their parameters.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Point:
 
     Attributes:
         tokens: Tokens trained on so far.
-        bits_per_byte: Loss on the validation text, by which rates and rules are chosen.
-        test_bits_per_byte: Loss on the test text, by which nothing is chosen.
+        bits_per_byte: Loss on the validation text, which is used to choose rates and rules.
+        test_bits_per_byte: Loss on the test text, which is not used for any choice.
     """
 
     tokens: int
@@ -120,7 +120,7 @@ def _diloco(
         n = min(config.sync.interval, steps - done)
         replicas: list[Params] = []
         for worker in range(workers):
-            state = InnerState(jax.tree.map(jnp.array, params), moments[worker])  # the steps donate their input
+            state = InnerState(jax.tree.map(jnp.array, params), moments[worker])  # The steps donate their input.
             state, _ = inner(state, jnp.asarray(batches[worker].next(n)), jnp.asarray(done, jnp.int32))
             moments[worker] = state.optimizer
             replicas.append(state.params)

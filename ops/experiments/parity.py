@@ -64,7 +64,7 @@ class ParityOptions(OutputOptions):
 
 
 def main(options: ParityOptions) -> int:
-    """Compare, and write what was found."""
+    """Compare, and write the results."""
     config = checked(options.settings)
     require_counts("--islands", options.islands)
     require_slow(options.slow)
@@ -76,7 +76,7 @@ def main(options: ParityOptions) -> int:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train, over all seeds.
+    """One way to train, with its results over all seeds.
 
     Attributes:
         name: Its name in tables.
@@ -101,7 +101,7 @@ class Arm:
 
     def ratio(self, other: Arm) -> float:
         """Return the mean over the seeds of the ratio of this loss to the other's."""
-        return fmean(mine / theirs for mine, theirs in zip(self.losses, other.losses, strict=True))
+        return fmean(loss / other_loss for loss, other_loss in zip(self.losses, other.losses, strict=True))
 
 
 def parity(
@@ -279,7 +279,7 @@ def draw(path: Path, title: str, arms: Sequence[Arm]) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for arm in arms:
-        trained = [curve[1:] for curve in arm.curves]  # the untrained model would stretch the axis
+        trained = [curve[1:] for curve in arm.curves]  # The untrained model would stretch the axis.
         mean = mean_curve(trained)
         x = [point.tokens / 1e6 for point in mean]
         label = f"{arm.name}: {fmean(arm.losses):.3f}"

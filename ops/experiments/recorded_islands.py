@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class RecordedIslands:
     """The islands of a recorded run. Each trains as far as its next contribution needs.
 
-    An island uses its recorded payloads instead if its actions have a gap, because Redis lost some, or if the corpus it
-    trained on is not on this machine.
+    An island uses its recorded payloads instead if Redis lost some of its actions, or if the corpus that it trained on
+    is not on this machine.
 
     Attributes:
         count: Contributions that were trained again.
@@ -46,7 +46,7 @@ class RecordedIslands:
         self._make = self._maker()
 
     def _maker(self) -> Callable[[str], ReplayedIsland]:
-        """Return what makes an island by name. Raise DataError if the run's corpus is not on this machine."""
+        """Return a function that makes an island by name. Raise DataError if this machine lacks the run's corpus."""
         from archipelago.islands.data.corpus import open_corpus
         from archipelago.islands.inner import compile_steps
         from archipelago.islands.models.registry import build
@@ -74,7 +74,7 @@ class RecordedIslands:
         return make
 
     def contribution(self, delivery: Delivery) -> Delivery:
-        """Let the island make the contribution again. Raise DifferenceError if it makes another one."""
+        """Let the island make the contribution again. Raise DifferenceError if the result differs."""
         from archipelago.islands.replay import ActionError
 
         contribution = delivery.contribution
@@ -84,12 +84,12 @@ class RecordedIslands:
             return delivery
         try:
             body = self._member(who).until_sent(contribution.sequence)
-        except (ActionError, DataError, ConfigError) as error:  # ConfigError: a corpus name that cannot exist
+        except (ActionError, DataError, ConfigError) as error:  # A corpus name that cannot exist is a ConfigError.
             self.lost[who] = error.what
             return delivery
         size = self.manifest.sizes[contribution.fragment]
         payload = pack_body(body, contribution.codec, size, self.manifest.config.wire.zstd_level)
-        if digest(payload) != contribution.digest:  # the same values may be compressed differently
+        if digest(payload) != contribution.digest:  # The same values may be compressed differently.
             self._compare(who, contribution, delivery.payload, payload)
         self.count += 1
         return delivery
@@ -102,7 +102,7 @@ class RecordedIslands:
         unequal = int((unpack(recorded, size) != unpack(payload, size)).sum())
         if not unequal:
             return
-        pinned = self._pinned.get(who)  # no record has the digest of an island's own corpus
+        pinned = self._pinned.get(who)  # No record has the digest of an island's own corpus.
         raise DifferenceError(
             f"contribution {contribution.identity_text} to round {contribution.round} (fragment "
             f"{contribution.fragment}): {unequal} of {size} elements differ from the recorded payload"

@@ -23,7 +23,7 @@ class RecordedRun:
     """The merger's state in a recorded run, which advances round by round.
 
     Attributes:
-        uses: How often each (fragment, version) will still be asked for. Versions without a use are not kept.
+        uses: How often each (fragment, version) is still needed. Versions without a use are not kept.
         published: The parameters and the global step of each (fragment, version) that has a use.
     """
 
@@ -110,7 +110,7 @@ def repeat(record: Record, *, islands: bool) -> dict[str, Any]:
             break
         taken += len(deliveries)
         if tape.round % SAY_EVERY == 0:
-            say(f"  round {tape.round} of {len(rounds)}: the same so far")
+            say(f"  round {tape.round} of {len(rounds)}: no difference so far")
     expected = {tape.fragment: tape.digest for tape, _ in rounds}
     found = dict(enumerate(run.digests()))
     return {

@@ -43,7 +43,7 @@ class ReplayOptions:
 
 
 def main(options: ReplayOptions) -> int:
-    """Replay. Return 0 if everything was the same or another rule was asked for, and 1 if something differs."""
+    """Replay. Return 0 if nothing differs or other rules were requested, and 1 if something differs."""
     record = records.read(options.folder / options.run / "merger" / "record")
     config = with_settings(record.manifest.config, options.set)
     keep_compiled()
@@ -112,4 +112,4 @@ def _tell_what_if(found: Mapping[str, Any]) -> None:
         say(f"  {change}")
     say(f"held-out bits per byte: {found['bits_per_byte_recorded']:.4f} as recorded, "
         f"{found['bits_per_byte_what_if']:.4f} by these rules")  # fmt: skip
-    say("The islands trained from the parameters published then: the more the rules differ, the less this says.")
+    say("The islands trained from the parameters published then. The more the rules differ, the less this means.")

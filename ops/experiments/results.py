@@ -30,7 +30,7 @@ TITLE_WIDTH, HEAD_WIDTH = 90, 36
 
 @dataclass(frozen=True)
 class Row:
-    """The same trial over its seeds, sorted by seed."""
+    """A trial with its results for all seeds, sorted by seed."""
 
     #: The settings, and the values of OWN.
     settings: Mapping[str, Any]
@@ -62,8 +62,8 @@ class Row:
 
     def ratios(self, other: Row | None, text: str = "bits_per_byte") -> list[float]:
         """Return the ratio of this loss to the other's, for each seed that both have."""
-        theirs = other.by_seed(text) if other else {}
-        return [loss / theirs[seed] for seed, loss in self.by_seed(text).items() if seed in theirs]
+        others = other.by_seed(text) if other else {}
+        return [loss / others[seed] for seed, loss in self.by_seed(text).items() if seed in others]
 
 
 def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = False) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
         known = math.isfinite(row["to_parallel"])
         ratio = f"{row['to_parallel']:.4f} ± {row['ratio_spread']:.4f}" if known else ""
         test = f"{row['to_parallel_on_test']:.4f}" if "to_parallel_on_test" in row else ""
-        said = [str(row[name]) for name in varying]
-        table.add_row(*said, str(row["seeds"]), f"{row['tokens']:,}", loss, ratio, test, f"{row['seconds']:.0f}")
+        values = [str(row[name]) for name in varying]
+        table.add_row(*values, str(row["seeds"]), f"{row['tokens']:,}", loss, ratio, test, f"{row['seconds']:.0f}")
     return table
 
 
@@ -153,7 +153,7 @@ def _draw(path: Path, study: Study, rows: Sequence[Row], varying: Sequence[str])
     plt = pyplot()
     compared = [(row, row.ratios(baseline(row, rows))) for row in sorted(rows, key=_order)]
     shown, what = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX], AGAINST
-    if not shown:  # a study without baselines
+    if not shown:  # The study has no baselines.
         ended = [(row, [loss for loss in row.losses.values() if math.isfinite(loss)]) for row, _ in compared]
         shown, what = [(row, losses) for row, losses in ended if losses][:ROWS_MAX], "held-out bits per byte"
     height = 4.5 if study.x else max(2.5, 0.25 * len(shown) + 1.5)
@@ -176,7 +176,7 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
         spread = stdev(ratios) if len(ratios) > 1 else 0.0
         if study.x in row.settings:
             by[label].append((float(row.settings[study.x]), fmean(ratios), spread))
-        else:  # a horizontal line: the row does not depend on x
+        else:  # A horizontal line, because the row does not depend on x.
             axes.axhline(fmean(ratios), linewidth=1, color="black", alpha=0.5, label=label)
     for label, points in by.items():
         x, y, error = zip(*sorted(points), strict=True)
@@ -188,8 +188,8 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
 
 
 def _label(row: Row, varying: Sequence[str]) -> str:
-    said = [row.settings[name] for name in varying if name in row.settings]
-    return "  ".join(str(value) if isinstance(value, str | bool) else f"{value:g}" for value in said)
+    values = [row.settings[name] for name in varying if name in row.settings]
+    return "  ".join(str(value) if isinstance(value, str | bool) else f"{value:g}" for value in values)
 
 
 def _dots(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], varying: Sequence[str]) -> None:

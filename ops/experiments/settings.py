@@ -1,4 +1,4 @@
-"""Check and shorten what the experiments of `archipelago bench` are asked to compare."""
+"""Check the options that experiments of `archipelago bench` share, and shorten their configs."""
 
 from __future__ import annotations
 

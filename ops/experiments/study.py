@@ -39,7 +39,7 @@ _SHAPE = "See ops/experiments/studies/*.toml, and the head of ops/experiments/st
 
 @dataclass(frozen=True)
 class Study:
-    """A question, and the trials that answer it, in the order in which they run."""
+    """A question, and the trials that answer it in the order in which they run."""
 
     name: str
     about: str
@@ -65,7 +65,7 @@ def load(folder: Path, name: str) -> Study:
             f"the study {name!r} has a grid that cannot be read ({error})", _SHAPE, code="study.grid"
         ) from None
     for trial in found:
-        _ = trial.config  # a wrong setting is reported now, not after an hour
+        _ = trial.config  # Report a wrong setting now, and not after an hour.
     first_seeds_first = sorted(dict.fromkeys(found), key=lambda trial: trial.seed)
     lines = tuple(map(str, values.get("lines", ())))
     return Study(name, str(values.get("about", "")), tuple(first_seeds_first), str(values.get("x", "")), lines)
@@ -106,12 +106,12 @@ def _toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML ({error})", _SHAPE, code="study.not-toml") from None
 
 
-def varying(said: Sequence[Mapping[str, Any]]) -> list[str]:
+def varying(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names, except `kind`, whose values differ among entries of the same kind."""
     out = []
-    for name in dict.fromkeys(name for one in said for name in one if name != "kind"):
-        values = {(one["kind"], repr(one.get(name))) for one in said}
-        if len(values) > len({one["kind"] for one in said}):
+    for name in dict.fromkeys(name for one in trials for name in one if name != "kind"):
+        values = {(one["kind"], repr(one.get(name))) for one in trials}
+        if len(values) > len({one["kind"] for one in trials}):
             out.append(name)
     return out
 
@@ -133,7 +133,7 @@ def recorded(folder: Path) -> dict[str, Record]:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a line. A previous line that was cut off stays separate."""
+    """Append a line. If the previous line was cut off, begin a new line first."""
     whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a", encoding="utf-8") as file:
         file.write(("" if whole else "\n") + json.dumps(record, sort_keys=True) + "\n")

@@ -25,7 +25,7 @@ from archipelago.ops.settings import say
 
 #: The studies that come with the package.
 SHIPPED = Path(__file__).with_name("studies")
-#: Where the results of these go, in the working directory.
+#: The folder for their results, in the working directory.
 RESULTS = Path("studies")
 
 
@@ -61,7 +61,7 @@ class StudyOptions:
         return self.folder or RESULTS
 
     def known(self) -> Mapping[str, Record]:
-        """Return all results: those that lie beside the studies, and the user's own."""
+        """Return all results: those beside the shipped studies, and the user's own."""
         return recorded(self.studies) | recorded(self.results)
 
 
@@ -94,14 +94,16 @@ def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record], most
     say(f"{study.name}: {len(study.trials)} trials, {len(due)} to run")
     due = due[:most] if most else due
     began, done = time.monotonic(), 0
-    told = [name for name in varying([trial.said for trial in study.trials]) if name != "islands"]
+    varied = [name for name in varying([trial.named_values for trial in study.trials]) if name != "islands"]
     for trial, record in _results(due, jobs):
         command = f"archipelago bench study {study.name}"
         folder.mkdir(parents=True, exist_ok=True)
         append(folder / f"{study.name}.jsonl", finite({**record, "command": command}))
         done += 1
         left = (time.monotonic() - began) / done * (len(due) - done)
-        say(f"{done}/{len(due)}  {in_words(trial, record, told)}  {record['seconds']:.0f} s, {left / 60:.0f} min left")
+        say(
+            f"{done}/{len(due)}  {in_words(trial, record, varied)}  {record['seconds']:.0f} s, {left / 60:.0f} min left"
+        )
     return done
 
 
@@ -110,7 +112,7 @@ def _results(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, Record
     before = dict(os.environ)
     keep_compiled()
     # One process per core: the arrays are so small that a second thread costs more than it saves.
-    os.environ.update(ONE_THREAD | before)  # the spawned processes read the environment when they start
+    os.environ.update(ONE_THREAD | before)  # The spawned processes read the environment when they start.
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin)
     try:
         futures: dict[Future[dict[str, Any]], Trial] = {pool.submit(measure, trial): trial for trial in trials}
@@ -129,7 +131,7 @@ def _results(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, Record
 
 
 def _begin() -> None:
-    """Prepare a measuring process: it ends silently on Ctrl-C, and with its parent, however that one ends."""
+    """Prepare a measuring process. It ends silently on Ctrl-C, and it ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -140,12 +142,12 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def in_words(trial: Trial, record: Record, told: Sequence[str]) -> str:
-    """Return one line about a result, with the values that it has for the names in `told`."""
+def in_words(trial: Trial, record: Record, varied: Sequence[str]) -> str:
+    """Return one line about a result, with its values of the settings in `varied`."""
     loss = "diverged" if record["diverged"] else f"{record['bits_per_byte']:.4f}"
-    said = trial.said
-    settings = "".join(f" {name}={said[name]}" for name in told if name in said)
-    return f"{loss}  {trial.kind} M={trial.islands} seed={trial.seed}{settings}"
+    settings = trial.named_values
+    shown = "".join(f" {name}={settings[name]}" for name in varied if name in settings)
+    return f"{loss}  {trial.kind} M={trial.islands} seed={trial.seed}{shown}"
 
 
 def _overview(options: StudyOptions) -> int:

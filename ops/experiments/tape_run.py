@@ -101,9 +101,9 @@ class TapeRun(VirtualRun):
         self._full_steps, self._full_config = steps, config
         self.tokens = self.deaths = 0
         self._counted: dict[Island, int] = {}
-        self._stalled: dict[str, float] = {}  # the time at which each will be back
+        self._stalled: dict[str, float] = {}  # The time at which each island will be back.
         self._away: dict[str, float] = {}
-        self._ended = False  # once an island has made the last step, no island returns
+        self._ended = False  # Once an island has made the last step, no island returns.
         super().__init__(config, corpus, steps, list(self._paces.values()))
 
     def finish(self, tokens: float = math.inf) -> None:
@@ -135,10 +135,10 @@ class TapeRun(VirtualRun):
         for name in [name for name, back in self._away.items() if back <= self.clock.now and not self._ended]:
             del self._away[name]
             island = self.add_island(name, self._paces[name], "peer" if self.islands else "fresh")
-            self._counted[island] = island.totals.tokens  # tokens from before it left are counted already
+            self._counted[island] = island.totals.tokens  # Its tokens from before it left are counted already.
 
     def _fit(self, island: Island) -> None:
-        """Set the size of its next batch to its share of live slices, rounded up or down in turn."""
+        """Set the size of an island's next batch to its share of live slices, rounded up or down in turn."""
         whole = self._full_config.data.batch_size
         phase = island.totals.steps * _GOLDEN % 1.0
         live = self._courses[island.name].live(self.clock.now) or 1.0
@@ -152,7 +152,7 @@ class TapeRun(VirtualRun):
         island.steps = self._full_steps if sequences == whole else fewer
 
     def _schedule(self, island: Island, at: float) -> None:
-        """Schedule its next step boundary, delayed by its stalls."""
+        """Schedule an island's next step boundary, delayed by its stalls."""
         now = self.clock.now
         boundary, stall = self._courses[island.name].walk(now, at - now)
         if stall.end - stall.begin > AWAY_STEPS:

@@ -59,7 +59,7 @@ class TimeOptions(OutputOptions):
 
 
 def main(options: TimeOptions) -> int:
-    """Compare, and write what was found."""
+    """Compare, and write the results."""
     config = checked(options.settings)
     require_counts("--islands", [options.islands])
     require_counts("--scavenged", options.scavenged)

@@ -36,7 +36,7 @@ _MATTERS = {
 
 #: Length of a simulated tape. A longer run starts it again from the beginning.
 TAPE_SECONDS = 12 * 3600.0
-#: The values of a trial beside its settings and its seed, with their defaults.
+#: The values of a trial other than its settings and its seed, with their defaults.
 OWN: Mapping[str, Any] = {
     "kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0, "sending": 0.0, "late": 0.0,
 }  # fmt: skip
@@ -109,7 +109,7 @@ class Trial:
             )
         matters = _MATTERS[kind]
         mine = {k: v for k, v in settings.items() if k in matters or k.partition(".")[0] in matters}
-        waits = kind == "diloco" or islands == 1  # replicas that wait for all make as many steps, only later
+        waits = kind == "diloco" or islands == 1  # Replicas that wait for all make as many steps, but later.
         factor = 1.0 if waits else float(slow)
         sending = float(sending) if kind == "islands" and islands > 1 else 0.0
         late = float(late) if kind == "islands" else 0.0
@@ -119,7 +119,7 @@ class Trial:
 
     @property
     def config(self) -> RunConfig:
-        """The run's config. Raises ConfigError for an unknown setting and for a value out of range."""
+        """The run's config. Raise ConfigError for an unknown setting and for a value out of range."""
         values: dict[str, Any] = {"seed": self.seed}
         for name, value in self.settings:
             section, _, key = name.partition(".")
@@ -127,8 +127,8 @@ class Trial:
         return checked(values, "the study's settings")
 
     @property
-    def said(self) -> dict[str, Any]:
-        """All values but the seed, by name."""
+    def named_values(self) -> dict[str, Any]:
+        """All values except the seed, by name."""
         return {name: getattr(self, name) for name in OWN} | dict(self.settings)
 
     @property
@@ -220,8 +220,8 @@ def _along_tape(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dic
 def _diloco(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.baselines import DILOCO_MOMENTUM, DILOCO_RATE, diloco
 
-    said = dict(trial.settings)
-    rate, momentum = said.get("outer.learning_rate", DILOCO_RATE), said.get("outer.momentum", DILOCO_MOMENTUM)
+    settings = dict(trial.settings)
+    rate, momentum = settings.get("outer.learning_rate", DILOCO_RATE), settings.get("outer.momentum", DILOCO_MOMENTUM)
     diloco(config, corpus, trial.islands, note, rate, momentum)
     return {}
 
@@ -229,7 +229,7 @@ def _diloco(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[st
 def _parallel(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.baselines import data_parallel
 
-    steps = round(config.inner.steps * work(trial) / trial.islands)  # the islands' number of tokens
+    steps = round(config.inner.steps * work(trial) / trial.islands)  # As many tokens as the islands train on.
     config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=steps))
     data_parallel(config, corpus, trial.islands, note)
     return {}

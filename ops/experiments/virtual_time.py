@@ -123,7 +123,7 @@ class VirtualRun:
         self._step_seconds: dict[str, float] = {}
         self._sending_seconds = {f"island-{i}": seconds for i, seconds in enumerate(sending_seconds) if seconds}
         self._agenda: list[tuple[float, int, Island, Callable[[Island], None]]] = []
-        self._on_its_way: set[Island] = set()  # the islands that have a contribution on its way
+        self._on_its_way: set[Island] = set()  # The islands that have a contribution on its way.
         self._events = self._born = 0
         for index, seconds in enumerate(step_seconds):
             self.add_island(f"island-{index}", seconds)
@@ -184,7 +184,7 @@ class VirtualRun:
             self.play_one()
 
     def finish(self) -> None:
-        """Play to the run's end, and merge the last contributions."""
+        """Play events to the run's end, and merge the last contributions."""
         self.advance_until(lambda: False)
         self.merger.turn(0.0)
 
@@ -197,7 +197,7 @@ class VirtualRun:
             return
         at, _, island, act = heapq.heappop(self._agenda)
         self.clock.now = max(self.clock.now, at)
-        if self.islands.get(island.name) is island:  # otherwise the island is gone, and its name may have a successor
+        if self.islands.get(island.name) is island:  # Otherwise the island has left. A new one may have its name.
             act(island)
 
     def _step(self, island: Island) -> None:
@@ -232,7 +232,7 @@ class VirtualRun:
         self._exchange(island)
 
     def _schedule(self, island: Island, at: float) -> None:
-        """Schedule its next step boundary."""
+        """Schedule the island's next step boundary."""
         self._plan(at, island, self._step)
 
     def _plan(self, at: float, island: Island, act: Callable[[Island], None]) -> None:

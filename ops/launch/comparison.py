@@ -24,7 +24,7 @@ def compare(folder: Path, tokens: int, weights: Path | None, stopped: Callable[[
         folder: The run's folder, with its `config.toml`.
         tokens: Tokens to train on.
         weights: Weights to begin with, or None.
-        stopped: Whether to stop early.
+        stopped: Returns whether to stop early.
 
     Returns:
         Pairs of tokens and bits per byte; empty if training did not finish.

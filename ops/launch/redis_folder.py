@@ -86,7 +86,7 @@ class RedisFolder:
         return int(found.get("port", "0")), found.get("requirepass") or secrets.token_urlsafe(24)
 
     def last_kind(self) -> Kind | None:
-        """Return the kind of server that wrote the data. Another kind might not read it, or silently start empty."""
+        """Return the kind of server that wrote the data. Another kind might not read them, or silently start empty."""
         first = self.config.read_text().partition("\n")[0] if self.config.exists() else ""
         return next((kind for kind in get_args(Kind) if first == f"# {kind}"), None)
 
@@ -111,7 +111,7 @@ class RedisFolder:
         write_atomically(self.config, "\n".join(lines) + "\n", mode=PRIVATE)
 
     def log_size(self) -> int:
-        """Return the bytes in the log."""
+        """Return the size of the log in bytes."""
         return self.log.stat().st_size if self.log.exists() else 0
 
     def log_tail(self, start: int, lines: int = 12) -> str:

@@ -1,7 +1,7 @@
 """Ask a starting Redis server for its state, before there is a client for it.
 
-The client library retries, pools connections and raises on LOADING. A start needs three plain questions, so this module
-speaks the protocol (RESP) itself.
+The client library retries, pools connections and raises on LOADING. A start needs only three simple queries, so this
+module speaks the protocol (RESP) itself.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import IO, Literal
 
 LOOPBACK = "127.0.0.1"
 
-#: `silent`: no answer. `foreign`: something that does not accept the password. `loading`: our server reads its data.
+#: `silent`: no answer. `foreign`: another program, which does not accept the password. `loading`: our server reads its
+#: data.
 State = Literal["silent", "foreign", "loading", "ready"]
 
 
 def server_state(port: int, password: str) -> State:
-    """Return what answers on that port of this machine."""
+    """Return the state of the server on that port of this machine."""
     try:
         *greeting, reply = ask(port, password, "PING")
     except (OSError, ValueError):
@@ -57,7 +58,7 @@ def read_reply(replies: IO[bytes]) -> bytes:
 def is_free(port: int) -> bool:
     """Return whether a server could listen on that port of this machine."""
     with socket.socket() as probe:
-        # As the server does: connections in TIME_WAIT, left over from the last server, do not block the port.
+        # The server sets this too, so that connections in TIME_WAIT from the last server do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))

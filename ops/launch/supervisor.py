@@ -52,7 +52,7 @@ class Child:
         name: Its name in messages.
         argv: Arguments for the Python interpreter.
         environment: Variables that are added to this process's own.
-        log: The file that its output goes to.
+        log: The file for its output.
         restarts: Restarts since it last lived for `LONG_SECONDS`.
         done: Whether it ended with status 0.
         failed: Why it cannot continue; empty if it can.
@@ -80,7 +80,7 @@ class Child:
             self.launch()
 
     def launch(self, *, piped: bool = False) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches only the launcher.
+        """Start the process in its own session, so that Ctrl-C reaches only the launcher.
 
         The interpreter runs with -P, so packages in the working directory are not imported.
 
@@ -99,7 +99,7 @@ class Child:
             )
 
     def tend(self, now: float) -> str:
-        """Restart the process if it has died. Return what happened, or an empty string."""
+        """Restart the process if it has died. Return a message about that, or an empty string."""
         if self.done or self.failed:
             return ""
         if self._again_at:

@@ -12,7 +12,6 @@ import tyro
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.extras import hint, is_installed
 from archipelago.broker.files import write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
@@ -28,6 +27,7 @@ from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable
 from archipelago.ops.launch.session import RedisSupervisor, Session, SessionOptions
 from archipelago.ops.launch.standbys import require_standbys
+from archipelago.ops.plots import can_draw
 from archipelago.ops.settings import say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
@@ -71,7 +71,7 @@ class UpOptions(WorkerOptions):
     """print the report as one JSON object"""
 
     def session(self) -> SessionOptions:
-        """Return what the session needs of these options."""
+        """Return the options of the session."""
         return SessionOptions(
             islands=self.islands,
             standbys=self.standbys,
@@ -92,7 +92,7 @@ def main(options: UpOptions) -> int:
         options.log_as("up", name)
     keep_compiled()
     require_usable(config, options.from_)
-    # Up to here nothing was started or written.
+    # Nothing has been started or written before this line.
     stopped = stop_on_signals()
     with ExitStack() as stack:
         server, url = _server(options.url, folder, stack)
@@ -173,9 +173,7 @@ def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpO
     say()
     learnt = f"{formatting.number(first, 4)} → {formatting.number(last, 4)} with {report['islands']} islands"
     say(f"held-out bits per byte: {learnt}; one process on as many tokens: {formatting.number(single, 4)}")
-    picture = f"picture: {folder / run_summary.PICTURE}"
-    if not is_installed("matplotlib"):
-        picture = f"no picture: matplotlib is not installed. {hint('plots')}"
-    say(f"report: {folder / run_summary.TEXT}  {picture}")
+    picture = f"  picture: {folder / run_summary.PICTURE}" if can_draw() else ""
+    say(f"report: {folder / run_summary.TEXT}{picture}")
     if not finished:
         say(f"interrupted; the same command continues the run:  archipelago up --run {report['run']} …")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from archipelago.broker.errors import ConfigError
 
 YEAR_SECONDS = 365.25 * 86400.0
-#: Virtual time of a simulation, where the user names none.
+#: The virtual time of a simulation if the user names none.
 DAYS = 7.0
 _GRID = 4096
 
@@ -35,25 +35,25 @@ class FailureModel:
     """The five parameters of the paper, and the sizes they apply to. Its defaults reproduce the paper's Table 1."""
 
     chips: float = 1.2e6
-    """in all islands together"""
+    """chips of all islands together"""
     islands: int = 8
-    """M"""
+    """number of islands, M"""
     slices: int = 128
-    """in all islands together; a failed chip stops its slice"""
+    """slices of all islands together; a failed chip stops its slice"""
     years_between: float = 1.0
     """mean time between two interruptions of one chip"""
     step_seconds: float = 6.0
-    """of an inner step"""
+    """duration of an inner step"""
     step_deviation: float = 0.1
-    """standard deviation of an inner step's time, as a share of it"""
+    """standard deviation of an inner step's duration, as a share of the mean"""
     pause_seconds: float = 12.0
     """time that an elastic island loses with each change of its size, and any other with a restart"""
     return_seconds: float = 72.0
     """mean time until a slice is back"""
     return_shape: float = 2.0
-    """k of the exponentiated Weibull distribution"""
+    """shape k of the exponentiated Weibull distribution of return times"""
     return_power: float = 4.0
-    """α, its exponent; with α = 1 it is a Weibull distribution, and with k = 1 too an exponential one"""
+    """exponent α of that distribution; α = 1 makes it a Weibull distribution, and k = 1 as well an exponential one"""
     elastic: bool = True
     """whether an island continues with the remaining slices"""
 
@@ -79,7 +79,7 @@ class FailureModel:
 
 
 def rng_of(seed: int) -> np.random.Generator:
-    """Return the source of everything that a simulation draws. Raise ConfigError for a negative seed."""
+    """Return the source of all random draws of a simulation. Raise ConfigError for a negative seed."""
     if seed < 0:
         raise ConfigError(f"--seed cannot be {seed}", "Give a seed of at least 0.", code="config.seed")
     return np.random.default_rng(seed)
@@ -185,14 +185,14 @@ class _Steps:
 def stretches(
     model: FailureModel, slices: int, failures: Failures, seconds: float, rng: np.random.Generator
 ) -> Iterator[Stretch]:
-    """Yield what one island does in virtual `seconds`. Between two stretches it pauses or stalls."""
+    """Yield the stretches of one island in virtual `seconds`. Between two stretches it pauses or stalls."""
     steps, now, live = _Steps(model, rng), 0.0, slices
-    down: list[float] = []  # a heap of the times at which slices return
+    down: list[float] = []  # A heap of the times at which slices return.
     while now < seconds:
         failed = 0
         if live:
             at = failures.after(now, live)
-            change = min(at, down[0] if down else math.inf, seconds)  # returns in a pause wait a step
+            change = min(at, down[0] if down else math.inf, seconds)  # Slices that return in a pause wait for a step.
             end = steps.end(now, max(now, change))
             yield Stretch(now, min(end, seconds), live)
             while at < end and failed < live:
@@ -243,7 +243,7 @@ class Outcome:
 
     @property
     def changes(self) -> int:
-        """How often an island stopped, started, or continued with other slices."""
+        """The number of times that an island stopped, started, or continued with other slices."""
         return sum(max(0, len(island) - 1) for island in self.islands)
 
 
@@ -258,7 +258,7 @@ def simulate(
     Args:
         model: The model and its sizes.
         seconds: Virtual time.
-        rng: The source of everything that is drawn.
+        rng: The source of all random draws.
         outages: Measured outages, (failed, returned) for each slice; without them, failures are drawn. Slice i belongs
             to island i mod M.
     """

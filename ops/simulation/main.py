@@ -1,4 +1,4 @@
-"""The verbs of `archipelago simulate`: what failures and links cost, before any machine is rented."""
+"""The verbs of `archipelago simulate`: which estimate the cost of failures and links before a machine is rented."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from archipelago.ops.settings import say
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
 from archipelago.ops.simulation.links import Load, data_parallel_gbits, load
 
-#: The defaults are made for up to this number of islands, and the paper has no more.
+#: The defaults are tuned for up to this number of islands, and the paper has no more.
 ISLANDS_MAX = 16
 #: The goodput that twice as many islands must gain, because each island costs some quality.
 GAIN_WORTHWHILE = 0.03
@@ -30,7 +30,7 @@ WINDOW = 2
 
 
 class Way(NamedTuple):
-    """How a run syncs. `interval` is H; `up` and `down` are codecs."""
+    """A choice of interval H and of the codecs `up` and `down`, with the reason `why`."""
 
     interval: int
     up: str
@@ -60,7 +60,7 @@ class PlanOptions:
     model: str = "1b"
     """parameters (5e9, 5B, 120M), or a model by name (tiny, small, base, 124m, 1b)"""
     tokens: str = "20x"
-    """to train on: a number (26B), or a multiple of the parameters (20x)"""
+    """tokens to train on: a number (26B), or a multiple of the parameters (20x)"""
     sites: int = 2
     """places that share only the Redis; each has at least one island"""
     chips: int = 16
@@ -84,9 +84,9 @@ class PlanOptions:
     elastic: bool = False
     """whether your islands continue with the remaining slices; our worker does not"""
     islands: int = 0
-    """M, if you want to set it yourself"""
+    """number of islands M, if you want to set it yourself"""
     seed: int = 0
-    """of the simulation"""
+    """seed of the simulation"""
     json: bool = False
     """print one JSON object"""
 

@@ -136,7 +136,7 @@ def bandwidth() -> dict[Site, dict[str, list[float]]]:
 
 def rms(found: Cells, published: Cells) -> float:
     """Return the root mean square of the differences over all cells, in the unit of the tables."""
-    differences = [mine - theirs for row in published for mine, theirs in zip(found[row], published[row], strict=True)]
+    differences = [model - paper for row in published for model, paper in zip(found[row], published[row], strict=True)]
     return math.sqrt(sum(d * d for d in differences) / len(differences))
 
 

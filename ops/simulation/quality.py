@@ -32,7 +32,7 @@ class QualityOptions:
     steps: int = STEPS
     """global steps of the run without failures"""
     seed: int = 0
-    """of the tapes and of the training"""
+    """seed of the tapes and of the training"""
     config: Path | None = None
     """a TOML file with the run's settings"""
     json: bool = False

@@ -1,4 +1,4 @@
-"""`archipelago simulate run`: one simulation, of drawn failures or of measured ones."""
+"""`archipelago simulate run`: one simulation, with random failures or with measured ones."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RunOptions:
     days: float | None = None
     """virtual time; default 7, or the length of the trace"""
     seed: int = 0
-    """of everything that is drawn"""
+    """seed of all random draws"""
     trace: Path | None = None
-    """measured outages instead of drawn ones: CSV with the columns slice,failed_seconds,returned_seconds"""
+    """measured outages instead of random ones: CSV with the columns slice,failed_seconds,returned_seconds"""
     trace_slices: int = 0
     """slices that were watched, if some of them never failed; default those that the trace names"""
     tape: Path | None = None
@@ -90,7 +90,7 @@ def _tell(found: dict[str, Any], outcome: Outcome) -> None:
     worst, best = min(found["goodput_of_islands"]), max(found["goodput_of_islands"])
     say(f"goodput  {found['goodput']:.1%} over {found['days']:g} days (islands {worst:.1%} to {best:.1%})")
     say(f"uptime   {found['uptime']:.2%}: the share of time in which any of {len(outcome.islands)} islands makes steps")
-    say(f"changes  {found['changes_an_hour']:.1f} an hour: an island stops, starts, or goes on with other slices")
+    say(f"changes  {found['changes_an_hour']:.1f} an hour: an island stops, starts, or continues with other slices")
     if "outages" in found:
         say(f"trace    {found['outages']:,} outages: a slice fails every {found['slice_hours_between']:.2f} h up, "
             f"and is back after {found['mean_return_seconds']:.0f} s on average")  # fmt: skip

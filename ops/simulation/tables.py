@@ -41,7 +41,7 @@ class TablesOptions:
     days: float = DAYS
     """virtual time of each cell"""
     seed: int = 0
-    """of everything that is drawn"""
+    """seed of all random draws"""
     output: Path = Path("runs/simulate")
     """folder for the picture, and for the tables in Markdown"""
     json: bool = False
@@ -146,7 +146,7 @@ def _table(title: str, published: Cells, found: Cells) -> Table:
     table = _new(title, ["chips", *map(chips_in_words, CHIPS)])
     for row in ROWS:
         pairs = zip(published[row], found[row], strict=True)
-        table.add_row(row.label, *(f"{theirs:.0f} / {mine:.1f}" for theirs, mine in pairs))
+        table.add_row(row.label, *(f"{paper:.0f} / {model:.1f}" for paper, model in pairs))
     return table
 
 
@@ -165,8 +165,8 @@ def _bandwidth_cells(
     for site, kinds in BANDWIDTH.items():
         for kind, published in kinds.items():
             cells = [
-                f"{theirs:g} / {mine:.2g}" if mine < 10 else f"{theirs:g} / {mine:.0f}"
-                for theirs, mine in zip(published, found[site][kind], strict=True)
+                f"{paper:g} / {model:.2g}" if model < 10 else f"{paper:g} / {model:.0f}"
+                for paper, model in zip(published, found[site][kind], strict=True)
             ]
             yield site, kind, [c if covered(kind, u) else f"{c} *" for c, u in zip(cells, UTILISATION, strict=True)]
 

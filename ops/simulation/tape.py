@@ -1,10 +1,10 @@
-"""Failure tapes: files with what islands do in a simulation, which real training can follow. And measured outages.
+"""Read and write failure tapes, which real training can follow, and read measured outages.
 
-A tape (the paper's Appendix E.1) is a text file of JSON lines. The first line is the head:
-`{"tape": 1, "islands": 2, "step_seconds": 6.0, "seconds": 600.0, "about": {…}}`. Each other line says what one island
-does from a moment on, in the order of time: `{"at": 132.5, "island": 0, "live": 0.75}`. `at` is in seconds, and `live`
-is the share of the island's slices that make steps. Its batch shrinks to that share; with 0 it makes no steps. Every
-island has a line at 0. `about` tells people where the tape comes from.
+A tape (the paper's Appendix E.1) is a text file of JSON lines. The first line is the head: `{"tape": 1, "islands": 2,
+"step_seconds": 6.0, "seconds": 600.0, "about": {…}}`. Each other line has the state of one island from a moment on, in
+the order of time: `{"at": 132.5, "island": 0, "live": 0.75}`. `at` is in seconds, and `live` is the share of the
+island's slices that make steps. Its batch shrinks to that share; with 0 it makes no steps. Every island has a line at
+0. `about` describes the origin of the tape for people.
 
 Measured outages are a CSV file with the columns `slice,failed_seconds,returned_seconds`: a name, and seconds since the
 measurement began.

@@ -28,7 +28,7 @@ _LEFT_OUT = (
 #: From this terminal width on, the share has a bar as well.
 BARS_FROM = 96
 BAR_CELLS = 10
-#: Maps control characters, which a terminal would obey, to a replacement character.
+#: Maps control characters, which would control the terminal, to a replacement character.
 CONTROLS = dict.fromkeys([*range(32), *range(0x7F, 0xA0)], "\ufffd")
 
 
@@ -38,7 +38,7 @@ def render(view: RunView, health: Health | None = None, problem: str = "") -> Re
 
 
 def plain(text: str) -> str:
-    """Replace control characters: text from Redis may have been written by anyone."""
+    """Replace control characters, because anyone may have written the text in Redis."""
     return text.translate(CONTROLS)
 
 
@@ -150,14 +150,14 @@ def seconds_text(seconds: float) -> str:
 
 def troubles(view: RunView, health: Health | None = None, now: float | None = None) -> list[Text]:
     """Return a line for each island whose link has a problem, and for each island whose work was refused."""
-    said = [f"{i.name}: {i.link}" for i in view.islands if i.live and i.link != "ok"]
+    lines = [f"{i.name}: {i.link}" for i in view.islands if i.live and i.link != "ok"]
     now = time.time() if now is None else now
     newest = {refusal.island: (at, refusal) for at, refusal in (health.refusals if health else ())}
-    said += [f"{name}: refused {ago(now - at)} ago, round {refusal.round:,}: {refusal.reason}"
+    lines += [f"{name}: refused {ago(now - at)} ago, round {refusal.round:,}: {refusal.reason}"
              for name, (at, refusal) in newest.items()]  # fmt: skip
-    said += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
+    lines += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
              if i.last_refusal and i.name not in newest]  # fmt: skip
-    return [Text(plain(line), style="yellow") for line in said]
+    return [Text(plain(line), style="yellow") for line in lines]
 
 
 @dataclass(frozen=True)

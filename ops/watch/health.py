@@ -1,4 +1,4 @@
-"""A run's health: who serves it, which controls are set, what was refused, and what happened recently."""
+"""The health of a run: its merger, the controls that operators have set, its refusals and its recent events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Health:
 
     Attributes:
         standing: The merger that holds the lease, and the time since the last round closed.
-        control: What operators have set.
+        control: The controls that operators have set.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
     """
 
@@ -43,7 +43,7 @@ class Event:
 
 
 def read_health(transport: ReaderTransport, refusals: int = REFUSALS_SHOWN) -> Health:
-    """Return the run's health now, with at most `refusals` refusals. Raises BrokerError."""
+    """Return the run's health now, with at most `refusals` refusals. Raise BrokerError."""
     found = [(at, refusal) for at, refusal in transport.reader.refusals(8 * refusals) if not refusal.repeat]
     return Health(
         transport.reader.standing() or Standing(), Control.of(transport.reader.control()), tuple(found[-refusals:])
@@ -62,13 +62,13 @@ def events_of(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) 
 
 
 def describe_control(control: Control) -> str:
-    """Describe in words what operators have changed; empty if nothing."""
-    said = ["merging is paused"] if control.is_paused else []
-    said += [f"{name} = {value:g}" for name, value in control.settings.items()]
-    for wish, words in ((DRAIN, "is asked to leave"), (EXPEL, "is expelled")):
-        said += [f"{island} {words}" for island, wanted in control.islands.items() if wanted == wish]
-    said += [f"{name} is ignored ({why})" for name, why in control.faults.items()]
-    return ", ".join(said)
+    """Describe the changes of operators in words. Return an empty string if there are none."""
+    words = ["merging is paused"] if control.is_paused else []
+    words += [f"{name} = {value:g}" for name, value in control.settings.items()]
+    for wish, action in ((DRAIN, "is asked to leave"), (EXPEL, "is expelled")):
+        words += [f"{island} {action}" for island, wanted in control.islands.items() if wanted == wish]
+    words += [f"{name} is ignored ({why})" for name, why in control.faults.items()]
+    return ", ".join(words)
 
 
 def trouble(view: RunView, health: Health, interval: int) -> str:

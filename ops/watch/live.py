@@ -1,6 +1,6 @@
 """Show a run live in the terminal (`archipelago status --watch`).
 
-A thread of its own reads Redis, so keys work even while Redis does not answer.
+A separate thread reads Redis, so that keys work even while Redis does not answer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def watch(transport: ReaderTransport, every_seconds: float | None, *, as_json: b
 
 
 class Watcher:
-    """Reads a run repeatedly. Only the reading thread uses the transport.
+    """A reader that reads a run repeatedly. Only the reading thread uses the transport.
 
     Attributes:
         latest: The last successful reading, or None before the first.
@@ -111,7 +111,7 @@ class Watcher:
         if read_all:
             self._events = events_of(transport.reader.notes(EVENTS_READ), transport.reader.refusals(EVENTS_READ))
         now = self._wall()
-        if tape and tape[-1].round < self._last_round:  # The run went back to a checkpoint.
+        if tape and tape[-1].round < self._last_round:  # The run returned to an earlier checkpoint.
             self._closes.clear()
             self._last_round = 0
         self._closes.extend(entry.unix_seconds or now for entry in tape if entry.round > self._last_round)

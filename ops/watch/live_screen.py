@@ -98,7 +98,7 @@ class Screen:
         return len(self.reading.events) if self.reading else 0
 
     def _events(self, count: int) -> Group:
-        """Return the newest `count` events, the latest at the bottom, each on one line of its own."""
+        """Return the newest `count` events, the latest at the bottom, each on its own line."""
         shown = (self.reading.events if self.reading else ())[-count:]
         who_cells = min(NAME_CELLS, max((len(event.who) for event in shown), default=0))
         lines = []

@@ -66,7 +66,7 @@ def main(options: ReportOptions) -> int:
 
 
 def everything(options: ReportOptions) -> dict[str, Any]:
-    """Return page and charts of the run that the options name. Raises ArchipelagoError."""
+    """Return page and charts of the run that the options name. Raise ArchipelagoError."""
     if options.target is None or "://" in options.target:
         transport = connect_to(options.target, options.run)
         try:

@@ -136,7 +136,7 @@ def draw_ratios(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> No
             [goal for _, goal in goals], [place for place, _ in goals], marker="|", s=260, color="black", label="goal"
         )
         axes.legend(frameon=False, loc="lower right")
-    axes.set(title=title, xlabel="ours / theirs; more is better", yticks=list(places), yticklabels=names)
+    axes.set(title=title, xlabel="archipelago / the other; more is better", yticks=list(places), yticklabels=names)
     axes.invert_yaxis()
     axes.grid(alpha=0.3, axis="x")
     axes.spines[["top", "right"]].set_visible(False)

@@ -105,7 +105,7 @@ class RunView:
 
 
 def observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
-    """Return the run as Redis has it now. Raises BrokerError."""
+    """Return the run as Redis has it now. Raise BrokerError."""
     for _ in range(BALANCE_TRIES - 1):
         view = _observe(transport, manifest)
         if view.balanced:
@@ -124,7 +124,7 @@ def _observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
 def glance(
     transport: ReaderTransport, manifest: Manifest, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation]
 ) -> RunView:
-    """Return the run cheaply, for a reading every second. Raises BrokerError.
+    """Return the run cheaply, for a reading every second. Raise BrokerError.
 
     Pending contributions are counted without reading the stream. Pending tokens are derived from the accounts, so
     `balanced` covers contributions only.

@@ -1,4 +1,4 @@
-"""`archipelago steer`: change the settings of a running run, or show what was changed."""
+"""`archipelago steer`: change the settings of a running run, or show the changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SteerOptions(RunAddress):
 
 
 def main(options: SteerOptions) -> int:
-    """Apply the changes, and show what is set."""
+    """Apply the changes, and show all of them."""
     options = _with_all_changes(options)
     transport = options.connect()
     config = transport.reader.manifest().config
@@ -81,7 +81,7 @@ def changes_of(
     Args:
         config: The run's config.
         words: The words of the command line.
-        present: What is set now. All of it can be removed, even if it is not valid.
+        present: The present changes. Each of them can be removed, even if it is not valid.
         wall: Unix seconds, so that each request for a checkpoint is a new one.
 
     Raises:
@@ -104,7 +104,7 @@ def changes_of(
 
 
 def observe(transport: ReaderTransport, config: RunConfig) -> dict[str, Any]:
-    """Return what is set, what has applied since the last closed round, and the run's own settings."""
+    """Return the changes, the settings in force since the last closed round, and the run's own settings."""
     fields = transport.reader.control()
     control = Control.of(fields)
     now = steered(config, _in_force(transport.reader.merger_state()))

@@ -123,7 +123,7 @@ def write(found: RunParameters, out: Path, form: str, dtype: str) -> str:
         else:
             path = stage / WEIGHTS_FILE
             _write_safetensors(path, found.params, dtype, is_llama=config["model_type"] == "llama")
-            path.chmod((stage / CONFIG_FILE).stat().st_mode)  # safetensors lets only the user read the file
+            path.chmod((stage / CONFIG_FILE).stat().st_mode)  # Safetensors lets only the user read the file.
         if tokenizer is not None:
             _write_tokenizer(stage, tokenizer, found.manifest.config.data.sequence_length)
     return str(config["model_type"])
@@ -131,13 +131,13 @@ def write(found: RunParameters, out: Path, form: str, dtype: str) -> str:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out`. Raises ConfigError (`export.unwritable`) when the disk refuses it."""
+    """Yield a folder that becomes `out`. Raise ConfigError (`export.unwritable`) if the disk refuses it."""
     from safetensors import SafetensorError
 
     try:
         with staged_folder(out) as stage:
             yield stage
-    except (OSError, SafetensorError) as error:  # safetensors wraps errors of the disk in its own
+    except (OSError, SafetensorError) as error:  # Safetensors wraps errors of the disk in its own.
         raise _unwritable(out, error, "Check the path, the disk's space and the permissions.") from error
 
 

@@ -36,7 +36,7 @@ _SILENT = {**CONTROLS, ord("\n"): "\n", ord("\t"): "\t"}
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. `islands.models.sampling.Sampling` checks the values."""
+    """Options that choose the next token. `islands.models.sampling.Sampling` checks the values."""
 
     temperature: float = 0.8
     """Divides the logits. 0 takes the most probable token."""
@@ -67,7 +67,7 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
-class Writer:
+class TextModel:
     """A model of text with its parameters and its tokenizer.
 
     Attributes:
@@ -93,11 +93,11 @@ def main(options: GenerateOptions) -> int:
     if options.tokens < 1:
         raise ConfigError(f"--tokens cannot be {options.tokens}", "Choose a positive number.", code="generate.bad-flag")
     keep_compiled()
-    writer = open_writer(options.source, options.run)
+    text_model = open_text_model(options.source, options.run)
     prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
     times: list[float] = []
     pieces = []
-    for piece in generate(writer, prompt, options.tokens, options.sampling, seed, times):
+    for piece in generate(text_model, prompt, options.tokens, options.sampling, seed, times):
         pieces.append(piece)
         if not options.json:
             show(piece)
@@ -106,14 +106,14 @@ def main(options: GenerateOptions) -> int:
     speed = tokens_per_second(times)
     if options.json:
         print_json({"prompt": prompt, "text": "".join(pieces), "tokens": len(times), "seed": seed,
-                    "tokens_per_second": speed, "origin": writer.origin})  # fmt: skip
+                    "tokens_per_second": speed, "origin": text_model.origin})  # fmt: skip
     else:
-        say(f"{len(times):,} tokens, {speed:,.0f} a second, seed {seed}, by {writer.origin}")
+        say(f"{len(times):,} tokens, {speed:,.0f} a second, seed {seed}, by {text_model.origin}")
     return 0
 
 
 def generate(
-    writer: Writer, prompt: str, tokens: int, sampling: SamplingOptions, seed: int, times: list[float]
+    text_model: TextModel, prompt: str, tokens: int, sampling: SamplingOptions, seed: int, times: list[float]
 ) -> Iterator[str]:
     """Yield the text that continues the prompt, in pieces, and append the time of each token to `times` (in seconds).
 
@@ -132,22 +132,21 @@ def generate(
             "See `archipelago generate --help`.",
             code="generate.bad-flag",
         ) from None
-    assert writer.model.decoder is not None  # noqa: S101 - `open_writer` checks it
-    start = writer.tokenizer.encode(prompt) or writer.tokenizer.encode("\n")
-    endless = continuation(writer.model.decoder, writer.params, start, writer.context, how, seed)
+    assert text_model.model.decoder is not None  # noqa: S101 - `open_text_model` checks it
+    start = text_model.tokenizer.encode(prompt) or text_model.tokenizer.encode("\n")
+    endless = continuation(text_model.model.decoder, text_model.params, start, text_model.context, how, seed)
 
     def timed() -> Iterator[int]:
         for token in islice(endless, tokens):
             times.append(time.perf_counter())
-            yield (
-                token if token < writer.tokenizer.vocabulary else 0
-            )  # a model's vocabulary may be larger than the tokenizer's
+            # A model's vocabulary may be larger than the tokenizer's.
+            yield token if token < text_model.tokenizer.vocabulary else 0
 
-    yield from writer.tokenizer.decode(timed())
+    yield from text_model.tokenizer.decode(timed())
 
 
 def tokens_per_second(times: Sequence[float]) -> float:
-    """Return the rate of tokens that came at these times, in seconds, or 0 if there are too few.
+    """Return the rate of tokens that were generated at these times, in seconds, or 0 if there are too few.
 
     The first two do not count, because programs are compiled for them.
     """
@@ -162,7 +161,7 @@ def show(piece: str) -> None:
     sys.stdout.flush()
 
 
-def open_writer(source: str | None, run: str | None) -> Writer:
+def open_text_model(source: str | None, run: str | None) -> TextModel:
     """Open the model of an export, of a checkpoint or of a run.
 
     Raises:
@@ -178,16 +177,16 @@ def open_writer(source: str | None, run: str | None) -> Writer:
     model = _of_text(build(found.manifest.config.model), found.manifest.config.model.size)
     origin = f"run {found.manifest.run!r} at round {found.round:,}"
     context = _context(found.manifest.config.data.sequence_length)
-    return Writer(model, found.params, tokenizer_of(found.manifest), context, origin)
+    return TextModel(model, found.params, tokenizer_of(found.manifest), context, origin)
 
 
-def _of_export(folder: Path) -> Writer:
+def _of_export(folder: Path) -> TextModel:
     from archipelago.islands.data.tokenizer import FILE, from_file
 
     files = WeightFiles(folder)
     model, name, context = _described(folder, files)
     params = files.load(_of_text(model, name).tensors)
-    return Writer(model, params, from_file(folder / FILE), _context(context), str(folder))
+    return TextModel(model, params, from_file(folder / FILE), _context(context), str(folder))
 
 
 def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
@@ -201,7 +200,7 @@ def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
     try:
         if config.get("model_type") == "llama":
             size, vocabulary = size_of(config), int(config["vocab_size"])
-            if size.layers > len(files.held):  # before that many are built
+            if size.layers > len(files.held):  # Check this before that many layers are built.
                 raise ValueError(f"{size.layers} layers, and {len(files.held)} tensors")
             if not 0 < vocabulary < 1 << 24:
                 raise ValueError(f"vocab_size {vocabulary}")

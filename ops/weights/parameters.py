@@ -77,7 +77,7 @@ def _folder(source: str) -> Path:
 
 
 def from_redis(url: str | None, run: str | None) -> RunParameters:
-    """Read the parameters that the merger published last. Raises BrokerError."""
+    """Read the parameters that the merger published last. Raise BrokerError."""
     transport = connect_to(url, run)
     try:
         manifest = transport.reader.manifest()
@@ -90,7 +90,7 @@ def from_redis(url: str | None, run: str | None) -> RunParameters:
 
 
 def from_checkpoint(folder: Path, run: str | None) -> RunParameters:
-    """Read the newest checkpoint in a folder: a run's, its merger's, or the checkpoints' own.
+    """Read the newest checkpoint in the folder of a run, of its merger, or of the checkpoints themselves.
 
     Raises:
         ConfigError: There is no checkpoint (`checkpoint.missing`).
@@ -127,7 +127,7 @@ def _checkpoints(folder: Path) -> Path | None:
 
 
 def has_text(manifest: Manifest) -> bool:
-    """Whether the run's model reads and writes text."""
+    """Return whether the run's model reads and writes text."""
     from archipelago.islands.models.registry import build
 
     return build(manifest.config.model).decoder is not None

@@ -21,13 +21,13 @@ _CONFIG_BYTES_MAX = 16 << 20
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 #: A table that older programs store with the weights.
 _NOT_WEIGHTS = "rotary_emb.inv_freq"
-#: The most tensors that a message names. It counts the others.
+#: The most tensors that a message names. The message counts the others.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor in a file, under its name there."""
+class FileTensor:
+    """A tensor in a file. `name` is its name in that file."""
 
     file: Path
     name: str
@@ -67,7 +67,7 @@ class WeightFiles:
             from archipelago.islands.models.llama import require_compatible
 
             require_compatible(self.config)
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, FileTensor] = {}
         for file in self.files:
             self._read_header(file)
 
@@ -80,7 +80,7 @@ class WeightFiles:
             with safe_open(file, framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                     place, part = from_llama(name), opened.get_slice(name)
-                    held = Held(file, name, tuple(part.get_shape()), part.get_dtype(), place.transposed)
+                    held = FileTensor(file, name, tuple(part.get_shape()), part.get_dtype(), place.transposed)
                     if place.name in self.held:
                         raise DataError(
                             f"{self.path} holds the tensor {place.name!r:.80} twice",
@@ -178,7 +178,7 @@ class WeightFiles:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Read `config.json` in a folder. It is empty if there is none. Raises DataError (`weights.damaged`)."""
+    """Read `config.json` in a folder. It is empty if there is none. Raise DataError (`weights.damaged`)."""
     path = folder / CONFIG_FILE
     try:
         with path.open("rb") as file:

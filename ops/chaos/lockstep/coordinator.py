@@ -1,7 +1,7 @@
 """The coordinator of workers that train in lockstep: a state machine that decides what each worker does next. Pure.
 
 Workers (`lockstep.worker`) decide nothing. Each receives bundles of orders, carries them out in turn, and reports when
-a bundle is done; by then, what it shares lies in its slot. The coordinator learns which workers are ready, gone or cut
+a bundle is done; its shared vector is then in its slot. The coordinator learns which workers are ready, gone or cut
 off, and hands out bundles. It never fails and learns of a death at once, unlike the coordinators of real systems.
 
 `n` counts exchanges: steps of data-parallel training, or rounds of DiLoCo. A worker's slot and its files alternate
@@ -51,7 +51,7 @@ class Bundle:
     orders: tuple[Order, ...]
 
     def has(self, what: Action) -> bool:
-        """Whether an order of that kind is among them."""
+        """Return whether the bundle contains an order of that kind."""
         return any(order.what == what for order in self.orders)
 
 
@@ -96,7 +96,7 @@ class Ledger:
 
 
 class Coordinator:
-    """What all methods share: the workers that are up, their last bundles, and the links that are cut.
+    """The state that all methods need: the workers that are up, their last bundles, and the links that are cut.
 
     Attributes:
         names: All workers.
@@ -124,19 +124,22 @@ class Coordinator:
         return out
 
     def add(self, name: str, now: float) -> None:
-        """A new process of that worker is ready to train."""
+        """Register a new process of that worker, which is ready to train."""
         self._up[name] = None
         self._added(name, now)
 
     def remove(self, name: str, now: float) -> None:
-        """The process of that worker is gone."""
+        """Note that the process of that worker is gone."""
         if name in self._up and self.final is None:
             del self._up[name]
             self._busy.discard(name)
             self._removed(name, now)
 
     def complete(self, name: str, ticket: int, steps: int, now: float) -> None:
-        """A worker has done a bundle with `steps` steps. If a newer bundle replaced it, only its steps are recorded."""
+        """Note that a worker has done a bundle with `steps` steps.
+
+        If a newer bundle has replaced it, only its steps are recorded.
+        """
         self.ledger.made += [Step(now, name)] * steps
         bundle = self._up.get(name)
         if bundle is not None and bundle.ticket == ticket and self.final is None:
@@ -144,16 +147,16 @@ class Coordinator:
             self._completed(name, bundle, now)
 
     def cut(self, name: str) -> None:
-        """A worker is cut off: what it shares does not count until its link heals."""
+        """Note that a worker is cut off. Its shared vectors do not count until its link heals."""
         self._cut.add(name)
 
     def heal(self, name: str, now: float) -> None:
-        """A worker's link works again."""
+        """Note that a worker's link works again."""
         self._cut.discard(name)
         self._advance(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Check timeouts. Call this regularly."""
 
     def end(self, now: float) -> None:
         """Stop training. `final` will then name the parameters, perhaps after more bundles."""

@@ -55,7 +55,7 @@ class _Synchronous(Coordinator):
 
 
 class DataParallel(_Synchronous):
-    """A fixed group: a step needs all workers. After a death all of them load the checkpoint, once all are there."""
+    """A fixed group, in which a step needs all workers. After a death, all load the checkpoint once all are present."""
 
     def _added(self, name: str, now: float) -> None:
         if len(self._up) == len(self.names) and not self.ending:
@@ -146,7 +146,7 @@ class Elastic(_Synchronous):
         self._advance(now)
 
     def heal(self, name: str, now: float) -> None:
-        """A worker's link works again."""
+        """Note that a worker's link works again."""
         super().heal(name, now)
         self._begin_again(now)
 
@@ -158,7 +158,7 @@ class Elastic(_Synchronous):
         for name in [n for n in self._members if n not in self._arrived or n in self._cut]:
             self._members.remove(name)
             if self._arrived.pop(name, None) is not None:
-                self._joining.append(name)  # It is cut off but alive, and waits already.
+                self._joining.append(name)  # It is alive but cut off, and already waits.
         self._advance(now)
 
     def _advance(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Runs a baseline under the faults of a storm: real processes that train the same model on the same text in lockstep.
+"""Run a baseline under the faults of a storm: real processes that train the same model on the same text in lockstep.
 
 The baselines have it easier than the islands. Their exchange goes through memory and takes almost no time. Their
 coordinator never fails, learns of a death at once, and needs no new rendezvous. Faults of Redis, the merger, disks and
@@ -52,7 +52,7 @@ def worker_faults(faults: Iterable[Fault], names: Sequence[str]) -> tuple[Fault,
 
 
 class CoordinatorServer:
-    """Connects a coordinator with its workers, over a Unix socket at `address` and on threads of its own."""
+    """The connections between a coordinator and its workers, over a Unix socket at `address`, on separate threads."""
 
     def __init__(self, coordinator: Coordinator, address: str) -> None:
         self._coordinator = coordinator
@@ -62,7 +62,7 @@ class CoordinatorServer:
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                with suppress(OSError, ValueError):  # A worker that is killed may leave half a line.
+                with suppress(OSError, ValueError):  # A worker that is killed may send an incomplete line.
                     server._serve(self.request, (json.loads(line) for line in self.rfile))
 
         self._server = socketserver.ThreadingUnixStreamServer(address, Handler)
@@ -114,12 +114,12 @@ class CoordinatorServer:
         message = {"ticket": bundle.ticket, "orders": [dataclasses.asdict(order) for order in bundle.orders]}
         connection = self._connections.get(bundle.to)
         if connection is not None:
-            with suppress(OSError):  # It was killed just now; the end of its connection will say so.
+            with suppress(OSError):  # It was killed just now. The end of its connection will report that.
                 connection.sendall((json.dumps(message) + "\n").encode())
 
 
 class WorkerGroup(FaultInjector):
-    """The workers of a baseline, and the faults that are done to them."""
+    """The workers of a baseline, and the faults that are injected into them."""
 
     def __init__(self, plan: Plan, method: Method, config: RunConfig, stack: ExitStack) -> None:
         # These modules import JAX, which takes seconds.
@@ -153,11 +153,11 @@ class WorkerGroup(FaultInjector):
         stack.callback(self.end)
 
     def is_training(self, name: str) -> bool:
-        """Whether that worker has made a step."""
+        """Return whether that worker has made a step."""
         return any(step.worker == name for step in self.coordinator.ledger.made)
 
     def poll(self) -> None:
-        """Do everything that is due, and tell the coordinator that time has passed."""
+        """Inject and undo the faults that are due, and let the coordinator check its timeouts."""
         super().poll()
         self.server.call(lambda coordinator, now: coordinator.tick(now))
 
@@ -188,7 +188,7 @@ class WorkerGroup(FaultInjector):
         while self.coordinator.final is None:
             if time.monotonic() > deadline:
                 raise ArchipelagoError(
-                    "a baseline does not end",
+                    "a baseline did not end in time",
                     f"Its logs are in {self.plan.folder / 'logs'}.",
                     code="chaos.baseline-stuck",
                 )
@@ -208,7 +208,7 @@ def run_baseline(plan: Plan, method: Method, stopped: Callable[[], bool]) -> Met
 
     Args:
         plan: The plan of the storm.
-        method: How to train.
+        method: The training method.
         stopped: Whether a signal has asked this process to stop.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Goodput that other methods would have had under the failures of a storm: computed, not run. Pure.
+"""Estimate the goodput that other methods would have under the failures of a storm, without running them. Pure.
 
 The estimates favour the other methods: synchronisation takes no time, failures of Redis and the merger do not count,
 and an island is up exactly while it was training in the storm, so a restart takes as long as it took there.

@@ -71,7 +71,7 @@ def path_of(folder: Path, name: str) -> Path:
 
 
 class Slots:
-    """What each worker shares: float32 [2, N] in a file of its own, which the other workers map into their memory."""
+    """The shared vectors of a worker: float32 [2, N] in its own file, which the other workers map into their memory."""
 
     def __init__(self, folder: Path, name: str, size_N: int) -> None:
         self._folder, self._size_N = folder, size_N

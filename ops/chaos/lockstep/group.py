@@ -1,4 +1,4 @@
-"""What the workers of a group have in common, and the coordinator of each method."""
+"""The settings that the workers of a group share, and the coordinator of each method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GroupSettings:
     """The settings of a group.
 
     Attributes:
-        method: How it trains.
+        method: Its training method.
         config: The run's config as JSON.
         names: Its workers.
         step_seconds: Minimum duration of each worker's steps.
@@ -39,7 +39,7 @@ class GroupSettings:
 
     @property
     def socket(self) -> str:
-        """The path of the socket over which orders come."""
+        """The path of the socket over which the coordinator sends orders."""
         return f"{self.exchange}/socket"
 
     def to_text(self) -> str:

@@ -1,4 +1,4 @@
-"""What a method of training achieved under the faults of a storm. Pure."""
+"""The result of a training method under the faults of a storm. Pure."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ class Trainee(Protocol):
         """Make a step on the next batch. `n` steps were made before it."""
 
     def vector(self) -> Vector:
-        """Return what the worker shares after the step: float32 [N]."""
+        """Return the vector that the worker shares after the step: float32 [N]."""
 
     def merge(self, mean_N: Vector, n: int) -> None:
-        """Apply the mean of what the members shared in the n-th exchange."""
+        """Apply the mean of the vectors that the members shared in the n-th exchange."""
 
     def shared_state(self) -> Saved:
         """Return the state that is the same for all workers."""
@@ -142,7 +142,7 @@ class Parallel:
 
 
 class Replica:
-    """Synchronous DiLoCo: inner steps on shards of its own, and one outer step on the mean of all parameters."""
+    """Synchronous DiLoCo: inner steps on separate shards, and one outer step on the mean of all parameters."""
 
     def __init__(self, settings: GroupSettings, name: str, corpus: OpenCorpus, first: Params) -> None:
         self._config, self._corpus = from_json(settings.config), corpus
@@ -169,7 +169,7 @@ class Replica:
         return np.asarray(ravel_pytree(self._state.params)[0])
 
     def merge(self, mean_N: Vector, n: int) -> None:
-        """Make the outer step. The inner moments stay."""
+        """Make the outer step. The inner moments do not change."""
         self.params, self._momentum = self._outer(self.params, self._momentum, jnp.asarray(mean_N))
         self._state = self._state._replace(params=device_copy(self.params))
 

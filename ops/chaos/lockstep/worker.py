@@ -1,4 +1,4 @@
-"""A worker of a baseline. It connects to the coordinator's socket and carries out the orders that come there.
+"""A worker of a baseline. It connects to the coordinator's socket and carries out the orders that it receives.
 
 It shares vectors through memory that all workers map, and saves what a restart needs into files. Its steps have the
 same minimum duration as those of an island; the exchange is hidden behind it if both fit into that time.
@@ -26,7 +26,7 @@ from archipelago.ops.chaos.lockstep.trainees import Trainee, trainee_of
 
 
 class Follower:
-    """Carries out orders.
+    """The executor of a coordinator's orders.
 
     Args:
         trainee: The worker's arithmetic.

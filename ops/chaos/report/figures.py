@@ -29,7 +29,7 @@ from archipelago.ops.chaos.report.record import STANDBY_USED, ProcessEvent, Stor
 from archipelago.ops.chaos.report.timelines import timelines, uptime
 
 #: The name of our own run among the methods.
-OURS = "islands"
+ISLANDS = "islands"
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Figures:
         goodput: Merged inner steps over possible ones.
         goodput_of_live_time: Merged inner steps over those that fit into the time in which islands trained.
         uptime: Share of the window in which at least one island trained.
-        shares: Where the allocated time went.
+        shares: The shares of the allocated time.
         rounds: Rounds that closed in the window.
         faults: Number of faults by kind and target.
-        events: What happened to the processes, in seconds after the begin of the window.
+        events: Events of the processes, in seconds after the begin of the window.
         rejoins: The return of each killed island.
-        stalls: How long islands without a fault were kept from their steps.
+        stalls: Delays between the steps of islands without a fault.
         staleness: Merged contributions by staleness.
         checks: The invariants.
         holds: Whether all invariants hold.
@@ -164,7 +164,7 @@ def as_method_result(storm: StormRecord, found: Figures) -> MethodResult:
     steps = itertools.accumulate(sum(m.steps for m in entry.members) / storm.fragments for _, entry in merged)
     useful = merged_steps(storm)
     return MethodResult(
-        method=OURS,
+        method=ISLANDS,
         seconds=found.seconds,
         goodput=found.goodput,
         steps_useful=useful,

@@ -1,4 +1,4 @@
-"""Goodput: the share of the islands' time that became merged inner steps, and where the rest of it went. Pure.
+"""Goodput: the share of the islands' time that became merged inner steps, and the shares of the rest. Pure.
 
 The islands' *allocated* time is the window times their number. *Useful* inner steps are those that were merged.
 *Possible* ones are those that fit into the allocated time at the run's step duration.
@@ -21,7 +21,7 @@ PARTICIPATION_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the islands' allocated time went. The shares sum to one, up to rounding.
+    """The shares of the islands' allocated time. They sum to one, up to rounding.
 
     Attributes:
         useful: Inner steps that were merged.
@@ -83,7 +83,7 @@ def possible_while_live(storm: StormRecord, states: Timelines) -> float:
 
 @dataclass(frozen=True)
 class Waits:
-    """How often a wait took longer than 10 ms, and the longest one.
+    """The number of waits that took longer than 10 ms, and the longest wait.
 
     Attributes:
         over_10_ms: Number of waits over 10 ms.
@@ -100,7 +100,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Stalls:
-    """How long islands without a fault were kept from their steps.
+    """Delays between the steps of islands without a fault.
 
     Attributes:
         turns: Number of turns of their loops in the window.
@@ -148,7 +148,7 @@ def _undisturbed(storm: StormRecord, island: str, spans: Sequence[Span]) -> Iter
 
 @dataclass(frozen=True)
 class Rejoin:
-    """How long each part of an island's return took after a kill.
+    """The duration of each part of an island's return after a kill.
 
     A part is NaN if it did not happen before the end of the storm or the next kill.
 
@@ -170,7 +170,7 @@ class Rejoin:
 
 
 def rejoins(storm: StormRecord) -> list[Rejoin]:
-    """Return one for each kill of an island."""
+    """Return a Rejoin for each kill of an island."""
     kills = [e for e in storm.events if e.what in ("kill", "died") and e.process in storm.islands]
     return [_rejoin(storm, kill) for kill in kills]
 

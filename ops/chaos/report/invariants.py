@@ -16,8 +16,8 @@ class Check:
     Attributes:
         key: A stable name, for programs.
         name: What must hold, for people.
-        holds: Whether it does.
-        found: What was found.
+        holds: Whether it holds.
+        found: The observed values, for people.
     """
 
     key: str
@@ -51,7 +51,7 @@ def _tokens_balance(storm: StormRecord) -> Check:
 
 def _nothing_waits(storm: StormRecord) -> Check:
     waiting = storm.pending.contributions
-    return Check("drained", "nothing waits after all islands have left", waiting == 0, f"{waiting:,} wait")
+    return Check("drained", "no contribution waits after all islands have left", waiting == 0, f"{waiting:,} wait")
 
 
 def _merged_once(storm: StormRecord) -> Check:
@@ -72,7 +72,7 @@ def _tape_and_books_agree(storm: StormRecord) -> Check:
 
 def _not_merged_and_refused(storm: StormRecord) -> Check:
     both = sorted(storm.refused & _merged(storm).keys())
-    return Check("refused", "nothing is both merged and refused", not both, _examples(both, len(storm.refused)))
+    return Check("refused", "no contribution is both merged and refused", not both, _examples(both, len(storm.refused)))
 
 
 def _steps_merged_once(storm: StormRecord) -> Check:

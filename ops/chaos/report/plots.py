@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.ops.chaos.report.figures import OURS, Figures
+from archipelago.ops.chaos.report.figures import ISLANDS, Figures
 from archipelago.ops.chaos.report.record import StormRecord
 from archipelago.ops.chaos.report.tables import SHARE_LABELS, methods
 from archipelago.ops.chaos.report.timelines import Timelines, timelines
@@ -21,7 +21,8 @@ MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
 OTHER_MARK = "v"
 SHARE_COLOURS = {**{name: STATE_COLOURS[name] for name in ("stopped", "recovering", "dead")},
                  "useful": STATE_COLOURS["training"], "lost": "#8064a2", "idle": "#b8b8b8"}  # fmt: skip
-METHOD_COLOURS = {OURS: STATE_COLOURS["training"], "synchronous DiLoCo": "#4472c4", "elastic data-parallel": "#e0b040",
+METHOD_COLOURS = {ISLANDS: STATE_COLOURS["training"], "synchronous DiLoCo": "#4472c4",
+                  "elastic data-parallel": "#e0b040",
                   "data-parallel": "#c0504d"}  # fmt: skip
 ADOPTIONS_MAX = 400
 

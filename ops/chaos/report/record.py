@@ -1,4 +1,4 @@
-"""Everything that is known of one run under faults. All times are seconds of one monotonic clock."""
+"""The record of one run under faults. All times are seconds of one monotonic clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from archipelago.broker.messages import Books, Pending, TapeEntry
 from archipelago.ops.chaos.schedule import Fault
 
-#: The event of an island that a standby became.
+#: The detail of the `start` event of an island that took over a standby's process.
 STANDBY_USED = "was a standby"
 #: Island, incarnation and sequence number of a contribution.
 Identity = tuple[str, str, int]
@@ -20,14 +20,14 @@ Identity = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class ProcessEvent:
-    """Something that was done to a process, or that it did.
+    """An event of a process: its start, its end, or a fault.
 
     Attributes:
         at: Its time.
         process: `redis`, `merger` or the name of an island.
         what: `start`, `ready`, `kill`, `stop`, `continue`, `died`, or a fault of its link, disk or clock that begins
             or is over.
-        detail: More, for people.
+        detail: Further information, for people.
     """
 
     at: float
@@ -85,7 +85,7 @@ class StormRecord:
         tokens_per_step: Tokens of one inner step of one island.
         fragments: Number of fragments.
         faults: The schedule.
-        events: What happened to the processes.
+        events: The events of all processes.
         turns: The turn log of each island.
         closed_at: When each round was first seen closed.
         samples: The state of the run over time.
@@ -153,5 +153,5 @@ def _step_seconds(turns: Sequence[Turn]) -> Iterable[float]:
 
 
 def has_member(entry: TapeEntry, island: str, incarnation: str = "") -> bool:
-    """Whether a contribution of that island, or of that incarnation, was merged into a round."""
+    """Return whether a contribution of that island, or of that incarnation, was merged into a round."""
     return any(m.island == island and incarnation in ("", m.incarnation) for m in entry.members)

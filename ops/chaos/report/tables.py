@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from archipelago.ops.chaos.lockstep.results import MethodResult
-from archipelago.ops.chaos.report.figures import OURS, Control, Figures, as_method_result
+from archipelago.ops.chaos.report.figures import ISLANDS, Control, Figures, as_method_result
 from archipelago.ops.chaos.report.goodput import Waits
 from archipelago.ops.chaos.report.record import StormRecord
 from archipelago.ops.watch.formatting import number, size
@@ -13,7 +13,7 @@ SHARE_LABELS = {
     "stopped": "stopped", "recovering": "starting again", "dead": "dead",
 }  # fmt: skip
 #: The order in which methods are shown.
-METHOD_ORDER = (OURS, "synchronous DiLoCo", "elastic data-parallel", "data-parallel")
+METHOD_ORDER = (ISLANDS, "synchronous DiLoCo", "elastic data-parallel", "data-parallel")
 COLUMNS = (
     "", "goodput", "tokens in the parameters", "held-out bits per byte", "from a kill to its next step",
     "longest time without a step",
@@ -70,7 +70,7 @@ def comparison(storm: StormRecord, found: Figures) -> list[tuple[str, ...]]:
     """Return one row of COLUMNS for each method."""
     return [
         (
-            f"{one.method}, this run" if one.method == OURS else one.method,
+            f"{one.method}, this run" if one.method == ISLANDS else one.method,
             f"{one.goodput:.1%}",
             f"{one.tokens:,}",
             number(one.bits_per_byte, 4),

@@ -17,7 +17,7 @@ _MARKS = {"start", "ready", "kill", "died", "stop", "continue"}
 
 @dataclass(frozen=True)
 class Span:
-    """A time in which a process has one state."""
+    """A period in which a process has one state."""
 
     begin: float
     end: float
@@ -72,7 +72,7 @@ def _state_after(what: str, state: str, before_stop: str) -> str:
 def _ready_times(storm: StormRecord, process: str) -> list[float]:
     """Return when a process became ready: a merger with each round, an island with the first turn of an incarnation.
 
-    Redis has `ready` events of its own.
+    Redis has its own `ready` events.
     """
     if process == MERGER:
         return sorted(storm.closed_at.values())

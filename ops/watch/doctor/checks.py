@@ -1,4 +1,4 @@
-"""What `archipelago doctor` concludes from the facts about a Redis. Pure: facts in, findings out."""
+"""Judge the facts about a Redis for `archipelago doctor`. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from archipelago.ops.watch.formatting import seconds_text, size
 
 Level = Literal["ok", "warning", "problem"]
 
-#: The share of the memory limit from which on the doctor warns. Islands hold back from `MEMORY_SHARE_MAX` on.
+#: Above this share of the memory limit the doctor warns. Above `MEMORY_SHARE_MAX`, islands stop sending.
 TIGHT_SHARE = 0.6
-#: The round trip from which on rounds wait longer for their announcements than for anything else.
+#: Above this round trip, rounds wait longer for their announcements than for anything else.
 SLOW_SECONDS = 0.5
 SKEW_SECONDS = 1.0
 CLIENTS_SHARE = 0.8
@@ -36,8 +36,8 @@ class Finding:
     Attributes:
         level: How serious it is.
         code: A stable name, SUBJECT.FAULT or SUBJECT.ok. Programs and tests compare codes, never sentences.
-        what: What was found, and why it matters.
-        remedy: What to do about it. Empty if all is well.
+        what: The fact, and why it matters.
+        remedy: The action for the user. Empty if all is well.
     """
 
     level: Level
@@ -47,27 +47,27 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """The part of the code that says what was checked."""
+        """The part of the code that names the checked subject."""
         return self.code.partition(".")[0]
 
 
 def ok(subject: str, what: str) -> Finding:
-    """A finding that needs no attention."""
+    """Return a finding that needs no attention."""
     return Finding("ok", f"{subject}.ok", what)
 
 
 def warning(code: str, what: str, remedy: str) -> Finding:
-    """A finding with which training still works."""
+    """Return a finding with which training still works."""
     return Finding("warning", code, what, remedy)
 
 
 def problem(code: str, what: str, remedy: str) -> Finding:
-    """A finding that has to be fixed first."""
+    """Return a finding that has to be fixed first."""
     return Finding("problem", code, what, remedy)
 
 
 def is_local(host: str) -> bool:
-    """Whether connections to a host stay on this machine. An empty host is a socket's path."""
+    """Return whether connections to a host stay on this machine. An empty host is a socket's path."""
     try:
         return not host or host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -301,7 +301,7 @@ def encryption(host: str, *, has_tls: bool) -> Finding:
 
 
 def password(needed: bool | None, host: str) -> Finding:
-    """Judge whether the server refuses strangers."""
+    """Judge whether the server requires a password."""
     if needed:
         return ok("password", "The server asks for a password.")
     if needed is None:

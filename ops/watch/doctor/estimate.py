@@ -1,4 +1,4 @@
-"""An estimate for an island on a link: what it sends, how often, and how much of the transfer its steps hide.
+"""Estimate the traffic of an island on a link: size and frequency of its syncs, and the share that its steps hide.
 
 Everything is pure except `step_seconds_here`, which trains a few steps. The sizes come from `broker.codecs`, the load
 from `ops.simulation.links`, and the choice of the codec from the island's own `islands.sync.uplink`.
@@ -18,7 +18,7 @@ from archipelago.broker.redis.checkup import Bandwidth
 from archipelago.ops.simulation.links import Load, load
 from archipelago.ops.watch.formatting import seconds_text, size
 
-#: A low estimate of a core's speed. No step is tried of models that this makes too slow.
+#: A low estimate of a core's speed. If a model would be too slow at this speed, no step is timed.
 CPU_FLOPS = 4e9
 TRIAL_SECONDS_MAX = 20.0
 TRIALS = 4
@@ -96,7 +96,7 @@ def _codec(
     seconds_a_byte = 1 / link.up if link.up else 0.0
     up_seconds = round_trip_seconds + up * seconds_a_byte
     down_seconds = round_trip_seconds + (down / link.down if link.down else 0.0)
-    slower = max(up * seconds_a_byte, down_seconds - round_trip_seconds)  # both directions run at once
+    slower = max(up * seconds_a_byte, down_seconds - round_trip_seconds)  # Both directions run at once.
     return Codec(
         name,
         up + down,

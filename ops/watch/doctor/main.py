@@ -35,7 +35,7 @@ PINGS = 200
 PING_SHARE = 0.25
 SECONDS_MAX = 120.0
 MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
-#: The name to connect with if no run is meant.
+#: The run name of the connection if the user names no run.
 NO_RUN = "any"
 
 
@@ -74,13 +74,13 @@ class Server:
 
     @property
     def can_be_estimated(self) -> bool:
-        """Whether the server answered, and the named run, if any, is there."""
+        """Return whether the server answered and has the run, if one was named."""
         is_missing = any(finding.code == "run.missing" for finding in self.findings)
         return self.round_trip_seconds > 0.0 and not is_missing
 
 
 def main(options: DoctorOptions) -> int:
-    """Check everything, and print it part by part. Returns 1 if there is a problem."""
+    """Check everything, and print it part by part. Return 1 if there is a problem."""
     config = checked(options.settings)
     if not 0.0 <= options.seconds <= SECONDS_MAX:
         raise ConfigError(
@@ -117,7 +117,7 @@ def main(options: DoctorOptions) -> int:
 
 
 def check_server(url: str, run: str | None, seconds: float) -> Server:
-    """Check a Redis. A server that does not answer is a finding too. Raises BadUrlError."""
+    """Check a Redis. A server that does not answer is a finding too. Raise BadUrlError."""
     try:
         transport = connect(url, run or NO_RUN)
     except BadUrlError:

@@ -1,4 +1,4 @@
-"""What `archipelago doctor` checks on this machine: disk, memory, corpus, packages, accelerators.
+"""Check this machine for `archipelago doctor`: disk, memory, corpus, packages, accelerators.
 
 Only `accelerators` loads JAX.
 """
@@ -19,7 +19,7 @@ from archipelago.broker.manifest import MISSING, Corpus
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import size
 
-#: Packages of which another minor version may round differently, or not read the files of the run's version.
+#: Packages whose other minor versions may round differently, or cannot read the files of the run's version.
 MINOR_MATTERS = ("jax", "flax", "archipelago-train")
 #: Room for logs, a Redis of the run's own and small checkpoints.
 DISK_BYTES = 2e9
@@ -117,17 +117,17 @@ def corpus(name: str, wanted: Corpus | None) -> Finding:
     )
 
 
-def versions(ours: Mapping[str, str], theirs: Mapping[str, str] | None) -> Finding:
-    """Compare our packages' versions with the run's. `theirs` is None without a run."""
-    what = f"Installed are {', '.join(f'{name} {found}' for name, found in ours.items())}."
-    if missing := [name for name, found in ours.items() if found == MISSING and name != "archipelago-train"]:
+def versions(here: Mapping[str, str], in_run: Mapping[str, str] | None) -> Finding:
+    """Compare the versions of packages `here` with those `in_run`, which is None without a run."""
+    what = f"Installed are {', '.join(f'{name} {found}' for name, found in here.items())}."
+    if missing := [name for name, found in here.items() if found == MISSING and name != "archipelago-train"]:
         return problem("packages.missing", f"Not installed: {', '.join(missing)}.", "pip install archipelago-train")
-    if theirs is None:
+    if in_run is None:
         return ok("packages", what)
     differ = [
-        f"{name} {ours[name]} here and {theirs[name]} in the run"
+        f"{name} {here[name]} here and {in_run[name]} in the run"
         for name in MINOR_MATTERS
-        if name in theirs and _minor(ours[name]) != _minor(theirs[name])
+        if name in in_run and _minor(here[name]) != _minor(in_run[name])
     ]
     if differ:
         return warning(

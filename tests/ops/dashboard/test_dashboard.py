@@ -103,7 +103,7 @@ def watch(transport: MemoryTransport, clock: Clock) -> Watcher:
 
 @pytest.fixture
 def client(watch: Watcher, clock: Clock) -> Iterator[TestClient]:
-    watch.look()
+    watch.update()
     with TestClient(application(watch, TOKEN, clock, clock)) as found:
         yield found
 
@@ -319,7 +319,7 @@ def close_round(transport: MemoryTransport, number: int, **changes: Any) -> None
 def test_an_outage_is_a_fault_from_its_beginning_to_its_end(
     watch: Watcher, transport: MemoryTransport, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch.look()
+    watch.update()
 
     def silent(count: int) -> Any:
         raise UnreachableError("redis://somewhere does not answer", "Is it running?")
@@ -328,13 +328,13 @@ def test_an_outage_is_a_fault_from_its_beginning_to_its_end(
         outage.setattr(transport.reader, "tape", silent)
         for _ in range(3):
             clock.now += 1.0
-            watch.look()
+            watch.update()
         fault = watch.board.fault(clock())
         assert fault is not None
         assert (fault.since_unix_seconds, fault.what) == (1001.0, "Redis does not answer")
         assert "redis://somewhere" in fault.more
     numbers = watch.board.page_number
-    watch.look()
+    watch.update()
     assert watch.board.fault(clock()) is None
     assert watch.board.page_number == numbers + 1
 
@@ -351,11 +351,11 @@ def test_a_reading_that_hangs_is_an_outage() -> None:
 
 
 def test_rounds_are_followed_across_a_gap(watch: Watcher, transport: MemoryTransport, clock: Clock) -> None:
-    watch.look()
+    watch.update()
     for number in range(2, 80):  # more than a reading asks for
         close_round(transport, number, digest=f"{number:032x}")
     clock.now += 10.0
-    watch.look()
+    watch.update()
     found = board(watch)
     assert found["charts"]["lines"]["round"] == list(range(1, 80))
     assert found["page"]["run"]["rounds"] == 79
@@ -367,12 +367,12 @@ def test_a_new_run_of_the_same_name_has_a_new_history(clock: Clock) -> None:
     transport = a_run(broker)
     close_round(transport, 2)
     watch = Watcher(transport, transport.reader.manifest(), clock, clock)
-    watch.look()
+    watch.update()
     assert board(watch)["charts"]["lines"]["round"] == [1, 2]
     fresh = a_run(MemoryBroker(clock=clock))
     watch.transport = fresh
     clock.now += 10.0
-    watch.look()
+    watch.update()
     assert board(watch)["charts"]["lines"]["round"] == [1]
 
 

@@ -124,7 +124,7 @@ def test_a_killed_measuring_process_is_an_error(folder: Path, monkeypatch: pytes
 def test_a_result_is_told_with_the_settings_that_vary() -> None:
     at_once, parallel = trial_of(outer__rule="sgd"), trial_of("parallel", islands=3)
     late = dataclasses.replace(at_once, late=6.0)
-    names = studies.varying([t.said for t in (parallel, at_once, late)])
+    names = studies.varying([t.named_values for t in (parallel, at_once, late)])
     assert names == ["late"]
     assert study_run.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 late=6.0"
     assert study_run.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 late=0.0"
