@@ -86,9 +86,9 @@ def _silent(pipe: Connection) -> None:
 @pytest.mark.processes
 def test_a_child_that_ends_is_an_error_and_a_silent_one_is_not() -> None:
     with child(_fail) as ended, failing(BrokerError, "bench.process-failed"):
-        ended.says()
+        ended.receive()
     with child(_silent) as silent:
-        assert silent.says(0.0) is None
+        assert silent.receive(0.0) is None
 
 
 def test_waiting_ends_with_an_error() -> None:

@@ -47,7 +47,7 @@ from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.cli import run
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.weights.export import write
-from archipelago.ops.weights.generate import open_writer, show, tokens_per_second
+from archipelago.ops.weights.generate import open_text_model, show, tokens_per_second
 from archipelago.ops.weights.parameters import RunParameters, find
 from archipelago.ops.weights.safetensors_files import WeightFiles
 from tests import samples
@@ -167,7 +167,7 @@ def test_a_dense_model_is_written_as_a_llama(made: Callable[[], RunParameters], 
     assert {path.name for path in out.iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
-    writer = open_writer(str(out), None)
+    writer = open_text_model(str(out), None)
     assert same(writer.params, found.params)
     text = "17 islands, äöü"
     expected = open_corpus(found.manifest.corpus.name).open_tokenizer().encode(text)
@@ -188,7 +188,7 @@ def test_experts_keep_their_own_names(tmp_path: Path) -> None:
     assert write(found, tmp_path / "out", "safetensors", "float32") == "archipelago"
     assert tensors_in(tmp_path / "out").keys() == found.params.keys()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "archipelago"
-    assert same(open_writer(str(tmp_path / "out"), None).params, found.params)
+    assert same(open_text_model(str(tmp_path / "out"), None).params, found.params)
 
 
 def test_orbax_restores_it_without_us(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_without_a_redis_the_runs_own_checkpoint_is_read(tmp_path: Path, call: C
     status, _, said = call("export", "redis://127.0.0.1:1", "--run", "mine", "--out", "out")
     assert status == 0
     assert "runs/mine" in said
-    assert same(open_writer("out", None).params, found_of().params)
+    assert same(open_text_model("out", None).params, found_of().params)
 
 
 @pytest.mark.parametrize(
