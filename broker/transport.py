@@ -89,7 +89,7 @@ class Commit:
     Attributes:
         snapshot: The fragment's new version.
         payload: The payload of the snapshot.
-        outer: The state of the fragment's outer optimiser, which only mergers read.
+        outer: The fragment's exact parameters and outer optimiser state, which only mergers read.
         state: The merger's other state, as JSON.
         tape: The round's entry on the tape.
         entries: Entries of the updates stream that this commit merges.
@@ -122,7 +122,7 @@ class Image:
         manifest: The run's manifest.
         number: The number of the checkpoint.
         snapshots: The newest snapshot of each fragment, with its payload.
-        outers: The state of each fragment's outer optimiser; empty if no round of the fragment has closed.
+        outers: The exact parameters and outer optimiser state of each fragment; empty if none of its rounds has closed.
         state: The merger's other state, as JSON.
         books: The run's counters.
         cursors: The resume position of each started shard.
@@ -388,7 +388,7 @@ class MergerClient(Protocol):
         ...
 
     def outer(self, fragment: int) -> bytes:
-        """Return the outer optimiser's state of the fragment at the last commit; empty before the first one."""
+        """Return the fragment's `outer` of the last commit; empty before the first one."""
         ...
 
     def announce(self, epoch: int, event: Call | Resume | Marker) -> None:

@@ -1,4 +1,4 @@
-"""What islands do with a run in memory."""
+"""The client of an island for a broker in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class MemoryIsland:
 
     def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         with self._broker.opened(self._run) as run:
-            number = run.add(from_fields(Contribution, to_fields(contribution)), payload)  # as a wire would do it
+            number = run.add(
+                from_fields(Contribution, to_fields(contribution)), payload
+            )  # as a server would receive it
             run.books["bytes_up"] += len(payload)
         if actions is not None:
             self.record_actions(actions)

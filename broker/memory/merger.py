@@ -1,4 +1,4 @@
-"""What mergers do with a run in memory."""
+"""The client of a merger for a broker in memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MemoryMerger:
 
     def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
         with self._fenced(epoch) as run:
-            run.tell(event)
+            run.announce(event)
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
         with self._fenced(epoch) as run:
@@ -82,15 +82,15 @@ class MemoryMerger:
                     run.books["refused"] += 1
                     run.books["refused_tokens"] += refusal.tokens
                     run.refused_at[run.next_event] = self._broker.clock()
-                    run.tell(refusal)
+                    run.announce(refusal)
 
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._fenced(epoch) as run:
             last = max(snapshot.round for snapshot, _ in run.fragments.values())
             if commit.after_round not in (None, last):
-                raise BrokerError(f"round {last} was closed last, not {commit.after_round}", "Begin from there.")
+                raise BrokerError(f"the last closed round is {last}, not {commit.after_round}", "Reload the state.")
             run.kept |= {number for number in map(entry_number, commit.entries) if number in run.updates}
-            run.let_go(commit.trim)
+            run.trim(commit.trim)
             for shard, cursor in commit.cursors.items():
                 ended = cursor[0] > run.cursors.get(shard, (0, 0))[0]
                 run.cursors[shard] = cursor
@@ -103,13 +103,13 @@ class MemoryMerger:
                 run.differences.pop((commit.snapshot.fragment, commit.snapshot.version - DIFFERENCES_KEPT), None)
             run.state = commit.state
             run.tape.append(commit.tape)
-            run.tell(commit.snapshot)
+            run.announce(commit.snapshot)
             run.books["merged"] += len(commit.entries)
             run.books["merged_tokens"] += commit.tokens
 
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         with self._fenced(epoch) as run:
-            run.let_go(entries)
+            run.trim(entries)
             run.actions = [(number, actions) for number, actions in run.actions if number > entry_number(actions_until)]
 
     def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:

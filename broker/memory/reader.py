@@ -1,4 +1,4 @@
-"""What readers and operators do with a run in memory."""
+"""The client of readers and operators for a broker in memory."""
 
 from __future__ import annotations
 

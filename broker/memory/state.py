@@ -28,19 +28,35 @@ from archipelago.broker.messages import (
 
 @dataclass
 class MemoryRun:
-    """Entries and events are numbered for good, also where a test takes some back."""
+    """The state of one run. Entries and events keep their numbers, even if a test removes some of them.
+
+    Attributes:
+        fragments: The newest snapshot of each fragment, with its payload.
+        updates: The entries of the updates stream, by number.
+        kept: The numbers of merged entries that are not yet trimmed.
+        last_read: The number of the last entry that a merger has read.
+        refused_at: The time of each refusal on the broker's clock, by the number of its event.
+        outer: Each fragment's `outer` of its last commit.
+        islands: Each island's last heartbeat, with its time on the broker's clock.
+        cursors: The cursor of each started shard.
+        holders: The holder (island/incarnation) of each leased shard.
+        requests: The islands that have requested inner optimiser state, each with the island that promised an answer.
+        restored: The number and last round of the checkpoint from which the run was restored.
+        returned: The islands that have claimed that checkpoint.
+        epoch: The newest epoch and the merger that holds it. A broker that crashes may forget an epoch and give its
+            number to two mergers, so the number alone does not identify the merger.
+        lease: The merger that holds the lease, and the time of its end.
+    """
 
     manifest: Manifest
     fragments: dict[int, tuple[Snapshot, bytes]]
     updates: dict[int, tuple[Contribution, bytes]] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
-    """entries that are merged, and lie there until they are trimmed"""
     next_update: int = 1
     last_read: int = 0
     events: list[tuple[int, Event]] = field(default_factory=list)
     next_event: int = 1
     refused_at: dict[int, float] = field(default_factory=dict)
-    """seconds of the broker's clock, by the event's number"""
     control: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     tape: list[TapeEntry] = field(default_factory=list)
@@ -60,16 +76,15 @@ class MemoryRun:
     restored: tuple[int, int] | None = None
     returned: set[str] = field(default_factory=set)
     epoch: tuple[int, str] = (0, "")
-    """the number alone is not enough: a broker that dies may forget the newest, and would give it to two"""
     lease: tuple[str, float] = ("", float("-inf"))
 
-    def tell(self, event: Event) -> None:
-        """Appends an event under the next number."""
+    def announce(self, event: Event) -> None:
+        """Append an event under the next number."""
         self.events.append((self.next_event, event))
         self.next_event += 1
 
     def add(self, contribution: Contribution, payload: bytes) -> int:
-        """Appends a contribution under the next number."""
+        """Append a contribution under the next number."""
         self.updates[self.next_update] = (contribution, payload)
         self.next_update += 1
         self.books["published"] += 1
@@ -77,8 +92,8 @@ class MemoryRun:
         return self.next_update - 1
 
     def waiting(self) -> dict[int, tuple[Contribution, bytes]]:
-        """What is neither merged nor refused."""
-        return {number: kept for number, kept in self.updates.items() if number not in self.kept}
+        """Return the contributions that are neither merged nor refused."""
+        return {number: entry for number, entry in self.updates.items() if number not in self.kept}
 
     def live(self, now: float) -> set[str]:
         """Return the live islands that are not expelled, as island/incarnation."""
@@ -86,8 +101,8 @@ class MemoryRun:
         live = {f"{beat.island}/{beat.incarnation}" for presence, beat in beats if presence.is_live}
         return {who for who in live if not is_expelled(self.control, who)}
 
-    def let_go(self, entries: Sequence[str]) -> None:
-        """Deletes merged entries."""
+    def trim(self, entries: Sequence[str]) -> None:
+        """Delete merged entries."""
         for number in map(entry_number, entries):
             if number in self.kept:
                 self.kept.remove(number)
@@ -100,7 +115,7 @@ class MemoryState:
 
     Attributes:
         clock: Returns seconds. Leases and ages are measured with it.
-        instance: A test that lets the broker forget something changes this too.
+        instance: An id. A test that removes data from the broker changes it, as a restart would.
         runs: The state of each run, by name.
         changed: Notified after every change.
     """

@@ -21,7 +21,7 @@ from archipelago.broker.transport import (
 
 
 class MemoryBroker(MemoryState):
-    """The broker that connections share."""
+    """A broker in memory, which its connections share."""
 
     def connect(self, run: str) -> MemoryTransport:
         """Connect to one run."""

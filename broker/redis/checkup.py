@@ -1,7 +1,7 @@
-"""What a server is like for us: how fast it is, how it is set up, what we may do there, and who serves a run.
+"""Measurements and facts about a Redis server for `archipelago doctor`: speed, settings and permissions.
 
-For `archipelago doctor`, `status` and `top`. It leaves nothing behind: what it writes is one key with a time to live,
-which it removes, and commands that are only tried stand in a transaction that is discarded.
+The checkup leaves no data behind. It writes one key with a time to live, which it deletes at the end. Commands whose
+permission it tests are queued in a transaction that it discards.
 """
 
 from __future__ import annotations
@@ -24,45 +24,54 @@ INFO_SECTIONS = ("server", "memory", "persistence", "stats", "clients", "replica
 SETTINGS = ("appendonly", "appendfsync", "save", "maxmemory-policy", "client-output-buffer-limit", "maxclients")
 FIRST_BURST_BYTES = 16 << 10
 BURST_BYTES_MAX = 8 << 20
+#: The factor between the sizes of two bursts.
 GROWTH = 4
-"""from one burst to the next"""
+#: No measurement is made that could fill more than this share of the server's memory limit.
 ROOM_SHARE = 0.7
-"""of the memory's limit: a measurement that could bring the server beyond it is not made"""
+#: The time to live of the key.
 KEY_SECONDS = 60
+#: The answers to MULTI of a server that queues commands.
 QUEUES = ("OK", b"OK")
-"""what a server answers to MULTI once it queues"""
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What one connection carried, in bytes a second, the round trip taken off; 0 where nothing was measured."""
+    """The bandwidth of one connection in bytes per second, without round trips; 0 if it was not measured.
+
+    Attributes:
+        up: The bandwidth of uploads.
+        down: The bandwidth of downloads.
+        why_not: Why nothing was measured; empty if it was.
+    """
 
     up: float = 0.0
     down: float = 0.0
     why_not: str = ""
-    """why nothing was measured"""
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself; empty where it does not say, or where we may not ask."""
+    """Facts about a server. A fact is empty if the server does not report it or this user has no permission.
+
+    Attributes:
+        info: The answers to INFO for all INFO_SECTIONS, in one mapping.
+        settings: The answers to CONFIG GET for SETTINGS.
+        clock_ahead_seconds: The server's wall clock minus ours; 0 if unknown.
+        needs_password: Whether a client without a password is rejected; None if unknown.
+        denied: The commands that a run needs and that this user cannot execute on its keys.
+    """
 
     info: Mapping[str, Any]
-    """INFO, all sections of INFO_SECTIONS in one"""
     settings: Mapping[str, str]
-    """CONFIG GET of SETTINGS"""
     clock_ahead_seconds: float
-    """of the server's wall clock against ours; 0 where it was not told"""
     needs_password: bool | None
-    """None where that could not be found out"""
     denied: tuple[str, ...]
-    """commands that we need and may not use on the run's keys"""
 
 
 class RedisCheckup:
-    """Looks at the server of another connection, beside it."""
+    """Examines the server of a connection."""
 
     def __init__(self, connection: RedisConnection, clock: Clock = time.monotonic) -> None:
         self._connection = connection
@@ -71,21 +80,21 @@ class RedisCheckup:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """How its client connects: `host`, `ssl_…`, `password` and the like."""
+        """The options of the client's connections, such as `host`, `ssl_…` and `password`."""
         return dict(self._redis.connection_pool.connection_kwargs)
 
     @property
     def has_tls(self) -> bool:
-        """Whether what travels is encrypted."""
+        """Whether the connection is encrypted."""
         return "SSL" in self._redis.connection_pool.connection_class.__name__
 
-    # -- how fast ---------------------------------------------------------------------------------------------------
+    # -- speed ------------------------------------------------------------------------------------------------------
 
     def round_trips(self, seconds: float, count: int) -> list[float]:
-        """Seconds of each of at most `count` pings, one after the other, for about so long."""
+        """Return the durations in seconds of consecutive pings: at most `count`, during about `seconds`."""
         out: list[float] = []
         with self._connection.translated():
-            self._redis.ping()  # connects
+            self._redis.ping()  # opens the connection, and is not measured
             end = self._clock() + seconds
             while len(out) < count and (self._clock() < end or not out):
                 began = self._clock()
@@ -94,15 +103,19 @@ class RedisCheckup:
         return out
 
     def bandwidth(self, seconds: float, round_trip_seconds: float) -> Bandwidth:
-        """Of bursts that grow until one takes a good part of the time, which is about `seconds` for each way.
+        """Measure the bandwidth, for about `seconds` in each direction.
 
-        The server never holds more of it than one chunk, in a key that expires. Nothing is written to a server whose
-        memory is nearly full, or whose disk refuses writes.
+        The bursts grow until one takes a large part of the time. The server stores at most one chunk at a time, in a
+        key that expires. Nothing is written to a server whose memory is nearly full, or whose disk refuses writes.
+
+        Args:
+            seconds: The time for each direction.
+            round_trip_seconds: The duration of a ping, which is subtracted from each burst.
         """
         if why_not := self._no_room():
             return Bandwidth(why_not=why_not)
         key = self._keys.chunk(f"checkup.{secrets.token_hex(8)}", 0)
-        data = secrets.token_bytes(CHUNK_BYTES)  # nothing on the way can compress it
+        data = secrets.token_bytes(CHUNK_BYTES)  # random bytes cannot be compressed on the way
         try:
             up = self._rate(seconds, round_trip_seconds, lambda pipe, size: pipe.set(key, data[:size], ex=KEY_SECONDS))
             with self._connection.translated():
@@ -122,13 +135,13 @@ class RedisCheckup:
             return "its disk refuses writes"
         return ""
 
-    def _rate(self, seconds: float, round_trip_seconds: float, say: Callable[[Any, int], Any]) -> float:
-        """Bytes a second of the last burst."""
+    def _rate(self, seconds: float, round_trip_seconds: float, transfer: Callable[[Any, int], Any]) -> float:
+        """Return the bytes per second of the last burst. `transfer(pipe, size)` queues a command that moves `size`."""
         size, rate, end = FIRST_BURST_BYTES, 0.0, self._clock() + seconds
         while True:
             with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
                 for start in range(0, size, CHUNK_BYTES):
-                    say(pipe, min(CHUNK_BYTES, size - start))
+                    transfer(pipe, min(CHUNK_BYTES, size - start))
                 began = self._clock()
                 carried = pipe.execute()
             took = self._clock() - began
@@ -138,10 +151,10 @@ class RedisCheckup:
                 return rate
             size = min(size * GROWTH, BURST_BYTES_MAX)
 
-    # -- what it is -------------------------------------------------------------------------------------------------
+    # -- facts ------------------------------------------------------------------------------------------------------
 
     def facts(self, wall: Clock = time.time) -> ServerFacts:
-        """Asks the server. Raises UnreachableError; what it does not tell us is left out."""
+        """Ask the server for facts, and leave out those that it refuses. Raises UnreachableError."""
         info: dict[str, Any] = {}
         for section in INFO_SECTIONS:
             info |= self._info_or_nothing(section)
@@ -158,7 +171,7 @@ class RedisCheckup:
 
     @contextmanager
     def _if_allowed(self) -> Iterator[None]:
-        """Leaves out what a server does not know or does not let us do."""
+        """Suppress the error of a command that the server does not know or does not permit."""
         try:
             with self._connection.translated():
                 yield
@@ -174,7 +187,7 @@ class RedisCheckup:
         return found
 
     def _needs_password(self) -> bool | None:
-        """Whether somebody without one is turned away: tried on a connection of its own."""
+        """Try to connect without a password, and return whether the server rejects that; None if it is unreachable."""
         pool = self._redis.connection_pool
         options = {k: v for k, v in pool.connection_kwargs.items() if k not in ("username", "password")}
         stranger = pool.connection_class(**options)
@@ -192,14 +205,16 @@ class RedisCheckup:
             stranger.disconnect()
 
     def _denied(self) -> tuple[str, ...]:
-        """Commands that this user may not run. Each is queued in a transaction, which is then discarded: Redis looks
-        at the rights when it queues, so nothing has to be done, nor any right to look at the rules.
+        """Return the needed commands that this user cannot execute.
+
+        Each command is queued in a transaction, which is then discarded. Redis checks permissions when it queues a
+        command, so nothing is executed, and the user needs no right to read the access rules.
         """
         pool = self._redis.connection_pool
         connection = pool.get_connection()
         denied: list[str] = []
 
-        def said(*command: Any) -> Any:
+        def tried(*command: Any) -> Any:
             answer = self._answer(connection, *command)
             if isinstance(answer, BrokerError) and re.search("permission", str(answer.__cause__)):
                 denied.append(command[0])
@@ -207,20 +222,20 @@ class RedisCheckup:
 
         try:
             for command in (("WATCH", self._keys.epoch), ("UNWATCH",)):
-                said(*command)
-            if said("MULTI") in QUEUES:  # else what follows would really be done
-                said("EXEC")  # of nothing
-                if said("MULTI") in QUEUES:
+                tried(*command)
+            if tried("MULTI") in QUEUES:  # otherwise the server would execute the commands below
+                tried("EXEC")  # an empty transaction, which tests the permission for EXEC
+                if tried("MULTI") in QUEUES:
                     for command in needed_commands(self._keys):
-                        said(*command)
-                    said("DISCARD")
+                        tried(*command)
+                    tried("DISCARD")
         finally:
-            connection.disconnect()  # which ends what was not discarded
+            connection.disconnect()  # the server then drops a transaction that was not discarded
             pool.release(connection)
         return tuple(dict.fromkeys(denied))
 
     def _answer(self, connection: Any, *command: Any) -> Any:
-        """The answer, or the error that it is. Raises UnreachableError."""
+        """Return the answer; an error of the server is returned, not raised. Raises UnreachableError."""
         try:
             with self._connection.translated():
                 connection.send_command(*command)
@@ -232,7 +247,7 @@ class RedisCheckup:
 
 
 def needed_commands(keys: Keys) -> list[tuple[Any, ...]]:
-    """Every command that islands, mergers and operators use between MULTI and DISCARD, on the keys of a run."""
+    """Return every command that islands, mergers and operators use, on the keys of a run."""
     tag, hash_, stream = keys.chunk("checkup", 0), keys.books, keys.updates
     return [
         ("PING",), ("INFO",), ("TIME",), ("SMEMBERS", REGISTRY), ("SADD", REGISTRY, keys.run),

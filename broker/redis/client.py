@@ -1,4 +1,4 @@
-"""Make clients of redis-py that suit us, and reject addresses and credentials that cannot work.
+"""Create clients of redis-py, and reject addresses and credentials that cannot work.
 
 The client never retries. A retried XADD after a stall would make two entries, so callers retry explicitly, and
 identities make their retries idempotent.
@@ -21,7 +21,7 @@ RedisClient = redis.Redis
 SOCKET_SECONDS = 20.0
 #: A host that acknowledges nothing for this long is treated as gone, where the system can tell.
 SILENT_SECONDS = 8
-#: Larger arguments go to the socket from where they lie, without a copy into the command.
+#: Larger arguments are written to the socket directly, without a copy into the command.
 CUTOFF_BYTES = 6000
 
 

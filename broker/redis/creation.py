@@ -1,4 +1,4 @@
-"""Make a run, new or from a checkpoint: in one transaction, so that it exists whole or not at all."""
+"""Create a run, new or from a checkpoint, in one transaction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from archipelago.broker.transport import Image
 
 
 class Creation:
-    """Makes the run of one connection."""
+    """Creates the run of one connection."""
 
     def __init__(self, connection: RedisConnection, chunks: ChunkStore) -> None:
         self._connection = connection
@@ -48,7 +48,9 @@ class Creation:
                 placed = [self._chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
                 fill = self.prepared(image) if image else None
                 pipe.multi()
-                pipe.delete(*self._keys.of_the_past(len(snapshots)))  # somebody deleted a manifest by hand
+                pipe.delete(
+                    *self._keys.of_the_past(len(snapshots))
+                )  # keys remain if someone deleted only the manifest by hand
                 for (snapshot, _), where in zip(snapshots, placed, strict=True):
                     self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
                 pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
@@ -60,7 +62,7 @@ class Creation:
             raise self._exists() from None
 
     def prepared(self, image: Image) -> Callable[[Any], None]:
-        """Upload the rest of a checkpoint. Returns what the transaction that makes the run must add."""
+        """Upload the rest of a checkpoint. Returns a function that adds it to the transaction that creates the run."""
         versions = {snapshot.fragment: snapshot.version for snapshot, _ in image.snapshots}
         outers = [
             (p, outer_fields(versions[p], data), self._chunks.place(f"o{p}.{versions[p]}", data))
@@ -81,7 +83,7 @@ class Creation:
         return fill
 
     def _fill(self, pipe: Any, image: Image) -> None:
-        """Write everything of a checkpoint that has no payload."""
+        """Write all parts of a checkpoint that have no payload."""
         pipe.set(self._keys.state, image.state)
         pipe.hset(self._keys.books, mapping={**to_fields(image.balanced_books), "round": image.round})
         if wishes := fields_in(image.state):

@@ -1,4 +1,4 @@
-"""What islands write: contributions, heartbeats, shard leases, and inner optimiser state for each other."""
+"""An island's writes to Redis: contributions, heartbeats, shard leases, and inner optimiser state for new islands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from archipelago.broker.redis.replies import text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStream
 
-#: How long an answer waits for the island that asked.
+#: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600
 
 
@@ -70,18 +70,18 @@ class RedisIsland:
             pipe.pexpire(key, REMEMBER_SECONDS * 1000)
             pipe.sadd(self._keys.islands, heartbeat.island)
             pipe.hget(self._keys.control, island_field(heartbeat.island))
-            *done, wish = pipe.execute(raise_on_error=False)
+            *done, request = pipe.execute(raise_on_error=False)
             for error in (answer for answer in done if isinstance(answer, Exception)):
                 raise error
-        # Whatever somebody has put there instead of a hash, the island lives.
-        return wish.decode("utf-8", "replace") if isinstance(wish, bytes) else ""
+        # If someone replaced the hash of requests with another type, the heartbeat must still succeed.
+        return request.decode("utf-8", "replace") if isinstance(request, bytes) else ""
 
-    # -- leases on data ---------------------------------------------------------------------------------------------
+    # -- shard leases -----------------------------------------------------------------------------------------------
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
         if is_expelled(self._reader.control(), me):
             return None
-        live, busy = cache(self._live), cache(self._busy)  # looked at once, and only if a lease is in the way
+        live, busy = cache(self._live), cache(self._busy)  # read at most once, and only if a shard is leased
 
         def lease(pipe: Any) -> Place | None:
             fields = text_fields(pipe.hgetall(self._keys.data))
@@ -94,17 +94,17 @@ class RedisIsland:
             pipe.hset(self._keys.data, chosen + HOLDER, me)
             return Place(chosen, *cursors.get(chosen, (0, 0)))
 
-        # A commit in between moves cursors, and so disturbs: nobody reads again what was merged in that moment.
+        # A commit that moves cursors aborts the transaction, so that no island starts at an outdated cursor.
         return self._connection.attempted(self._keys.data, lease)
 
     def _live(self) -> frozenset[str]:
         beats = (presence.heartbeat for presence in self._reader.presences() if presence.is_live)
-        wishes = self._reader.control()
+        requests = self._reader.control()
         who = (f"{beat.island}/{beat.incarnation}" for beat in beats)
-        return frozenset(each for each in who if not is_expelled(wishes, each))
+        return frozenset(each for each in who if not is_expelled(requests, each))
 
     def _busy(self) -> frozenset[str]:
-        """Whose contributions wait to be merged."""
+        """Return the islands (island/incarnation) whose contributions wait to be merged."""
         waiting = (contribution for contribution in self._updates.waiting() if contribution is not None)
         return frozenset(f"{c.island}/{c.incarnation}" for c in waiting)
 
@@ -132,7 +132,7 @@ class RedisIsland:
     def request_state(self, who: str) -> None:
         with self._connection.transaction() as pipe:
             pipe.hsetnx(self._keys.requests, who, "")
-            pipe.expire(self._keys.requests, REMEMBER_SECONDS)  # whoever asked and died leaves nothing for good
+            pipe.expire(self._keys.requests, REMEMBER_SECONDS)  # removes the requests of islands that died
             pipe.execute()
 
     def open_requests(self) -> list[str]:
@@ -165,7 +165,7 @@ class RedisIsland:
             pipe.multi()
             pipe.delete(key)
             pipe.hset(key, mapping={**to_fields(handover), **where})
-            for name in (key, *self._chunks.placed(where)):  # from now on, however long the upload took
+            for name in (key, *self._chunks.placed(where)):  # the time starts after the upload, which may be long
                 pipe.expire(name, HANDOVER_SECONDS)
 
         self._connection.attempted(self._keys.requests, answer)
@@ -193,7 +193,7 @@ class RedisIsland:
                 pipe.execute()
 
     def _handover_max(self) -> int:
-        return 4 * 3 * sum(self._stored.sizes()) + (1 << 20)  # two float32 moments a parameter, and some more
+        return 4 * 3 * sum(self._stored.sizes()) + (1 << 20)  # two float32 moments per parameter, with a margin
 
     def difference(self, fragment: int, version: int) -> bytes | None:
         with self._connection.translated():
@@ -201,7 +201,7 @@ class RedisIsland:
             try:
                 payload = self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else None
             except (WireError, KeyError, ValueError):
-                return None  # it goes while we read, or somebody damaged it: there is the full snapshot
+                return None  # it expired during the read, or is damaged; the island takes the full snapshot
             if payload is not None:
                 self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
             return payload

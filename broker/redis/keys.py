@@ -16,7 +16,7 @@ REGISTRY = "archipelago:runs"
 
 
 def is_name(name: str) -> bool:
-    """Whether the name can be a part of a key and of a path."""
+    """Return whether the name can be a part of a key and of a path."""
     return bool(_NAME.fullmatch(name))
 
 

@@ -1,4 +1,4 @@
-"""What a merger reads and writes. Each write is one transaction, fenced by the epoch."""
+"""A merger's reads and writes in Redis. Each write is one transaction, fenced by the epoch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delive
 FAKE_POLL_SECONDS = 0.005
 EVENTS_KEPT = 20_000
 TAPE_KEPT = 4096
+#: A difference expires after this time. An island that is further behind downloads the full snapshot.
 DIFFERENCE_SECONDS = 3600
-"""how long a difference may wait for islands that lag: after that, or many versions later, they take full snapshots"""
-# What deletes comes first: after that a full server takes the one line that is not a deletion.
+# The deletions come first. They free the memory that a full server needs for the last command.
 _TRIM = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 for i = 3, #ARGV do redis.call('XDEL', KEYS[2], ARGV[i]) end
@@ -87,7 +87,7 @@ class RedisMerger:
             found = self._read_updates(">", count, deadline - time.monotonic())
             if found or time.monotonic() >= deadline:
                 return found
-            time.sleep(FAKE_POLL_SECONDS)  # only fakeredis answers a blocking XREADGROUP before its time
+            time.sleep(FAKE_POLL_SECONDS)  # only fakeredis returns from a blocking XREADGROUP too early
 
     def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
         return self._read_updates(after, count, 0)
@@ -101,22 +101,23 @@ class RedisMerger:
             if not is_gone(error):
                 raise
             self._stored.require()
-            self._begin_anew()
+            self._create_group()
             return []
         with self._connection.translated():
             return [self._updates.delivery(entry, raw) for entry, raw in stream_entries(found)]
 
-    def _begin_anew(self) -> None:
-        """Makes the group that somebody deleted by hand, maybe with its stream; loses nothing that is left.
+    def _create_group(self) -> None:
+        """Create the consumer group again after someone deleted it by hand, perhaps with its stream.
 
-        The new group knows nothing of what was merged: all that is left is given out again, so none of it is kept, and
-        what was merged counts as published once more, to be refused as a repeat.
+        The new group delivers all remaining entries again, because it does not know which of them were merged. So the
+        books count no entry as kept, and count each remaining entry as published. The merger refuses those that were
+        merged already as repeats.
         """
 
         def begin(pipe: Any) -> None:
             if pipe.exists(self._keys.updates) and group_of(pipe.xinfo_groups(self._keys.updates)):
-                return  # somebody was quicker
-            books, left = self._reader.books(), list(self._updates.waiting())  # without a group, everything waits
+                return  # another process has created it
+            books, left = self._reader.books(), list(self._updates.waiting())  # without a group, every entry waits
             tokens = sum(contribution.tokens for contribution in left if contribution)
             balanced = {
                 "kept": 0,
@@ -135,7 +136,7 @@ class RedisMerger:
             try:
                 return self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else b""
             except (KeyError, ValueError):
-                raise WireError(f"what holds the outer state of fragment {fragment} is damaged") from None
+                raise WireError(f"the stored outer state of fragment {fragment} is damaged") from None
 
     # -- writes -----------------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class RedisMerger:
         with self.lease.fenced(epoch) as pipe:
             for entry, refusal in refusals:
                 if not found[entry].waiting:
-                    continue  # merged, or refused before
+                    continue  # it was merged or refused before
                 pipe.xack(self._keys.updates, GROUP, entry)
                 self._delete(pipe, entry, found[entry])
                 pipe.hincrby(self._keys.books, "refused", 1)
@@ -178,7 +179,7 @@ class RedisMerger:
             self._chunks.keep(pipe, self._keys.outer(p), outer_fields(version, commit.outer), outer_at)
             if differ:
                 differ(pipe)
-            if old_outer:  # only mergers read it, and this one just did
+            if old_outer:  # no other process reads these chunks
                 pipe.unlink(*old_outer)
             self._merge(pipe, commit, found)
             self._move_on(pipe, commit.cursors, ended)
@@ -188,7 +189,7 @@ class RedisMerger:
         failpoint("commit.done")
 
     def _difference(self, commit: Commit, epoch: int) -> Callable[[Any], None]:
-        """Uploads what leads to the new version; what points at it, and lets go of an old one, in the transaction."""
+        """Upload the difference. Returns a function that adds it to the transaction and deletes an old one there."""
         p, version = commit.snapshot.fragment, commit.snapshot.version
         where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference, DIFFERENCE_SECONDS)
         key, old = self._keys.difference(p, version), self._keys.difference(p, version - DIFFERENCES_KEPT)
@@ -202,22 +203,22 @@ class RedisMerger:
         return differ
 
     def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry]) -> None:
-        """Acknowledges what is merged, lets go of what is no longer needed, and puts both in the books."""
+        """Acknowledge merged entries, delete entries that are no longer needed, and update the books."""
         fresh = [entry for entry in dict.fromkeys(commit.entries) if found[entry].raw is not None]
         if commit.entries:
             pipe.xack(self._keys.updates, GROUP, *commit.entries)
         gone = [entry for entry in dict.fromkeys(commit.trim) if found[entry].kept or entry in fresh]
-        # What a new group would give out again, merged as it is, cannot be kept.
+        # A consumer group that was created again would deliver these merged entries once more, so they are deleted.
         gone += [entry for entry in fresh if not found[entry].given and entry not in gone]
         for entry in gone:
             self._delete(pipe, entry, found[entry])
         pipe.hincrby(self._keys.books, "merged", len(commit.entries))
         pipe.hincrby(self._keys.books, "merged_tokens", commit.tokens)
-        newly = sum(found[entry].waiting for entry in fresh)  # a commit that is said again keeps nothing twice
+        newly = sum(found[entry].waiting for entry in fresh)  # a repeated commit must not count entries twice
         pipe.hincrby(self._keys.books, "kept", newly - len(gone))
 
     def _ended(self, cursors: Mapping[str, tuple[int, int]]) -> list[str]:
-        """Shards whose pass comes to its end when the cursors move there."""
+        """Return the shards whose pass ends with these cursors."""
         if not cursors:
             return []
         stored = self._redis.hmget(self._keys.data, list(cursors))
@@ -231,7 +232,7 @@ class RedisMerger:
         if ended:
             pipe.hdel(self._keys.data, *[shard + HOLDER for shard in ended])
 
-    # -- what was merged and is kept --------------------------------------------------------------------------------
+    # -- merged entries ---------------------------------------------------------------------------------------------
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
         out = []
@@ -262,7 +263,7 @@ class RedisMerger:
         failpoint("trim.done")
 
     def _trim_when_full(self, epoch: int, gone: Mapping[str, FoundEntry], minid: str) -> None:
-        """The same at the memory's limit, where a server takes no transaction: else it would stay full for good."""
+        """Trim by a script. A server at its memory limit refuses every transaction, but only trimming frees memory."""
         chunks = [chunk for found in gone.values() for chunk in self._chunks.found_keys(found.raw or {})]
         keys = [self._keys.epoch, self._keys.updates, self._keys.books, self._keys.actions, *chunks]
         with self._connection.translated():

@@ -1,4 +1,4 @@
-"""What every process reads of a run, and what operators write."""
+"""The reads of every process from Redis, and the writes of operators."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RedisReader:
             out = [(entry, event) for entry, raw in found if (event := event_of(entry, raw)) is not None]
             if out or not found:
                 return out
-            after = found[-1][0]  # nothing in there that this version can read
+            after = found[-1][0]  # this version can read none of these events
 
     def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         with self._connection.translated():
@@ -90,7 +90,7 @@ class RedisReader:
                 try:
                     payload = self._chunks.fetch(raw, snapshot.bytes)
                 except WireError:
-                    continue  # replaced, and its chunks expired, while we read: the newer one is whole
+                    continue  # a newer snapshot has replaced it, and its chunks expired during the read
                 if account:
                     self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
                 return snapshot, payload
@@ -112,7 +112,7 @@ class RedisReader:
                     continue
                 try:
                     heartbeat = from_fields(Heartbeat, text_fields(raw))
-                except WireError as error:  # one island's nonsense must not blind us to the others
+                except WireError as error:  # an unreadable heartbeat must not hide the other islands
                     self._connection.warn_once(f"the heartbeat of {name}", error)
                     continue
                 out.append(Presence(heartbeat, REMEMBER_SECONDS - ttl_ms / 1000))

@@ -1,6 +1,6 @@
-"""What Redis answers, read: entries and their ids, fields as text, events, and how far the merger's group has come.
+"""Parse the replies of Redis: entries and their ids, text fields, events, and the state of the consumer group.
 
-Nothing here speaks to a server.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ log = logging.getLogger(__name__)
 
 
 def text_fields(raw: Raw) -> dict[str, str]:
+    """Return the fields as text, without the payload."""
     return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in raw.items() if k != b"payload"}
 
 
 def names_in(members: Iterable[bytes]) -> list[str]:
-    """The names among the members of a set, in order; whatever else somebody put there is none of ours."""
+    """Return the valid names among the members of a set, sorted. Other programs may have added other members."""
     return sorted(name for member in members if is_name(name := member.decode("utf-8", "replace")))
 
 
 def entry_id(entry: str) -> tuple[int, int]:
+    """Return the id of a stream entry as two numbers, which sort as Redis sorts ids."""
     milliseconds, _, number = entry.partition("-")
     return int(milliseconds), int(number or 0)
 
 
 def next_id(entry: str) -> str:
-    """The smallest id beyond that one."""
+    """Return the smallest id that is greater than that one."""
     milliseconds, number = entry_id(entry)
     return f"{milliseconds}-{number + 1}"
 
 
 def stream_entries(found: Any) -> Iterator[tuple[str, Raw]]:
-    """Entries of one stream, from the list of pairs that RESP2 answers or the map that RESP3 does."""
+    """Yield the entries of one stream from a list of pairs (the reply in RESP2) or a map (the reply in RESP3)."""
     if not found:
         return
     streams: Any = found.values() if isinstance(found, dict) else (entries for _, entries in found)
@@ -55,7 +57,7 @@ def stream_entries(found: Any) -> Iterator[tuple[str, Raw]]:
 
 
 def event_of(entry: str, raw: Raw) -> Event | None:
-    """None for a kind that a newer merger may add, and for what cannot be read."""
+    """Return the event in an entry; None for an unknown kind, which a newer merger may send, and for damaged fields."""
     fields = text_fields(raw)
     kind = EVENTS.get(fields.get("kind", ""))
     try:
@@ -66,10 +68,10 @@ def event_of(entry: str, raw: Raw) -> Event | None:
 
 
 def group_of(groups: Any) -> dict[str, Any]:
-    """The merger's group in the answer of XINFO GROUPS, empty where there is none."""
+    """Return the merger's group from the reply to XINFO GROUPS; empty if there is none."""
     return next((group for group in groups or () if group["name"] == GROUP.encode()), {})
 
 
 def last_delivered(groups: Any) -> tuple[int, int]:
-    """Up to where mergers were given entries, from the answer of XINFO GROUPS; the beginning without a group."""
+    """Return the last entry that was delivered to mergers, from the reply to XINFO GROUPS; START without a group."""
     return entry_id(group_of(groups).get("last-delivered-id", START.encode()).decode())

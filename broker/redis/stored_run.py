@@ -1,4 +1,4 @@
-"""What identifies a run in a Redis: its manifest, and the names of all runs there."""
+"""The manifest of a run in Redis, and the names of all runs there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StoredRun:
         self._sizes: tuple[int, ...] = ()
 
     def names(self) -> list[str]:
-        """Return the names of all runs at the server. A name is registered before its run is made."""
+        """Return the names of all runs at the server. A name is registered before its run is created."""
         with self._connection.translated():
             names = names_in(self._connection.redis.smembers(REGISTRY))
             with self._connection.redis.pipeline(transaction=False) as pipe:
@@ -57,4 +57,4 @@ class StoredRun:
 
     def payload_max(self) -> int:
         """Return the largest payload in bytes that the merger or an honest island stores."""
-        return 4 * payload_bytes_max(max(self.sizes()))  # the merger's own state holds momentum beside parameters
+        return 4 * payload_bytes_max(max(self.sizes()))  # the merger's own state contains parameters and momentum

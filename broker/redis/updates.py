@@ -1,4 +1,4 @@
-"""The updates stream: which contributions wait to be merged, and what its entries hold."""
+"""The updates stream, which holds contributions until they are merged and a checkpoint covers them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ from archipelago.broker.transport import Delivery
 
 @dataclass(frozen=True)
 class FoundEntry:
-    """One entry of the updates stream as it is just now: its fields, None where it is gone."""
+    """The present state of one entry of the updates stream.
+
+    Attributes:
+        raw: The fields; None if the entry is deleted.
+        waiting: The entry is neither merged nor refused. An entry that someone deleted by hand before it was merged
+            waits, too.
+        given: The consumer group has delivered the entry to a merger. False if the group was created again since.
+    """
 
     raw: Raw | None
     waiting: bool
-    """it is neither merged nor refused; also when somebody deleted it while the merger had it"""
     given: bool
-    """the group has given it to a merger; a group that was made anew since has not"""
 
     @property
     def kept(self) -> bool:
-        """It is merged, and lies there until it is trimmed."""
+        """Whether the entry is merged and not yet trimmed."""
         return self.raw is not None and not self.waiting
 
 
 class UpdatesStream:
-    """Reads the stream of one run."""
+    """Reads the updates stream of one run."""
 
     def __init__(self, connection: RedisConnection, chunks: ChunkStore) -> None:
         self._connection = connection
@@ -39,20 +44,20 @@ class UpdatesStream:
         self._chunks = chunks
 
     def waiting(self) -> Iterator[Contribution | None]:
-        """Entries that are neither merged nor refused, oldest first, without payloads; None for an unreadable one."""
-        # In this order: what a merger is given meanwhile counts as waiting still, and nothing is left out.
+        """Yield the contributions that are neither merged nor refused, oldest first; None for an unreadable entry."""
+        # The group's position is read first, so that an entry that a merger takes meanwhile still counts as waiting.
         with self._connection.translated():
             last = last_delivered(self._connection.tolerant(("xinfo_groups", self._keys.updates))[0])
-            unanswered = self._unanswered()
+            unacknowledged = self._unacknowledged()
         for entry, raw in self._connection.pages(self._keys.updates):
-            if entry_id(entry) > last or entry in unanswered:
+            if entry_id(entry) > last or entry in unacknowledged:
                 try:
                     yield from_fields(Contribution, text_fields(raw))
                 except WireError:
                     yield None
 
-    def _unanswered(self) -> set[str]:
-        """What a merger was given and has neither merged nor refused."""
+    def _unacknowledged(self) -> set[str]:
+        """Return the entries that a merger has read, but neither merged nor refused."""
         out: set[str] = set()
         first = "-"
         while True:
@@ -64,12 +69,12 @@ class UpdatesStream:
             first = next_id(ids[-1])
 
     def look(self, entries: Iterable[str]) -> dict[str, FoundEntry]:
-        """How entries of the updates stream are just now. Only the merger that holds the lease changes that."""
+        """Return the present state of these entries. Only the merger that holds the lease changes it."""
         key, wanted = self._keys.updates, list(dict.fromkeys(entries))
         there = [("xrange", key, entry, entry) for entry in wanted]
-        unanswered = [("xpending_range", key, GROUP, entry, entry, 1) for entry in wanted]
+        unacknowledged = [("xpending_range", key, GROUP, entry, entry, 1) for entry in wanted]
         with self._connection.translated():
-            groups, *answers = self._connection.tolerant(("xinfo_groups", key), *there, *unanswered)
+            groups, *answers = self._connection.tolerant(("xinfo_groups", key), *there, *unacknowledged)
         last = last_delivered(groups)
         out = {}
         for entry, found, pending in zip(wanted, answers, answers[len(wanted) :], strict=False):
@@ -78,7 +83,7 @@ class UpdatesStream:
         return out
 
     def delivery(self, entry: str, raw: Raw) -> Delivery:
-        """Return an entry as a delivery. Its payload is downloaded later unless it lies inline."""
+        """Return an entry as a delivery. Its payload is downloaded later, unless it is stored in the entry."""
         if not raw:
             return Delivery(entry, None, fault="the entry was deleted before it was merged")
         try:
