@@ -81,7 +81,7 @@ def _file(path: Path, headers: dict[str, str]) -> Callable[[Request], Any]:
 
 
 def _answer(status: int, text: str, **more: str) -> Response:
-    return JSONResponse({"said": text}, status, headers={**FRESH, **more})
+    return JSONResponse({"message": text}, status, headers={**FRESH, **more})
 
 
 class _Service:

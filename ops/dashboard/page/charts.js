@@ -1,11 +1,11 @@
-// The charts: plotly draws plain data in the page's colours. Legends are part of the page.
+// Draw the charts with plotly, in the page's colours. The legends are elements of the page.
 "use strict";
 
 const Charts = (() => {
   let data = null;
   let axis = "tokens";
 
-  /** A colour of the page as the theme has it now. */
+  /** Returns a colour of the page in the present theme. */
   function colour(name, alpha = 1) {
     const probe = document.createElement("i");
     probe.style.color = `var(--${name})`;
@@ -35,7 +35,7 @@ const Charts = (() => {
     };
   }
 
-  /** Draws, or says in words that there is nothing to draw. */
+  /** Draws the traces. Shows the text `nothing` instead if they have no points. */
   function draw(id, traces, changes, nothing) {
     const place = document.getElementById(id);
     const empty = !traces.some((trace) => (trace.y ?? []).some((value) => value !== null && value !== undefined));
@@ -53,7 +53,7 @@ const Charts = (() => {
     Plotly.react(place, traces, layout(changes), { displayModeBar: false, responsive: true });
   }
 
-  /** [colour, words, value] each. */
+  /** Shows a legend. Each entry is [colour, words, value, block]; a block is a filled mark instead of a line. */
   function legend(id, entries) {
     const place = document.getElementById(id);
     place.replaceChildren(...entries.map(([swatch, words, value, block]) => {
@@ -81,7 +81,7 @@ const Charts = (() => {
     ? { title: { text: words }, tickformat: "~s", hoverformat: ".4s" }
     : { title: { text: "round" }, tickformat: ",d", hoverformat: ",d" };
 
-  /** The scale of what came after the first steep fall, which would press all else flat; undefined while there is little. */
+  /** Returns the y range without the first steep fall, which would flatten the rest; undefined if there are few points. */
   function settled(x, y, ...others) {
     const begin = x[0] + 0.08 * (last(x) - x[0]);
     const known = [y, ...others].flatMap((values) => values.filter((value, n) => value !== null && x[n] >= begin));
@@ -103,7 +103,7 @@ const Charts = (() => {
     legend("legend-bits", known.length ? [["s1", "newest", fixed(last(known), 4)], ["", "best", fixed(Math.min(...known), 4)]] : []);
   }
 
-  /** Points on a line where a merger took over, or a change of the operator took effect; hovering says what. */
+  /** Returns points on a line where a merger took over or an operator's change took effect. Hovering shows the event. */
   function marks(x, y) {
     const { marks } = data, at = marks[axis].map((value) => Math.max(0, x.findIndex((other) => other >= value)));
     return {
@@ -129,13 +129,13 @@ const Charts = (() => {
     draw("chart-islands", [
       line("size", lines.round, lines.size, "s0", { line: { shape: "hv", dash: "dot", width: 1.8 } }),
       line("live", lines.round, lines.live, "s1", step),
-      line("take part", lines.round, lines.participating, "s3", step),
+      line("participating", lines.round, lines.participating, "s3", step),
     ], {
       xaxis: { title: { text: "round" }, tickformat: ",d" },
       yaxis: { rangemode: "tozero", tickformat: ",d", range: [0, Math.max(1, ...lines.size) * 1.12], dtick: Math.ceil(Math.max(1, ...lines.size) / 5) },
     }, "No round has closed yet.");
     legend("legend-islands", lines.round.length
-      ? [["s0", "size", last(lines.size)], ["s1", "live", last(lines.live)], ["s3", "take part", last(lines.participating)]] : []);
+      ? [["s0", "size", last(lines.size)], ["s1", "live", last(lines.live)], ["s3", "participating", last(lines.participating)]] : []);
   }
 
   function rounds() {

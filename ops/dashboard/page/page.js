@@ -1,4 +1,4 @@
-// The page: shows the server's data in elements by their id, and sends a person's changes with the token.
+// Show the server's data in the elements of the page, and send changes to the server with the token.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -9,7 +9,7 @@ const GONE_SHOWN = 4;
 let page = null;
 let clockOffset = 0;
 let showGone = false;
-let everHeard = false;
+let everConnected = false;
 
 // -- formatting numbers -------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ function writeTiles(run) {
 
 function writeBooks(books) {
   const tokens = books.tokens, balanced = books.balanced && (!tokens || tokens.balanced);
-  put("balance", balanced ? "balanced" : "do not balance");
+  put("balance", balanced ? "balanced" : "not balanced");
   $("balance").dataset.mood = balanced ? "good" : "bad";
   for (const name of ["published", "merged", "refused", "pending"]) {
     put(`b-${name}`, count(books[name]));
@@ -124,7 +124,7 @@ function writeBooks(books) {
 
 // -- islands -----------------------------------------------------------------------------------------------------------
 
-const TITLES = ["island", "state", "takes part in the newest rounds", "lag", "tokens/s", "step", "up", "down", "queue", "seen", ""];
+const TITLES = ["island", "state", "participation in the newest rounds", "lag", "tokens/s", "step", "up", "down", "queue", "seen", ""];
 const MOODS = { training: "good", joining: "busy", leaving: "busy", left: "idle", done: "idle", silent: "bad" };
 const lanes = new Map();
 
@@ -152,34 +152,34 @@ function lane(name) {
   for (const key of ["lag", "speed", "step", "up", "down", "queue", "seen"]) {
     cell(key, "num", { lag: "lag", speed: "tokens/s", step: "step", up: "up", down: "down", queue: "queue", seen: "seen" }[key]);
   }
-  const deeds = cell("deeds", "deeds");
-  cells.drain = deed("drain", () => steer({ [`island.${name}`]: "drain" }));
-  cells.expel = deed("expel", () => steer({ [`island.${name}`]: "expel" }));
-  cells.back = deed("let in", () => steer({ [`island.${name}`]: "" }));
-  deeds.append(cells.drain, cells.expel, cells.back);
+  const actions = cell("actions", "actions");
+  cells.drain = confirmedButton("drain", () => steer({ [`island.${name}`]: "drain" }));
+  cells.expel = confirmedButton("expel", () => steer({ [`island.${name}`]: "expel" }));
+  cells.back = confirmedButton("readmit", () => steer({ [`island.${name}`]: "" }));
+  actions.append(cells.drain, cells.expel, cells.back);
   cell("trouble", "trouble");
   const made = { root, cells, drawn: "" };
   lanes.set(name, made);
   return made;
 }
 
-/** A button that wants to be pressed twice. */
-function deed(words, act) {
+/** Returns a button that acts only if it is pressed twice within three seconds. */
+function confirmedButton(words, act) {
   const button = element("button", "", words);
   button.type = "button";
-  let sure = 0;
+  let timer = 0;
   button.addEventListener("click", () => {
-    if (sure) {
-      clearTimeout(sure);
-      sure = 0;
+    if (timer) {
+      clearTimeout(timer);
+      timer = 0;
       button.textContent = words;
-      button.classList.remove("sure");
+      button.classList.remove("confirming");
       act();
       return;
     }
-    button.textContent = "sure?";
-    button.classList.add("sure");
-    sure = setTimeout(() => { sure = 0; button.textContent = words; button.classList.remove("sure"); }, 3000);
+    button.textContent = "confirm?";
+    button.classList.add("confirming");
+    timer = setTimeout(() => { timer = 0; button.textContent = words; button.classList.remove("confirming"); }, 3000);
   });
   return button;
 }
@@ -287,18 +287,18 @@ function writeEvents(events) {
 // -- faults and the connection -------------------------------------------------------------------------
 
 let fault = null;
-let heard = null;
+let connected = null;
 
 function writeLink() {
   const banner = $("banner"), link = $("link");
-  const lost = !still && heard === false;
-  const trouble = lost ? "The dashboard does not answer. The page continues when it does."
+  const lost = !still && connected === false;
+  const trouble = lost ? "The dashboard does not answer. The page continues when it answers again."
     : fault ? `${fault.what} since ${clock(fault.since)}. ${fault.more}` : page?.state.sentence ?? "";
   banner.hidden = !trouble;
   banner.dataset.mood = lost || fault ? "bad" : page?.state.mood ?? "idle";
   put("banner", trouble);
-  link.dataset.mood = inlined ? "idle" : lost ? "bad" : fault ? "warn" : everHeard ? "good" : "idle";
-  link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "no answer from Redis" : everHeard ? "live" : "connecting";
+  link.dataset.mood = inlined ? "idle" : lost ? "bad" : fault ? "warn" : everConnected ? "good" : "idle";
+  link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "no answer from Redis" : everConnected ? "live" : "connecting";
 }
 
 function setFault(found) { fault = found; writeLink(); }
@@ -314,8 +314,8 @@ async function steer(changes) {
     const answer = await fetch("api/steer", {
       method: "POST", headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" }, body: JSON.stringify({ changes }),
     });
-    const { said } = await answer.json();
-    say(said, answer.ok ? "good" : "bad");
+    const { message } = await answer.json();
+    say(message, answer.ok ? "good" : "bad");
     if (answer.status === 401) lock();
     return answer.ok;
   } catch {
@@ -325,8 +325,8 @@ async function steer(changes) {
 }
 
 function say(words, mood) {
-  put("said", words);
-  $("said").dataset.mood = mood;
+  put("answer", words);
+  $("answer").dataset.mood = mood;
 }
 
 function lock() {
@@ -408,24 +408,24 @@ for (const button of document.querySelectorAll("[data-axis]")) button.addEventLi
 
 // -- receiving events ---------------------------------------------------------------------------------------------------------
 
-function hear(name, value) {
-  heard = everHeard = true;
+function receive(name, value) {
+  connected = everConnected = true;
   if (name === "page") { page = value; write(); }
   if (name === "charts") Charts.show(value);
   if (name === "fault") fault = value;
   writeLink();
 }
 
-function tell(everything) {
-  for (const name of ["page", "charts", "fault"]) if (everything[name] || name === "fault") hear(name, everything[name]);
+function receiveAll(everything) {
+  for (const name of ["page", "charts", "fault"]) if (everything[name] || name === "fault") receive(name, everything[name]);
 }
 
 function listen() {
   const source = new EventSource("api/events");
-  for (const name of ["page", "charts", "fault", "ping"]) source.addEventListener(name, (event) => hear(name, JSON.parse(event.data)));
-  source.onopen = () => { heard = true; writeLink(); };
+  for (const name of ["page", "charts", "fault", "ping"]) source.addEventListener(name, (event) => receive(name, JSON.parse(event.data)));
+  source.onopen = () => { connected = true; writeLink(); };
   source.onerror = () => {
-    heard = false;
+    connected = false;
     writeLink();
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 1000);
   };
@@ -434,8 +434,8 @@ function listen() {
 theme(query.get("theme") ?? local?.getItem("theme") ?? "");
 over("tokens");
 document.documentElement.classList.toggle("still", Boolean(inlined));
-if (inlined) tell(JSON.parse(inlined));
-else if (still) fetch("api/view").then((answer) => answer.json()).then(tell);
+if (inlined) receiveAll(JSON.parse(inlined));
+else if (still) fetch("api/view").then((answer) => answer.json()).then(receiveAll);
 else listen();
 if (!inlined) {
   const fragment = new URLSearchParams(location.hash.slice(1)).get("token");

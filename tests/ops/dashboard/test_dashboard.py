@@ -200,7 +200,7 @@ def test_nothing_changes_without_the_token(
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
     answer = client.post("/api/steer", json={"changes": {"merging": "paused"}}, headers=raw)  # type: ignore[arg-type]
     assert answer.status_code == 401
-    assert "token" in answer.json()["said"]
+    assert "token" in answer.json()["message"]
     assert transport.reader.control() == {}
 
 
@@ -229,7 +229,7 @@ def test_each_action_reaches_the_run_and_is_answered(
 ) -> None:
     answer = client.post("/api/steer", json={"changes": changes}, headers=RIGHT)
     assert answer.status_code == 200
-    assert answer.json()["said"]
+    assert answer.json()["message"]
     assert transport.reader.control() == control
 
 
@@ -266,13 +266,13 @@ def test_a_change_can_be_removed(client: TestClient, transport: MemoryTransport,
 def test_a_wrong_value_is_refused(client: TestClient, transport: MemoryTransport, body: str) -> None:
     answer = client.post("/api/steer", content=body, headers=RIGHT)
     assert answer.status_code == 400
-    assert re.fullmatch(r".+\. .+", answer.json()["said"], re.DOTALL), "what happened, and what to do"
+    assert re.fullmatch(r".+\. .+", answer.json()["message"], re.DOTALL), "what happened, and what to do"
     assert transport.reader.control() == {}
 
 
 def test_a_request_that_is_too_large_is_not_read(client: TestClient) -> None:
     answer = client.post("/api/steer", content=b" " * BODY_BYTES_MAX + b'{"changes": {}}', headers=RIGHT)
-    assert (answer.status_code, "too large" in answer.json()["said"]) == (400, True)
+    assert (answer.status_code, "too large" in answer.json()["message"]) == (400, True)
 
 
 def test_a_request_that_breaks_off_is_no_error(watch: Watcher, clock: Clock, transport: MemoryTransport) -> None:
@@ -299,7 +299,7 @@ def test_steering_while_redis_is_away(
 
     monkeypatch.setattr(transport.reader, "steer", steer)
     answer = client.post("/api/steer", json={"changes": {"merging": "paused"}}, headers=RIGHT)
-    assert (answer.status_code, answer.json()["said"]) == (503, "the Redis does not answer. Is it running?")
+    assert (answer.status_code, answer.json()["message"]) == (503, "the Redis does not answer. Is it running?")
 
 
 # -- the watch --------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests import samples
 from tests.conftest import Until
 from tests.failing import failing
 
-pytestmark = pytest.mark.full  # They drive a browser.
+pytestmark = pytest.mark.full  # These tests drive a browser.
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
@@ -36,6 +36,7 @@ MANIFEST = samples.manifest()
 NAMES = [*(f"island-{n}" for n in range(15)), "A" * 64]
 TROUBLE = "thin link at 3.2 Mbit/s up, 12.0 Mbit/s down: fewer bits, interval 2.0x"
 
+#: A script that returns the contrast of each text with its background, as defined by WCAG 2.2.
 RATIOS = """
 const canvas = document.createElement('canvas'), pen = canvas.getContext('2d', {willReadFrequently: true});
 const rgba = (text) => { pen.clearRect(0, 0, 1, 1); pen.fillStyle = text; pen.fillRect(0, 0, 1, 1);
@@ -55,12 +56,14 @@ for (const place of document.querySelectorAll('header *, main *')) {
 }
 return out;
 """
-"""WCAG 2.2: the contrast of every text with what lies under it"""
 
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[WebDriver]:
-    """One browser for all; without one, skipped here and failed where `CI` is set, unless that says there is none."""
+    """Return one browser for all tests.
+
+    Without a browser, the tests are skipped. If `CI` is set and ARCHIPELAGO_NO_BROWSER is not, they fail.
+    """
     with ExitStack() as stack:
         try:
             found = stack.enter_context(browser())
@@ -71,7 +74,7 @@ def driver() -> Iterator[WebDriver]:
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_desk(driver: WebDriver) -> None:
+def _wide_window(driver: WebDriver) -> None:
     width(driver, 1400)
 
 
@@ -90,13 +93,14 @@ def close_round(transport: MemoryTransport, number: int) -> None:
     commit = samples.commit([], round_number=number)
     members = tuple(member(name, staleness=n % 2) for n, name in enumerate(NAMES))
     tape = replace(commit.tape, members=members, digest=f"{number:032x}", live=16, merge_seconds=0.02)
-    transport.merger.commit(epoch, replace(commit, tape=tape, tokens=0))  # nothing was published for it
+    transport.merger.commit(epoch, replace(commit, tape=tape, tokens=0))  # Nothing was published for these rounds.
 
 
 @pytest.fixture
 def transport() -> MemoryTransport:
-    """Sixteen islands, one with a long name, one in trouble; forty rounds; something of each kind of event."""
-    transport = MemoryBroker(clock=lambda: 1000.0).connect("sample")  # nobody grows silent, however slow the browser
+    """Return a run of 16 islands and 40 rounds, with events of each kind. One has a long name, one a bad link."""
+    # The clock stands still, so that no island times out, however slow the browser is.
+    transport = MemoryBroker(clock=lambda: 1000.0).connect("sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     for name in NAMES:
         transport.island.heartbeat(samples.heartbeat(name, host=f"{name}.cluster.internal"))
@@ -117,7 +121,7 @@ def transport() -> MemoryTransport:
 
 @pytest.fixture
 def address(transport: MemoryTransport) -> Iterator[str]:
-    """The address of the page of that run."""
+    """Serve the page of that run, and yield its address."""
     with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as found:
         yield found
 
@@ -127,7 +131,7 @@ Opened = Callable[..., None]
 
 @pytest.fixture
 def opened(driver: WebDriver, until: Until) -> Opened:
-    """Opens an address and waits for its charts; fails for whatever the page's scripts complain about."""
+    """Return a function that opens an address and waits for its charts. Errors of the page's scripts fail the test."""
 
     def go(where: str) -> None:
         driver.get("about:blank")
@@ -171,7 +175,7 @@ def click(driver: WebDriver, place: str) -> None:
 
 
 def test_the_page_shows_the_run(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
-    complaints(driver)  # of earlier tests
+    complaints(driver)  # Drop the messages of earlier tests.
     opened(address)
     assert [text(driver, f"#{name}") for name in ("run", "size", "live", "part")] == ["sample", "16", "15", "15"]
     assert text(driver, "#bits") == "2.1250"
@@ -210,7 +214,7 @@ def test_a_new_round_appears_without_reloading(
     until(lambda: text(driver, "#step-sub").startswith("round 41"), "the round is shown")
     until(lambda: line(driver, "chart-islands")[0][-1] == 41, "the round is drawn")
     until(lambda: "newcomer" in text(driver, "#lanes"), "the island has its lane")
-    assert driver.execute_script("return window.same")  # nothing was loaded again
+    assert driver.execute_script("return window.same")  # The page was not reloaded.
 
 
 def test_the_axis_can_be_tokens_or_rounds(driver: WebDriver, address: str, opened: Opened) -> None:
@@ -246,8 +250,8 @@ def test_the_page_survives_a_restart_of_redis(driver: WebDriver, tmp_path: Path,
         driver.get(address)
         until(lambda: text(driver, "#run") == "sample", "the page is there")
         server.stop()
-        until(lambda: text(driver, "#banner").startswith("Redis does not answer since "), "the page says so")
-        assert text(driver, "#run") == "sample"  # what was known stays to be seen
+        until(lambda: text(driver, "#banner").startswith("Redis does not answer since "), "the page reports it")
+        assert text(driver, "#run") == "sample"  # The page still shows the last reading.
         stack.enter_context(start_server(tmp_path / "redis"))
         transport.island.heartbeat(samples.heartbeat("survivor"))
         until(lambda: "survivor" in text(driver, "#lanes"), "the page goes on")
@@ -259,7 +263,7 @@ def test_the_page_of_an_empty_run(driver: WebDriver, until: Until) -> None:
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as address:
         driver.get(address)
-        until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page says so")
+        until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page reports it")
         until(lambda: "No round has closed yet." in text(driver, "#chart-loss"), "empty charts say why")
         assert is_shown(driver, "#no-events")
         assert is_shown(driver, "#no-lanes")
@@ -315,20 +319,20 @@ def test_an_action_needs_the_token(
 ) -> None:
     opened(address)
     assert not is_shown(driver, "#merging")
-    assert not is_shown(driver, ".deeds")
+    assert not is_shown(driver, ".actions")
     type_into(driver, "#token", "wrong")
     click(driver, "#unlock button")
-    until(lambda: text(driver, "#said") != "", "the page says so")
+    until(lambda: text(driver, "#answer") != "", "the page reports it")
     assert not is_shown(driver, "#merging")
-    driver.execute_script("document.querySelector('#said').textContent = ''; steer({merging: 'paused'})")
-    until(lambda: text(driver, "#said") != "", "the server refuses it")
+    driver.execute_script("document.querySelector('#answer').textContent = ''; steer({merging: 'paused'})")
+    until(lambda: text(driver, "#answer") != "", "the server refuses it")
     assert transport.reader.control() == {}
     type_into(driver, "#token", TOKEN)
     click(driver, "#unlock button")
     until(lambda: is_shown(driver, "#merging"), "the knobs are there")
     click(driver, "#merging")
     until(lambda: transport.reader.control() == {"merging": "paused"}, "merging is paused")
-    until(lambda: "paused" in text(driver, "#said"), "the answer confirms it")
+    until(lambda: "paused" in text(driver, "#answer"), "the answer confirms it")
     until(lambda: text(driver, "#state") == "paused", "the page shows it")
     until(lambda: text(driver, "#merging") == "Resume merging", "the button turns")
     click(driver, "#merging")
@@ -348,7 +352,7 @@ def test_settings_and_islands_are_steered(
     until(lambda: driver.execute_script("return document.querySelector('#k-rate').value") == "0.7", "the run's own")
     type_into(driver, "#k-rate", "fast")
     click(driver, "[data-name='outer.learning_rate'] button")
-    until(lambda: "fast" in text(driver, "#said"), "a wrong value is a sentence")
+    until(lambda: "fast" in text(driver, "#answer"), "a wrong value is explained")
     assert transport.reader.control() == {}
     type_into(driver, "#k-rate", "0.5")
     click(driver, "[data-name='outer.learning_rate'] button")
@@ -357,14 +361,14 @@ def test_settings_and_islands_are_steered(
     until(lambda: not driver.execute_script("return document.querySelector(arguments[0]).disabled", own), "it is shown")
     click(driver, own)
     until(lambda: transport.reader.control() == {}, "and taken back")
-    deeds = f"document.querySelector(\"[title='{NAMES[0]}']\").closest('.lane').querySelectorAll('.deeds button')"
+    deeds = f"document.querySelector(\"[title='{NAMES[0]}']\").closest('.lane').querySelectorAll('.actions button')"
     driver.execute_script(f"{deeds}[1].click()")
-    assert transport.reader.control() == {}  # it asks whether that is sure
+    assert transport.reader.control() == {}  # The button asks for confirmation first.
     driver.execute_script(f"{deeds}[1].click()")
     until(lambda: transport.reader.control() == {f"island.{NAMES[0]}": "expel"}, "the island is expelled")
-    until(lambda: driver.execute_script(f"return {deeds}[2].checkVisibility()"), "it can be let in again")
+    until(lambda: driver.execute_script(f"return {deeds}[2].checkVisibility()"), "the island can be readmitted")
     driver.execute_script(f"{deeds}[2].click(); {deeds}[2].click()")
-    until(lambda: transport.reader.control() == {}, "it is let in again")
+    until(lambda: transport.reader.control() == {}, "the island is readmitted")
 
 
 def test_text_from_islands_is_never_markup(
@@ -374,7 +378,7 @@ def test_text_from_islands_is_never_markup(
     evil = "<img src=x onerror='window.evil = 1'></script><script>window.evil = 1</script>"
     transport.reader.note(Note(1.8e9, evil, "joined", evil))
     transport.island.heartbeat(samples.heartbeat("mallory", link=evil, last_refusal=evil, device=evil, host=evil))
-    until(lambda: evil in text(driver, "#events") and evil in text(driver, "#lanes"), "they are shown as they are")
+    until(lambda: evil in text(driver, "#events") and evil in text(driver, "#lanes"), "the texts are shown unchanged")
     assert driver.execute_script("return window.evil === undefined && !document.querySelector('main img')")
 
 
@@ -405,7 +409,7 @@ def test_a_report_is_one_file_that_needs_no_network(
 def test_the_pictures(address: str, tmp_path: Path, driver: WebDriver) -> None:
     import matplotlib.image
 
-    assert driver  # so that it is skipped where there is no browser
+    assert driver  # The fixture skips the test if there is no browser.
     paths = take(address, TOKEN, tmp_path / "new" / "pictures", lambda: False)
     assert [path.name for path in paths] == [f"{name}.png" for name in PICTURES]
     light, dark, phone = (matplotlib.image.imread(path) for path in paths)
