@@ -23,7 +23,7 @@ from tests import samples
 CONFIG = RunConfig(sync=SyncConfig(staleness_cap=3), wire=WireConfig(up="float32", thin="top3"))
 MANIFEST = samples.manifest(config=CONFIG)  # two fragments
 SHARDS = CONFIG.data.shards
-#: In four steps, with batches of 64 times the run's.
+#: The most tokens in four steps: batches may be 64 times the run's.
 MOST_TOKENS = 4 * CONFIG.tokens_per_step * 64
 
 
@@ -38,8 +38,8 @@ def code_of(changes: dict[str, Any], closed: int = 0, manifest: Manifest = MANIF
     [
         ({}, 0),
         ({"round": 2, "fragment": 1}, 0),
-        ({"round": 4, "fragment": 1}, 0),  # two round trips ahead
-        ({"round": 1, "base": 2}, 10),  # late, and at the cap: five versions
+        ({"round": 4, "fragment": 1}, 0),  # the most rounds ahead
+        ({"round": 1, "base": 2}, 10),  # late, at the staleness cap of five versions
         ({"tokens": MOST_TOKENS}, 0),
         ({"farewell": True, "steps": 1, "tokens": 1}, 0),
         ({"data": ""}, 0),
@@ -63,7 +63,7 @@ def test_valid_headers_are_admitted(changes: dict[str, Any], closed: int) -> Non
         ({"round": 15}, 10, "ahead"),
         ({"base": 1}, 0, "base"),
         ({"tokens": MOST_TOKENS + 1}, 0, "tokens"),
-        ({"base": 2}, 12, "stale"),  # six versions
+        ({"base": 2}, 12, "stale"),  # six versions behind
         ({"codec": "int8"}, 0, "codec"),
         ({"data": f"{SHARDS}:0:1"}, 0, "data"),
         ({"data": f"0:0:1 site/{SHARDS}:0:end"}, 0, "data"),
@@ -76,11 +76,11 @@ def test_valid_headers_are_admitted(changes: dict[str, Any], closed: int) -> Non
         ({"data": "0:0:1 " * 33}, 0, "data"),
     ],
 )
-def test_impossible_headers_are_refused(changes: dict[str, Any], closed: int, code: str) -> None:
+def test_invalid_headers_are_refused(changes: dict[str, Any], closed: int, code: str) -> None:
     assert code_of(changes, closed) == code
 
 
-def test_reasons_quote_at_most_a_part_of_a_hostile_header() -> None:
+def test_reasons_quote_only_a_part_of_a_hostile_header() -> None:
     hostile: list[dict[str, Any]] = [{"codec": "x" * 64}, {"data": "0:0:" + "9" * 4000}]
     for changes in hostile:
         reason = reason_to_refuse(samples.contribution(**changes), MANIFEST, 0)
@@ -88,7 +88,7 @@ def test_reasons_quote_at_most_a_part_of_a_hostile_header() -> None:
         assert len(reason.text) < 100
 
 
-def test_versions_count_the_closed_rounds_of_a_fragment() -> None:
+def test_a_version_is_the_number_of_closed_rounds_of_a_fragment() -> None:
     assert [version_after(closed, 0, 2) for closed in range(5)] == [0, 1, 1, 2, 2]
     assert [version_after(closed, 1, 2) for closed in range(5)] == [0, 0, 1, 1, 2]
 
@@ -104,7 +104,7 @@ WORDS = st.from_regex(r"\A(site/|/)?[0-9]{0,4}:[0-9]{0,3}:([0-9]{0,3}|end|x)\Z")
 
 @given(st.lists(WORDS, max_size=4).map(" ".join))
 def test_reading_positions_are_admitted_only_for_shards_that_exist(data: str) -> None:
-    """Otherwise cursors could take more room than there are shards."""
+    """Otherwise forged positions could fill the table of cursors."""
     code = code_of({"data": data})
     assert code in ("", "data")
     assert code or all(int(place.shard.rpartition("/")[2]) < SHARDS for place in parse_places(data))

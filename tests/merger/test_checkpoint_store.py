@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs: a loaded image is one that was saved, to the bit, whatever happened to the disk."""
+"""Checkpoints of whole runs: a loaded image equals a saved one bit for bit, whatever happens to the disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def fragment(of: Image, p: int, version: int) -> Image:
-    """Return the image after a round of that fragment with this version; the same each time."""
+    """Return the image with one fragment at this version. Equal arguments give equal images."""
     snapshot, _ = of.snapshots[p]
     rng, wire = np.random.default_rng([p, version]), of.manifest.config.wire
     params_N, trace_N = rng.normal(size=(2, of.manifest.sizes[p])).astype(np.float32)
@@ -53,7 +53,7 @@ def fragment(of: Image, p: int, version: int) -> Image:
 
 
 def image(number: int = 1, *versions: int) -> Image:
-    """Return a run of two fragments at these versions, with something of everything."""
+    """Return an image of two fragments at these versions, in which no field is empty."""
     manifest = samples.manifest()
     out = Image(
         manifest=manifest,
@@ -73,7 +73,7 @@ def image(number: int = 1, *versions: int) -> Image:
 
 
 def bare(number: int = 1) -> Image:
-    """Return a run that has just begun."""
+    """Return the image of a run without rounds."""
     return replace(image(number), state="", books=Books(), cursors={}, tape=(), evaluations=(), pending=())
 
 
@@ -88,11 +88,11 @@ def directories(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# -- what comes back ---------------------------------------------------------------------------------------------------
+# -- saving and loading ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", [image(1), image(4, 3, 2), bare(2)], ids=["a", "later", "bare"])
-def test_an_image_comes_back_to_the_bit(tmp_path: Path, what: Image) -> None:
+def test_an_image_is_restored_bit_for_bit(tmp_path: Path, what: Image) -> None:
     store = saved(tmp_path / "a" / "b", what)
     assert store.load() == what
     assert CheckpointStore(tmp_path / "a" / "b").load(what.number) == what
@@ -100,7 +100,7 @@ def test_an_image_comes_back_to_the_bit(tmp_path: Path, what: Image) -> None:
 
 
 def test_plain_orbax_restores_named_tensors(tmp_path: Path) -> None:
-    """Users need nothing of ours to read a checkpoint."""
+    """Users can read a checkpoint without Archipelago."""
     import orbax.checkpoint as ocp
 
     what = image(7, 3, 2)
@@ -130,7 +130,7 @@ def test_plain_orbax_restores_named_tensors(tmp_path: Path) -> None:
     cursors=st.dictionaries(st.text(max_size=5), st.tuples(st.integers(0, 1 << 62), st.integers(0, 1 << 62))),
     bits=st.floats(allow_nan=False, allow_infinity=False),
 )
-def test_any_image_comes_back(
+def test_any_image_is_restored(
     tmp_path_factory: pytest.TempPathFactory,
     payloads: list[bytes],
     state: str,
@@ -143,7 +143,7 @@ def test_any_image_comes_back(
     assert saved(tmp_path_factory.mktemp("any"), what).load() == what
 
 
-def test_a_missing_measurement_comes_back(tmp_path: Path) -> None:
+def test_a_missing_measurement_is_restored(tmp_path: Path) -> None:
     found = saved(tmp_path, replace(image(), evaluations=(replace(EVALUATION, bits_per_byte=float("nan")),))).load()
     assert found is not None
     assert np.isnan(found.evaluations[0].bits_per_byte)
@@ -157,7 +157,7 @@ def test_reading_a_missing_folder_creates_nothing(tmp_path: Path) -> None:
     assert directories(tmp_path) == []
 
 
-def test_the_newest_is_loaded_and_older_ones_by_number(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_loaded_by_default(tmp_path: Path) -> None:
     store = saved(tmp_path, image(3), image(7, 1), image(8, 1, 1))
     assert store.numbers() == [3, 7, 8]
     assert store.next_number() == 9
@@ -168,7 +168,7 @@ def test_the_newest_is_loaded_and_older_ones_by_number(tmp_path: Path) -> None:
             CheckpointStore(folder).load(number)
 
 
-def test_a_number_must_grow(tmp_path: Path) -> None:
+def test_checkpoint_numbers_must_increase(tmp_path: Path) -> None:
     store = saved(tmp_path, image(5))
     for number in (4, 5):
         with failing(ConfigError, "checkpoint.late"):
@@ -184,12 +184,12 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert store.load(4) == image(4, 1, 4)
 
 
-def test_a_line_for_people() -> None:
+def test_the_description_names_the_run_and_the_round() -> None:
     line = describe(image(7, 3, 2))
     assert all(part in line for part in ("7", "sample", "5", "12", "2"))
 
 
-# -- deaths, at any instruction ----------------------------------------------------------------------------------------
+# -- a death at any file operation -------------------------------------------------------------------------------------
 
 DEATHS = """
 import os, signal, shutil, sys
@@ -253,7 +253,7 @@ def test_a_death_leaves_the_checkpoint_before_or_after(tmp_path: Path) -> None:
         assert directories(folder) == sorted(map(str, store.numbers())), folder.name
 
 
-def test_leftovers_of_a_death_go_with_the_next_save(tmp_path: Path) -> None:
+def test_leftovers_of_a_death_are_removed_by_the_next_save(tmp_path: Path) -> None:
     store = saved(tmp_path, image(1))
     shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
     assert store.numbers() == [1]
@@ -265,7 +265,7 @@ def test_leftovers_of_a_death_go_with_the_next_save(tmp_path: Path) -> None:
 
 
 def _mutations(content: bytes, places: int) -> Iterator[bytes | None]:
-    """Yield the file deleted, emptied, cut, and with one bit flipped here and there."""
+    """Yield mutations of the file: deleted, emptied, truncated, and with single flipped bits."""
     yield from (None, b"", content[: len(content) // 2])
     for i in range(0, len(content), max(1, len(content) // places)):
         yield content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :]
@@ -276,8 +276,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.full
-def test_damage_to_any_file_is_noticed(tmp_path: Path) -> None:
-    """The older checkpoint is loaded, or the newest if it does not need the damaged part."""
+def test_damage_to_any_file_is_detected(tmp_path: Path) -> None:
+    """Then the older checkpoint is loaded, or the newest if it does not need the damaged part."""
     saved(tmp_path, image(1, 1, 1), image(2, 2, 1))
     noticed = set()
     for path in _files(tmp_path / "2"):
@@ -301,15 +301,15 @@ def test_a_damaged_checkpoint_is_skipped_with_one_warning(tmp_path: Path, caplog
         CheckpointStore(tmp_path).load(2)
 
 
-def test_arrays_of_another_checkpoint_are_not_taken_for_these(tmp_path: Path) -> None:
-    """Orbax finds nothing wrong with them, and their shapes fit."""
+def test_arrays_of_another_checkpoint_are_detected(tmp_path: Path) -> None:
+    """Orbax accepts these arrays, and their shapes fit."""
     saved(tmp_path, image(1, 1, 1), image(2, 2, 2))
     shutil.rmtree(tmp_path / "2" / "parameters")
     shutil.copytree(tmp_path / "1" / "parameters", tmp_path / "2" / "parameters")
     assert CheckpointStore(tmp_path).load() == image(1, 1, 1)
 
 
-def test_a_checkpoint_under_another_number_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_a_checkpoint_under_another_number_is_detected(tmp_path: Path) -> None:
     saved(tmp_path, image(1))
     (tmp_path / "1").rename(tmp_path / "4")
     with failing(ConfigError, "checkpoint.unreadable"):
@@ -319,7 +319,7 @@ def test_a_checkpoint_under_another_number_is_not_taken_for_it(tmp_path: Path) -
 # -- disks that fail ---------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_an_error_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_keeps_earlier_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -346,7 +346,7 @@ except ConfigError as error:
 
 
 @pytest.mark.full
-def test_a_write_that_fails_within_orbax_is_the_same_error(tmp_path: Path) -> None:
+def test_a_failed_write_within_orbax_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path, image(1))
     ran = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path)],
@@ -382,12 +382,12 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
 
 
-# -- several at once ---------------------------------------------------------------------------------------------------
+# -- concurrent readers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-def test_a_reader_beside_a_saver_sees_whole_ones(tmp_path: Path) -> None:
-    """Readers load while checkpoints come and go under them."""
+def test_concurrent_readers_see_only_complete_checkpoints(tmp_path: Path) -> None:
+    """Readers load while checkpoints are saved and deleted."""
     store = saved(tmp_path, image(1, 1, 1), keep=2)
     done, found = threading.Event(), list[Image | None]()
 
@@ -407,7 +407,9 @@ def test_a_reader_beside_a_saver_sees_whole_ones(tmp_path: Path) -> None:
         assert each == image(each.number, each.number // 3 + 1, each.number // 2 + 1)
 
 
-def test_nothing_warns(tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_and_loading_emit_no_warnings(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert saved(tmp_path, image(1, 1, 1), image(2, 1, 2)).load() is not None
     assert caplog.records == []

@@ -1,4 +1,4 @@
-"""Checkpoints beside the merging: what is in one, what is let go of when, and what a failing disk may not do."""
+"""Checkpoints during merging: their content, the trimming of covered entries, and failing disks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.merger.simulated_run import (
 
 
 def kept_rounds(run: SimulatedRun) -> list[int]:
-    """Rounds of which some merged entry lies in the stream still."""
+    """Return the rounds that have merged entries in the stream."""
     return [
         entry.round
         for entry in run.transport.reader.tape(1000)
@@ -50,7 +50,7 @@ def serving(run: SimulatedRun, store: Shelf, recorder: Recorder | None = None, *
     return run.merger(checkpointer=run.checkpointer(store, recorder, **settings))
 
 
-# -- what is in a checkpoint -----------------------------------------------------------------------------------------
+# -- the content of a checkpoint -------------------------------------------------------------------------------------
 
 
 def test_a_cut_is_the_run_between_two_rounds() -> None:
@@ -94,7 +94,7 @@ def test_waiting_contributions_are_in_the_checkpoint() -> None:
     assert [entry.round for entry in image.tape] == [1]
 
 
-def test_a_checkpoint_is_of_the_cut_and_of_nothing_later() -> None:
+def test_a_checkpoint_holds_nothing_after_its_cut() -> None:
     store, later = Shelf(), Later()
     run, other = SimulatedRun(quorum=2), SimulatedRun(quorum=2)
     merger = serving(run, store, spawn=later)
@@ -110,13 +110,15 @@ def test_a_checkpoint_is_of_the_cut_and_of_nothing_later() -> None:
     assert [entry.digest for entry in image.tape] == [entry.digest for entry in other.transport.reader.tape(9)]
 
 
-def test_a_checkpoint_is_marked_for_the_islands() -> None:
+def test_a_checkpoint_is_announced_to_the_islands() -> None:
     store, later = Shelf(), Later()
     run = SimulatedRun(quorum=2)
     merger = serving(run, store, spawn=later)
     run.play(merger, 1, 2)
     merger.checkpoint()
-    assert run.events(Marker) == [Marker(2, 2)]  # before it is on disk: what islands do next is not in it
+    assert run.events(Marker) == [
+        Marker(2, 2)
+    ]  # the marker is sent before the write, because later actions of islands are not in the checkpoint
     later.do_all()
     run.play(merger, 3)
     merger.checkpoint()
@@ -133,10 +135,10 @@ def test_checkpoints_change_no_bit() -> None:
     assert found == expected
 
 
-# -- when ------------------------------------------------------------------------------------------------------------
+# -- schedule --------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_taken_every_so_many_seconds() -> None:
+def test_a_checkpoint_is_taken_at_each_interval() -> None:
     store = Shelf()
     run = SimulatedRun(quorum=2)
     merger = serving(run, store, every=30.0)
@@ -146,7 +148,7 @@ def test_a_checkpoint_is_taken_every_so_many_seconds() -> None:
         assert len(store.images) == expected, now
 
 
-def test_a_run_that_stands_still_takes_none() -> None:
+def test_no_checkpoint_is_taken_without_new_rounds() -> None:
     store = Shelf()
     run = SimulatedRun(quorum=2)
     merger = serving(run, store, every=1.0)
@@ -161,7 +163,7 @@ def test_a_run_that_stands_still_takes_none() -> None:
     assert list(store.images) == [1]
 
 
-def test_one_at_a_time() -> None:
+def test_only_one_checkpoint_is_written_at_a_time() -> None:
     store, later = Shelf(), Later()
     run = SimulatedRun(quorum=2)
     merger = serving(run, store, every=0.0, spawn=later)
@@ -169,11 +171,11 @@ def test_one_at_a_time() -> None:
     assert len(later.jobs) == 1
     later.do_all()
     merger.turn(0.0)
-    assert len(later.jobs) == 1  # the next one, once the first was done
+    assert len(later.jobs) == 1  # the second job starts once the first is done
     assert RunState.from_json(store.images[1].state).closed == 1
 
 
-def test_leaving_takes_a_last_one_of_all() -> None:
+def test_a_last_checkpoint_is_taken_on_leaving() -> None:
     store = Shelf()
     run = SimulatedRun(quorum=2)
     merger = serving(run, store)
@@ -187,7 +189,7 @@ def test_leaving_takes_a_last_one_of_all() -> None:
     assert list(store.images) == [3]
 
 
-# -- what is let go of -----------------------------------------------------------------------------------------------
+# -- trimming of covered entries -------------------------------------------------------------------------------------
 
 
 def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
@@ -199,7 +201,7 @@ def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     run.play(merger, 4, 5)
     assert kept_rounds(run) == [1, 2, 3, 4, 5]
     later.do_all()
-    assert kept_rounds(run) == [1, 2, 3, 4, 5]  # the merger does not know yet
+    assert kept_rounds(run) == [1, 2, 3, 4, 5]  # the merger has not noticed yet
     merger.turn(0.0)
     assert kept_rounds(run) == [4, 5]
     assert run.transport.reader.books().kept == 4
@@ -212,7 +214,7 @@ def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     run.balance()
 
 
-def test_a_new_merger_knows_what_is_kept() -> None:
+def test_a_new_merger_knows_the_kept_entries() -> None:
     store = Shelf()
     run = SimulatedRun(quorum=2)
     merger = serving(run, store)
@@ -227,16 +229,16 @@ def test_a_new_merger_knows_what_is_kept() -> None:
     assert run.transport.reader.books().kept == 0
 
 
-def test_without_checkpoints_nothing_is_kept() -> None:
+def test_without_checkpoints_merged_entries_are_trimmed_at_once() -> None:
     run = SimulatedRun(quorum=2)
     run.play(serving(run, Shelf()), 1, 2)
     assert run.transport.reader.books().kept == 4
-    run.play(run.merger(), 3)  # one that takes none, after one that did
+    run.play(run.merger(), 3)  # a merger that takes none follows one that did
     assert (kept_rounds(run), run.transport.reader.books().kept) == ([], 0)
     run.balance()
 
 
-def test_many_kept_bytes_make_the_next_one_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_kept_bytes_make_the_next_checkpoint_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf()
     run = SimulatedRun(quorum=2)
     merger_ = serving(run, store)
@@ -244,14 +246,16 @@ def test_many_kept_bytes_make_the_next_one_urgent(monkeypatch: pytest.MonkeyPatc
     one_round = sum(len(payload) for _, payload in run.sent)
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 4 * one_round + 100)
     run.play(merger_, 2)
-    assert store.images == {}  # half, and no more
+    assert store.images == {}  # exactly half
     run.play(merger_, 3)
     assert list(store.images) == [3]
     merger_.turn(0.0)
     assert run.transport.reader.books().kept == 0
 
 
-def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_oldest_entries_are_trimmed_above_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     store, later = Shelf(), Later()
     run = SimulatedRun(quorum=2)
     merger_ = serving(run, store, spawn=later)
@@ -274,7 +278,7 @@ def test_too_much_is_let_go_of_oldest_first(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.parametrize(
     "fault", [ConfigError("the disk is full", ""), OSError(28, "no space left")], ids=["store", "os"]
 )
-def test_a_failing_disk_is_logged_and_tried_again(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_checkpoint_is_logged_and_retried(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf([fault])
     run = SimulatedRun(quorum=2)
     merger = serving(run, store, every=100.0)
@@ -295,8 +299,8 @@ def test_a_failing_disk_is_logged_and_tried_again(fault: Exception, caplog: pyte
     run.balance()
 
 
-def test_a_failure_is_logged_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    """The number of the checkpoint differs at each try; that is still the same failure."""
+def test_a_failure_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Only the checkpoint's number differs between attempts, so it counts as the same failure."""
     faults = [ConfigError(f"checkpoint {number} cannot be written", "Free some space.") for number in (1, 2, 3)]
     store = Shelf([*faults, OSError(13, "Permission denied"), faults[0]])
     run = SimulatedRun(quorum=2)
@@ -314,14 +318,14 @@ def test_a_failure_is_logged_once_and_so_is_its_end(caplog: pytest.LogCaptureFix
     run.balance()
 
 
-def test_urgency_does_not_wear_a_failing_disk_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_urgent_checkpoint_waits_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf([OSError("no")] * 100)
     run = SimulatedRun(quorum=2)
     merger_ = serving(run, store)
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 0)
     for number in range(1, 9):
         run.play(merger_, number)
-    assert len(store.faults) == 100  # nothing is kept, so nothing is urgent
+    assert len(store.faults) == 100  # no entries are kept, so nothing is urgent
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 400)
     for number in range(9, 17):
         run.play(merger_, number)
@@ -363,25 +367,25 @@ def test_a_record_that_cannot_be_written_keeps_the_entries(tmp_path: Path, caplo
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3]
 
 
-def test_an_outage_while_a_checkpoint_is_written_is_only_a_failed_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
-    class Deaf(Intercepted):
+def test_an_outage_during_a_checkpoint_only_fails_that_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    class FailingTape(Intercepted):
         def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if name == "tape":
-                raise UnreachableError("nobody answers")
+                raise UnreachableError("connection refused")
             return method(*args, **kwargs)
 
     store = Shelf()
     run = SimulatedRun(quorum=2)
-    deaf = Deaf(run.broker.connect("sample"))
-    merger = run.merger(checkpointer=Checkpointer(deaf, store, None, 0.0, at_once))
+    faulty = FailingTape(run.broker.connect("sample"))
+    merger = run.merger(checkpointer=Checkpointer(faulty, store, None, 0.0, at_once))
     run.play(merger, 1, 2)
     assert "checkpoint.failed" in logged_codes(caplog)
     assert kept_rounds(run) == [1, 2]
 
 
 @pytest.mark.parametrize("written", ["before", "after"])
-def test_a_checkpoint_that_was_under_way_when_the_run_was_taken_up_anew_covers_nothing(written: str) -> None:
-    """Redis came back without its last rounds: what the checkpoint holds of them has never happened."""
+def test_a_checkpoint_in_progress_is_ignored_after_a_reload(written: str) -> None:
+    """Redis was restarted without its last rounds, so the checkpoint holds rounds that no longer exist."""
     store, later = Shelf(), Later()
     run = SimulatedRun(quorum=2)
     merger = serving(run, store, spawn=later)
@@ -405,7 +409,7 @@ def test_a_checkpoint_that_was_under_way_when_the_run_was_taken_up_anew_covers_n
 
 
 class Watching(Intercepted):
-    """Calls `before` with the entries that are about to be trimmed."""
+    """A transport that calls `before` with the entries that are about to be trimmed."""
 
     def __init__(self, inner: Transport, before: Callable[[Sequence[str]], None]) -> None:
         super().__init__(inner)
@@ -417,7 +421,7 @@ class Watching(Intercepted):
         return method(*args, **kwargs)
 
 
-def test_the_record_has_every_round_before_its_entries_go(tmp_path: Path) -> None:
+def test_every_round_is_recorded_before_its_entries_are_trimmed(tmp_path: Path) -> None:
     run = SimulatedRun(quorum=2)
     recorder, trimmed = Recorder(tmp_path), list[str]()
 
@@ -462,8 +466,10 @@ def test_only_actions_that_are_on_disk_are_trimmed(tmp_path: Path) -> None:
     assert [actions.index for actions in record.read(tmp_path).actions] == [0]
 
 
-def test_a_restart_after_a_last_checkpoint_misses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That its rounds are covered was not committed: there was no commit after it."""
+def test_a_restart_after_the_last_checkpoint_records_every_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No commit after the last checkpoint stored which rounds it covers."""
     run, store = SimulatedRun(quorum=2), Shelf()
     merger = serving(run, store, Recorder(tmp_path))
     run.play(merger, 1, 2, 3)
@@ -476,7 +482,7 @@ def test_a_restart_after_a_last_checkpoint_misses_nothing(tmp_path: Path, caplog
     assert not caplog.records
 
 
-def test_a_round_whose_contributions_are_gone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_without_its_contributions_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = SimulatedRun(quorum=2)
     merger = serving(run, Shelf(), Recorder(tmp_path))
     run.play(merger, 1, 2, 3)
@@ -486,7 +492,7 @@ def test_a_round_whose_contributions_are_gone_is_named(tmp_path: Path, caplog: p
     assert sorted(record.read(tmp_path).rounds) == [1, 3]
 
 
-def test_a_redis_that_went_back_takes_the_record_back(tmp_path: Path) -> None:
+def test_a_redis_that_lost_rounds_cuts_the_record_back(tmp_path: Path) -> None:
     run, store = SimulatedRun(quorum=2), Shelf()
     merger = serving(run, store, Recorder(tmp_path))
     run.play(merger, 1, 2)
@@ -508,17 +514,17 @@ def test_a_redis_that_went_back_takes_the_record_back(tmp_path: Path) -> None:
     assert len(found[3][1]) == 1
 
 
-def test_no_record_is_written_where_none_is_wanted(tmp_path: Path) -> None:
+def test_without_record_no_record_is_written(tmp_path: Path) -> None:
     run = SimulatedRun(quorum=2)
     merger = serving(run, Shelf(), None)
     run.transport.island.record_actions(samples.actions())
     run.play(merger, 1)
     merger.finish()
     assert list(tmp_path.iterdir()) == []
-    assert len(run.transport.merger.actions(START)) == 1  # nobody read them
+    assert len(run.transport.merger.actions(START)) == 1  # no record read them
 
 
-# -- beside the merging ----------------------------------------------------------------------------------------------
+# -- concurrency -----------------------------------------------------------------------------------------------------
 
 
 def test_rounds_close_while_a_checkpoint_is_written(until: Any) -> None:
@@ -540,20 +546,20 @@ def test_rounds_close_while_a_checkpoint_is_written(until: Any) -> None:
         assert store.images == {}
     finally:
         go.set()
-    until(lambda: merger.turn(0.0) or run.transport.reader.books().kept == 4, "the checkpoint to be taken note of")
+    until(lambda: merger.turn(0.0) or run.transport.reader.books().kept == 4, "the merger to notice the checkpoint")
     assert kept_rounds(run) == [2, 3]
     merger.finish()
     assert kept_rounds(run) == []
 
 
-def test_a_restart_tells_the_islands_where_the_run_is() -> None:
+def test_a_restart_announces_the_last_closed_round() -> None:
     run, store = SimulatedRun(quorum=2), Shelf()
     run.play(serving(run, store), 1, 2)
     serving(run, store)
     assert [resume.round for resume in run.events(Resume)] == [0, 2]
 
 
-def test_an_image_brings_the_run_to_an_empty_broker() -> None:
+def test_an_image_restores_the_run_into_an_empty_broker() -> None:
     store = Shelf()
     run, other = SimulatedRun(quorum=2), SimulatedRun(quorum=2)
     merger = serving(run, store)

@@ -1,7 +1,7 @@
-"""Every outer rule on quadratics whose optimum is known, at staleness 0 to 8, and its trajectory against a recording.
+"""Outer rules on quadratics with a known optimum, at staleness 0 to 8, compared with recorded trajectories.
 
-A round merges contributions that were measured from what was published `staleness` rounds before: base minus local,
-of local training that goes the share c of the way to the optimum along an axis of curvature c.
+Contributions are measured from parameters that were published `staleness` rounds earlier. Local training covers the
+share c of the distance to the optimum along an axis of curvature c.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def distances(rule: str, momentum: float) -> Callable[[Any, Any, Any, Any], jax.
         outer = OUTER[rule](settings_of(rule, rate, momentum))
 
         def round_(carry: Any, _: None) -> tuple[Any, jax.Array]:
-            params_N, state, history_VxN = carry  # what was published, the newest first
+            params_N, state, history_VxN = carry  # the published parameters, newest first
             delta_N = pull_N * (history_VxN[staleness] - optimum_N)
             params_N, state = outer.step(params_N, state, delta_N, Round())
             history_VxN = jnp.concatenate([params_N[None], history_VxN[:-1]])
@@ -68,7 +68,7 @@ def distances(rule: str, momentum: float) -> Callable[[Any, Any, Any, Any], jax.
 
 
 def quadratic(seed: int) -> tuple[Distances, Distances, Distances]:
-    """A start, an optimum, and how much of the way to it local training goes, 0.2 to 1, along each axis."""
+    """Return a start, an optimum, and the share of the distance that local training covers along each axis."""
     random = np.random.default_rng(seed)
     pull_N = np.concatenate([[0.2, 1.0], random.uniform(0.2, 1.0, AXES - 2)])
     values = random.normal(size=AXES), random.normal(size=AXES), pull_N
@@ -80,31 +80,31 @@ def quadratic(seed: int) -> tuple[Distances, Distances, Distances]:
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**31 - 1))
 def test_every_rule_finds_the_optimum_at_every_staleness(rule: str, seed: int) -> None:
-    """At rates that shrink with staleness, as s(τ) and a smaller gain make them."""
+    """The rate shrinks with staleness, as with s(τ) and a smaller gain."""
     start_N, optimum_N, pull_N = quadratic(seed)
     rates_S = np.array([0.3 / (1 + s) for s in range(STALENESS_MAX + 1)], np.float32)
     found = np.asarray(distances(rule, 0.5)(start_N, optimum_N, pull_N, rates_S))
     first = float(np.linalg.norm(start_N - optimum_N))
     assert (found[:, -1] < 2e-3 * first).all(), found[:, -1] / first
-    assert (found < 3.0 * first).all(), "it went far off on the way"
+    assert (found < 3.0 * first).all(), "the distance grew too much on the way"
 
 
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**31 - 1))
-def test_momentum_is_what_makes_stale_runs_diverge(seed: int) -> None:
-    """The negative control: at one and the same rate and staleness, SGD converges and Nesterov does not."""
+def test_stale_runs_diverge_with_momentum_and_converge_without(seed: int) -> None:
+    """This is a negative control: at the same rate and staleness, SGD converges and Nesterov does not."""
     start_N, optimum_N, pull_N = quadratic(seed)
     rates_S = np.full(STALENESS_MAX + 1, 0.15, np.float32)
     first = float(np.linalg.norm(start_N - optimum_N))
     plain = np.asarray(distances("sgd", 0.9)(start_N, optimum_N, pull_N, rates_S))
     heavy = np.asarray(distances("nesterov", 0.9)(start_N, optimum_N, pull_N, rates_S))
     assert (plain[:, -1] < 1e-3 * first).all()
-    assert heavy[0, -1] < 1e-3 * first, "without staleness momentum does no harm"
-    assert not (heavy[STALENESS_MAX, -1] < first), "at staleness 8 it does"
+    assert heavy[0, -1] < 1e-3 * first, "momentum converges without staleness"
+    assert not (heavy[STALENESS_MAX, -1] < first), "momentum diverges at staleness 8"
 
 
 def trajectory(rule: str) -> list[list[float]]:
-    """Parameters and what is published of 24 rounds at staleness 2, two of four islands taking part."""
+    """Return exact and published parameters of 24 rounds at staleness 2 with two of four islands in each."""
     start_N, optimum_N, pull_N = quadratic(1)
     outer, params_N, rows = build(settings_of(rule, 0.6, 0.9)), jnp.asarray(start_N), []
     state, history = outer.init(params_N), [start_N] * 3
@@ -117,10 +117,10 @@ def trajectory(rule: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_trajectories_are_those_recorded(rule: str) -> None:
-    """A mismatch means that a rule goes another way than it did: runs would not go on as they began.
+def test_trajectories_equal_the_recorded_ones(rule: str) -> None:
+    """A mismatch means that a rule has changed, and that running runs would continue differently.
 
-    Where that is meant, record anew with ARCHIPELAGO_RECORD=1 and say so in the change. The tolerance is that of
+    If the change is intended, record again with ARCHIPELAGO_RECORD=1 and say so in the commit. The tolerance is that of
     float32 sums in another order, on another processor.
     """
     rows = trajectory(rule)
@@ -129,5 +129,5 @@ def test_trajectories_are_those_recorded(rule: str) -> None:
         recorded[rule] = [[float(f"{value:.7g}") for value in row] for row in rows]
         lines = [f"{json.dumps(name)}: {json.dumps(recorded[name])}" for name in sorted(recorded)]
         RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    assert set(recorded) <= set(RULES), "recordings of rules that are gone"
+    assert set(recorded) <= set(RULES), "recordings of removed rules"
     np.testing.assert_allclose(rows, recorded[rule], rtol=1e-4, atol=1e-5)

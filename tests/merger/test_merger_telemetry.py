@@ -1,4 +1,4 @@
-"""A merger's metrics and curves: each committed round once, and refusals."""
+"""A merger's metrics and curves."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.broker.observe.test_metrics import values as exported
 from tests.merger.simulated_run import Faulty, SimulatedRun, constant
 
 
-class Drawn(CurveWriter):
-    """Keeps what is put."""
+class KeptCurves(CurveWriter):
+    """A curve writer that keeps its points."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -48,7 +48,7 @@ def test_rounds_are_counted() -> None:
     registry = new_registry()
     rounds = RoundMetrics("sample", 2, registry)
     assert scraped(registry)["rounds_total"] == 0
-    assert "open_seconds" not in scraped(registry), "not known before the first round"
+    assert "open_seconds" not in scraped(registry), "the gauges are absent before the first round"
     commit = samples.commit([])
     entry = replace(commit.tape, merge_seconds=0.125, bytes_up=7)
     snapshot = replace(commit.snapshot, bytes=30, difference_bytes=4)
@@ -64,7 +64,7 @@ def test_rounds_are_counted() -> None:
     assert "loss" not in scraped(registry)
 
 
-def listening(merger: Merger, drawn: Drawn, registry: CollectorRegistry) -> None:
+def listening(merger: Merger, drawn: KeptCurves, registry: CollectorRegistry) -> None:
     """Connect a merger's telemetry, as `merger.main` does."""
     rounds = RoundTelemetry(merger.manifest, drawn, registry, merger.clock)
     merger.on_round = rounds.closed
@@ -74,16 +74,16 @@ def listening(merger: Merger, drawn: Drawn, registry: CollectorRegistry) -> None
 def test_a_standby_exports_only_what_it_knows() -> None:
     registry = new_registry()
     run = SimulatedRun(quorum=2)
-    listening(Merger(run.transport, run.clock), Drawn(), registry)
+    listening(Merger(run.transport, run.clock), KeptCurves(), registry)
     found = scraped(registry)
     assert (found["serving"], found["epoch"], found["rounds_total"]) == (0, 0, 0)
     assert not {"round", "live_islands", "open_seconds", "round_age_seconds"} & set(found)
 
 
-def test_rounds_are_counted_and_drawn() -> None:
+def test_rounds_are_counted_and_have_curve_points() -> None:
     run = SimulatedRun(quorum=2)
     merger = run.merger()
-    drawn, registry = Drawn(), new_registry()
+    drawn, registry = KeptCurves(), new_registry()
     listening(merger, drawn, registry)
     run.play(merger, 1, 2, 3)
     shown = scraped(registry)
@@ -109,7 +109,7 @@ def test_refusals_are_counted() -> None:
     run = SimulatedRun(quorum=2)
     merger = run.merger()
     registry = new_registry()
-    listening(merger, Drawn(), registry)
+    listening(merger, KeptCurves(), registry)
     run.live("a", "b")
     run.send("a", 1, constant(float("nan")))
     merger.turn(0.0)
@@ -118,20 +118,20 @@ def test_refusals_are_counted() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_round_whose_commit_broke_is_not_counted(when: str) -> None:
-    """Nobody knows whether it arrived: the merger begins anew from what Redis has."""
+def test_a_round_whose_commit_failed_is_not_counted(when: str) -> None:
+    """The merger cannot know whether the commit arrived, so it loads the run from Redis again."""
     run = SimulatedRun(quorum=2)
     merger = Merger(Faulty(run.broker, "sample", [("commit", 0, when)]), run.clock, live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
     registry = new_registry()
-    listening(merger, Drawn(), registry)
+    listening(merger, KeptCurves(), registry)
     with pytest.raises(UnreachableError):
         run.play(merger, 1)
     assert scraped(registry)["rounds_total"] == 0
 
 
-def test_the_curves_of_a_run_that_is_deleted_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curves_of_a_deleted_run_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, manifest = f"fakeredis://{uuid.uuid4().hex}", samples.manifest("demo")
     transport = connect(url, "demo")
     transport.create(manifest, samples.first_snapshots(manifest))
@@ -152,10 +152,10 @@ def test_the_curves_of_a_run_that_is_deleted_are_whole(tmp_path: Path, monkeypat
     assert [event.step for event in events(file) if event.summary.value] == [samples.commit([]).tape.round]
 
 
-def test_staleness_is_a_mean_and_absent_where_nobody_was_merged() -> None:
+def test_the_staleness_of_an_empty_round_is_nan() -> None:
     entry = samples.commit([]).tape
     two = (replace(entry.members[0], staleness=1), replace(entry.members[0], staleness=4))
     assert values(replace(entry, members=two))["staleness"] == 2.5
-    nobody = values(replace(entry, members=()))
-    assert nobody["staleness"] != nobody["staleness"]
-    assert nobody["contributions"] == 0
+    empty = values(replace(entry, members=()))
+    assert empty["staleness"] != empty["staleness"]
+    assert empty["contributions"] == 0

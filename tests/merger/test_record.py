@@ -1,4 +1,4 @@
-"""The record of a run on disk: what was written comes back, and whatever else lies there is an error that says so."""
+"""The record of a run on disk: writing, reading, and errors for damaged files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST = samples.first_snapshots(MANIFEST, 0.5)
 
 
 def a_round(number: int, members: int = 2, epoch: int = 1) -> Round:
-    """A round of that many contributions, with what they were."""
+    """Return a round of that many contributions and their deliveries."""
     deliveries, parts = [], list[Member]()
     for sequence in range(members):
         values_N = np.full(3, number + sequence, np.float32)
@@ -61,13 +61,13 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert found.actions == [samples.actions(0), samples.actions(2, island="b", text="step ünï")]
 
 
-def test_a_record_without_rounds_is_a_beginning(tmp_path: Path) -> None:
+def test_a_record_without_rounds_has_only_version_0(tmp_path: Path) -> None:
     begun(tmp_path)
     found = read(tmp_path)
     assert (found.rounds, found.actions) == ({}, [])
 
 
-def test_a_segment_of_nothing_makes_no_file(tmp_path: Path) -> None:
+def test_an_empty_segment_writes_no_file(tmp_path: Path) -> None:
     recorder = begun(tmp_path)
     before = sorted(tmp_path.iterdir())
     recorder.append(Segment([], []))
@@ -82,18 +82,21 @@ def test_segments_may_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_of_two_tellings_the_later_mergers_counts(tmp_path: Path, first: int) -> None:
-    """Whichever of the two was written first, and whatever their files are called."""
+def test_of_two_copies_of_a_round_the_later_epoch_counts(tmp_path: Path, first: int) -> None:
+    """This does not depend on the order of writing or on file names."""
     recorder = begun(tmp_path)
     earlier_epoch, later_epoch = a_round(4, 2, epoch=1), a_round(4, 1, epoch=2)
-    files = [a_round(3), later_epoch], [earlier_epoch, a_round(5)]  # the one that is read last is not the later one
+    files = (
+        [a_round(3), later_epoch],
+        [earlier_epoch, a_round(5)],
+    )  # the segment that is read last is of the earlier merger
     tellings = [Segment(rounds, []) for rounds in files]
     for segment in tellings if first == 1 else reversed(tellings):
         recorder.append(segment)
     assert read(tmp_path).rounds[4] == a_round(4, 1, epoch=2)
 
 
-def test_the_last_round_is_known_without_reading(tmp_path: Path) -> None:
+def test_the_last_round_is_known_from_the_file_names(tmp_path: Path) -> None:
     recorder = begun(tmp_path)
     assert recorder.last_round() == 0
     recorder.append(Segment([a_round(1), a_round(2)], []))
@@ -107,19 +110,19 @@ def test_going_back_deletes_lost_rounds(tmp_path: Path, to: int, left: list[int]
     recorder = recorded(tmp_path, [1, 2, 3], [4, 5, 6])
     recorder.go_back(to)
     assert sorted(read(tmp_path).rounds) == left
-    Recorder(tmp_path / "nowhere").go_back(to)  # where no record is kept
+    Recorder(tmp_path / "nowhere").go_back(to)  # without a record this does nothing
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     recorder = recorded(tmp_path, [1, 2])
     (tmp_path / "rounds-of-mine.bin").write_text("notes")
-    (tmp_path / ".rounds-00000003-00000004.bin.77").write_text("half a segment of somebody who died")
+    (tmp_path / ".rounds-00000003-00000004.bin.77").write_text("half a segment of a dead process")
     recorder.go_back(0)
     assert (tmp_path / "rounds-of-mine.bin").exists()
     assert read(tmp_path).rounds == {}
 
 
-def test_it_begins_once(tmp_path: Path) -> None:
+def test_beginning_twice_keeps_the_record(tmp_path: Path) -> None:
     begun(tmp_path)
     written = (tmp_path / "begin.bin").read_bytes()
     begun(tmp_path)
@@ -127,7 +130,7 @@ def test_it_begins_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["parameters", "manifest"])
-def test_two_runs_are_not_mixed(tmp_path: Path, other: str) -> None:
+def test_a_folder_of_another_runs_record_is_refused(tmp_path: Path, other: str) -> None:
     recorder = recorded(tmp_path, [1])
     manifest = replace(MANIFEST, versions={"jax": "2"}) if other == "manifest" else MANIFEST
     with failing(ConfigError, "record.other-run"):
@@ -135,16 +138,16 @@ def test_two_runs_are_not_mixed(tmp_path: Path, other: str) -> None:
     assert sorted(read(tmp_path).rounds) == [1]
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with failing(ConfigError, "record.write"):
         begun(tmp_path / "file" / "record")
 
 
-# -- what cannot be read ---------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_record_is_an_error_that_says_how_to_get_one(tmp_path: Path) -> None:
+def test_a_missing_record_is_an_error(tmp_path: Path) -> None:
     with failing(ConfigError, "record.missing"):
         read(tmp_path)
     recorded(tmp_path / "r", [1])
@@ -162,7 +165,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["begin.bin", "rounds-00000001-00000002.bin"]), st.data())
-def test_a_damaged_file_is_named(sound: Path, tmp_path: Path, name: str, data: st.DataObject) -> None:
+def test_a_damaged_file_is_an_error(sound: Path, tmp_path: Path, name: str, data: st.DataObject) -> None:
     folder = tmp_path / "copy"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(sound, folder)
@@ -195,7 +198,7 @@ VALUES = st.recursive(
 @given(
     st.sampled_from(["begin.bin", "rounds-00000003-00000004.bin"]), st.binary(max_size=40) | VALUES.map(msgpack.packb)
 )
-def test_forged_files_are_errors_and_nothing_worse(sound: Path, tmp_path: Path, name: str, body: bytes) -> None:
+def test_forged_files_are_errors(sound: Path, tmp_path: Path, name: str, body: bytes) -> None:
     folder = tmp_path / "copy"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(sound, folder)
@@ -205,11 +208,11 @@ def test_forged_files_are_errors_and_nothing_worse(sound: Path, tmp_path: Path, 
     except ConfigError as error:
         assert "cannot be read" in error.what
     else:
-        assert sorted(found.rounds) == [1, 2], "what was forged holds no round"
+        assert sorted(found.rounds) == [1, 2], "the forged record holds no round"
 
 
-def bent(part: str, value: Any) -> bytes:
-    """A segment of round 3 in which that part of its one contribution is `value`."""
+def with_part(part: str, value: Any) -> bytes:
+    """Return a segment of round 3 in which one part of its contribution is `value`."""
     entry, (delivery,) = a_round(3, members=1)
     from archipelago.broker.messages import to_fields
 
@@ -224,15 +227,15 @@ def bent(part: str, value: Any) -> bytes:
     ("part", "value"),
     [("payload", 1 << 40), ("payload", "text"), ("payload", None), ("fields", {}), ("fields", None), ("fields", [1])],
 )
-def test_a_contribution_that_is_none_is_an_error(sound: Path, tmp_path: Path, part: str, value: Any) -> None:
-    """A number where bytes should be must not become that many zeros."""
+def test_a_malformed_contribution_is_an_error(sound: Path, tmp_path: Path, part: str, value: Any) -> None:
+    """A number in place of bytes must not become that many zero bytes."""
     shutil.copytree(sound, tmp_path / "copy")
-    put(tmp_path / "copy", "rounds-00000003-00000003.bin", bent(part, value))
+    put(tmp_path / "copy", "rounds-00000003-00000003.bin", with_part(part, value))
     with failing(ConfigError, "record.damaged"):
         read(tmp_path / "copy")
 
 
-def test_a_contribution_that_is_one_is_read(sound: Path, tmp_path: Path) -> None:
+def test_a_well_formed_contribution_is_read(sound: Path, tmp_path: Path) -> None:
     shutil.copytree(sound, tmp_path / "copy")
-    put(tmp_path / "copy", "rounds-00000003-00000003.bin", bent("entry", "3-0"))
+    put(tmp_path / "copy", "rounds-00000003-00000003.bin", with_part("entry", "3-0"))
     assert read(tmp_path / "copy").rounds[3] == a_round(3, members=1)

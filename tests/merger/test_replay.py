@@ -1,4 +1,4 @@
-"""Rounds done again: to the same bits, or with the first difference named."""
+"""The replay of recorded rounds gives the same bits, or an error that names the first difference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Rounds = list[tuple[TapeEntry, list[Delivery]]]
 
 
 def recorded(run: SimulatedRun) -> Rounds:
-    """The tape, and for each round what it merged, which lies in the stream still."""
+    """Return each tape entry with the contributions that it merged, which are still in the stream."""
     return [
         (entry, run.transport.merger.read([m.entry for m in entry.members]))
         for entry in run.transport.reader.tape(1000)
@@ -43,7 +43,7 @@ def beginning(run: SimulatedRun) -> tuple[RoundMerge, RunState, list[FragmentSta
     return rules, RunState(), [new_state(params_N, rules.outer) for params_N in first]
 
 
-def redone(run: SimulatedRun, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
+def replayed(run: SimulatedRun, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
     rules, state, fragments = beginning(run)
     for tape, deliveries in rounds:
         fragments[tape.fragment] = replay_round(rules, state, fragments[tape.fragment], tape, deliveries)
@@ -59,7 +59,7 @@ def four_rounds(config: RunConfig = CONFIG) -> SimulatedRun:
 @pytest.mark.parametrize("config", [CONFIG, ROUNDED], ids=["exact", "rounded"])
 def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
     run = four_rounds(config)
-    state, fragments = redone(run, recorded(run))
+    state, fragments = replayed(run, recorded(run))
     assert [outer.dump(f.params_N, f.outer) for f in fragments] == [run.transport.merger.outer(p) for p in range(2)]
     assert [f.norms for f in fragments] == [state_of(run).norms[p] for p in range(2)]
     assert replace(state, timing=state_of(run).timing) == state_of(run)
@@ -71,7 +71,7 @@ def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
     st.randoms(use_true_random=False),
 )
 def test_any_run_replays_to_the_same_bits(script: list[tuple[str, int, int, bool]], random: Random) -> None:
-    """Late ones, two of one island in a round, rounds of none, and deliveries in any order."""
+    """Include late contributions, two of one island in a round, empty rounds, and any order of delivery."""
     run = SimulatedRun(quorum=2)
     run.live("a", "b", "c")
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
@@ -86,7 +86,7 @@ def test_any_run_replays_to_the_same_bits(script: list[tuple[str, int, int, bool
     rounds = recorded(run)
     for _, deliveries in rounds:
         random.shuffle(deliveries)
-    state, fragments = redone(run, rounds)
+    state, fragments = replayed(run, rounds)
     assert replace(state, timing=state_of(run).timing).to_json() == state_of(run).to_json()
     dumps = [outer.dump(f.params_N, f.outer) if p in state.norms else b"" for p, f in enumerate(fragments)]
     assert dumps == [run.transport.merger.outer(p) for p in range(2)]
@@ -113,7 +113,7 @@ BENDS: dict[str, tuple[Callable[[TapeEntry], TapeEntry], str]] = {
 
 
 @pytest.mark.parametrize("bend", BENDS)
-def test_the_first_difference_is_named(bend: str) -> None:
+def test_each_difference_has_its_code(bend: str) -> None:
     run = four_rounds()
     how, code = BENDS[bend]
     (first, second, *_) = recorded(run)
@@ -122,20 +122,20 @@ def test_the_first_difference_is_named(bend: str) -> None:
     before = state.to_json()
     with failing(DifferenceError, code):
         replay_round(rules, state, fragments[1], how(second[0]), second[1])
-    assert state.to_json() == before  # what did not come out is not taken in
-    replay_round(rules, state, fragments[1], *second)  # and the true one still fits
+    assert state.to_json() == before  # the failed round did not change the state
+    replay_round(rules, state, fragments[1], *second)  # the original entry still fits
 
 
-def test_a_loss_that_nobody_knows_is_no_difference() -> None:
+def test_a_loss_of_nan_on_both_sides_is_no_difference() -> None:
     run = SimulatedRun()
     run.live("a")
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     run.send("a", 1, values(1), loss=float("nan"))
     merger.turn(0.0)
-    assert redone(run, recorded(run))[0].closed == 1
+    assert replayed(run, recorded(run))[0].closed == 1
 
 
-def test_parameters_that_began_elsewhere_are_a_difference() -> None:
+def test_other_initial_parameters_are_a_difference() -> None:
     run = four_rounds()
     rules, state, fragments = beginning(run)
     moved = new_state(np.asarray(fragments[0].params_N) + np.float32(1e-3), rules.outer)
@@ -143,37 +143,37 @@ def test_parameters_that_began_elsewhere_are_a_difference() -> None:
         replay_round(rules, state, moved, *recorded(run)[0])
 
 
-def test_a_missing_round_is_named() -> None:
+def test_a_missing_round_is_a_difference() -> None:
     run = four_rounds()
     first, _, third, _ = recorded(run)
     with failing(DifferenceError, "replay.round"):
-        redone(run, [first, third])
+        replayed(run, [first, third])
     with failing(DifferenceError, "replay.round"):
-        redone(run, [first, first])
+        replayed(run, [first, first])
 
 
-def test_a_missing_contribution_is_named() -> None:
+def test_a_missing_contribution_is_a_difference() -> None:
     run = SimulatedRun(quorum=2)
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     run.play(merger, 1)
     entry, (one, other) = recorded(run)[0]
     merger.transport.merger.trim(merger.epoch, [one.entry])
     with failing(DifferenceError, "replay.contribution"):
-        redone(run, recorded(run))
+        replayed(run, recorded(run))
     with failing(DifferenceError, "replay.members"):
-        redone(run, [(entry, [other])])
+        replayed(run, [(entry, [other])])
 
 
-def test_another_payload_is_named() -> None:
+def test_another_payload_is_a_difference() -> None:
     run = four_rounds()
     entry, (one, other) = recorded(run)[0]
     with failing(DifferenceError, "replay.contribution"):
-        redone(run, [(entry, [replace(one, payload=other.payload), other])])
+        replayed(run, [(entry, [replace(one, payload=other.payload), other])])
 
 
 @pytest.mark.parametrize("said", [0, 1 << 62])
-def test_a_size_that_is_not_the_payloads_is_refused(said: int) -> None:
-    """The tape adds sizes up: one forged size could make a sum that no message may hold."""
+def test_a_forged_payload_size_is_refused(said: int) -> None:
+    """The tape adds sizes, so one forged size could make the sum too large for a message."""
     contribution, payload = samples.packed(values(0))
     assert isinstance(contribution, Contribution)
     rules, _, fragments = beginning(SimulatedRun())
@@ -185,5 +185,5 @@ def test_a_size_that_is_not_the_payloads_is_refused(said: int) -> None:
     assert [w.contribution for w in round_sum.addends] == [contribution]
 
 
-def test_the_same_play_gives_the_same_bits() -> None:
+def test_two_equal_runs_have_the_same_bits() -> None:
     assert bits(four_rounds()) == bits(four_rounds())

@@ -1,4 +1,4 @@
-"""One round closed: weights, clip, merge and outer step together, against numbers worked out by hand."""
+"""The merge of one round: weights, clipping, merge rule and outer step together, with results worked out by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 def part(island: str, delta_N: Vector, **changes: Any) -> Part:
-    """100 tokens in 4 steps, from version 3."""
+    """Return a contribution of 100 tokens in 4 steps, measured from version 3."""
     return Part(samples.contribution(island=island, **({"base": 3} | changes)), delta_N)
 
 
@@ -71,7 +71,7 @@ def close(of: FragmentState, *parts: Part, running: float = 1.0, **changes: Any)
 # -- by hand -------------------------------------------------------------------------------------------------------
 
 
-def test_an_average_weighs_by_tokens_and_by_tokens_a_step() -> None:
+def test_an_average_weighs_by_tokens_and_batch_size() -> None:
     # 100 · 100/4 = 2500 and 100 · 100/2 = 5000: shares ⅓ and ⅔. ⅓(3, 0) + ⅔(0, 3) = (1, 2).
     closed = close(state(vector(10, 10)), part("a", vector(3, 0), steps=4), part("b", vector(0, 3), steps=2))
     np.testing.assert_allclose(np.asarray(closed.state.published_N), [9.5, 9.0], rtol=1e-6)
@@ -83,8 +83,8 @@ def test_an_average_weighs_by_tokens_and_by_tokens_a_step() -> None:
     assert closed.state.norms == NormWindow((3.0, 3.0))
 
 
-def test_rda_keeps_the_length_that_an_average_would_lose() -> None:
-    # Two of norm 5 at right angles: the mean of (0.6, 0.8) and (−0.8, 0.6) points to (−0.1, 0.7)/√½; times 5.
+def test_rda_keeps_the_length_of_orthogonal_contributions() -> None:
+    # Both have norm 5 and are orthogonal. The mean of (0.6, 0.8) and (−0.8, 0.6) points to (−0.1, 0.7)/√½, times 5.
     parts = part("a", vector(3, 4)), part("b", vector(-4, 3))
     closed = close(state(vector(0, 0)), *parts, groups=RDA)
     expected = -0.5 * 5 * np.array([-0.1, 0.7]) / math.sqrt(0.5)
@@ -93,7 +93,7 @@ def test_rda_keeps_the_length_that_an_average_would_lose() -> None:
     np.testing.assert_allclose(np.asarray(averaged.state.published_N), [0.25, -1.75], rtol=1e-6)
 
 
-def test_each_group_has_its_rule() -> None:
+def test_each_group_has_its_own_rule() -> None:
     parts = [part(island, vector(*values)) for island, values in
              (("a", (2, 0, 1, 0, 0, 0, 3, 0)), ("b", (0, 4, 0, 1, 0, 0, 0, 3)))]  # fmt: skip
     closed = close(state(vector(*[0] * 8)), *parts, groups=BOTH)
@@ -103,8 +103,8 @@ def test_each_group_has_its_rule() -> None:
     np.testing.assert_allclose(np.asarray(closed.state.published_N), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_stale_work_weighs_less() -> None:
-    # Staleness 3: (1 + 3)^−½ = ½. Shares ⅔ and ⅓ of equal work, mean s ¾, which the first round's gain takes in whole.
+def test_a_stale_contribution_weighs_less() -> None:
+    # Staleness 3: (1 + 3)^−½ = ½. Equal work has shares ⅔ and ⅓. The mean s is ¾, and the gain of the first round is ¾.
     parts = part("a", vector(3, 0)), part("b", vector(0, 3), base=0)
     closed = close(state(vector(0, 0)), *parts)
     assert [(m.staleness, m.base) for m in closed.members] == [(0, 3), (3, 0)]
@@ -114,25 +114,25 @@ def test_stale_work_weighs_less() -> None:
     np.testing.assert_allclose(np.asarray(closed.state.published_N), [-0.5 * 0.75 * 2, -0.5 * 0.75 * 1], rtol=1e-6)
 
 
-def test_a_run_that_is_always_stale_is_not_slowed() -> None:
+def test_constant_staleness_does_not_slow_a_run() -> None:
     late = part("a", vector(2, 0), base=0)
     assert close(state(vector(0, 0)), late, running=0.5).gain == 1.0
     slowed = close(state(vector(0, 0)), late, running=0.5, config=replace(MERGE, normalise=False))
     assert slowed.gain == 0.5
     assert slowed.state.published_N.tolist() == [-0.5, 0.0]
-    assert close(state(vector(0, 0)), part("a", vector(2, 0)), running=0.25).gain == 2.0  # at most
+    assert close(state(vector(0, 0)), part("a", vector(2, 0)), running=0.25).gain == 2.0  # the largest gain
 
 
-def test_an_outlier_is_clipped_and_the_tape_says_so() -> None:
-    # The median of what was seen is 1, so 3 is the most; 30 is scaled by a tenth.
+def test_an_outlier_is_clipped_and_the_tape_has_the_factor() -> None:
+    # The median is 1 and the limit 3, so a norm of 30 is scaled by a tenth.
     closed = close(state(vector(0, 0), NormWindow((1.0,) * 8)), part("a", vector(30, 0)))
     assert [m.clip for m in closed.members] == pytest.approx([0.1])
     np.testing.assert_allclose(np.asarray(closed.state.published_N), [-1.5, 0.0], rtol=1e-6)
     assert closed.state.norms.norms == pytest.approx((1.0,) * 8 + (3.0,))
 
 
-def test_contributions_of_a_round_are_clipped_by_the_rounds_before() -> None:
-    """Neither the order within a round nor its own outliers move the limit."""
+def test_clipping_uses_the_norms_of_earlier_rounds_only() -> None:
+    """Neither the order within a round nor its own outliers change the limit."""
     window = NormWindow((1.0,) * 8)
     parts = [part(island, vector(300, 0)) for island in "abcdefghi"]
     closed = close(state(vector(0, 0), window), *parts)
@@ -144,10 +144,10 @@ def test_a_partial_round_takes_a_smaller_step() -> None:
     closed = close(state(vector(0, 0), rule=SCHEDULED), few, live=4, outer=SCHEDULED)
     assert closed.state.published_N.tolist() == [-0.5, 0.0]  # ½ · 1/4 · 4
     everyone = close(state(vector(0, 0), rule=SCHEDULED), few, live=0, outer=SCHEDULED)
-    assert everyone.state.published_N.tolist() == [-2.0, 0.0]  # who contributes counts as living
+    assert everyone.state.published_N.tolist() == [-2.0, 0.0]  # a contributing island counts as live
 
 
-def test_momentum_goes_on_from_round_to_round() -> None:
+def test_momentum_continues_from_round_to_round() -> None:
     first = close(state(vector(2, 0), rule=NESTEROV), part("a", vector(1, 0)), outer=NESTEROV)
     # b = 1: 2 − 0.7 · (1 + 0.9); then b = 1.9: − 0.7 · (1 + 0.9 · 1.9)
     np.testing.assert_allclose(np.asarray(first.state.published_N), [0.67, 0.0], rtol=1e-6)
@@ -164,7 +164,7 @@ def test_a_round_without_contributions_changes_nothing() -> None:
     assert closed.state.norms == moving.norms
 
 
-def test_members_are_listed_as_they_were_summed() -> None:
+def test_members_are_in_the_order_of_the_sum() -> None:
     parts = part("b", vector(1, 0)), part("a", vector(1, 0), sequence=4), part("a", vector(1, 0), sequence=3)
     closed = close(state(vector(0, 0)), *parts)
     assert [(m.island, m.sequence) for m in closed.members] == [("b", 0), ("a", 4), ("a", 3)]
@@ -174,7 +174,9 @@ def test_members_are_listed_as_they_were_summed() -> None:
 
 @pytest.mark.parametrize("groups", [AVERAGE, RDA])
 @pytest.mark.parametrize("values", [(math.nan, 0), (0, math.inf), (2e9, 0), (1e30, -1e30)])
-def test_an_unsound_contribution_leaves_the_sum_unchanged(values: tuple[float, ...], groups: tuple[Group, ...]) -> None:
+def test_a_contribution_with_a_nan_leaves_the_sum_unchanged(
+    values: tuple[float, ...], groups: tuple[Group, ...]
+) -> None:
     good, more = part("a", vector(3, 4)), part("b", vector(1, -2), tokens=300)
     round_sum, alone = (gather(NormWindow(), good, groups=groups) for _ in range(2))
     with failing(WireError, "wire.norm"):
@@ -187,13 +189,13 @@ def test_an_unsound_contribution_leaves_the_sum_unchanged(values: tuple[float, .
 
 @pytest.mark.parametrize("work", [(1, 10**12), (10**12, 1), (0, 1), (1, 0), (0, 0)])
 def test_no_ratio_of_weights_overflows(work: tuple[int, int]) -> None:
-    """Weights grow with tokens squared, and norms up to 1e9 are taken."""
+    """Weights grow with tokens squared, and norms up to 1e9 are admitted."""
     parts = [part(island, vector(7e8, 7e8), tokens=tokens) for island, tokens in zip("ab", work, strict=True)]
     closed = close(state(vector(0, 0)), *parts)
     np.testing.assert_allclose(np.asarray(closed.state.published_N), [-3.5e8, -3.5e8], rtol=1e-6)
 
 
-def test_the_sum_weighs_as_the_tape_says() -> None:
+def test_the_sum_uses_the_weights_on_the_tape() -> None:
     work = [(300, 4), (100, 2), (10**6, 7), (5, 5), (900, 1)]
     parts = [part(f"i{n}", np.eye(8, dtype=np.float32)[n], tokens=t, steps=s) for n, (t, s) in enumerate(work)]
     closed = close(state(vector(*[0] * 8)), *parts, groups=(Group(0, 8, "average"),))
@@ -201,7 +203,7 @@ def test_the_sum_weighs_as_the_tape_says() -> None:
     np.testing.assert_allclose(found_N, [*(m.weight for m in closed.members), 0, 0, 0], rtol=1e-6)
 
 
-def test_the_mean_loss_is_by_tokens_and_leaves_out_who_knows_none() -> None:
+def test_the_mean_loss_is_weighted_by_tokens_and_skips_nan() -> None:
     parts = [
         part("a", vector(0, 0), loss=2.0, tokens=300),
         part("b", vector(0, 0), loss=4.0, tokens=100),
@@ -258,7 +260,7 @@ def test_the_order_of_arrival_changes_only_rounding(
 
 
 def test_the_outer_rule_gets_participation() -> None:
-    """Momentum for as many as live made runs diverge in which nobody is waited for."""
+    """The rule needs the number of contributing islands, because momentum for all live islands made runs diverge."""
     heard: list[outer.Round] = []
 
     def step(params_N: Any, state: Any, delta_N: Any, now: outer.Round) -> Any:
