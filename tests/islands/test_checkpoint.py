@@ -1,4 +1,4 @@
-"""Checkpoints of an island: complete or absent, and only of its own run."""
+"""Checkpoints of an island: saving, restoring, and damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from archipelago.islands.worker import Island
 from tests.islands import tiny
 from tests.islands.tiny import TinyRun, leaf_bytes
 
-# After the first fault, Orbax goes on reading damaged files in the background, and those reads fail unobserved.
+# After the first fault, Orbax continues to read damaged files in the background, and nothing awaits those reads.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 #: The number of the merger's checkpoint.
 NUMBER = 7
@@ -84,10 +84,10 @@ def steps_of(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
 
 
-# -- an island that returns to a run that went on -------------------------------------------------------------------
+# -- an island that rejoins a run ------------------------------------------------------------------------------------
 
 
-def test_moments_and_totals_come_back_to_the_bit(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+def test_moments_and_totals_are_restored_bit_for_bit(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     folder, taken, then = kept
     after = TinyRun().island(incarnation="y")
     assert optimizer_bytes(after) != leaf_bytes(taken.arrays["inner"]["optimizer"])
@@ -111,8 +111,8 @@ def test_parameters_clock_and_counts_come_from_the_merger(kept: tuple[Path, Isla
         assert now[part] == before[part]
 
 
-def test_the_record_names_whose_moments_they_are_and_when(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
-    """Unsent actions count too, as a replay takes the moments after the last action."""
+def test_the_record_names_the_origin_of_the_moments(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+    """Unsent actions count too, because a replay uses the moments after the last action."""
     _, taken, _ = kept
     after = TinyRun().island(incarnation="y")
     found = store(kept[0]).restore_moments(after)
@@ -133,7 +133,7 @@ def whole(folder: Path, island: Island, number: int | None = NUMBER) -> bool:
     return found is not None and kept.restore_whole(found, island)
 
 
-def test_everything_comes_back_to_the_bit(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+def test_the_whole_state_is_restored_bit_for_bit(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     folder, _, then = kept
     after = TinyRun().island(incarnation="y")
     assert everything(after) != then
@@ -195,7 +195,7 @@ def test_queued_contributions_are_kept_with_those_in_flight(tmp_path: Path) -> N
         assert resumed[identity].payload == draft.encoded(1)[1]
 
 
-def test_a_cut_is_not_moved_by_the_steps_after_it(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+def test_later_steps_do_not_change_a_cut(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     island = trained(9)
     taken = cut(island, NUMBER)
     for _ in range(3):
@@ -233,7 +233,7 @@ def test_plain_orbax_restores_the_arrays(kept: tuple[Path, IslandCut, dict[str, 
     }
 
 
-# -- what is not there, or not ours ---------------------------------------------------------------------------------
+# -- missing checkpoints, and those of other runs -------------------------------------------------------------------
 
 
 def test_an_empty_folder_restores_nothing(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_an_empty_folder_restores_nothing(tmp_path: Path) -> None:
     ],
     ids=["another name", "another tree", "another order"],
 )
-def test_another_runs_state_is_left_alone(
+def test_the_state_of_another_run_is_not_restored(
     kept: tuple[Path, IslandCut, dict[str, Any]], other: Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = store(kept[0], other)
@@ -265,13 +265,13 @@ def test_another_runs_state_is_left_alone(
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
 
 
-def test_an_island_of_another_config_still_has_its_moments(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
+def test_moments_are_restored_under_another_config(kept: tuple[Path, IslandCut, dict[str, Any]]) -> None:
     warmer = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, learning_rate=0.02))
     after = TinyRun(tiny.manifest(config=warmer)).island(incarnation="y")
     assert store(kept[0], after.manifest).restore_moments(after)
 
 
-# -- what is damaged ------------------------------------------------------------------------------------------------
+# -- damage ---------------------------------------------------------------------------------------------------------
 
 
 def remove(path: Path) -> None:
@@ -295,7 +295,7 @@ def flip(share: float) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("item", ["arrays", "rest"])
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     kept: tuple[Path, IslandCut, dict[str, Any]], copied: Path, item: str
 ) -> None:
     store(copied).save(cut(trained(12), NUMBER))
@@ -310,7 +310,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
 @pytest.mark.parametrize(
     "damage", [remove, truncate, flip(0.3), flip(0.8)], ids=["removed", "cut short", "early byte", "late byte"]
 )
-def test_damage_to_any_file_gives_an_older_state_or_none_but_never_another(
+def test_damage_to_any_file_restores_an_older_state_or_none(
     kept: tuple[Path, IslandCut, dict[str, Any]], copied: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     older, newer = kept[2], trained(12)
@@ -318,7 +318,7 @@ def test_damage_to_any_file_gives_an_older_state_or_none_but_never_another(
     states = [older, everything(newer)]
     files = sorted(path.relative_to(copied) for path in steps_of(copied)[-1].rglob("*") if path.is_file())
     assert len(files) > 5
-    went_back = 0
+    fallbacks = 0
     for index, path in enumerate(files):
         folder = shutil.copytree(copied, tmp_path / str(index))
         damage(folder / path)
@@ -328,16 +328,18 @@ def test_damage_to_any_file_gives_an_older_state_or_none_but_never_another(
             assert everything(after) in states, f"{path} damaged"
         else:
             assert everything(after) == fresh, f"{path} damaged"
-        assert store(folder).restore_moments(returned) is not None, f"{path} damaged, and the older is not read"
+        assert store(folder).restore_moments(returned) is not None, (
+            f"{path} damaged, and the older checkpoint is not restored"
+        )
         moments = optimizer_bytes(returned)
-        came_from = [s for s in states if (s["inner"][-len(moments) :], s["totals"]) == (moments, returned.totals)]
-        assert came_from, f"{path} damaged"
-        went_back += returned.totals == older["totals"]
-    assert went_back > 0
+        origins = [s for s in states if (s["inner"][-len(moments) :], s["totals"]) == (moments, returned.totals)]
+        assert origins, f"{path} damaged"
+        fallbacks += returned.totals == older["totals"]
+    assert fallbacks > 0
 
 
 @pytest.mark.parametrize("word", ["done", "sequence"])
-def test_a_changed_number_in_the_json_is_noticed(copied: Path, word: str) -> None:
+def test_a_changed_number_in_the_json_is_detected(copied: Path, word: str) -> None:
     """The file is valid JSON, and Orbax keeps no digest of it."""
     (path,) = [path for path in (steps_of(copied)[-1] / "rest").iterdir() if word in path.read_text()]
     changed = re.sub(rf'("{word}": "?)([0-9])', lambda found: f"{found[1]}{(int(found[2]) + 1) % 10}", path.read_text())
@@ -348,7 +350,7 @@ def test_a_changed_number_in_the_json_is_noticed(copied: Path, word: str) -> Non
 
 
 def _tear(folder: Path, newest: Path) -> None:
-    """Leave a checkpoint as a process that died while writing it does: under a temporary name, incomplete."""
+    """Make a checkpoint incomplete under a temporary name, as a death during the write leaves it."""
     torn = folder / f"{int(newest.name) + 1}.orbax-checkpoint-tmp-1"
     shutil.copytree(newest, torn)
     for path in torn.rglob("*"):
@@ -409,10 +411,10 @@ def test_a_death_at_any_rename_leaves_the_state_before_or_after(
 
 
 @pytest.mark.parametrize("steps", [9, 3], ids=["the same step", "earlier"])
-def test_the_state_that_was_saved_last_is_restored(copied: Path, steps: int) -> None:
-    """An island that rejoined may leave at an earlier global step than before, as it took the merger's."""
+def test_the_last_saved_state_is_restored(copied: Path, steps: int) -> None:
+    """An island that rejoined may leave at an earlier global step than before, because it uses the merger's."""
     last = trained(steps)
-    last.advance()  # to tell it from the first
+    last.advance()  # to distinguish it from the first
     store(copied).save(cut(last, LEAVING))
     after = TinyRun().island(incarnation="y")
     assert store(copied).restore_moments(after)
@@ -428,9 +430,7 @@ def test_the_newest_are_kept(copied: Path) -> None:
     assert [store(copied).find(number) is not None for number in range(7, 12)] == [False, False, True, True, True]
 
 
-def test_a_disk_that_cannot_be_written_costs_only_the_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_cannot_be_written_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way of the folder")
     kept = store(tmp_path / "file")
     island = trained(3)
@@ -438,7 +438,7 @@ def test_a_disk_that_cannot_be_written_costs_only_the_checkpoint(
         kept.save(cut(island, NUMBER))
         kept.on_marker(island, NUMBER)
         kept.finish(island)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]  # the same trouble is logged once
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]  # the same failure is logged once
     assert kept.find(NUMBER) is None
     assert (tmp_path / "file").read_text() == "in the way of the folder"
 

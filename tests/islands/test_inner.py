@@ -1,4 +1,4 @@
-"""AdamW and Muon, the schedule and the scan, against the same sums in numpy."""
+"""AdamW and Muon, the schedule and the scan, compared with references in numpy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(config: InnerConfig, tokens_nxBxT1: NDArray[np.uint8], global_step: int 
 
 
 class Reference:
-    """AdamW (Loshchilov and Hutter, 2019) as its paper has it, in float64."""
+    """AdamW (Loshchilov and Hutter, 2019) in float64."""
 
     def __init__(self, config: InnerConfig) -> None:
         self.config = config
@@ -93,7 +93,7 @@ class Reference:
 @pytest.mark.parametrize(
     ("step", "rate"),
     [
-        (0, 0.02),  # a fifth of the peak: the first of 4 warm-up steps is not lost
+        (0, 0.02),  # a fifth of the peak, so that the first of 4 warm-up steps has an effect
         (2, 0.06),
         (4, 0.1),
         (7, 0.055),  # half-way: 0.01 + ½ · 0.09
@@ -119,11 +119,11 @@ def test_a_run_shorter_than_its_warm_up_still_has_a_schedule(steps: int, warmup:
 # -- the step ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, 0.0, 100.0], ids=["clipped", "never clips", "nothing to clip"])
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0, 100.0], ids=["clipped", "never clips", "no clipping"])
 def test_three_steps_of_adamw(clip_norm: float) -> None:
     config = replace(CONFIG, clip_norm=clip_norm)
     reference = Reference(config)
-    # Steps 3 and 4 end the warm-up at 0.08 and 0.1; at 5 the cosine is a sixth of its way.
+    # Steps 3 and 4 end the warm-up at 0.08 and 0.1; at step 5 the cosine is a sixth of the way down.
     rates = [0.08, 0.1, 0.01 + 0.045 * (1 + math.cos(math.pi / 6))]
     expected = [reference.step(TOKENS_nxBxT1[i, 0].tolist(), rate) for i, rate in enumerate(rates)]
     state, losses = run(config, TOKENS_nxBxT1[:3], global_step=3)
@@ -135,7 +135,7 @@ def test_three_steps_of_adamw(clip_norm: float) -> None:
 def test_the_first_step_by_hand() -> None:
     state, losses = run(replace(CONFIG, clip_norm=0.0), np.array([[[0, 0]]], np.uint8), global_step=4)
     assert losses == pytest.approx([0.5 * (1 + 4 + 9 + 16 + 0.25 + 0.25)])
-    # With corrected moments the first step goes by the gradient's sign; the kernel decays by 0.1 · 0.2 of itself too.
+    # With corrected moments the first step depends on the gradient's sign only. The kernel also decays by 0.1 · 0.2.
     expected = [[1 - 0.1 - 0.02, 2 - 0.1 - 0.04], [3 - 0.1 - 0.06, 4 - 0.1 - 0.08]]
     np.testing.assert_allclose(np.asarray(state.params["kernel"]), expected, rtol=1e-6)
     np.testing.assert_allclose(np.asarray(state.params["bias"]), [0.4, -0.4], rtol=1e-6)
@@ -143,7 +143,7 @@ def test_the_first_step_by_hand() -> None:
 
 @pytest.mark.parametrize(("warmup", "shares"), [(4, [0.25, 0.5, 0.75]), (2, [0.5, 1.0, 1.0]), (1, [1.0, 1.0, 1.0])])
 def test_fresh_moments_begin_with_a_share_of_the_rate(warmup: int, shares: list[float]) -> None:
-    """Wherever in the run they begin: it is the moments that are new, and not the parameters."""
+    """The ramp depends on the age of the moments, not on the global step."""
     config = replace(CONFIG, moments_warmup_steps=warmup)
     reference = Reference(config)
     rates = [0.08, 0.1, 0.01 + 0.045 * (1 + math.cos(math.pi / 6))]
@@ -155,7 +155,7 @@ def test_fresh_moments_begin_with_a_share_of_the_rate(warmup: int, shares: list[
 
 
 def test_moments_that_have_seen_enough_steps_have_no_ramp() -> None:
-    """As a peer's or an own checkpoint's: their count says it, although the island is new."""
+    """Moments from a peer or a checkpoint have a count, although the island is new."""
     batches, step = jnp.asarray(TOKENS_nxBxT1[3:]), jnp.asarray(3, jnp.int32)
     after = []
     for warmup in (0, 3):
@@ -166,8 +166,8 @@ def test_moments_that_have_seen_enough_steps_have_no_ramp() -> None:
     assert after[0] == after[1]
 
 
-def test_clipping_is_by_the_norm_over_all_tensors() -> None:
-    """Without the moments' normalisation clipping shows; the second moments are squares of what went in."""
+def test_clipping_uses_the_norm_over_all_tensors() -> None:
+    """The second moments are squares of the clipped gradients."""
     state, _ = run(CONFIG, np.array([[[0, 0]]], np.uint8))
     adam: Any = state.optimizer[1]
     norm = math.sqrt(1 + 4 + 9 + 16 + 0.25 + 0.25)
@@ -178,20 +178,20 @@ def test_clipping_is_by_the_norm_over_all_tensors() -> None:
 # -- the scan ------------------------------------------------------------------------------------------------------
 
 
-def test_a_scan_is_as_many_single_steps() -> None:
+def test_a_scan_equals_the_same_number_of_steps() -> None:
     scanned, losses = run(CONFIG, TOKENS_nxBxT1, global_step=2)
     steps = compile_steps(Quadratic().model, CONFIG)
     state, singles = begin(CONFIG, fresh()), []
     for n in range(len(TOKENS_nxBxT1)):
         state, losses_n = steps(state, jnp.asarray(TOKENS_nxBxT1[n : n + 1]), jnp.asarray(2 + n, jnp.int32))
         singles += losses_n.tolist()
-    # The compiler fuses a loop's body and a single step differently: they differ in float32's last bit.
+    # The compiler fuses a loop's body and a single step differently, so they differ in the last bit.
     assert singles == pytest.approx(losses, rel=1e-6)
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(scanned), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-7)
 
 
-def test_it_compiles_once_for_each_length() -> None:
+def test_steps_compile_once_for_each_length() -> None:
     quadratic = Quadratic()
     steps = compile_steps(quadratic.model, CONFIG)
     state = begin(CONFIG, fresh())
@@ -204,7 +204,7 @@ def test_it_compiles_once_for_each_length() -> None:
     assert traces == [first, first, first, first + second, first + second, first + second]
 
 
-def test_the_state_that_goes_in_is_used_up() -> None:
+def test_the_given_state_is_donated() -> None:
     steps = compile_steps(Quadratic().model, CONFIG)
     before = begin(CONFIG, fresh())
     steps(before, jnp.asarray(TOKENS_nxBxT1[:1]), jnp.asarray(0, jnp.int32))
@@ -225,7 +225,7 @@ MUON = replace(CONFIG, optimizer="muon", weight_decay=0.0, clip_norm=0.0)
 
 
 def newton_schulz(x: Wide) -> Wide:
-    """Five of Jordan's quintic iterations."""
+    """Return the matrix after five of Jordan's quintic iterations."""
     x = x / np.linalg.norm(x)
     for _ in range(5):
         a = x @ x.T
@@ -234,12 +234,12 @@ def newton_schulz(x: Wide) -> Wide:
 
 
 def test_the_first_step_of_muon_by_hand() -> None:
-    """A matrix moves by its orthogonalised gradient, 0.2 · √2 of it; a vector by Adam with Nesterov's momentum."""
+    """A matrix moves by 0.2 · √2 times its orthogonalised gradient, a vector by Adam with Nesterov's momentum."""
     state, _ = run(MUON, np.array([[[0, 0]]], np.uint8), global_step=4)
     kernel = np.array([[1.0, 2.0], [3.0, 4.0]])
     moved = (kernel - np.asarray(state.params["kernel"], np.float64)) / 0.1
     np.testing.assert_allclose(moved, 0.2 * math.sqrt(2) * newton_schulz(kernel), rtol=2e-3)
-    ahead = 0.9 * 0.1 / (1 - 0.9**2) + 1.0  # β · the corrected moment of one step later, and the corrected gradient
+    ahead = 0.9 * 0.1 / (1 - 0.9**2) + 1.0  # β times the corrected moment one step later, plus the corrected gradient
     bias = np.array([0.5, -0.5]) - 0.1 * ahead * np.sign([0.5, -0.5])
     np.testing.assert_allclose(np.asarray(state.params["bias"]), bias, rtol=1e-5)
 
@@ -268,7 +268,7 @@ def test_muon_leaves_embeddings_routers_and_outputs_to_adam() -> None:
     assert {name for name, value in second_moments.items() if hasattr(value, "shape")} == {*others, "norm.scale"}
 
 
-def test_a_scan_of_muon_is_as_many_single_steps_and_its_fresh_moments_begin_with_a_ramp() -> None:
+def test_a_scan_of_muon_equals_single_steps_with_a_ramp() -> None:
     config = replace(MUON, moments_warmup_steps=3)
     scanned, losses = run(config, TOKENS_nxBxT1, global_step=2)
     steps = compile_steps(Quadratic().model, config)
@@ -284,11 +284,11 @@ def test_a_scan_of_muon_is_as_many_single_steps_and_its_fresh_moments_begin_with
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-6)
 
 
-# -- what training adds to the loss --------------------------------------------------------------------------------
+# -- penalties -----------------------------------------------------------------------------------------------------
 
 
-def test_a_penalty_is_descended_and_not_reported() -> None:
-    """½‖kernel‖² more: the kernel's gradient is 2 · kernel − t₀ where it was kernel − t₀."""
+def test_a_penalty_is_minimised_and_not_reported() -> None:
+    """With a penalty of ½‖kernel‖², the kernel's gradient is 2 · kernel − t₀ instead of kernel − t₀."""
     quadratic = Quadratic()
 
     def penalised(params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""What an island shows of itself: read from beside, while it trains."""
+"""An island's metrics and curve points, read by other threads during training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.islands.tiny import TinyRun
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7, 100, 1000])
-def test_the_learning_rate_is_the_one_that_it_trains_with(warmup_steps: int) -> None:
+def test_the_exported_learning_rate_is_that_of_the_inner_step(warmup_steps: int) -> None:
     config = InnerConfig(steps=100, learning_rate=0.5, warmup_steps=warmup_steps, final_share=0.25)
     schedule = inner.learning_rate(config)
     for step in (0, 1, 6, 7, 8, 50, 98, 99, 100, 150):
-        with jax.numpy_dtype_promotion("standard"):  # as the step does
+        with jax.numpy_dtype_promotion("standard"):  # as the inner step computes it
             expected = float(schedule(jnp.asarray(step, jnp.int32)))
         assert config.rate_at(step) == pytest.approx(expected, rel=1e-5), step
 
@@ -38,7 +38,7 @@ def scraped(island: Island) -> dict[str, float]:
     return {sample.name.removeprefix("archipelago_island_"): sample.value for sample in samples}
 
 
-def test_nothing_is_drawn_before_it_trains() -> None:
+def test_there_is_no_curve_point_before_training() -> None:
     run = TinyRun()
     island = run.island()
     assert telemetry.point(island) is None
@@ -48,7 +48,7 @@ def test_nothing_is_drawn_before_it_trains() -> None:
     assert scraped(silent) == {}
 
 
-def test_an_island_that_trains() -> None:
+def test_a_training_island_exports_all_metrics() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 9)
@@ -71,13 +71,13 @@ def test_an_island_that_trains() -> None:
     assert scraped(island)["snapshot_age_seconds"] == 7.0
 
 
-def test_a_link_that_is_down_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_sets_link_up_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 1)
 
     def gone(*_: object) -> None:
-        raise UnreachableError("nobody answers")
+        raise UnreachableError("connection refused")
 
     monkeypatch.setattr(island.link.transport.island, "heartbeat", gone)
     island.link.pump()
@@ -87,7 +87,7 @@ def test_a_link_that_is_down_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scraped(island)["link_up"] == 1
 
 
-def test_a_thin_link_is_up() -> None:
+def test_a_thin_link_still_counts_as_up() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 1)

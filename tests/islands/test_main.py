@@ -1,4 +1,4 @@
-"""One island's process, but for the process: whom it claims in whose name, and what it leaves behind."""
+"""The main function of an island, called within the test's process."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def run(url: str, folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("wish", ["drain", "expel"])
-def test_who_is_turned_away_has_claimed_nothing(wish: str, url: str, transport: RedisTransport, tmp_path: Path) -> None:
-    """A run that went back to a checkpoint: whoever is let in later still returns whole."""
+def test_an_excluded_island_claims_nothing(wish: str, url: str, transport: RedisTransport, tmp_path: Path) -> None:
+    """After the run went back to a checkpoint, an island that is admitted later can still restore its own."""
     transport.restore(samples.image(samples.manifest("demo"), []))
     transport.reader.steer({"island.oslo": wish})
     with failing(ConfigError, "control.unwelcome"):
@@ -55,13 +55,13 @@ def test_who_is_turned_away_has_claimed_nothing(wish: str, url: str, transport: 
     assert transport.island.claim_checkpoint("oslo") == (3, 1)
 
 
-def drawn(folder: Path) -> list[Event]:
+def curve_points(folder: Path) -> list[Event]:
     found = [event for path in folder.glob("tensorboard/*") for event in events(path)]
     return [event for event in found if event.summary.value]
 
 
 @pytest.mark.full
-def test_the_curves_of_an_island_that_diverges_are_whole(
+def test_the_curves_of_a_diverged_island_are_complete(
     url: str, transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = describe("demo", SMALL, CORPUS.identity)
@@ -69,18 +69,18 @@ def test_the_curves_of_an_island_that_diverges_are_whole(
 
     def diverge(island: Island, stopped: Callable[[], bool], turn_log: object) -> str:
         island.beat("training")
-        raise DivergedError("the loss of oslo was no number")
+        raise DivergedError("the loss of oslo was not finite")
 
     monkeypatch.setattr(main, "keep_compiled", lambda: None)
     monkeypatch.setattr("archipelago.islands.prepared.training_text", lambda *_: CORPUS)
     monkeypatch.setattr("archipelago.islands.worker.train", diverge)
     with pytest.raises(DivergedError):
         run(url, tmp_path)
-    assert drawn(tmp_path)
+    assert curve_points(tmp_path)
 
 
 def test_a_start_loads_no_optional_library() -> None:
-    """Importing these takes a large part of a second of each start."""
+    """Importing one of these would delay each start by a large part of a second."""
     late = {"orbax", "tokenizers", "tensorboardX", "wandb", "matplotlib", "fakeredis"}
     imports = "import sys; from archipelago.islands import checkpoint, main, prepared, telemetry, worker"
     code = f"{imports}; print(*({late} & sys.modules.keys()))"

@@ -1,4 +1,4 @@
-"""Text that stays at its site: read by its own islands only, and known in the run by its name and digest."""
+"""Pinned text, which stays at its site. Only islands there read it; the run knows its name and digest."""
 
 from __future__ import annotations
 
@@ -50,34 +50,36 @@ def begun_by(run: TinyRun, *islands: Island) -> dict[str, list[str]]:
     }
 
 
-def test_its_shards_are_read_by_nobody_else_and_no_others_by_it(run: TinyRun) -> None:
-    ours, pinned, second = run.island("a"), run.island("p", shards=PINNED), run.island("q", shards=PINNED)
+def test_pinned_and_public_shards_have_different_readers(run: TinyRun) -> None:
+    public, pinned, second = run.island("a"), run.island("p", shards=PINNED), run.island("q", shards=PINNED)
     sent: dict[str, set[str]] = defaultdict(set)
     windows = tiny.TEXT.size // CONFIG.data.sequence_length // CONFIG.data.shards
-    for _ in range(3 * windows // CONFIG.data.batch_size):  # three passes over a shard each, and a bit
-        for island in (ours, pinned, second):
+    for _ in range(3 * windows // CONFIG.data.batch_size):  # a little more than three passes over a shard each
+        for island in (public, pinned, second):
             run.play(island, 1)
             sent[island.name] |= {place.shard for place in parse_places(" ".join(map(str, island.batches.places())))}
-    begun = begun_by(run, ours, pinned, second)
+    begun = begun_by(run, public, pinned, second)
     assert {shard.partition("/")[0] for name in "pq" for shard in begun[name]} == {"site"}
     assert all("/" not in shard for shard in begun["a"])
     assert len(begun["a"]) >= 3
     assert len(begun["p"]) + len(begun["q"]) >= 5
-    assert not set(begun["p"][:2]) & set(begun["q"][:2])  # of four shards each has two of its own before any is shared
+    assert not set(begun["p"][:2]) & set(
+        begun["q"][:2]
+    )  # each of the two islands first reads two different shards of the four
     assert sent["a"] >= set(begun["a"][:2])
     cursors = run.transport.reader.cursors()
     assert {shard for shard in cursors if "/" in shard} <= set(PINNED)
     assert max(cursors[shard] for shard in PINNED if shard in cursors) >= (1, 0)
     assert all(pass_number <= 2 for pass_number, _ in cursors.values())
     members = {member.island for entry in run.transport.reader.tape(1000) for member in entry.members}
-    assert members == {"a", "p", "q"}  # it learns from what it does not see
+    assert members == {"a", "p", "q"}  # it receives the progress of the others
 
 
 # -- the name -------------------------------------------------------------------------------------------------------
 
 
 def prepared(folder: Path, text: str, patch: pytest.MonkeyPatch, name: str = "site") -> None:
-    """Makes `folder` the place of this machine's corpora, with one of that name."""
+    """Make `folder` the folder of this machine's corpora, and create a corpus of that name."""
     source = folder.parent / f"{folder.name}.txt"
     source.write_text(text)
     patch.setenv("ARCHIPELAGO_DATA", str(folder))
@@ -86,7 +88,7 @@ def prepared(folder: Path, text: str, patch: pytest.MonkeyPatch, name: str = "si
 
 @pytest.fixture
 def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
-    """A run on a corpus `public`, which is here, as one of the same name is on other machines."""
+    """Return a run on a corpus `public`. Other machines may have another corpus of that name."""
     prepared(tmp_path / "here", "the public text\n" * 8000, monkeypatch, "public")
     from archipelago.islands.data.corpus import open_corpus
 
@@ -96,43 +98,43 @@ def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
     return transport
 
 
-def taken(transport: Transport, pinned: str | None) -> OpenCorpus:
-    """The text that an island here would train on."""
+def text_of(transport: Transport, pinned: str | None) -> OpenCorpus:
+    """Return the text that an island on this machine would train on."""
     corpus = training_text(transport.reader.manifest(), pinned)
     register_text(corpus, transport, pinned)
     return corpus
 
 
-def test_the_first_pinned_text_of_a_name_is_the_one(
+def test_the_first_pinned_text_registers_its_name(
     transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "the text of one site\n" * 8000
-    prepared(tmp_path / "one", text, monkeypatch)  # where the run's own corpus is not
-    first = taken(transport, "site")
+    prepared(tmp_path / "one", text, monkeypatch)  # a site without the run's own corpus
+    first = text_of(transport, "site")
     assert first.name == "site"
     prepared(tmp_path / "same", text, monkeypatch)
-    assert taken(transport, "site").digest == first.digest
+    assert text_of(transport, "site").digest == first.digest
     prepared(tmp_path / "other", text.upper(), monkeypatch)
     with pytest.raises(MismatchError) as raised:
-        taken(transport, "site")
+        text_of(transport, "site")
     assert "site" in raised.value.subject
     assert raised.value.theirs == first.digest
     assert raised.value.ours not in (first.digest, "")
     prepared(tmp_path / "other", text.upper(), monkeypatch, "site-2")
-    assert taken(transport, "site-2").digest == raised.value.ours
+    assert text_of(transport, "site-2").digest == raised.value.ours
 
 
-def test_another_text_than_the_runs_is_refused_where_none_is_pinned(
+def test_another_text_of_the_runs_name_is_refused(
     transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = transport.reader.manifest()
-    assert taken(transport, None).identity == manifest.corpus
+    assert text_of(transport, None).identity == manifest.corpus
     prepared(tmp_path / "there", "another public text\n" * 8000, monkeypatch, "public")
     with pytest.raises(MismatchError) as raised:
-        taken(transport, None)
+        text_of(transport, None)
     assert "public" in raised.value.subject
 
 
-def test_a_pinned_text_that_is_not_here_is_missed(transport: Transport) -> None:
+def test_a_missing_pinned_text_is_an_error(transport: Transport) -> None:
     with pytest.raises(DataError):
-        taken(transport, "nowhere")
+        text_of(transport, "nowhere")

@@ -1,4 +1,4 @@
-"""The beginning of an island: its optimiser state, global step and totals, and its effects on others."""
+"""Rejoining: an island's optimiser state, global step and totals, and its effects on others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def returning(
     pauses = itertools.count()
 
     def pause(seconds: float) -> None:
-        assert next(pauses) < 10_000, "an endless wait"
+        assert next(pauses) < 10_000, "the wait does not end"
         run.clock.now += seconds
         island.link.pump()
         meanwhile()
@@ -62,7 +62,7 @@ def returning(
 # -- from a peer ----------------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameters() -> None:
+def test_a_newcomer_gets_the_givers_moments_and_the_mergers_parameters() -> None:
     run = TinyRun()
     giver = run.island("giver")
     run.play(giver, 21)
@@ -79,7 +79,7 @@ def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameter
     rejoin.complete(None)
     ((moments, done),) = given
     assert leaf_bytes(island.inner.optimizer) == moments
-    assert leaf_bytes(giver.inner.optimizer) != moments  # it trains on
+    assert leaf_bytes(giver.inner.optimizer) != moments  # the giver continues to train
     assert moments != fresh_moments(island)
     assert island.moments == "peer giver"
     assert island.action_log.take().text.split()[-1] == f"moments:giver/x@{done}"  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def test_a_newcomer_gets_the_givers_moments_to_the_bit_and_the_mergers_parameter
 
 
 def test_the_givers_actions_up_to_its_gift_are_recorded() -> None:
-    """Also what it had not told with a contribution yet."""
+    """This includes actions that it had not sent with a contribution yet."""
     run = TinyRun()
     giver = run.island("giver")
     run.play(giver, 5)
@@ -126,7 +126,7 @@ def test_muons_moments_come_from_a_peer_or_from_its_own_checkpoint(tmp_path: Pat
 
 
 def test_giving_does_not_change_the_giver() -> None:
-    """Its parameters and moments are those of a run in which nobody asked."""
+    """Its parameters and moments are the same as without a request."""
     run, alone = TinyRun(), TinyRun()
     giver, undisturbed = run.island("giver"), alone.island("giver")
     run.play(giver, 10)
@@ -143,7 +143,7 @@ def test_giving_does_not_change_the_giver() -> None:
 def test_no_peer_is_asked_at_the_beginning_of_a_run() -> None:
     run = TinyRun()
     peer = run.island("giver")
-    run.boundary(peer)  # it trains, and nothing is merged yet
+    run.boundary(peer)  # the peer trains, but no round is merged yet
     island, rejoin = returning(run)
     assert run.broker.runs["tiny"].requests == {}
     rejoin.complete(None)
@@ -151,12 +151,12 @@ def test_no_peer_is_asked_at_the_beginning_of_a_run() -> None:
     assert island.ledger.global_step == 0
 
 
-def test_a_peer_that_does_not_answer_costs_ten_seconds_and_no_more(tmp_path: Path) -> None:
+def test_the_wait_for_a_silent_peer_ends_after_ten_seconds(tmp_path: Path) -> None:
     run = TinyRun()
-    run.play(run.island("deaf"), 10)
+    run.play(run.island("silent"), 10)
     began = run.clock.now
-    deaf = samples.heartbeat("deaf")
-    island, rejoin = returning(run, meanwhile=lambda: run.transport.island.heartbeat(deaf))
+    beat = samples.heartbeat("silent")
+    island, rejoin = returning(run, meanwhile=lambda: run.transport.island.heartbeat(beat))
     rejoin.complete(None)
     assert island.moments == "fresh"
     assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
@@ -168,7 +168,7 @@ def test_a_peer_that_does_not_answer_costs_ten_seconds_and_no_more(tmp_path: Pat
 
 
 def left(run: TinyRun, folder: Path, name: str = "new", steps: int = 10) -> tuple[IslandStore, Island]:
-    """An island that trained, kept its state, and left."""
+    """Let an island train, save its state and leave."""
     store = IslandStore(folder, run.manifest)
     island = run.island(name, "w")
     run.play(island, steps)
@@ -212,7 +212,7 @@ def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, faul
     else:
 
         def fails(who: str) -> None:
-            raise UnreachableError("nobody answers")
+            raise UnreachableError("connection refused")
 
         rejoin.transport.island.handed_over = fails  # type: ignore[method-assign]
     rejoin.complete(None)
@@ -228,14 +228,14 @@ def test_without_peers_and_checkpoints_moments_are_fresh(tmp_path: Path) -> None
     rejoin.complete(None)
     assert island.moments == "fresh"
     assert leaf_bytes(island.inner.optimizer) == fresh_moments(island)
-    assert island.totals.steps == before.totals.steps  # its heartbeat is known
+    assert island.totals.steps == before.totals.steps  # its heartbeat is still in the broker
 
 
 # -- totals and the clock -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["peer", "own checkpoint", "fresh"])
-def test_totals_continue_and_the_global_step_is_the_runs(tmp_path: Path, source: str) -> None:
+def test_totals_continue_and_the_global_step_comes_from_the_run(tmp_path: Path, source: str) -> None:
     run = TinyRun()
     store, before = left(run, tmp_path / "k")
     other = run.island("giver")
@@ -265,10 +265,10 @@ def test_totals_continue_and_the_global_step_is_the_runs(tmp_path: Path, source:
     assert island.totals.steps == 11
 
 
-# -- no fresh island becomes the truth ------------------------------------------------------------------------------
+# -- effects on the merged parameters -------------------------------------------------------------------------------
 
 
-def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_base() -> None:
+def test_a_fresh_island_contributes_only_its_own_progress() -> None:
     run = TinyRun()
     other = run.island("giver")
     run.play(other, 20)
@@ -281,7 +281,7 @@ def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_b
     versions = [count.version for count in island.ledger.counts]
     for _ in range(2):
         run.boundary(island)
-    assert [p.tobytes() for p in merged_params(run)] == before  # it has done no step, and so says nothing
+    assert [p.tobytes() for p in merged_params(run)] == before  # without a step it sends nothing
     bases: list[tuple[int, int, float]] = []
     send = island.link.send
 
@@ -295,14 +295,14 @@ def test_a_fresh_island_changes_nothing_but_by_contributions_measured_from_its_b
     run.play(island, 3)
     fragment, base, moved = bases[0]
     assert base == versions[fragment] > 0
-    assert 0 < moved < 10 * tiny.CONFIG.inner.peak  # what three steps do, not where it stands
+    assert 0 < moved < 10 * tiny.CONFIG.inner.peak  # this is the effect of three steps, not of its parameters
 
 
 # -- the whole run goes back ----------------------------------------------------------------------------------------
 
 
 def cut_at_marker(run: TinyRun, store: IslandStore, name: str = "a", steps: int = 13) -> Island:
-    """An island that has checkpointed itself when the merger took its checkpoint 3."""
+    """Return an island that saved a checkpoint at the merger's checkpoint 3."""
     island = run.island(name, on_marker=lambda of, number: store.save(cut(of, number)))
     run.play(island, steps)
     run.merger.transport.merger.announce(run.merger.epoch, Marker(3, run.merger.rounds.closed))
@@ -312,7 +312,7 @@ def cut_at_marker(run: TinyRun, store: IslandStore, name: str = "a", steps: int 
 
 
 def gone_back(run: TinyRun) -> TinyRun:
-    """Another broker, as empty of leases as one that a checkpoint was put into, with the same parameters."""
+    """Return a run on another broker with the same parameters and no leases, as after a restore."""
     again = TinyRun(run.manifest)
     stored, now = again.broker.runs["tiny"], run.broker.runs["tiny"]
     stored.fragments, stored.outer, stored.state, stored.cursors = (
@@ -331,7 +331,7 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
     before = cut_at_marker(run, store)
     held, sent = before.batches.held(), before.link.outbox.in_flight()[0]
     again = gone_back(run)
-    # Its link is quick: it leases before the island is put back, and what it likes best is what the island read.
+    # The link leases before the island is restored, and prefers the shard that the island was reading.
     island, rejoin = returning(again, "a", store)
     rejoin.complete(store.find(3))
     assert island.moments == "own checkpoint"
@@ -340,7 +340,7 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
     assert again.transport.island.leased(held, "a/z") == set(held)
     for _ in range(3):
         again.boundary(island)
-    assert island.batches.held() == held  # still its own
+    assert island.batches.held() == held  # it keeps its leases
     nxt = island.link.lease()
     assert nxt is not None
     assert nxt.shard not in held
@@ -349,7 +349,7 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
     assert identities <= published
 
 
-def test_a_restored_island_withdraws_its_question(tmp_path: Path) -> None:
+def test_a_restored_island_withdraws_its_request(tmp_path: Path) -> None:
     run = TinyRun()
     store = IslandStore(tmp_path / "k", run.manifest)
     cut_at_marker(run, store)
@@ -364,7 +364,7 @@ def test_a_restored_island_withdraws_its_question(tmp_path: Path) -> None:
     assert (stored.requests, stored.handovers) == ({}, {})
 
 
-def test_a_shard_that_another_island_leases_by_now_is_given_up(tmp_path: Path) -> None:
+def test_a_shard_that_another_island_has_leased_is_given_up(tmp_path: Path) -> None:
     run = TinyRun()
     store = IslandStore(tmp_path / "k", run.manifest)
     (shard,) = cut_at_marker(run, store).batches.held()
@@ -382,14 +382,14 @@ def test_a_shard_that_another_island_leases_by_now_is_given_up(tmp_path: Path) -
     assert begun[0] != shard
 
 
-def test_an_outage_during_the_leasing_of_restored_shards_is_survived(tmp_path: Path) -> None:
+def test_an_outage_while_leasing_restored_shards_does_not_stop_the_island(tmp_path: Path) -> None:
     run = TinyRun()
     store = IslandStore(tmp_path / "k", run.manifest)
     cut_at_marker(run, store)
     island, rejoin = returning(gone_back(run), "a", store)
 
     def fails(*arguments: Any) -> None:
-        raise UnreachableError("nobody answers")
+        raise UnreachableError("connection refused")
 
     rejoin.transport.island.lease_shard = fails  # type: ignore[method-assign, assignment]
     rejoin.complete(store.find(3))

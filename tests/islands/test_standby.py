@@ -29,7 +29,7 @@ from tests.islands.test_main import CORPUS
 from tests.small import SMALL, compiled
 from tests.tiers import examples
 
-#: One fragment, as each one compiles programs of its own.
+#: A single fragment, because each fragment compiles its own programs.
 LIGHT = replace(SMALL, sync=replace(SMALL.sync, fragments=1))
 AT_ONCE = Patience(0.0, lambda: False)
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
@@ -41,17 +41,16 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 @settings(max_examples=examples(100))
 @given(st.lists(TEXTS), st.dictionaries(TEXTS.filter(lambda name: name and "=" not in name), TEXTS), TEXTS)
 def test_an_assignment_is_one_line(arguments: list[str], environment: dict[str, str], log: str) -> None:
-    told = Assignment(tuple(arguments), environment, log)
-    assert told.line().count(b"\n") == 1
-    assert assignment(told.line()) == told
+    written = Assignment(tuple(arguments), environment, log)
+    assert written.line().count(b"\n") == 1
+    assert assignment(written.line()) == written
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        b"", b"\xff\n", b"oslo\n", b"[]\n", b"7\n", b"{}\n", b'{"arguments": "--name"}', b'{"arguments": [1]}',
-        b'{"arguments": null}', b'{"arguments": [], "environment": []}', b'{"arguments": [], "environment": {"A": 1}}',
-        b'{"arguments": [], "log": null}', b'{"arguments": ["a\\u0000b"]}', b"[" * 100_000,
+        b"", b"\xff\n", b"oslo\n", b"[]\n", b"{}\n", b'{"arguments": "--name"}', b'{"arguments": [1]}',
+        b'{"arguments": [], "environment": {"A": 1}}', b'{"arguments": ["a\\u0000b"]}', b"[" * 100_000,
         b'{"arguments": ["\\ud800"]}', b'{"arguments": [], "environment": {"": "a"}}',
         b'{"arguments": [], "environment": {"a=b": "c"}}', b'{"arguments": [], "log": 7}',
     ],
@@ -73,28 +72,28 @@ def test_any_bytes_are_read_or_refused(line: bytes) -> None:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[FileIO, FileIO]]:
-    """What a standby reads, and what its launcher writes."""
+    """Return the end that a standby reads, and the end that its supervisor writes."""
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb", 0) as ours, os.fdopen(writer, "wb", 0) as theirs:
-        yield ours, theirs
+    with os.fdopen(reader, "rb", 0) as read_end, os.fdopen(writer, "wb", 0) as write_end:
+        yield read_end, write_end
 
 
-def test_a_line_may_come_in_pieces(pipe: tuple[FileIO, FileIO]) -> None:
-    ours, theirs = pipe
+def test_a_line_may_arrive_in_pieces(pipe: tuple[FileIO, FileIO]) -> None:
+    read_end, write_end = pipe
     line = Assignment(("--name", "oslo"), {}, "oslo.log").line()
-    theirs.write(line[:7])
-    rest = threading.Timer(0.05, theirs.write, [line[7:] + b"what follows is nothing to it"])
+    write_end.write(line[:7])
+    rest = threading.Timer(0.05, write_end.write, [line[7:] + b"later bytes are not read"])
     rest.start()
-    assert await_assignment(ours, lambda: False) == Assignment(("--name", "oslo"), {}, "oslo.log")
+    assert await_assignment(read_end, lambda: False) == Assignment(("--name", "oslo"), {}, "oslo.log")
     rest.join()
 
 
 @pytest.mark.parametrize("begun", [b"", b'{"arguments": ["--name"'])
-def test_nobody_is_left_who_could_tell_it(begun: bytes, pipe: tuple[FileIO, FileIO]) -> None:
-    ours, theirs = pipe
-    theirs.write(begun)
-    theirs.close()
-    assert await_assignment(ours, lambda: False) is None
+def test_a_closed_input_ends_the_wait(begun: bytes, pipe: tuple[FileIO, FileIO]) -> None:
+    read_end, write_end = pipe
+    write_end.write(begun)
+    write_end.close()
+    assert await_assignment(read_end, lambda: False) is None
 
 
 def test_a_signal_ends_the_wait(pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,19 +105,19 @@ def test_a_signal_ends_the_wait(pipe: tuple[FileIO, FileIO], monkeypatch: pytest
 
 def test_an_endless_line_is_refused(pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "LINE_MAX", 100)
-    ours, theirs = pipe
-    theirs.write(b"x" * 200)
+    read_end, write_end = pipe
+    write_end.write(b"x" * 200)
     with failing(ConfigError, "standby.assignment"):
-        await_assignment(ours, lambda: False)
+        await_assignment(read_end, lambda: False)
 
 
-def test_a_log_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.environ", dict(os.environ))
     with failing(ConfigError, "standby.log"):
         Assignment((), {"SAID": "hello"}, str(tmp_path / "nowhere" / "oslo.log")).take()
 
 
-# -- what it prepares -------------------------------------------------------------------------------------------------
+# -- prepared islands -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,13 +144,13 @@ def prepared_for(transport: RedisTransport) -> PreparedIsland:
     return preparing.prepare(transport.reader.manifest(), None)
 
 
-def test_a_rehearsal_leaves_no_trace_in_the_broker(transport: RedisTransport) -> None:
+def test_a_rehearsal_writes_nothing_to_the_broker(transport: RedisTransport) -> None:
     before = everything(transport)
     prepared = prepared_for(transport)
     prepared.rehearse(transport, AT_ONCE, 2)
     assert prepared.scan_steps == 2
     changed = [key for key, held in everything(transport).items() if before.get(key) != held]
-    assert [key.rpartition(b":")[2] for key in changed] == [b"books"]  # these count the downloaded bytes
+    assert [key.rpartition(b":")[2] for key in changed] == [b"books"]  # without the counts of downloaded bytes
     assert transport.reader.presences() == []
 
 
@@ -169,7 +168,7 @@ def run(prepared: PreparedIsland | None, folder: Path, monkeypatch: pytest.Monke
     return built[0]
 
 
-def test_an_island_uses_what_was_prepared(
+def test_an_island_uses_the_prepared_programs(
     transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepared_for(transport)
@@ -182,7 +181,7 @@ def test_an_island_uses_what_was_prepared(
     assert run(prepared, tmp_path, monkeypatch, scan_steps=1).scan_steps == 1
 
 
-def test_a_run_that_was_recreated_uses_nothing_of_the_old_one(
+def test_a_recreated_run_is_prepared_again(
     transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepared_for(transport)

@@ -1,4 +1,4 @@
-"""An island that its operator drains or expels, and the notes that it leaves when it joins and leaves."""
+"""Islands that are drained or expelled, and the notes that islands write when they join and leave."""
 
 from __future__ import annotations
 
@@ -20,41 +20,47 @@ def notes(run: TinyRun, who: str) -> list[tuple[str, str]]:
     return [(note.kind, note.text) for note in run.transport.reader.notes(100) if note.who == who]
 
 
-def goodbye(run: TinyRun, island: Island) -> None:
-    """Let an island leave as `train` does, and the merger hear of it."""
+def leave(run: TinyRun, island: Island) -> None:
+    """Let an island leave as `train` does, and the merger process its contributions."""
     island.leave(flush_seconds=0.0)
     island.link.pump()
     run.merger.turn(0.0)
 
 
 @pytest.mark.parametrize("wish", ["drain", "expel"])
-def test_an_island_that_must_leave_leaves_with_its_next_heartbeat(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_island_leaves_after_the_heartbeat_that_reads_the_request(
+    wish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 3)
     run.transport.reader.steer({"island.b": wish})
     run.boundary(island)
-    told = [island.must_leave]
+    requests = [island.must_leave]
     run.transport.reader.steer({"island.a": wish})
     run.boundary(island)
-    told.append(island.must_leave)
+    requests.append(island.must_leave)
     run.transport.reader.steer({"island.a": ""})
     run.boundary(island)
-    told.append(island.must_leave)
-    assert told == [False, True, True]  # the wish was for another island at first, and a withdrawn wish still holds
+    requests.append(island.must_leave)
+    assert requests == [
+        False,
+        True,
+        True,
+    ]  # the first request is for another island, and the second holds after its withdrawal
     steps = island.totals.steps
-    monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread sends here
+    monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
     assert train(island, lambda: False) == "left"
     assert island.totals.steps == steps
 
 
-def test_a_drained_island_leaves_a_note_and_loses_nothing() -> None:
+def test_a_drained_island_writes_a_note_and_loses_nothing() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 3)
     run.transport.reader.steer({"island.a": "drain"})
     run.boundary(island)
-    goodbye(run, island)
+    leave(run, island)
     assert [(kind, text.partition(": ")[2]) for kind, text in notes(run, "a")[1:]] == [
         ("drained", "drained by the operator")
     ]
@@ -64,13 +70,13 @@ def test_a_drained_island_leaves_a_note_and_loses_nothing() -> None:
     assert books.refused == 0
 
 
-def test_an_expelled_island_is_refused_and_leaves_a_note() -> None:
+def test_an_expelled_island_is_refused_and_writes_a_note() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 3)
     run.transport.reader.steer({"island.a": "expel"})
     run.boundary(island)
-    goodbye(run, island)
+    leave(run, island)
     assert notes(run, "a")[-1] == ("expelled", f"after {island.totals.steps} steps: expelled by the operator")
     refusals = [event for _, event in run.transport.reader.events(START, 0.0, 999) if isinstance(event, Refusal)]
     assert refusals
@@ -78,7 +84,7 @@ def test_an_expelled_island_is_refused_and_leaves_a_note() -> None:
 
 
 @pytest.mark.parametrize("wish", ["drain", "expel"])
-def test_an_unwanted_name_cannot_join_until_the_operator_allows_it(wish: str) -> None:
+def test_an_excluded_name_cannot_join_until_it_is_admitted(wish: str) -> None:
     run = TinyRun()
     run.transport.reader.steer({"island.a": wish})
     with failing(ConfigError, "control.unwelcome"):
@@ -88,7 +94,7 @@ def test_an_unwanted_name_cannot_join_until_the_operator_allows_it(wish: str) ->
     run.play(run.island(), 2)
 
 
-def test_an_island_leaves_notes_when_it_joins_and_leaves() -> None:
+def test_an_island_writes_notes_when_it_joins_and_leaves() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 2)
@@ -96,12 +102,12 @@ def test_an_island_leaves_notes_when_it_joins_and_leaves() -> None:
     assert kind == "joined"
     assert text.startswith("after round 0 on ")
     assert text.endswith("optimiser state: fresh")
-    goodbye(run, island)
+    leave(run, island)
     assert notes(run, "a")[1:] == [("left", "after 2 steps: it was stopped")]
     assert run.transport.reader.notes(1)[0].unix_seconds > 0.0
 
 
-def test_a_note_waits_for_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_kept_during_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     run = TinyRun()
     island = run.island()
     write = island.link.transport.reader.note
@@ -111,7 +117,7 @@ def test_a_note_waits_for_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(island.link.transport.reader, "note", full)
     run.play(island, 2)
-    assert run.transport.reader.presences()[0].heartbeat.steps == 1, "its heart beats on"
+    assert run.transport.reader.presences()[0].heartbeat.steps == 1, "heartbeats continue"
     assert notes(run, "a") == []
     monkeypatch.setattr(island.link.transport.reader, "note", write)
     run.play(island, 1)
@@ -130,17 +136,17 @@ def test_a_note_that_the_broker_refuses_is_dropped(monkeypatch: pytest.MonkeyPat
     run.play(island, 1)
     run.boundary(island)
     assert not island.link.trouble
-    assert island.link.drain(0.0), "the heartbeat that had the note with it is through"
-    assert run.transport.island.leased(island.link.leases.shards, island.link.who), "and it has something to read"
+    assert island.link.drain(0.0), "the heartbeat with the note was sent"
+    assert run.transport.island.leased(island.link.leases.shards, island.link.who), "and the island has leased a shard"
     monkeypatch.setattr(island.link.transport.reader, "note", write)
-    goodbye(run, island)
+    leave(run, island)
     assert [kind for kind, _ in notes(run, "a")] == ["left"]
 
 
-def test_an_island_that_diverged_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverged_island_writes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     run = TinyRun()
     island = run.island("sick")
-    monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread sends here
+    monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
     island.steps = cast(InnerSteps, diverging)
 
     def turn() -> bool:

@@ -1,4 +1,4 @@
-"""The minimum duration of a step in a time of its own, and what an island writes down of its turns."""
+"""The minimum duration of a step in simulated time, and the log of an island's turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT = st.floats(0.0, 0.02)
 
 
 def played(pacer: Pacer, turns: list[tuple[float, float]]) -> list[float]:
-    """Turns of (seconds between two steps, seconds that the arithmetic takes); when each of them ended."""
+    """Run turns (seconds between two steps, seconds of arithmetic), and return when each of them ended."""
     now, done_at = 0.0, 0.0
     ends: list[float] = []
     for between, arithmetic in turns:
@@ -37,7 +37,7 @@ def played(pacer: Pacer, turns: list[tuple[float, float]]) -> list[float]:
 @settings(max_examples=examples(100))
 @given(st.lists(st.tuples(SHORT, SHORT), min_size=3, max_size=50))
 def test_a_gap_shorter_than_a_step_costs_nothing(turns: list[tuple[float, float]]) -> None:
-    """Neither the arithmetic nor what lies between two steps: a device that works beside its host hides both."""
+    """A device that works concurrently with its host hides the arithmetic and the work between two steps."""
     ends = played(Pacer(STEP), turns)
     began = turns[0][0]
     for n, end in enumerate(ends[1:], 1):
@@ -55,7 +55,7 @@ def test_no_step_is_shorter_than_its_minimum(turns: list[tuple[float, float]]) -
 def test_a_long_gap_leaves_the_device_idle() -> None:
     pacer = Pacer(STEP)
     pacer.dispatched(1, 10.0)
-    assert pacer.idle_seconds == 0.0, "there was nothing before it"
+    assert pacer.idle_seconds == 0.0, "no step came before it"
     pacer.dispatched(1, 10.02)
     assert pacer.idle_seconds == 0.0
     assert pacer.nap_seconds(10.02) == pytest.approx(0.03)
@@ -101,7 +101,7 @@ def test_nothing_is_written_without_the_variable() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_survived() -> None:
+def test_a_full_disk_does_not_stop_the_log() -> None:
     TurnLog(Path("/dev/full"), "who").turned(1.0, 1, 1, 0.0, 0.0)
 
 

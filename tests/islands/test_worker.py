@@ -30,10 +30,10 @@ def diverging(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Arra
     return state._replace(params=spoilt), jnp.full(1, jnp.inf)
 
 
-def test_an_island_whose_loss_is_not_finite_stops_without_harm_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverged_island_stops_without_changing_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = TinyRun()
     island = run.island("sick")
-    monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread sends here
+    monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
     island.steps = cast(InnerSteps, diverging)
     turns = itertools.count()
 
@@ -59,7 +59,7 @@ Seen = list[tuple[int, list[int]]]
 
 
 def noting(seen: Seen) -> Callable[[Island, int], None]:
-    """Note the number of each checkpoint that an island would take, and the versions that it holds then."""
+    """Return a callback that notes the number of each checkpoint and the versions at that time."""
     return lambda of, number: seen.append((number, [count.version for count in of.ledger.counts]))
 
 
@@ -91,7 +91,7 @@ def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint() -> None:
 
 
 def test_a_snapshot_after_the_marker_is_not_in_the_checkpoint() -> None:
-    """Of a fragment only the newest snapshot arrives; the older one never does."""
+    """Only the newest snapshot of a fragment arrives."""
     run = TinyRun()
     seen: Seen = []
     island, other = run.island("a", on_marker=noting(seen)), run.island("b")
@@ -116,7 +116,7 @@ def test_without_a_marker_no_checkpoint_is_taken() -> None:
 # -- adopting -------------------------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_that_is_held_already_is_no_action() -> None:
+def test_adopting_a_held_version_is_no_action() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 3)
@@ -153,7 +153,7 @@ def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
 
 
 def test_merged_places_move_the_cursor_and_no_window_is_read_twice() -> None:
-    """Over a whole pass and into the next one."""
+    """This covers a whole pass and the beginning of the next."""
     config = replace(tiny.CONFIG, data=DataConfig(sequence_length=64, batch_size=2, shards=4))
     run = TinyRun(tiny.manifest(config=config))
     island = run.island()
@@ -171,7 +171,7 @@ def test_merged_places_move_the_cursor_and_no_window_is_read_twice() -> None:
     assert len(held) <= 2
 
 
-def test_a_lost_shard_is_read_no_further_and_that_is_recorded() -> None:
+def test_a_lost_shard_is_abandoned_and_the_action_recorded() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 2)
@@ -195,7 +195,7 @@ def test_the_actions_of_a_run_are_recorded_once() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 12)
-    assert island.leave(flush_seconds=0.0) is False  # nobody pumps
+    assert island.leave(flush_seconds=0.0) is False  # no pump runs
     island.link.pump()
     done = done_by(run, island)
     assert done[0] == Join((0, 0))
@@ -216,7 +216,7 @@ def test_a_run_that_is_not_recorded_sends_no_actions() -> None:
     assert run.transport.merger.actions("0-0") == []
 
 
-def test_an_island_says_goodbye_with_what_it_has_and_finishes_at_the_runs_end() -> None:
+def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:
     short = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=6))
     run = TinyRun(tiny.manifest(config=short))
     island = run.island()

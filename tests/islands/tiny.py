@@ -1,4 +1,4 @@
-"""A model of eleven parameters, real islands that train it, and a whole run of them in virtual time."""
+"""A model of eleven parameters, and a run in virtual time whose islands train it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def steps_by(inner: InnerConfig) -> InnerSteps:
 
 
 STEPS = steps_by(CONFIG.inner)
-#: The kernel by Muon, the scale by Adam.
+#: Muon trains the kernel, and Adam trains the scale.
 MUON = replace(CONFIG, inner=replace(CONFIG.inner, optimizer="muon"))
 
 
@@ -69,7 +69,7 @@ def leaf_bytes(tree: Any) -> list[bytes]:
 
 
 class TinyRun:
-    """A run with its merger. The test decides who acts when."""
+    """A run with its merger. The test decides when each island acts."""
 
     def __init__(self, of: Manifest | None = None, connect: Callable[[], Transport] | None = None) -> None:
         self.manifest = of or manifest()
