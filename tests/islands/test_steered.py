@@ -137,7 +137,7 @@ def test_a_note_that_the_broker_refuses_is_dropped(monkeypatch: pytest.MonkeyPat
     run.boundary(island)
     assert not island.link.trouble
     assert island.link.drain(0.0), "the heartbeat with the note was sent"
-    assert run.transport.island.leased(island.link.leases.shards, island.link.who), "and the island has leased a shard"
+    assert run.transport.island.leased(island.link.leases.shards, island.link.who), "the island has leased a shard"
     monkeypatch.setattr(island.link.transport.reader, "note", write)
     leave(run, island)
     assert [kind for kind, _ in notes(run, "a")] == ["left"]

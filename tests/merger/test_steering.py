@@ -24,7 +24,7 @@ from archipelago.merger.steering import EXPELLED
 from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.merger.simulated_run import SIZE, Shelf, SimulatedRun, bits, constant, state_of
-from tests.merger.test_replay import recorded, redone
+from tests.merger.test_replay import recorded, replayed
 from tests.tiers import examples
 
 STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
@@ -141,7 +141,7 @@ def test_a_takeover_keeps_changed_settings() -> None:
 
 def test_a_replay_of_a_steered_run_has_the_same_bits() -> None:
     run = steered_run(takeover=True)
-    state, fragments = redone(run, recorded(run))
+    state, fragments = replayed(run, recorded(run))
     assert [outer.dump(f.params_N, f.outer) for f in fragments] == [run.transport.merger.outer(p) for p in range(2)]
     assert state.steered == state_of(run).steered == {GRACE: 0.125}
 
@@ -170,7 +170,7 @@ def test_other_settings_on_the_tape_are_a_difference(change: object, code: str) 
     assert callable(change)
     run = steered_run(takeover=False)
     with failing(DifferenceError, code):
-        redone(run, [(change(entry), deliveries) for entry, deliveries in recorded(run)])
+        replayed(run, [(change(entry), deliveries) for entry, deliveries in recorded(run)])
 
 
 def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
@@ -462,7 +462,7 @@ def test_no_request_stops_the_merger_or_breaks_a_replay(wishes: list[dict[str, s
     run.balance()
     sent = {f"{number}-0": each for number, each in enumerate(run.sent, 1)}
     rounds = [(e, [Delivery(m.entry, *sent[m.entry]) for m in e.members]) for e in run.transport.reader.tape(1000)]
-    _, fragments = redone(run, rounds)
+    _, fragments = replayed(run, rounds)
     for p in range(2):
         if run.version(p):
             assert outer.dump(fragments[p].params_N, fragments[p].outer) == run.transport.merger.outer(p)

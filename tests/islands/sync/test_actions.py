@@ -1,4 +1,4 @@
-"""Actions of an island: their text, and the order in which parts of a log are put together again."""
+"""Actions of an island: their text, and the assembly of a log from its parts."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def action_log(*done: Action, enabled: bool = True) -> ActionLog:
 
 
 @pytest.mark.parametrize("text", WORDS)
-def test_an_action_and_its_word(text: str) -> None:
+def test_each_action_has_its_text(text: str) -> None:
     assert parse(text) == WORDS[text]
     assert word(WORDS[text]) == text
 
 
 @pytest.mark.parametrize("text", ["", "n", "n-1", "n٣", "a2", "a2:x", "s9:", "join:", "join:0,", "whole:a", "d", "x"])
-def test_any_other_word_is_refused(text: str) -> None:
+def test_an_invalid_word_is_refused(text: str) -> None:
     with failing(WireError):
         parse(text)
 
@@ -74,7 +74,7 @@ def test_take_empties_the_log_and_peek_does_not() -> None:
     assert log.peek() == log.peek() == log.take()
     assert (log.peek(), log.take(), log.done) == (None, None, 3)
     log.add(Steps(1))
-    assert log.take() == Actions("a", "x", 3, "n1")  # not joined with the actions before
+    assert log.take() == Actions("a", "x", 3, "n1")  # repeats are not combined across `take`
     assert log.done == 4
 
 
@@ -100,7 +100,7 @@ def test_the_parts_of_a_log_hold_all_actions(done: list[Action], cuts: set[int])
 
 @st.composite
 def spans(draw: st.DrawFn) -> tuple[list[Action], list[tuple[int, int]]]:
-    """Actions, and the stretches of them that arrive, in any order."""
+    """Draw actions and the overlapping parts of them that arrive, in any order."""
     done = draw(DONE)
     ends = st.integers(0, len(done))
     return done, draw(st.lists(st.tuples(ends, ends).map(lambda ab: (min(ab), max(ab))), max_size=6))
@@ -121,7 +121,7 @@ def test_overlapping_parts_count_once_and_a_gap_ends_the_list(
     assert unfolded(parts) == done[:until_gap]
 
 
-def test_without_a_beginning_there_are_no_actions() -> None:
+def test_a_log_without_its_beginning_has_no_actions() -> None:
     assert unfolded([]) == []
     assert unfolded([Actions("a", "x", 1, "n1")]) == []
 
@@ -131,6 +131,6 @@ def test_an_unreadable_action_ends_the_list() -> None:
 
 
 @pytest.mark.parametrize("text", [f"n1*{ACTIONS_MAX + 1}", "n1*999999999999999999", f"n1 n2*{ACTIONS_MAX}"])
-def test_a_bomb_is_refused_before_it_unfolds(text: str) -> None:
+def test_too_many_repetitions_are_refused_before_expansion(text: str) -> None:
     with failing(WireError, "wire.too-many-actions"):
         unfolded([Actions("a", "x", 0, text)])

@@ -1,4 +1,4 @@
-"""The adopt rules by hand, and carry's promise to change no bit."""
+"""The adopt rules, with results worked out by hand, and the exactness of `carry`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from archipelago.broker.config import AdoptConfig
 from archipelago.islands.sync.adoption import AdoptRule, build, carry, overwrite
 from tests.tiers import examples
 
-# No subnormals, and none can come out of differences: they count as zero.
+# Neither these numbers nor their differences are subnormal, because subnormals count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-60, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
 VECTOR = arrays(np.float32, 5, elements=ELEMENTS)
 NEW = jnp.array([10.0, 20.0, 30.0], jnp.float32)
@@ -40,7 +40,7 @@ def test_overwrite_takes_the_snapshot_and_drops_the_rest() -> None:
     assert both(overwrite(NEW, OWN, REFERENCE)) == ([10.0, 20.0, 30.0], [10.0, 20.0, 30.0])
 
 
-def test_carry_adds_what_no_contribution_holds() -> None:
+def test_carry_adds_the_unsent_progress() -> None:
     # 10 + (1 − 2), 20 + (2 − 2), 30 + (3 − 2)
     assert both(carry(NEW, OWN, REFERENCE)) == ([9.0, 20.0, 31.0], [10.0, 20.0, 30.0])
 
@@ -52,7 +52,7 @@ def test_only_carry_keeps_progress() -> None:
 
 @settings(max_examples=examples(100))
 @given(VECTOR, VECTOR)
-def test_carrying_onto_what_was_sent_changes_no_bit(own_N: Vector, reference_N: Vector) -> None:
+def test_carrying_onto_the_sent_parameters_changes_no_bit(own_N: Vector, reference_N: Vector) -> None:
     carried_N, next_N = compiled_carry(jnp.asarray(reference_N), jnp.asarray(own_N), jnp.asarray(reference_N))
     assert np.asarray(carried_N).tobytes() == own_N.tobytes()
     assert np.asarray(next_N).tobytes() == reference_N.tobytes()
@@ -60,10 +60,10 @@ def test_carrying_onto_what_was_sent_changes_no_bit(own_N: Vector, reference_N: 
 
 @settings(max_examples=examples(100))
 @given(VECTOR, VECTOR, VECTOR)
-def test_carry_keeps_the_unsent_progress(new_N: Vector, own_N: Vector, reference_N: Vector) -> None:
+def test_carry_keeps_unsent_progress_up_to_rounding(new_N: Vector, own_N: Vector, reference_N: Vector) -> None:
     carried_N, next_N = compiled_carry(jnp.asarray(new_N), jnp.asarray(own_N), jnp.asarray(reference_N))
     before = reference_N.astype(np.float64) - own_N
     after = np.asarray(next_N, np.float64) - np.asarray(carried_N)
-    # Two float32 roundings, each of half a unit in the last place of what it rounds.
+    # There are two float32 roundings, each of at most half a unit in the last place.
     scale = np.abs(new_N.astype(np.float64)) + np.abs(own_N) + np.abs(reference_N)
     assert (np.abs(after - before) <= 2.0**-22 * scale).all()

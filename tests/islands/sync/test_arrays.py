@@ -1,4 +1,4 @@
-"""Copies on the device."""
+"""Copies of arrays on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An island's bookkeeping: strides, the window, calls, refusals, and progress that is in one contribution at most."""
+"""An island's ledger: strides, the window, calls, refusals, and progress that is sent at most once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from archipelago.broker.messages import Call, Refusal, Snapshot
 from archipelago.islands.sync.ledger import Ledger
 
-#: A step.
+#: Tokens of one step.
 TOKENS = 10
 
 
@@ -20,7 +20,7 @@ def ledger(fragments: int = 2, interval: int = 8, window: int = 2) -> Ledger:
 
 
 def snapshot(of: Ledger, number: int, step: int = 0) -> Snapshot:
-    """What the merger says when it has closed that round."""
+    """Return the merger's announcement that the round has closed."""
     fragments = len(of.counts)
     version = (number - 1) // fragments + 1
     return Snapshot(number, (number - 1) % fragments, version, step, "float32", 0, "0" * 32, "")
@@ -31,7 +31,7 @@ def refusal(number: int, island: str = "a", incarnation: str = "x") -> Refusal:
 
 
 def send_due(of: Ledger) -> list[int]:
-    """Sends whatever is owed at this boundary, as an island does."""
+    """Send all contributions that are owed at this boundary, as an island does."""
     sent = []
     while (number := of.due()) is not None:
         of.sent(number)
@@ -40,7 +40,7 @@ def send_due(of: Ledger) -> list[int]:
 
 
 def train(of: Ledger, steps: int, *, closing: bool) -> list[list[int]]:
-    """The rounds sent after each step; `closing`: each is closed before the next step."""
+    """Return the rounds sent after each step. With `closing`, each is closed before the next step."""
     sent = []
     for _ in range(steps):
         of.stepped(1, TOKENS)
@@ -79,12 +79,12 @@ def test_a_stride_is_h_over_p_steps(interval: int, fragments: int, window: int, 
 
 
 @pytest.mark.parametrize(("interval", "fragments"), [(24, 6), (5, 2), (200, 6), (10, 7), (3, 7)])
-def test_over_a_long_time_every_fragment_is_sent_every_h_steps(interval: int, fragments: int) -> None:
+def test_on_average_every_fragment_is_sent_every_h_steps(interval: int, fragments: int) -> None:
     sent = flat(train(ledger(fragments, interval, fragments), 20 * interval, closing=True))
     assert len(sent) == 20 * fragments
 
 
-def test_a_scan_over_several_strides_owes_them_all() -> None:
+def test_a_scan_over_several_strides_owes_all_of_them() -> None:
     scanning = ledger(fragments=4, interval=8, window=4)
     scanning.stepped(6, 60)
     assert send_due(scanning) == [1, 2, 3]
@@ -94,7 +94,7 @@ def test_a_scan_over_several_strides_owes_them_all() -> None:
 
 
 @pytest.mark.parametrize(("window", "fragments"), [(1, 3), (2, 3), (3, 3), (9, 3)])
-def test_an_island_without_events_sends_one_window_and_trains_on(window: int, fragments: int) -> None:
+def test_an_island_without_events_fills_one_window(window: int, fragments: int) -> None:
     deaf = ledger(fragments, interval=6, window=window)
     sent = flat(train(deaf, 100, closing=False))
     assert sent == list(range(1, 1 + min(window, fragments)))
@@ -103,13 +103,13 @@ def test_an_island_without_events_sends_one_window_and_trains_on(window: int, fr
 
 
 @pytest.mark.parametrize(("interval", "fragments", "burst"), [(8, 2, 1), (5, 2, 1), (8, 8, 1), (2, 6, 3), (4, 6, 2)])
-def test_no_burst_when_the_window_opens(interval: int, fragments: int, burst: int) -> None:
+def test_an_opening_window_causes_no_burst(interval: int, fragments: int, burst: int) -> None:
     held_up = ledger(fragments, interval, window=fragments)
     sent = flat(train(held_up, 100, closing=False))
     assert sent == list(range(1, 1 + fragments))
     for number in sent:
         held_up.heard(snapshot(held_up, number))
-    # One stride, or where strides are parts of a step what one step owes.
+    # One stride is owed, or as many as one step covers.
     assert 1 <= len(send_due(held_up)) <= burst
     assert send_due(held_up) == []
 
@@ -127,14 +127,14 @@ def test_the_window_begins_after_the_last_closed_round() -> None:
 def test_a_call_is_answered_at_the_next_boundary_and_settles_the_stride() -> None:
     slow = ledger(fragments=2, interval=8)  # strides of 4
     slow.heard(Call(1, 0))
-    assert slow.due() is None  # nothing done yet
+    assert slow.due() is None  # no step yet
     slow.stepped(1, TOKENS)
     assert send_due(slow) == [1]
     slow.heard(snapshot(slow, 1))
-    assert train(slow, 4, closing=True) == [[], [], [], [2]]  # a whole stride later, not three steps
+    assert train(slow, 4, closing=True) == [[], [], [], [2]]  # a whole stride later, not three steps later
 
 
-def test_a_call_settles_also_a_stride_that_was_nearly_over() -> None:
+def test_a_call_settles_a_nearly_complete_stride_too() -> None:
     slow = ledger(fragments=2, interval=8)
     train(slow, 3, closing=False)
     slow.heard(Call(1, 0))
@@ -143,7 +143,7 @@ def test_a_call_settles_also_a_stride_that_was_nearly_over() -> None:
     assert train(slow, 1, closing=False) == [[2]]
 
 
-def test_called_rounds_are_answered_in_order_and_once() -> None:
+def test_called_rounds_are_answered_once_and_in_order() -> None:
     island = ledger(fragments=3, interval=300, window=3)
     for number in (3, 1, 3):
         island.heard(Call(number, number - 1))
@@ -171,7 +171,7 @@ def test_a_call_lapses_when_its_round_closes_unanswered() -> None:
     assert island.due() is None
 
 
-def test_no_contribution_without_a_step() -> None:
+def test_nothing_is_sent_without_a_step() -> None:
     island = ledger(fragments=2, interval=1, window=2)
     island.stepped(1, TOKENS)
     assert send_due(island) == [1, 2]
@@ -203,7 +203,7 @@ def test_refusals_of_others_and_of_former_incarnations_do_not_count() -> None:
     assert (lone.refused, lone.last_refusal) == (0, "")
 
 
-def test_the_refusal_of_a_repeat_says_nothing_about_the_first() -> None:
+def test_the_refusal_of_a_repeat_keeps_the_first_contribution() -> None:
     lone = ledger(fragments=1, interval=2, window=1)
     train(lone, 4, closing=False)
     lone.heard(replace(refusal(1), repeat=True))
@@ -211,7 +211,7 @@ def test_the_refusal_of_a_repeat_says_nothing_about_the_first() -> None:
     assert (lone.refused, lone.last_refusal) == (0, "")
 
 
-# -- mergers that begin again --------------------------------------------------------------------------------------
+# -- restarts of the merger ----------------------------------------------------------------------------------------
 
 
 def test_after_a_resume_only_unresolved_rounds_are_answered() -> None:
@@ -232,9 +232,9 @@ def test_after_a_loss_an_island_goes_back_to_the_brokers_round() -> None:
         island.adopted(snapshot(island, number), keeps_progress=False)
     island.heard(Call(6, 1))
     island.resumed(1, {4})
-    assert island.staleness == 0.0  # not behind, but ahead
+    assert island.staleness == 0.0  # the island is ahead of the broker
     island.stepped(2, 20)
-    assert send_due(island) == [2, 3]  # 4 is on its way, and the call of 6 was lost with the rest
+    assert send_due(island) == [2, 3]  # round 4 is answered already, and the call of round 6 was lost
     island.adopted(snapshot(island, 1), keeps_progress=False)
     assert island.counts[0].version == 1
     island.heard(snapshot(island, 3))
@@ -244,7 +244,7 @@ def test_after_a_loss_an_island_goes_back_to_the_brokers_round() -> None:
 # -- adoption ------------------------------------------------------------------------------------------------------
 
 
-def test_sending_counts_from_there_on() -> None:
+def test_sending_resets_the_counts_of_its_fragment() -> None:
     island = ledger(fragments=2, interval=8)
     train(island, 4, closing=False)
     assert [(c.steps, c.tokens) for c in island.counts] == [(0, 0), (4, 40)]
@@ -268,7 +268,7 @@ def test_an_adopted_snapshot_closes_its_round() -> None:
     assert send_due(island) == [4]
 
 
-def test_the_global_step_never_goes_back() -> None:
+def test_the_global_step_never_decreases() -> None:
     island = ledger()
     island.stepped(5, 50)
     island.adopted(snapshot(island, 1, step=3), keeps_progress=False)
@@ -279,7 +279,7 @@ def test_the_global_step_never_goes_back() -> None:
     assert island.global_step == 10
 
 
-def test_staleness_is_the_mean_lag_behind_what_was_announced() -> None:
+def test_staleness_is_the_mean_lag_behind_the_announced_versions() -> None:
     island = ledger(fragments=2)
     assert island.staleness == 0.0
     for number in (1, 2, 3):  # versions 1 and 1, then 2 of fragment 0
@@ -287,7 +287,7 @@ def test_staleness_is_the_mean_lag_behind_what_was_announced() -> None:
     assert island.staleness == 1.5
     island.adopted(snapshot(island, 3), keeps_progress=False)
     assert island.staleness == 0.5
-    island.adopted(snapshot(island, 4), keeps_progress=False)  # before its announcement is heard
+    island.adopted(snapshot(island, 4), keeps_progress=False)  # before its announcement is processed
     assert island.staleness == 0.0
 
 
@@ -309,8 +309,8 @@ def test_farewells_name_every_fragment_with_unsent_progress_once() -> None:
 # -- any order of events -------------------------------------------------------------------------------------------
 
 
-class Life(RuleBasedStateMachine):
-    """An island beside a merger that calls and closes rounds when it likes, and is heard late."""
+class LedgerHistory(RuleBasedStateMachine):
+    """An island and a merger that calls and closes rounds at any time. Its events arrive late."""
 
     @initialize(fragments=st.integers(1, 4), interval=st.integers(1, 12), window=st.integers(1, 5), keeps=st.booleans())
     def begin(self, fragments: int, interval: int, window: int, keeps: bool) -> None:
@@ -340,7 +340,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def leave(self) -> None:
-        """Nothing keeps an island from going on after its farewells."""
+        """The ledger stays correct if the island continues after its farewells."""
         named = self.ledger.farewells()
         unsent = {p for p, count in enumerate(self.ledger.counts) if count.tokens}
         assert sorted(self.fragment(number) for number in named) == sorted(unsent)
@@ -374,7 +374,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        """The merger was restarted, and has been heard to the end."""
+        """Restart the merger and process all its events."""
         self.hear(len(self.news))
         self.ledger.resumed(self.closed, set(self.outstanding))
 
@@ -389,7 +389,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(data=st.data(), step=st.integers(0, 100))
     def adopt(self, data: st.DataObject, step: int) -> None:
-        """The newest snapshot of a fragment, which may be here before its announcement."""
+        """Adopt the newest snapshot of a fragment, possibly before its announcement is processed."""
         p = data.draw(st.integers(0, self.fragments - 1))
         newest = max((n for n in range(1, self.closed + 1) if self.fragment(n) == p), default=0)
         found = snapshot(self.ledger, newest, step) if newest else None
@@ -407,20 +407,20 @@ class Life(RuleBasedStateMachine):
         return (number - 1) % self.fragments
 
     @invariant()
-    def every_token_is_in_one_contribution_at_most(self) -> None:
+    def every_token_is_sent_at_most_once(self) -> None:
         for p, count in enumerate(self.ledger.counts):
             assert self.sent[p] + count.tokens + self.dropped[p] == self.trained
 
     @invariant()
-    def no_more_rounds_than_the_window_are_out(self) -> None:
+    def undecided_rounds_fit_into_the_window(self) -> None:
         assert len(self.outstanding) <= self.window
 
     @invariant()
-    def clocks_go_forward(self) -> None:
+    def steps_and_rounds_never_decrease(self) -> None:
         assert self.ledger.global_step >= self.global_step
         self.global_step = self.ledger.global_step
         assert self.ledger.closed <= self.closed
         assert 0 <= self.ledger.staleness <= self.closed
 
 
-TestLife = Life.TestCase
+TestLedgerHistory = LedgerHistory.TestCase

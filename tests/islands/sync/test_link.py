@@ -1,4 +1,4 @@
-"""The link of an island: the training thread never waits for it, and everything arrives once and in order."""
+"""The link of an island: it never blocks training, and everything arrives once and in order."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.islands import tiny
 
-#: Elements of either fragment of the sample run.
+#: Elements of each fragment of the sample run.
 SIZE = 32
 
 
 class FaultyTransport(Intercepted):
-    """A transport on which every call can be made to hang, to fail, or to do something more.
+    """A transport whose calls the test can make hang, fail, or do more work.
 
     Attributes:
-        room: What the broker says of its memory.
-        damaged_fragments: How many fragments will be damaged on their way.
+        room: The broker's answer to `memory`; None for the real answer.
+        damaged_fragments: How many of the next downloads are damaged.
     """
 
     def __init__(self, broker: MemoryBroker, run: str) -> None:
@@ -85,7 +85,7 @@ SHARDS = shard_order(samples.manifest().config.data.shards, samples.manifest().c
 
 
 class Harness:
-    """A broker with a run. The test plays the merger."""
+    """A broker with a run. The test acts as the merger."""
 
     def __init__(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self.manifest = manifest
@@ -121,7 +121,7 @@ class Harness:
         return resume
 
     def close(self, number: int, value: float, *merged: Contribution) -> Snapshot:
-        """Close a round: all elements of its fragment become `value`."""
+        """Close a round that sets all elements of its fragment to `value`."""
         payload = pack(np.full(SIZE, value, np.float32), "float32", 1)
         plain = samples.commit([], payload, number)
         snapshot = replace(plain.snapshot, fragment=(number - 1) % 2, merged=" ".join(c.identity_text for c in merged))
@@ -137,7 +137,7 @@ class Harness:
         return refusal
 
     def deliveries(self) -> list[Any]:
-        """Return everything that is published and undecided."""
+        """Return all undecided contributions."""
         self.transport.merger.updates(0.0)
         return self.transport.merger.unacknowledged()
 
@@ -151,7 +151,7 @@ class Harness:
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
-    """Return a sample run. Afterwards, end all hanging calls and threads."""
+    """Return a harness of the sample run. Afterwards, end all hanging calls and threads."""
     monkeypatch.setattr(pumps, "RETRY_SECONDS", (0.001, 0.002))
     monkeypatch.setattr(link_module, "BLOCK_SECONDS", 0.01)
     monkeypatch.setattr(link_module, "HEARTBEAT_SECONDS", 0.01)
@@ -171,14 +171,14 @@ def _stop_all(harness: Harness) -> None:
 
 
 def draft(number: int, sequence: int | None = None) -> Draft:
-    """Return a contribution to that round whose elements are its number."""
+    """Return a contribution to a round. Each element is the number of the round."""
     sequence = number if sequence is None else sequence
     fields = vars(samples.contribution(round=number, fragment=(number - 1) % 2, sequence=sequence))
     header = ContributionHeader(**{name: value for name, value in fields.items() if name not in ("bytes", "digest")})
     return Draft(header, (jnp.full(SIZE, float(number), jnp.float32),), SIZE)
 
 
-def heard(link: Link) -> tuple[list[Event], list[Arrival]]:
+def received(link: Link) -> tuple[list[Event], list[Arrival]]:
     """Return the events and snapshots since the last call."""
     news = link.take()
     return news.events, news.arrivals
@@ -197,7 +197,7 @@ def at_once(work: Callable[[], Any], seconds: float = 300.0) -> Any:
     thread = threading.Thread(target=keep, daemon=True)
     thread.start()
     thread.join(seconds)
-    assert out, f"it still hangs after {seconds:.0f} s"
+    assert out, f"the call still hangs after {seconds:.0f} s"
     if isinstance(out[0], BaseException):
         raise out[0]
     return out[0]
@@ -206,7 +206,7 @@ def at_once(work: Callable[[], Any], seconds: float = 300.0) -> Any:
 # -- without threads -----------------------------------------------------------------------------------------------
 
 
-def test_join_returns_all_fragments_and_finds_a_place_in_the_stream(harness: Harness) -> None:
+def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harness) -> None:
     harness.call(1)
     closed = harness.close(1, 7.0)
     link = Link(FaultyTransport(harness.broker, "sample"), harness.manifest, "a/x", SHARDS)
@@ -215,11 +215,11 @@ def test_join_returns_all_fragments_and_finds_a_place_in_the_stream(harness: Har
     assert (second.snapshot.version, second.params_N.tolist()) == (0, [0.0] * SIZE)
     later = harness.call(2)
     link.pump()
-    assert heard(link) == ([later], [])
+    assert received(link) == ([later], [])
     assert link.bytes_down == harness.transport.reader.books().bytes_down
 
 
-def test_nothing_that_happens_while_joining_is_missed(harness: Harness) -> None:
+def test_no_event_during_a_join_is_missed(harness: Harness) -> None:
     faulty = FaultyTransport(harness.broker, "sample")
     link = Link(faulty, harness.manifest, "a/x", SHARDS)
     snapshot = faulty.reader.fragment
@@ -233,7 +233,7 @@ def test_nothing_that_happens_while_joining_is_missed(harness: Harness) -> None:
     link.join()
     faulty.reader.fragment = snapshot  # type: ignore[method-assign]
     link.pump()
-    events, (arrival,) = heard(link)
+    events, (arrival,) = received(link)
     assert [event.round for event in events] == [1]
     assert arrival.params_N.tolist() == [5.0] * SIZE
 
@@ -257,14 +257,14 @@ def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(h
     link = harness.link()
     happened: list[Event] = [harness.call(1), harness.close(1, 1.0), harness.close(2, 2.0), harness.close(3, 3.0)]
     link.pump()
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert events == happened
     assert {a.snapshot.round: a.params_N[0] for a in arrivals} == {3: 3.0, 2: 2.0}
-    assert heard(link) == ([], [])
+    assert received(link) == ([], [])
 
 
-def test_events_are_heard_during_a_download(harness: Harness, monkeypatch: Any) -> None:
-    """On a thin link a snapshot takes longer than rounds do; the newer one of the same fragment is not forgotten."""
+def test_events_are_read_during_a_download(harness: Harness, monkeypatch: Any) -> None:
+    """On a thin link a download takes longer than a round. A newer snapshot announced meanwhile is downloaded next."""
     link = harness.link()
     fragment = harness.faulty.reader.fragment
     meanwhile = [lambda: harness.close(3, 3.0)]
@@ -279,27 +279,27 @@ def test_events_are_heard_during_a_download(harness: Harness, monkeypatch: Any) 
     harness.close(1, 1.0)
     harness.close(2, 2.0)
     link.pump_receive()
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert [event.round for event in events if isinstance(event, Snapshot)] == [1, 2, 3]
     assert {a.snapshot.fragment: float(a.params_N[0]) for a in arrivals} == {0: 1.0, 1: 2.0}
     link.pump_receive()
-    assert [(a.snapshot.round, float(a.params_N[0])) for a in heard(link)[1]] == [(3, 3.0)]
+    assert [(a.snapshot.round, float(a.params_N[0])) for a in received(link)[1]] == [(3, 3.0)]
     link.pump_receive()
-    assert heard(link) == ([], [])
+    assert received(link) == ([], [])
 
 
-def test_a_newer_arrival_replaces_one_that_was_not_taken(harness: Harness) -> None:
+def test_a_newer_arrival_replaces_an_untaken_one(harness: Harness) -> None:
     link = harness.link()
     harness.close(1, 1.0)
     link.pump()
     harness.close(3, 3.0)
     link.pump()
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert [event.round for event in events] == [1, 3]
     assert [a.snapshot.round for a in arrivals] == [3]
 
 
-def test_the_newest_heartbeat_goes_out(harness: Harness) -> None:
+def test_only_the_newest_heartbeat_is_sent(harness: Harness) -> None:
     link = harness.link()
     link.pump()
     assert harness.transport.reader.presences() == []
@@ -310,41 +310,41 @@ def test_the_newest_heartbeat_goes_out(harness: Harness) -> None:
     assert presence.heartbeat.steps == 2
 
 
-def test_a_snapshot_that_is_damaged_is_fetched_again(harness: Harness) -> None:
+def test_a_damaged_snapshot_is_fetched_again(harness: Harness) -> None:
     link = harness.link()
     harness.close(1, 1.0)
     harness.faulty.damaged_fragments = 1
     link.pump_heartbeat()
     with failing(WireError, "wire.snapshot"):
         link.pump_receive()
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert (len(events), arrivals) == (1, [])
     link.pump_receive()
     assert [a.params_N[0] for a in link.take().arrivals] == [1.0]
     had = link.bytes_down
     link.pump_receive()
-    assert (heard(link), link.bytes_down) == (([], []), had)  # and not once more
+    assert (received(link), link.bytes_down) == (([], []), had)  # and only once
 
 
 def test_an_outage_is_noted_and_loses_nothing(harness: Harness) -> None:
     link = harness.link()
     link.send(draft(1))
     link.pump()
-    harness.faulty.outage = UnreachableError("nobody answers")
+    harness.faulty.outage = UnreachableError("connection refused")
     for number in (2, 3):
         link.send(draft(number))
         link.beat(samples.heartbeat(steps=number))
         link.pump()
     happened: list[Event] = [harness.call(2), harness.close(1, 1.0), harness.close(2, 2.0)]
     link.pump()
-    assert link.trouble == "nobody answers"
-    assert heard(link) == ([], [])
+    assert link.trouble == "connection refused"
+    assert received(link) == ([], [])
     assert link.backlog == 2
     harness.faulty.outage = None
     link.pump()
     assert link.trouble == ""
     assert [c.round for c in harness.published()] == [1, 2, 3]
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert events == happened
     assert [a.snapshot.round for a in arrivals] == [1, 2]
     assert harness.transport.reader.presences()[0].heartbeat.steps == 3
@@ -357,14 +357,14 @@ def test_a_contribution_is_unresolved_until_it_is_merged_or_refused(harness: Har
     link = harness.link()
     for number in (1, 2, 3):
         link.send(draft(number))
-        assert link.outbox.unresolved_rounds() == set(range(1, number + 1))  # queued ones too
+        assert link.outbox.unresolved_rounds() == set(range(1, number + 1))  # including queued ones
     link.pump()
     first, second, third = harness.published()
     harness.close(1, 1.0, first)
     harness.refuse(third)
     link.pump()
     assert link.outbox.unresolved_rounds() == {2}
-    harness.close(2, 1.0)  # without it: it waits for a later one
+    harness.close(2, 1.0)  # the contribution was not merged, so it waits for a later round
     link.pump()
     assert link.outbox.unresolved_rounds() == {2}
     harness.close(4, 1.0, second)
@@ -411,25 +411,25 @@ def test_resending_continues_after_an_outage(harness: Harness) -> None:
     for delivery in harness.deliveries():
         harness.forget(delivery.entry)
     resume = harness.resume(0)
-    hears, harness.faulty.outage = harness.faulty.reader.events, UnreachableError("nobody answers")
+    read_events, harness.faulty.outage = harness.faulty.reader.events, UnreachableError("connection refused")
 
     def only_events_come_through(*arguments: Any) -> Any:
         harness.faulty.outage = None
-        found = hears(*arguments)
-        harness.faulty.outage = UnreachableError("nobody answers")
+        found = read_events(*arguments)
+        harness.faulty.outage = UnreachableError("connection refused")
         return found
 
     harness.faulty.reader.events = only_events_come_through  # type: ignore[method-assign, assignment]
     link.pump()
     assert harness.published() == []
-    harness.faulty.reader.events, harness.faulty.outage = hears, None  # type: ignore[method-assign]
+    harness.faulty.reader.events, harness.faulty.outage = read_events, None  # type: ignore[method-assign]
     link.pump()
-    assert heard(link) == ([resume], [])
+    assert received(link) == ([resume], [])
     assert [c.round for c in harness.published()] == [1, 2]
 
 
 def test_contributions_decided_before_a_resume_are_not_sent_again(harness: Harness) -> None:
-    """The merger took it up, merged it, and let its entry go, before we came to hear anything."""
+    """The merger has merged the contribution and trimmed its entry before the island reads any event."""
     link = harness.link()
     link.send(draft(1))
     link.pump()
@@ -441,23 +441,23 @@ def test_contributions_decided_before_a_resume_are_not_sent_again(harness: Harne
     assert harness.published() == []
 
 
-def test_a_broker_that_went_back_is_followed(harness: Harness) -> None:
+def test_an_island_follows_a_broker_that_went_back(harness: Harness) -> None:
     link = harness.link()
     kept = [harness.transport.reader.fragment(p) for p in range(2)]
     for number in (1, 2, 3):
         harness.close(number, float(number))
-    link.pump()  # and nobody takes what came
+    link.pump()  # the training thread takes nothing
     run = harness.broker.runs["sample"]
     run.fragments = dict(enumerate(kept))
     resume = harness.resume(0)
     link.pump_receive()
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert events[-1] == resume
     assert [(a.snapshot.version, a.params_N[0]) for a in arrivals] == [(0, 0.0), (0, 0.0)]
 
 
 def test_a_resume_to_an_earlier_round_drops_later_snapshots(harness: Harness) -> None:
-    """Their round numbers would otherwise count again."""
+    """Otherwise they would be mistaken for snapshots of the new rounds with the same numbers."""
     link = harness.link()
     harness.close(1, 1.0)
     link.pump()
@@ -465,12 +465,12 @@ def test_a_resume_to_an_earlier_round_drops_later_snapshots(harness: Harness) ->
     harness.faulty.damaged_fragments = 1
     with failing(WireError, "wire.snapshot"):
         link.pump_receive()
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert events[-1] == resume
     assert arrivals == []
 
 
-def test_a_decision_that_is_heard_before_publishing_returns_is_not_missed(harness: Harness) -> None:
+def test_a_decision_before_the_acknowledgement_is_not_missed(harness: Harness) -> None:
     link = harness.link()
 
     def merge_at_once() -> None:
@@ -521,19 +521,19 @@ def test_only_an_undecided_contribution_is_sent_again_after_an_error(harness: Ha
     harness.faulty.before_publish_returns = break_off_once
     link.pump()
     harness.resume(0)
-    link.pump_receive()  # it is still queued: nobody resends it meanwhile
+    link.pump_receive()  # it is still queued, so it is not sent again
     assert len(harness.published()) == 1
     link.pump()
     first, second = harness.published()
-    assert first == second  # the merger takes one of the two
+    assert first == second  # the merger merges one of the two
     assert link.backlog == 0
 
 
 # -- shards --------------------------------------------------------------------------------------------------------
 
 
-def hold_on_to(link: Link, state: str = "training") -> None:
-    """Lets it say that it lives, under its own name, and do whatever goes with that."""
+def heartbeat(link: Link, state: str = "training") -> None:
+    """Send a heartbeat of the link's island, which also renews its leases."""
     island, _, incarnation = link.who.partition("/")
     link.beat(samples.heartbeat(island, state, incarnation=incarnation))
     link.pump_heartbeat()
@@ -545,10 +545,10 @@ def test_one_shard_is_leased_ahead_for_each_island(harness: Harness) -> None:
     found: list[Place] = []
     for _ in range(3):
         for link in (one, other):
-            hold_on_to(link)
+            heartbeat(link)
             place = link.lease()
             assert place is not None
-            assert link.lease() is None  # the next one is on its way, and nobody waits for it
+            assert link.lease() is None  # the next heartbeat leases another one
             found.append(place)
     assert [place.cursor for place in found] == [(0, 0)] * 6
     assert [place.shard for place in found[:2]] == SHARDS[:2]
@@ -558,20 +558,18 @@ def test_one_shard_is_leased_ahead_for_each_island(harness: Harness) -> None:
 @pytest.mark.parametrize(("state", "leases"), [("joining", True), ("training", True), ("leaving", False)])
 def test_only_an_island_that_joins_or_trains_leases_shards(harness: Harness, state: str, leases: bool) -> None:
     link = harness.link()
-    hold_on_to(link, state)
+    heartbeat(link, state)
     assert (link.lease() is not None) is leases
 
 
 def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
     link = Link(harness.broker.connect("sample"), harness.manifest, "a/x", ["3", "1"])
     for expected in ("3", "1", None, None):
-        hold_on_to(link)
+        heartbeat(link)
         place = link.lease()
         assert (place.shard if place else None) == expected
-    link.leases.hold(
-        ["3"]
-    )  # the other one is held by our name, and we do not know it: we were not told, or it was lost
-    hold_on_to(link)
+    link.leases.hold(["3"])  # shard 1 is leased under our name, but we missed the answer
+    heartbeat(link)
     place = link.lease()
     assert place is not None
     assert place.shard == "1"
@@ -579,53 +577,53 @@ def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
 
 def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
     link = harness.link()
-    hold_on_to(link)
+    heartbeat(link)
     place = link.lease()
     assert place is not None
-    hold_on_to(link)
+    heartbeat(link)
     harness.broker.runs["sample"].holders[place.shard] = "b/y"
-    hold_on_to(link)
+    heartbeat(link)
     assert link.take().lost_shards == {place.shard}
-    hold_on_to(link)  # between taking and holding it is seen again
+    heartbeat(link)  # the loss is detected again before the island stops holding the shard
     link.leases.hold([])
-    hold_on_to(link)
+    heartbeat(link)
     assert link.take().lost_shards == frozenset()
 
 
 def test_an_unused_lease_that_is_lost_is_replaced_without_a_report(harness: Harness) -> None:
     link = harness.link()
-    hold_on_to(link)
+    heartbeat(link)
     first, second = link.leases.shards[:2]
     harness.broker.runs["sample"].holders[first] = "b/y"
     harness.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
-    hold_on_to(link)
+    heartbeat(link)
     place = link.lease()
     assert place is not None
     assert place.shard == second
     assert link.take().lost_shards == frozenset()
 
 
-def test_a_pass_that_is_merged_to_its_end_is_lost_and_leased_again_later(harness: Harness) -> None:
+def test_a_completely_merged_pass_ends_its_lease(harness: Harness) -> None:
     link = Link(harness.broker.connect("sample"), harness.manifest, "a/x", ["3"])
-    hold_on_to(link)
+    heartbeat(link)
     assert link.lease() == Place("3", 0, 0)
     payload = b"new"
     harness.transport.merger.commit(harness.epoch, samples.commit([], payload, cursors={"3": (1, 0)}))
-    hold_on_to(link)
+    heartbeat(link)
     assert link.take().lost_shards == {"3"}
     assert link.lease() is None
     link.leases.hold([])
-    hold_on_to(link)
+    heartbeat(link)
     assert link.lease() == Place("3", 1, 0)
 
 
-def test_a_restored_shard_is_not_the_next_one_too(harness: Harness) -> None:
-    """It leases what it read before it was put back; the link may have been first."""
+def test_a_restored_shard_is_not_also_the_next_one(harness: Harness) -> None:
+    """A restored island leases the shards that it was reading; its link may already have leased one as the next."""
     link = harness.link()
-    hold_on_to(link)
+    heartbeat(link)
     link.leases.hold([link.leases.shards[0]])
     assert link.lease() is None
-    hold_on_to(link)
+    heartbeat(link)
     place = link.lease()
     assert place is not None
     assert place.shard == link.leases.shards[1]
@@ -641,7 +639,7 @@ def test_a_shard_that_is_restored_during_its_lease_is_not_the_next_one(harness: 
         return place
 
     harness.faulty.island.lease_shard = meanwhile  # type: ignore[method-assign]
-    hold_on_to(link)
+    heartbeat(link)
     assert link.lease() is None
 
 
@@ -660,30 +658,30 @@ def test_one_peer_promises_an_answer_and_is_asked_once(harness: Harness) -> None
     links = [harness.link("a/x"), harness.link("b/y")]
     ask(harness)
     for link in (*links, *links):
-        hold_on_to(link)
+        heartbeat(link)
     assert [link.take().asked_by for link in links] == [["new/z"], []]
     assert links[0].take().asked_by == []
 
 
-def test_a_question_is_heard_between_two_heartbeats(harness: Harness) -> None:
+def test_a_request_for_state_is_read_between_two_heartbeats(harness: Harness) -> None:
     link = harness.link("a/x")
-    hold_on_to(link)
+    heartbeat(link)
     ask(harness)
     link.pump_receive()
     assert link.take().asked_by == ["new/z"]
 
 
-def test_an_island_does_not_answer_itself_and_not_before_it_trains(harness: Harness) -> None:
+def test_only_another_training_island_answers_a_request(harness: Harness) -> None:
     link = harness.link("a/x")
     ask(harness, "a/x")
-    hold_on_to(link)
+    heartbeat(link)
     ask(harness)
-    hold_on_to(link, "joining")
+    heartbeat(link, "joining")
     assert link.take().asked_by == []
     assert harness.transport.island.open_requests() == ["a/x", "new/z"]
 
 
-def test_a_gift_is_handed_over_with_the_actions_before_it(harness: Harness) -> None:
+def test_optimiser_state_is_handed_over_with_the_actions_before_it(harness: Harness) -> None:
     link = harness.link("a/x")
     ask(harness)
     actions = samples.actions()
@@ -699,11 +697,11 @@ def test_a_gift_is_handed_over_with_the_actions_before_it(harness: Harness) -> N
     assert len(harness.transport.merger.actions("0-0")) == 1
 
 
-def test_a_gift_outlasts_an_outage(harness: Harness) -> None:
+def test_a_handover_is_retried_after_an_outage(harness: Harness) -> None:
     link = harness.link("a/x")
     ask(harness)
     link.give(Gift("new/z", MOMENTS, 7, 40))
-    hands, calls = harness.faulty.island.hand_over, iter([UnreachableError("nobody answers"), None])
+    hands, calls = harness.faulty.island.hand_over, iter([UnreachableError("connection refused"), None])
 
     def fails_once(*arguments: Any) -> None:
         if error := next(calls):
@@ -712,13 +710,13 @@ def test_a_gift_outlasts_an_outage(harness: Harness) -> None:
 
     harness.faulty.island.hand_over = fails_once  # type: ignore[method-assign, assignment]
     link.pump()
-    assert (link.trouble, harness.transport.island.handed_over("new/z")) == ("nobody answers", None)
+    assert (link.trouble, harness.transport.island.handed_over("new/z")) == ("connection refused", None)
     link.pump()
     assert link.trouble == ""
     assert harness.transport.island.handed_over("new/z") is not None
 
 
-def test_gifts_are_sent_in_the_background(harness: Harness, until: Until) -> None:
+def test_handovers_are_sent_in_the_background(harness: Harness, until: Until) -> None:
     link = harness.link("a/x")
     link.start()
     ask(harness)
@@ -730,7 +728,7 @@ def test_gifts_are_sent_in_the_background(harness: Harness, until: Until) -> Non
 
 
 def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
-    """Fetching gives the newest, which may be newer than all events that are heard."""
+    """A download gives the newest snapshot, which may be newer than all processed events."""
     link = harness.link()
     fetch = harness.faulty.reader.fragment
     fetched: list[int] = []
@@ -745,16 +743,16 @@ def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
     harness.close(1, 1.0)
     harness.faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.pump_receive()
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert ([event.round for event in events], arrivals) == ([1], [])
     link.pump_receive()
-    events, arrivals = heard(link)
+    events, arrivals = received(link)
     assert [event.round for event in events] == [2, 3]
     assert {a.snapshot.round: a.params_N[0] for a in arrivals} == {2: 2.0, 3: 3.0}
-    assert fetched == [0, 1]  # the early one was kept
+    assert fetched == [0, 1]  # the early snapshot was kept
 
 
-def test_an_early_snapshot_gives_way_to_a_newer_one(harness: Harness) -> None:
+def test_an_early_snapshot_is_replaced_by_a_newer_one(harness: Harness) -> None:
     link = harness.link()
     fetch, rounds = harness.faulty.reader.fragment, iter([3, None, None])
 
@@ -766,10 +764,10 @@ def test_an_early_snapshot_gives_way_to_a_newer_one(harness: Harness) -> None:
     harness.close(1, 1.0)
     harness.faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.pump_receive()
-    assert heard(link)[1] == []
+    assert received(link)[1] == []
     harness.close(5, 5.0)
     link.pump_receive()
-    assert [(a.snapshot.round, a.params_N[0]) for a in heard(link)[1]] == [(5, 5.0)]
+    assert [(a.snapshot.round, a.params_N[0]) for a in received(link)[1]] == [(5, 5.0)]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
@@ -786,7 +784,7 @@ def rounds_of(link: Link, marker: int = 0) -> tuple[list[int], list[int]]:
     return [p.contribution.round for p in sent], [d.header.round for d in queued]
 
 
-def test_in_flight_are_the_contributions_undecided_at_the_marker(harness: Harness) -> None:
+def test_contributions_undecided_at_the_marker_are_in_flight(harness: Harness) -> None:
     link = harness.link()
     for number in (1, 2):
         link.send(draft(number))
@@ -794,17 +792,17 @@ def test_in_flight_are_the_contributions_undecided_at_the_marker(harness: Harnes
     first, second = harness.published()
     harness.close(1, 1.0, first)
     mark(harness, 7, 1)
-    harness.close(2, 2.0, second)  # after the marker: a run that goes back to it needs this one again
+    harness.close(2, 2.0, second)  # merged after the marker, so a run that goes back needs it again
     link.pump()
     link.send(draft(3))
     assert link.outbox.unresolved_rounds() == {3}
     assert rounds_of(link, 7) == ([2], [3])
-    assert rounds_of(link, 7) == ([], [3])  # asked again it is forgotten
+    assert rounds_of(link, 7) == ([], [3])  # a second call finds nothing
     link.pump()
     assert rounds_of(link) == ([3], [])
 
 
-def test_in_flight_has_the_payload_that_was_sent(harness: Harness) -> None:
+def test_contributions_in_flight_have_their_sent_payload(harness: Harness) -> None:
     link = harness.link()
     link.send(draft(1))
     link.pump()
@@ -814,7 +812,7 @@ def test_in_flight_has_the_payload_that_was_sent(harness: Harness) -> None:
 
 
 def left_behind(harness: Harness, *numbers: int) -> list[Published]:
-    """What an earlier incarnation had sent to those rounds, and the broker lost."""
+    """Return contributions of an earlier incarnation to those rounds, which the broker has lost."""
     before = harness.link("a/w")
     for number in numbers:
         before.send(draft(number))
@@ -825,7 +823,7 @@ def left_behind(harness: Harness, *numbers: int) -> list[Published]:
     return in_flight
 
 
-def test_contributions_of_an_earlier_incarnation_are_published_once_more(harness: Harness) -> None:
+def test_contributions_of_an_earlier_incarnation_are_published_again(harness: Harness) -> None:
     in_flight = left_behind(harness, 1, 2)
     link = harness.link("a/x")
     link.resume([replace(p, entry="") for p in in_flight])
@@ -835,17 +833,17 @@ def test_contributions_of_an_earlier_incarnation_are_published_once_more(harness
     assert [d.contribution for d in harness.deliveries()] == [p.contribution for p in in_flight]
     assert [d.payload for d in harness.deliveries()] == [p.payload for p in in_flight]
     harness.close(1, 1.0, in_flight[0].contribution)
-    harness.resume(1)  # both: the broker has the one that is left
+    harness.resume(1)  # the broker has both
     link.pump()
     assert [c.round for c in harness.published()] == [2]
     assert link.outbox.unresolved_rounds() == {2}
 
 
-def test_resuming_survives_an_outage(harness: Harness) -> None:
+def test_resuming_is_retried_after_an_outage(harness: Harness) -> None:
     in_flight = left_behind(harness, 1)
     link = harness.link("a/x")
     link.resume(in_flight)
-    harness.faulty.outage = UnreachableError("nobody answers")
+    harness.faulty.outage = UnreachableError("connection refused")
     link.pump()
     harness.faulty.outage = None
     link.pump()
@@ -853,15 +851,15 @@ def test_resuming_survives_an_outage(harness: Harness) -> None:
     assert [c.round for c in harness.published()] == [1]
 
 
-def test_resuming_waits_for_no_other_contribution(harness: Harness, until: Until) -> None:
-    """An island whose window is full of what is in flight sends nothing else."""
+def test_resuming_does_not_wait_for_a_new_contribution(harness: Harness, until: Until) -> None:
+    """An island whose window is full of contributions in flight sends nothing else."""
     in_flight = left_behind(harness, 1)
     link = harness.link("a/x")
     link.start()
     link.beat(samples.heartbeat())
-    assert link.drain(30.0)  # so its threads run, and the sending one has nothing to do
+    assert link.drain(30.0)  # the threads run, and the sending thread is idle
     link.resume(in_flight)
-    until(lambda: [c.round for c in harness.published()] == [1], "what was in flight to be sent again")
+    until(lambda: [c.round for c in harness.published()] == [1], "the contributions in flight to be sent again")
 
 
 # -- the broker's memory --------------------------------------------------------------------------------------------
@@ -877,7 +875,7 @@ def test_an_island_sends_nothing_to_a_broker_that_is_nearly_full(harness: Harnes
     link.pump()
     assert (harness.published(), link.backlog) == ([], 2)
     assert link.trouble
-    assert harness.transport.reader.presences()  # everything else goes on
+    assert harness.transport.reader.presences()  # everything else continues
     harness.faulty.room = Memory(int(share * 1000), 1000)
     link.pump()
     assert [c.round for c in harness.published()] == [1, 2]
@@ -896,7 +894,7 @@ def test_a_broker_without_a_limit_is_never_full(harness: Harness) -> None:
 
 
 def hang(harness: Harness, link: Link, until: Until) -> None:
-    """Starts the pumps, and waits until each of them hangs."""
+    """Start the pumps, and wait until each of them hangs."""
     harness.faulty.unblocked.clear()
     link.send(draft(1))
     link.beat(samples.heartbeat())
@@ -904,7 +902,7 @@ def hang(harness: Harness, link: Link, until: Until) -> None:
     until(lambda: harness.faulty.hanging >= 3, "all pumps to hang")
 
 
-def test_the_training_thread_waits_for_nothing_that_hangs(harness: Harness, until: Until) -> None:
+def test_the_training_thread_never_waits_for_hanging_calls(harness: Harness, until: Until) -> None:
     link = harness.link()
     hang(harness, link, until)
 
@@ -913,7 +911,7 @@ def test_the_training_thread_waits_for_nothing_that_hangs(harness: Harness, unti
         for number in range(2, 50):
             link.send(draft(number))
             link.beat(samples.heartbeat(steps=number))
-            out.append(heard(link))
+            out.append(received(link))
         return [*out, link.outbox.unresolved_rounds(), link.backlog]
 
     found = at_once(use)
@@ -933,8 +931,8 @@ def test_the_training_thread_waits_for_nothing_that_hangs(harness: Harness, unti
 def test_after_an_outage_everything_arrives_once_and_in_order(harness: Harness, until: Until) -> None:
     link = harness.link()
     link.start()
-    harness.faulty.outage = UnreachableError("nobody answers")
-    until(lambda: link.trouble == "nobody answers", "the trouble to be noted")
+    harness.faulty.outage = UnreachableError("connection refused")
+    until(lambda: link.trouble == "connection refused", "the trouble to be noted")
     for number in range(1, 6):
         link.send(draft(number))
     happened: list[Event] = [harness.call(1), *(harness.close(number, float(number)) for number in range(1, 6))]
@@ -945,17 +943,17 @@ def test_after_an_outage_everything_arrives_once_and_in_order(harness: Harness, 
     events: list[Event] = []
     newest: dict[int, float] = {}
 
-    def all_heard() -> bool:
-        more, arrivals = heard(link)
+    def all_received() -> bool:
+        more, arrivals = received(link)
         events.extend(more)
         newest.update({a.snapshot.fragment: float(a.params_N[0]) for a in arrivals})
         return len(events) == len(happened) and newest == {0: 5.0, 1: 4.0}
 
-    until(all_heard, "everything that was announced")
+    until(all_received, "everything that was announced")
     assert events == happened
 
 
-def test_an_error_that_no_retry_mends_surfaces(harness: Harness, until: Until) -> None:
+def test_an_unexpected_error_is_kept_as_the_failure(harness: Harness, until: Until) -> None:
     link = harness.link()
     harness.faulty.outage = ZeroDivisionError("a bug")
     link.send(draft(1))
@@ -983,7 +981,7 @@ def test_stopping_ends_in_time_although_every_pump_hangs(harness: Harness, until
     began = time.monotonic()
     at_once(lambda: link.stop(0.1))
     hanging = [thread for thread in link.pumps.threads if thread.is_alive()]
-    assert len(hanging) >= 3  # left behind, as daemons
+    assert len(hanging) >= 3  # the hanging threads remain as daemons
     assert time.monotonic() - began >= 0.1 * len(hanging) / len(link.pumps.threads)
     assert all(thread.daemon for thread in link.pumps.threads)
 
@@ -1013,7 +1011,7 @@ def test_drain_returns_whether_everything_was_sent(harness: Harness, until: Unti
 
 @pytest.fixture
 def tiny_harness(harness: Harness) -> Iterator[Harness]:
-    """A run of a model so small that its steps take no time."""
+    """Return a harness of a run with a tiny model, whose steps take no time."""
     manifest = tiny.manifest()
     made = Harness(manifest, samples.first_snapshots(manifest, 1.0))
     made.transport.merger.release(made.epoch)
@@ -1042,9 +1040,9 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     island.link.start()
     at_once(lambda: steps_of(island, 200))
     assert island.totals.steps == island.ledger.global_step == 200
-    assert island.link.backlog == tiny.CONFIG.sync.window  # it owes nothing more until it hears of a round
+    assert island.link.backlog == tiny.CONFIG.sync.window  # it owes nothing more until a round closes
     assert tiny_harness.transport.reader.books().published == 0
-    # Everything is lost but nothing is stopped; and when the link works again it catches up.
+    # The island has missed everything but still trains. It catches up when the link works again.
     tiny_harness.faulty.unblocked.set()
     merger = Merger(tiny_harness.broker.connect("tiny"), live_poll_seconds=0.0)
     assert merger.acquire()
@@ -1063,12 +1061,12 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     assert (books.refused, tiny_harness.transport.reader.backlog()) == (0, 0)
     members = [member for entry in tiny_harness.transport.reader.tape(1000) for member in entry.members]
     tokens = sum(m.tokens for m in members if m.sequence < 2)
-    assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # what it owed before it was cut off: strides of 2 steps
+    assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # the strides of 2 steps before the outage
 
 
 def test_an_island_never_blocks_in_an_outage_either(tiny_harness: Harness, until: Until) -> None:
     island = island_on(tiny_harness)
-    tiny_harness.faulty.outage = UnreachableError("nobody answers")
+    tiny_harness.faulty.outage = UnreachableError("connection refused")
     island.link.start()
     at_once(lambda: steps_of(island, 100))
     assert island.totals.steps == 100
@@ -1077,7 +1075,7 @@ def test_an_island_never_blocks_in_an_outage_either(tiny_harness: Harness, until
 
 
 def test_the_interval_stretches_with_a_backlog(tiny_harness: Harness) -> None:
-    """Others call rounds; an island whose link does not keep up adds nothing to its queue, and loses nothing by it."""
+    """An island with a slow link skips rounds that others call, and loses no progress."""
     island = island_on(tiny_harness)
     link = island.link
     for number in range(1, 11):
@@ -1092,7 +1090,7 @@ def test_the_interval_stretches_with_a_backlog(tiny_harness: Harness) -> None:
     steps_of(island, 1)
     sent += [draft.header for draft in link.outbox._queue]
     assert [contribution.round for contribution in sent] == [1, 2, 3, 4]
-    assert sent[2].steps > 5, "it holds the progress of the rounds that it passed over"
+    assert sent[2].steps > 5, "it holds the progress of the skipped rounds"
     assert sent[0].steps + sent[2].steps == island.totals.steps - 1
 
 

@@ -1,4 +1,4 @@
-"""Inner optimiser state on its way from a peer: the same bits, and nothing that is not this model's."""
+"""The handover of inner optimiser state by a peer: exact bits, and refusal of invalid state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fresh(scale: int = 5) -> Params:
 
 
 def trained(steps: int = 3) -> Any:
-    """An optimiser's state that has seen some steps."""
+    """Return optimiser state after some steps."""
     state = begin(tiny.CONFIG.inner, fresh())
     batches = jnp.asarray(np.arange(steps * 10, dtype=np.uint8).reshape(steps, 2, 5))
     return tiny.STEPS(state, batches, jnp.asarray(0, jnp.int32))[0].optimizer
@@ -50,7 +50,7 @@ HANDOVER, PAYLOAD = encode(Gift("new/z", STATE, 7, 40), "a/x")
 
 
 def announced(payload: bytes) -> Handover:
-    """A handover that fits the payload."""
+    """Return a handover that announces the payload."""
     return replace(HANDOVER, bytes=len(payload), digest=digest(payload))
 
 
@@ -62,10 +62,10 @@ def raw(state: Any) -> bytes:
     return b"".join(tiny.leaf_bytes(state))
 
 
-# -- there and back -------------------------------------------------------------------------------------------------
+# -- encode and decode ----------------------------------------------------------------------------------------------
 
 
-def test_the_state_comes_back_to_the_bit() -> None:
+def test_the_state_is_decoded_bit_for_bit() -> None:
     assert raw(STATE) != raw(LIKE)
     found = decode(HANDOVER, PAYLOAD, LIKE, require_sound)
     assert tiny.leaf_bytes(found) == tiny.leaf_bytes(STATE)
@@ -74,7 +74,7 @@ def test_the_state_comes_back_to_the_bit() -> None:
     assert (HANDOVER.giver, HANDOVER.incarnation, HANDOVER.index, HANDOVER.global_step) == ("a", "x", 7, 40)
 
 
-def test_training_continues_the_same_with_received_state() -> None:
+def test_received_state_continues_training_with_the_same_bits() -> None:
     batch, step = jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(3, jnp.int32)
     after = []
     for optimizer in (device_copy(STATE), decode(HANDOVER, PAYLOAD, LIKE, require_sound)):
@@ -83,14 +83,14 @@ def test_training_continues_the_same_with_received_state() -> None:
     assert after[0] == after[1]
 
 
-def test_a_copy_outlives_steps_with_the_original() -> None:
+def test_a_copy_survives_steps_with_the_original() -> None:
     state = begin(tiny.CONFIG.inner, fresh())
     kept, before = device_copy(state.optimizer), raw(state.optimizer)
     tiny.STEPS(state, jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(0, jnp.int32))
     assert raw(kept) == before
 
 
-# -- what is no such state ------------------------------------------------------------------------------------------
+# -- invalid payloads -----------------------------------------------------------------------------------------------
 
 WITH_NAN = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, STATE)
 WITH_INF = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf) if x.dtype == jnp.float32 else x, STATE)
@@ -111,7 +111,7 @@ WITH_INF = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf) if x.dtype ==
         (compressed(raw(WITH_INF)), "handover.not-finite"),
         (zstandard.ZstdCompressor(write_content_size=False).compress(raw(STATE)), "handover.shape"),
     ],
-    ids=["empty", "text", "cut", "header only", "with more behind it", "short", "long", "another tree", "nan", "inf",
+    ids=["empty", "text", "cut", "header only", "with trailing bytes", "short", "long", "another tree", "nan", "inf",
          "of unknown size"],
 )  # fmt: skip
 def test_state_of_another_model_is_refused(payload: bytes, code: str) -> None:
@@ -122,15 +122,15 @@ def test_state_of_another_model_is_refused(payload: bytes, code: str) -> None:
 @pytest.mark.parametrize(
     "payload", [PAYLOAD[:-1], PAYLOAD[:-1] + b"?", PAYLOAD + b"?"], ids=["cut", "changed", "longer"]
 )
-def test_a_payload_that_was_not_announced_is_refused(payload: bytes) -> None:
+def test_a_payload_that_differs_from_its_announcement_is_refused(payload: bytes) -> None:
     with failing(WireError, "handover.digest"):
         decode(HANDOVER, payload, LIKE, require_sound)
 
 
 @settings(max_examples=examples(100))
 @given(flips=st.dictionaries(st.integers(0, len(PAYLOAD) - 1), st.integers(1, 255), min_size=1, max_size=4))
-def test_damage_is_refused_or_finite_and_of_the_right_shape(flips: dict[int, int]) -> None:
-    """The digest is no protection against a peer that computes it over what it made up."""
+def test_damaged_state_is_refused_or_finite_and_of_the_right_shape(flips: dict[int, int]) -> None:
+    """A hostile peer can compute a valid digest of forged state."""
     payload = bytes(byte ^ flips.get(index, 0) for index, byte in enumerate(PAYLOAD))
     try:
         found = decode(announced(payload), payload, LIKE, require_sound)
@@ -141,7 +141,7 @@ def test_damage_is_refused_or_finite_and_of_the_right_shape(flips: dict[int, int
 
 
 def lying(declared: int, content: bytes) -> bytes:
-    """A frame whose header declares another size than its content has."""
+    """Return a zstd frame whose header declares a wrong size."""
     frame = zstandard.ZstdCompressor().compress(content)
     size = len(content).to_bytes(4, "little")
     assert 0 < frame.index(size) < 14  # in the header
@@ -153,9 +153,9 @@ def lying(declared: int, content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "payload",
     [compressed(bytes(1 << 26)), lying(SIZE, bytes(1 << 26))],
-    ids=["a bomb that says so", "a bomb that lies"],
+    ids=["a bomb with its true size", "a bomb with a false size"],
 )
-def test_a_bomb_takes_no_memory(payload: bytes) -> None:
+def test_a_decompression_bomb_takes_no_memory(payload: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(WireError):
@@ -189,7 +189,7 @@ class Waiting:
         assert seconds > 0
         self.clock.now += seconds
         self.pauses += 1
-        assert self.pauses < 10_000, "it waits for ever"
+        assert self.pauses < 10_000, "the wait does not end"
         self.meanwhile(self.pauses)
 
     def receive(self, transport: MemoryTransport | None = None, seconds: float = 5.0) -> Any:
@@ -209,11 +209,11 @@ def test_an_answer_is_awaited_and_removed() -> None:
     received = new.receive()
     assert received.handover == HANDOVER
     assert tiny.leaf_bytes(received.optimizer) == tiny.leaf_bytes(STATE)
-    assert (new.pauses, new.beats) == (3, 4)  # it says all the time that it lives
+    assert (new.pauses, new.beats) == (3, 4)  # it sends heartbeats during the wait
     new.assert_withdrawn()
 
 
-def test_an_answer_is_taken_even_if_its_giver_has_left() -> None:
+def test_an_answer_is_used_even_if_its_giver_has_left() -> None:
     new = Waiting()
     new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD)
     assert new.receive(seconds=0.0).handover == HANDOVER
@@ -256,12 +256,12 @@ def test_a_forged_answer_is_an_error_and_removed() -> None:
     new.assert_withdrawn()
 
 
-def test_an_outage_is_an_error_and_the_question_is_withdrawn() -> None:
+def test_an_outage_is_an_error_and_the_request_is_withdrawn() -> None:
     new = Waiting()
     transport = new.broker.connect("sample")
 
     def fails(who: str) -> None:
-        raise UnreachableError("nobody answers")
+        raise UnreachableError("connection refused")
 
     transport.island.handed_over = fails  # type: ignore[method-assign]
     with pytest.raises(UnreachableError):
@@ -269,7 +269,7 @@ def test_an_outage_is_an_error_and_the_question_is_withdrawn() -> None:
     new.assert_withdrawn()
 
 
-def test_peers_are_others_that_train() -> None:
+def test_peers_are_other_training_islands() -> None:
     new = Waiting()
     for island, state in (("a", "training"), ("b", "joining"), ("c", "left"), ("new", "training")):
         new.transport.island.heartbeat(samples.heartbeat(island, state))
@@ -279,8 +279,8 @@ def test_peers_are_others_that_train() -> None:
 
 
 @pytest.mark.parametrize("name", ["nu", "count"])
-def test_squares_and_counts_below_zero_are_refused(name: str) -> None:
-    """They are finite, and would make NaN of the first step."""
+def test_negative_second_moments_and_counts_are_refused(name: str) -> None:
+    """They are finite, but the first step would produce NaN."""
     forged = optax.tree_utils.tree_set(STATE, **{name: jax.tree.map(lambda x: -x - 1, tree_get(STATE, name))})
     handover, payload = encode(Gift("b/y", forged, 3, 7), "a/x")
     with failing(WireError, "handover.unsound"):
@@ -291,13 +291,13 @@ def test_squares_and_counts_below_zero_are_refused(name: str) -> None:
 
 
 def muon_state(steps: int) -> Any:
-    """The state after so many steps: a momentum of the kernel, two moments of the scale, and two counts."""
+    """Return the state after some steps: a momentum of the kernel, two moments of the scale, and two counts."""
     state = begin(tiny.MUON.inner, fresh())
     batches = jnp.asarray(np.arange(steps * 10, dtype=np.uint8).reshape(steps, 2, 5))
     return tiny.steps_by(tiny.MUON.inner)(state, batches, jnp.asarray(0, jnp.int32))[0].optimizer
 
 
-def test_muons_state_comes_back_to_the_bit_and_takes_less_room_than_adams() -> None:
+def test_muons_state_is_decoded_bit_for_bit_and_is_smaller_than_adams() -> None:
     given, like = muon_state(3), begin(tiny.MUON.inner, fresh()).optimizer
     handover, payload = encode(Gift("new/z", given, 7, 40), "a/x")
     found = decode(handover, payload, like, require_sound)
@@ -313,7 +313,7 @@ def test_muons_state_comes_back_to_the_bit_and_takes_less_room_than_adams() -> N
 
 
 @pytest.mark.parametrize("name", ["nu", "count", "ns_coeffs"])
-def test_muon_state_that_no_steps_lead_to_is_refused(name: str) -> None:
+def test_invalid_muon_state_is_refused(name: str) -> None:
     state = muon_state(1)
     forged = optax.tree_utils.tree_set(
         state, **{name: jax.tree.map(lambda x: -x - 1, tree_get_all_with_path(state, name)[0][1])}

@@ -1,4 +1,4 @@
-"""What an island sends of its parameters: no progress twice, and none lost."""
+"""The replica: outer gradients, which lose no progress and repeat none, and the adoption of snapshots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from archipelago.islands.sync.arrays import flatten, unflatten
 from archipelago.islands.sync.replica import Replica
 from tests.tiers import examples
 
-# No subnormals, and none can come out of differences: they count as zero.
+# Neither these numbers nor their differences are subnormal, because subnormals count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-40, 2.0**40, width=32), st.sampled_from([1.0, -1.0]))
 SIZES = (4, 9)
 VECTORS = st.tuples(*(arrays(np.float32, size, elements=ELEMENTS) for size in SIZES))
@@ -31,14 +31,14 @@ UP = st.sampled_from(sorted(CODECS))
 
 
 def manifest(rule: Any = "overwrite", up: Any = "float32") -> Manifest:
-    """Two fragments; the first is one tensor alone."""
+    """Return a run of two fragments. The first has a single tensor."""
     config = RunConfig(adopt=AdoptConfig(rule=rule), wire=WireConfig(up=up))
     tensors = (Tensor("bias", (4,)), Tensor("kernel", (2, 3)), Tensor("scale", (3,)))
     return Manifest("sample", config, tensors, (("bias",), ("kernel", "scale")), Corpus("text", "0" * 32, 1000), {})
 
 
 def params_of(of: Manifest, vectors: tuple[Vector, ...]) -> Params:
-    """Parameters with these values, fragment by fragment."""
+    """Return parameters with these values, fragment by fragment."""
     params: Params = {}
     for rows, vector_N in zip(of.layout, vectors, strict=True):
         params |= unflatten(rows, jnp.asarray(vector_N))
@@ -51,7 +51,7 @@ def begun(of: Manifest, vectors: tuple[Vector, ...]) -> tuple[Replica, Params]:
 
 
 def sent(replica: Replica, fragment: int, params: Params) -> Vector:
-    """What the receiver reads of what is sent now."""
+    """Return the outer gradient as the merger decodes it."""
     return codec(replica.codec).decode(body_of(replica.measure(fragment, params)), SIZES[fragment])
 
 
@@ -66,7 +66,7 @@ def counting() -> tuple[Vector, ...]:
 # -- fragments as vectors ------------------------------------------------------------------------------------------
 
 
-def test_a_fragment_is_its_tensors_one_after_the_other() -> None:
+def test_a_fragments_vector_is_the_concatenation_of_its_tensors() -> None:
     of = manifest()
     params = params_of(of, counting())
     assert params["kernel"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
@@ -84,7 +84,7 @@ def test_flatten_and_unflatten_are_inverse(vectors: tuple[Vector, ...]) -> None:
         assert np.asarray(flatten(rows, params)).tobytes() == vector_N.tobytes()
 
 
-def test_beginning_gives_all_parameters_by_name() -> None:
+def test_begin_returns_all_parameters_by_name() -> None:
     _, params = begun(manifest(), counting())
     assert list(params) == ["bias", "kernel", "scale"]
     assert params["bias"].tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -100,12 +100,12 @@ def test_the_outer_gradient_is_old_minus_new() -> None:
     assert sent(replica, 0, params).tolist() == [0.0, 0.0, 0.0, 0.0]  # all of it was sent
     params["bias"] = params["bias"] - 1.0
     assert sent(replica, 0, params).tolist() == [1.0, 1.0, 1.0, 1.0]
-    assert sent(replica, 1, params).tolist() == [0.0] * 9  # the other fragment knows nothing of it
+    assert sent(replica, 1, params).tolist() == [0.0] * 9  # the other fragment is not affected
 
 
-def test_the_rounding_error_of_the_codec_stays_owed() -> None:
+def test_the_codecs_rounding_error_goes_into_the_next_contribution() -> None:
     replica, params = begun(manifest(up="bfloat16"), tuple(np.zeros(size, np.float32) for size in SIZES))
-    # bfloat16 has 8 bits: 257/256 is half-way between 1 and 1 + 2/256, and goes to the even one of them.
+    # bfloat16 has 8 bits: 257/256 is half-way between 1 and 1 + 2/256, and rounds to even.
     params["bias"] = jnp.full((4,), -257 / 256, jnp.float32)
     assert sent(replica, 0, params).tolist() == [1.0] * 4
     assert sent(replica, 0, params).tolist() == [1 / 256] * 4
@@ -113,7 +113,7 @@ def test_the_rounding_error_of_the_codec_stays_owed() -> None:
 
 @settings(max_examples=examples(100))
 @given(UP, VECTORS, VECTORS)
-def test_the_receiver_reads_exactly_what_the_reference_moved_by(
+def test_the_reference_moves_by_the_decoded_outer_gradient(
     up: str, base: tuple[Vector, ...], now: tuple[Vector, ...]
 ) -> None:
     of = manifest(up=up)
@@ -135,7 +135,7 @@ def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tupl
             before = wide(replica.references[p])
             received += wide(sent(replica, p, params_of(of, station)))
             last = wide(station[p])
-        # One rounding of the codec, of what was sent last; and float32's own, of each sum and difference.
+        # The tolerance covers one rounding by the codec, and the float32 roundings of sums and differences.
         size_of_all = sum(np.abs(wide(station[p])) for station in stations)
         allowed = codec(up).error_bound((before - last).astype(np.float32)) + 2.0**-18 * size_of_all.max()
         assert (np.abs(wide(stations[0][p]) - received - last) <= allowed).all()
@@ -146,7 +146,7 @@ def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tupl
 
 @settings(max_examples=examples(100))
 @given(UP, VECTORS, VECTORS, VECTORS)
-def test_carrying_a_snapshot_of_what_was_sent_changes_no_bit(
+def test_carrying_a_snapshot_of_the_sent_parameters_changes_no_bit(
     up: str, base: tuple[Vector, ...], then: tuple[Vector, ...], now: tuple[Vector, ...]
 ) -> None:
     of = manifest("carry", up)
@@ -160,7 +160,7 @@ def test_carrying_a_snapshot_of_what_was_sent_changes_no_bit(
         assert np.asarray(flatten(rows, params)).tobytes() == now_N.tobytes()
 
 
-def test_carry_owes_the_unsent_progress_to_the_next_contribution() -> None:
+def test_carry_sends_unsent_progress_with_the_next_contribution() -> None:
     of = manifest("carry")
     replica, params = begun(of, counting())
     params["bias"] = params["bias"] - 1.0
@@ -171,17 +171,17 @@ def test_carry_owes_the_unsent_progress_to_the_next_contribution() -> None:
     assert sent(replica, 0, params).tolist() == [0.5] * 4
 
 
-def test_overwrite_owes_nothing_after_adoption() -> None:
+def test_overwrite_has_no_unsent_progress_after_adoption() -> None:
     replica, params = begun(manifest("overwrite"), tuple(np.zeros(size, np.float32) for size in SIZES))
     params["bias"] = params["bias"] + 1.0
     params = replica.adopt(0, params, np.full(4, 100.0, np.float32))
     assert params["bias"].tolist() == [100.0] * 4
-    assert params["kernel"].tolist() == [[0.0] * 3] * 2  # not of this fragment
+    assert params["kernel"].tolist() == [[0.0] * 3] * 2  # of the other fragment
     assert sent(replica, 0, params).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("rule", ["overwrite", "carry"])
-def test_references_outlive_an_inner_step_that_donates_its_parameters(rule: str) -> None:
+def test_references_survive_an_inner_step_that_donates_its_parameters(rule: str) -> None:
     replica, params = begun(manifest(rule), counting())
     step = jax.jit(lambda params: {name: value - 1.0 for name, value in params.items()}, donate_argnums=0)
     params = step(params)
@@ -200,10 +200,10 @@ def test_warming_up_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("small", "codecs"), [(0, ["int8", "top3"]), (1 << 10, ["int8"])])
-def test_warming_up_compiles_the_codec_for_thin_links_where_it_may_be_needed(
+def test_warming_up_compiles_the_thin_codec_only_for_large_fragments(
     monkeypatch: pytest.MonkeyPatch, small: int, codecs: list[str]
 ) -> None:
-    """Else the first step on a thin link would wait for a compiler; and small payloads are never sent so."""
+    """Otherwise a contribution on a thin link would wait for compilation. Small payloads never use this codec."""
     monkeypatch.setattr(replica_module, "SMALL_BYTES", small)
     warmed: set[tuple[int, str]] = set()
     vectors = tuple(np.ones(size, np.float32) for size in SIZES)
@@ -237,7 +237,7 @@ def test_a_shared_program_gives_the_bits_of_a_program_for_one_fragment(thin: Any
 
 
 def test_fragments_of_similar_size_are_padded_to_one_size_and_small_ones_are_not() -> None:
-    """In blocks of 4,096: more than a third of zeros would cost more than another program."""
+    """With blocks of 4,096, padding by more than a third would cost more than another program."""
     sizes = (45 * 4096, 41 * 4096 + 1, 35 * 4096, 33 * 4096, 9)
     padded = [replica_module._padded_size(size, max(sizes)) for size in sizes]
     assert padded == [45 * 4096, 45 * 4096, 45 * 4096, 33 * 4096, 4096]

@@ -1,4 +1,4 @@
-"""Sending fits the link: fewer bits first, more again when it recovers; compression where it pays."""
+"""Adaptation to the link: thinner codecs on slow links, and compression where it saves time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = st.integers(0, 1 << 30)
 
 
 def measured(rate: float) -> Uplink:
-    """A link of so many bytes a second."""
+    """Return the measures of a link with this rate in bytes per second."""
     uplink = Uplink()
     for _ in range(20):
         uplink.sent(1_000_000, 1e6 / rate)
@@ -30,7 +30,7 @@ def test_a_slow_link_uses_the_thin_codec() -> None:
     uplink = measured(1e6)
     assert uplink.fits(900_000, 1.0)
     assert not uplink.fits(1_100_000, 1.0)
-    assert not uplink.fits(900_000, 1.0), "it goes back and forth"
+    assert not uplink.fits(900_000, 1.0), "the codec alternates"
     assert not uplink.fits(600_000, 1.0)
     assert uplink.fits(400_000, 1.0)
     assert uplink.fits(900_000, 1.0)
@@ -41,8 +41,8 @@ def test_small_payloads_use_the_full_codec() -> None:
     assert not measured(1.0).fits(SMALL_BYTES, 1e-9)
 
 
-def test_a_long_round_trip_is_no_thin_link() -> None:
-    """What every message takes, however small, no codec makes shorter."""
+def test_a_long_round_trip_does_not_count_as_a_thin_link() -> None:
+    """No codec shortens the time that even an empty message takes."""
     uplink = Uplink()
     for _ in range(20):
         uplink.answered(0.5)
@@ -68,7 +68,7 @@ def test_the_description_has_both_rates() -> None:
     assert uplink.in_words(2.0) == "thin link at 1.0 Mbit/s up, 4.0 Mbit/s down: interval 2.0x"
 
 
-def test_compression_counts() -> None:
+def test_the_size_after_compression_counts() -> None:
     uplink = measured(1e6)
     for _ in range(20):
         uplink.packed(1000, 500, 0.001)
@@ -76,7 +76,7 @@ def test_compression_counts() -> None:
     assert not uplink.fits(2_100_000, 1.0)
 
 
-def test_compression_is_skipped_on_a_fast_link_and_tried_now_and_then() -> None:
+def test_compression_is_retried_from_time_to_time_on_a_fast_link() -> None:
     slow, fast = measured(1e5), measured(1e10)
     for uplink in (slow, fast):
         for _ in range(20):
@@ -87,7 +87,7 @@ def test_compression_is_skipped_on_a_fast_link_and_tried_now_and_then() -> None:
 
 @settings(max_examples=examples(100))
 @given(st.lists(st.tuples(SIZES, SECONDS), max_size=30), SIZES, SECONDS)
-def test_any_measurement_gives_an_answer(measurements: list[tuple[int, float]], size: int, at_hand: float) -> None:
+def test_any_measurement_gives_a_decision(measurements: list[tuple[int, float]], size: int, at_hand: float) -> None:
     uplink = Uplink()
     for sent, seconds in measurements:
         uplink.sent(sent, seconds)
