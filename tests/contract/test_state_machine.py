@@ -1,10 +1,13 @@
-"""A whole run on a real Redis, as hypothesis plays it: mergers and islands that die, stall, return and meet; a Redis
-and a disk that lose what they held. After each step, what must always hold is compared with a model in plain Python.
+"""A stateful property test of a whole run on Redis.
 
-The model knows every contribution that was published, and follows the tape: each round is done again from the model's
-own payloads (`merger.replay`), so parameters, outer state, books, cursors and checkpoints have something to agree with.
+Hypothesis draws a sequence of steps. Mergers and islands start, die, stall and return, and Redis or a disk loses data.
+After each step the test compares Redis with a model in plain Python.
 
-`ARCHIPELAGO_EXAMPLES` asks for more examples than the default, `ARCHIPELAGO_STEPS` for longer ones.
+The model stores every contribution that was published and follows the tape. It recomputes each round from its own
+copies of the payloads (`merger.replay`). The run's parameters, outer state, books, cursors and checkpoints must agree
+with the result.
+
+`ARCHIPELAGO_EXAMPLES` sets the number of examples, and `ARCHIPELAGO_STEPS` sets the number of steps in each of them.
 """
 
 from __future__ import annotations
@@ -27,8 +30,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test as play
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import archipelago.broker.redis.chunks
 import archipelago.broker.redis.creation
@@ -76,14 +85,14 @@ CONFIG = RunConfig(
     outer=OuterConfig(momentum=0.5),
 )
 TEXT = np.arange(400, dtype=np.int64).astype(np.uint8)
+#: No lease expires by itself, even on a slow machine. The test deletes a lease to make it expire.
 LEASE_SECONDS = 1000.0
-"""so long that no lease runs out by itself, however slow this machine is: the test deletes those that are to"""
+#: The merger takes no checkpoint by itself. The test asks for each one.
 CHECKPOINT_SECONDS = 1e9
-"""checkpoints are taken when the test says so"""
 NONSENSE = b"nonsense"
+#: The remaining time to live of a heartbeat that was sent an hour ago.
 DEAD_MS = (REMEMBER_SECONDS - 3600) * 1000
-"""what is left of a heartbeat's time to live an hour after it came"""
-IN_THE_MERGER = [
+MERGER_FAILPOINTS = [
     "acquire.before", "acquire.done", "renew.done", "announce.before", "announce.done", "refuse.before", "refuse.done",
     "commit.placed-snapshot", "commit.placed-outer", "commit.watched", "commit.done", "trim.before", "trim.done",
     "checkpoint.before", "checkpoint.done",
@@ -94,25 +103,29 @@ BROKEN = ["digest", "size", "nan", "huge", "zstd", "ahead", "tokens", "fragment"
 _runs = itertools.count(1)
 
 
-class Crash(Exception):  # noqa: N818 - not an error of anyone's: the process is gone
-    """The process died at that instruction."""
+class Crash(Exception):  # noqa: N818 - this stands for a dead process, not for an error
+    """Raised where the simulated process dies."""
 
 
 @dataclass
 class Trap:
-    """The failpoint at which the next process dies, and whether one did."""
+    """The failpoint at which the next process dies.
+
+    `sprung` says whether a process has died there.
+    """
 
     target: str = ""
     sprung: bool = False
 
     def reach(self, name: str) -> None:
-        """Stands in for `archipelago.broker.failpoints.failpoint`."""
+        """Replace `archipelago.broker.failpoints.failpoint`."""
         if name == self.target:
             self.target, self.sprung = "", True
             raise Crash(name)
 
 
 TRAP = Trap()
+#: The modules that contain failpoints.
 TRAPPED = (
     archipelago.broker.redis.islands,
     archipelago.broker.redis.lease,
@@ -120,12 +133,14 @@ TRAPPED = (
     archipelago.broker.redis.creation,
     archipelago.merger.checkpoint,
 )
-"""modules with failpoints"""
 
 
 @jax.jit
 def _walk(state: InnerState, step: jax.Array) -> InnerState:
-    """A stand-in for training: each parameter moves a little, another way each step, and so do the moments."""
+    """Change the parameters and the moments a little, as a training step would.
+
+    Each step changes the parameters in a different way.
+    """
     moved = {name: value + 1e-3 * jnp.cos(step.astype(jnp.float32) + value) for name, value in state.params.items()}
     return InnerState(moved, jax.tree.map(lambda moment: moment + 1, state.optimizer))
 
@@ -135,9 +150,10 @@ def _steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) 
 
 
 class Wire(Intercepted):
-    """A process's connection, which may break or be the process's last call, before or after that call did its work.
+    """A connection of one process, on which a call can fail.
 
-    The model learns what is published through it.
+    The connection breaks, or the process dies, before or after the call takes effect. The model records every
+    contribution that is published through this connection.
     """
 
     def __init__(self, model: Model, inner: RedisTransport) -> None:
@@ -147,25 +163,25 @@ class Wire(Intercepted):
         self.fault: tuple[int, str] | None = None
 
     def arm(self, fault: tuple[int, str] | None) -> None:
-        """Set the fault at the call of that ordinal, counted from now."""
+        """Set the next fault: the number of the call, counted from now, and the kind of the fault."""
         self.calls, self.fault = 0, fault
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        what = self.fault[1] if self.fault and self.fault[0] == self.calls else ""
-        if what.endswith("before"):
-            self._fail(what)
+        fault = self.fault[1] if self.fault and self.fault[0] == self.calls else ""
+        if fault.endswith("before"):
+            self._fail(fault)
         answer = self._publish(method, *args) if name == "publish" else method(*args, **kwargs)
-        if what.endswith("after"):
-            self._fail(what)
+        if fault.endswith("after"):
+            self._fail(fault)
         return answer
 
-    def _fail(self, what: str) -> None:
-        raise Crash(what) if what.startswith("crash") else UnreachableError(what)
+    def _fail(self, fault: str) -> None:
+        raise Crash(fault) if fault.startswith("crash") else UnreachableError(fault)
 
-    def _publish(self, method: Callable[..., Any], contribution: Contribution, payload: bytes, *track: Any) -> Any:
+    def _publish(self, method: Callable[..., Any], contribution: Contribution, payload: bytes, *actions: Any) -> Any:
         try:
-            entry = method(contribution, payload, *track)
+            entry = method(contribution, payload, *actions)
         except Crash as crash:
             if str(crash) == "publish.done":
                 self.model.published(contribution, payload)
@@ -176,35 +192,40 @@ class Wire(Intercepted):
 
 @dataclass
 class Model:
-    """What the run's Redis must hold. `history[t]` is the merger's knowledge after round t."""
+    """The data that the run's Redis must hold."""
 
     rules: RoundMerge
+    #: Every contribution that was ever published, by identity.
     sent: dict[str, tuple[Contribution, bytes]] = field(default_factory=dict)
-    """every contribution that was ever published, by identity"""
+    #: The number of stream entries of each identity that this Redis has received.
     copies: Counter[str] = field(default_factory=Counter)
-    """entries of each identity that this Redis was given"""
     total: int = 0
     total_tokens: int = 0
     tape: list[TapeEntry] = field(default_factory=list)
+    #: `history[t]` is the merger's state after round t.
     history: list[tuple[RunState, list[FragmentState]]] = field(default_factory=list)
+    #: The last round that a checkpoint covers, or covered until its disk was lost.
     covered: int = 0
-    """the last round that a checkpoint holds, or held until its disk was lost"""
     exists: bool = True
+    #: The consumer group was lost. Redis delivers the kept entries again, and the merger refuses them as repeats.
     regrouped: bool = False
-    """the consumer group was lost: what was kept is given out again, and refused as a repeat"""
+    #: Redis is older than the checkpoint on disk. The stream may contain entries that the checkpoint covers.
     rewound: bool = False
-    """Redis has gone back behind its disk's checkpoint: what that covers may lie in the stream again"""
 
     def published(self, contribution: Contribution, payload: bytes) -> None:
-        """Redis has one more entry."""
+        """Record that Redis received one more entry."""
         self.sent[contribution.identity_text] = (contribution, payload)
-        if self.exists:  # else it goes to a Redis that has lost the run, and is gone with the way back
+        if self.exists:  # A Redis that lost the run also loses this entry when the run is restored.
             self.copies[contribution.identity_text] += 1
             self.total += 1
             self.total_tokens += contribution.tokens
 
     def follow(self, entry: TapeEntry) -> None:
-        """Does the next round of the tape again. Raises DifferenceError."""
+        """Recompute the next round of the tape.
+
+        Raises:
+            DifferenceError: The result differs from the entry.
+        """
         state, fragments = copied(self.history[-1][0]), list(self.history[-1][1])
         members = [self.sent[member.identity_text] for member in entry.members]
         deliveries = [Delivery(m.entry, *both) for m, both in zip(entry.members, members, strict=True)]
@@ -213,12 +234,12 @@ class Model:
         self.tape.append(entry)
 
     def past(self) -> Model:
-        """A copy to go back to."""
+        """Return a copy of the present model, for `Run.rewind_model`."""
         return replace(self, copies=Counter(self.copies), tape=list(self.tape), history=list(self.history))
 
     @property
     def merged(self) -> Counter[str]:
-        """How often each identity is in the tape."""
+        """The number of times that each identity is in the tape."""
         return Counter(member.identity_text for entry in self.tape for member in entry.members)
 
 
@@ -226,8 +247,11 @@ def copied(state: RunState) -> RunState:
     return RunState.from_json(state.to_json())
 
 
-def known(state: RunState) -> dict[str, Any]:
-    """What follows from the tape: not the pace, which is wall-clock time, nor what was refused or checkpointed."""
+def determined(state: RunState) -> dict[str, Any]:
+    """Return the part of the merger's state that the tape determines.
+
+    The round timing depends on the clock. Refusals and checkpoints are not on the tape.
+    """
     return {
         "closed": state.closed, "step": state.step, "tokens": state.tokens, "staleness": state.staleness,
         "norms": state.norms, "cursors": state.cursors, "step_seconds": state.step_seconds,
@@ -236,29 +260,33 @@ def known(state: RunState) -> dict[str, Any]:
 
 
 def bits(fragment: FragmentState) -> tuple[bytes, str, Any]:
-    """Everything in a fragment's state."""
+    """Return a fragment's whole state in a form that compares bit for bit."""
     state = outer.dump(fragment.params_N, fragment.outer)
     return state, digest_of(np.asarray(fragment.published_N)), fragment.norms
 
 
-def texts(tape: Sequence[TapeEntry]) -> list[dict[str, str]]:
-    """The same where losses are NaN, which equals nothing."""
+def as_texts(tape: Sequence[TapeEntry]) -> list[dict[str, str]]:
+    """Return the entries as text, because a loss that is NaN does not equal itself."""
     return [to_fields(entry) for entry in tape]
 
 
-def plain(image: Image) -> Image:
-    """The same, to be compared."""
+def comparable(image: Image) -> Image:
+    """Return the image with its messages as text, so that two images compare equal."""
     return replace(
-        image, tape=cast(Any, texts(image.tape)), pending=cast(Any, [(to_fields(c), data) for c, data in image.pending])
+        image,
+        tape=cast(Any, as_texts(image.tape)),
+        pending=cast(Any, [(to_fields(c), data) for c, data in image.pending]),
     )
 
 
 class Run(RuleBasedStateMachine):
-    """One run. Class attributes say where it lives; the test makes a subclass with them."""
+    """The state machine of one run. Each test makes a subclass that sets the class attributes."""
 
+    #: The Redis client. All connections of the run use its connection pool.
     client: Any
-    """of the Redis; all connections of a process come from its pool"""
+    #: The folder for the checkpoints.
     folder: Path
+    #: Whether this is a real server, not fakeredis.
     is_real: bool
 
     def __init__(self) -> None:
@@ -334,7 +362,10 @@ class Run(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def merging(self, fault: tuple[int, str] | None = None, trap: str = "") -> Iterator[Merger]:
-        """The merger that serves, as `serve` treats it: it dies, or begins again after whatever broke."""
+        """Yield the serving merger, and handle its failures as `serve` does.
+
+        After a crash the merger is gone. After a lost connection it loads its state again.
+        """
         assert self.merger is not None
         serving = self.merger
         cast(Wire, serving.transport).arm(fault)
@@ -347,7 +378,7 @@ class Run(RuleBasedStateMachine):
             raise AssertionError("the merger that holds the lease was fenced") from None
         except BrokerError as error:
             assert isinstance(error, UnreachableError), error
-            self.loaded, serving.epoch = False, 0  # as `serve` does
+            self.loaded, serving.epoch = False, 0  # `serve` does the same.
         finally:
             cast(Wire, serving.transport).arm(None)
             TRAP.target = ""
@@ -363,22 +394,22 @@ class Run(RuleBasedStateMachine):
 
     # -- the merger -------------------------------------------------------------------------------------------------
 
-    @initialize(islands=st.integers(0, 2), much=st.integers(0, 12), seed=st.integers(0, 1 << 16))
-    def begin(self, islands: int, much: int, seed: int) -> None:
-        """The run is under way."""
+    @initialize(islands=st.integers(0, 2), turns=st.integers(0, 12), seed=st.integers(0, 1 << 16))
+    def begin(self, islands: int, turns: int, seed: int) -> None:
+        """Start the merger and the islands, and let them work for a while."""
         self.start("", None)
         for index in range(islands):
             self.join(f"i{index}")
-        self.work(much, seed)
+        self.work(turns, seed)
 
     @precondition(lambda self: self.merger is not None and self.loaded and self.model.exists)
-    @rule(much=st.integers(1, 8), seed=st.integers(0, 1 << 16))
-    def work(self, much: int, seed: int) -> None:
-        """Ordinary business for a while."""
+    @rule(turns=st.integers(1, 8), seed=st.integers(0, 1 << 16))
+    def work(self, turns: int, seed: int) -> None:
+        """Train, publish and merge without faults."""
         dice = random.Random(seed)
-        for _ in range(much):
+        for _ in range(turns):
             if self.islands and dice.random() < 0.6:
-                self.trains(dice.choice(sorted(self.islands)), dice.randint(1, 3))
+                self.train_island(dice.choice(sorted(self.islands)), dice.randint(1, 3))
             else:
                 ahead, stale = dice.choice([0, 0, 0, 1, -1]), dice.choice([0, 0, 1])
                 self.publish(
@@ -392,7 +423,7 @@ class Run(RuleBasedStateMachine):
         fault=st.none() | st.tuples(st.integers(1, 12), st.sampled_from(FAULTS)),
     )
     def start(self, trap: str, fault: tuple[int, str] | None) -> None:
-        """A merger begins. If a dead one holds the lease, it waits until that runs out."""
+        """Start a merger. If a dead merger holds the lease, the new one must wait until it expires."""
         self.merger = self.new_merger()
         held = self.raw.get(self.keys.lease)
         with self.merging(fault, trap) as serving:
@@ -406,17 +437,24 @@ class Run(RuleBasedStateMachine):
     @rule(
         seconds=st.sampled_from([0.0, 0.1, 1.0, 300.0]),
         fault=st.none() | st.tuples(st.integers(1, 12), st.sampled_from(FAULTS)),
-        trap=st.sampled_from(["", "", *IN_THE_MERGER]),
+        trap=st.sampled_from(["", "", *MERGER_FAILPOINTS]),
         fresh=st.booleans(),
     )
     def turn(self, seconds: float, fault: tuple[int, str] | None, trap: str, fresh: bool) -> None:
-        """The merger reads, refuses, calls, closes, and may die of it. `fresh`: something has just come."""
+        """Let the merger take one turn, in which it may die.
+
+        Args:
+            seconds: The time that has passed since the last turn.
+            fault: The fault of the connection, if any.
+            trap: The failpoint at which the merger dies, if any.
+            fresh: Whether a new contribution was published just before the turn.
+        """
         if fresh:
             self.publish("s0", self.sequences["s0"], 0, 0, "", "once", farewell=False)
         self.clock.now += seconds
         with self.merging(fault, trap) as serving:
             if not serving.epoch and not serving.acquire():
-                self.expire_lease()  # a dead one holds it still
+                self.expire_lease()  # A dead merger still holds the lease.
                 assert serving.acquire()
             if not self.loaded:
                 self.load(serving)
@@ -427,7 +465,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.merger is not None and self.loaded and self.model.exists)
     @rule()
     def leave(self) -> None:
-        """The merger is told to stop: all is on disk, and the next one need not wait."""
+        """Stop the merger. It must leave a complete checkpoint and release its lease."""
         with self.merging() as serving:
             serving.finish()
             serving.transport.merger.release(serving.epoch)
@@ -452,7 +490,7 @@ class Run(RuleBasedStateMachine):
         fault=st.none() | st.tuples(st.integers(1, 8), st.sampled_from(FAULTS)),
     )
     def checkpoint(self, trap: str, fault: tuple[int, str] | None) -> None:
-        """A checkpoint, and what it covers is let go."""
+        """Take a checkpoint, and trim the entries that it covers."""
         if self.closed <= self.model.history[-1][0].covered:
             return
         with self.merging(fault, trap) as serving:
@@ -462,7 +500,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.merger is not None and self.loaded and self.model.exists)
     @rule()
     def take_over(self) -> None:
-        """The merger stalls for longer than its lease; another one takes over."""
+        """Pause the merger for longer than its lease, and let another merger take over."""
         standby = self.new_merger()
         assert not standby.acquire()
         self.expire_lease()
@@ -478,7 +516,7 @@ class Run(RuleBasedStateMachine):
         data=st.data(), seconds=st.sampled_from([0.0, 300.0]), doing=st.sampled_from(["turn", "checkpoint", "release"])
     )
     def wake(self, data: st.DataObject, seconds: float, doing: str) -> None:
-        """A merger that was overtaken goes on as if nothing had happened: Redis takes no write of it."""
+        """Wake a paused merger that has lost its lease. Redis must refuse all its writes."""
         index = data.draw(st.integers(0, len(self.paused) - 1))
         old = self.paused[index]
         self.clock.now += seconds
@@ -497,11 +535,11 @@ class Run(RuleBasedStateMachine):
             assert isinstance(error, FencedError | UnknownRunError), error
             del self.paused[index]
         assert fenced or (doing == "turn" and not seconds)
-        assert self.written() == before, "a merger that was overtaken wrote"
+        assert self.written() == before, "a merger without the lease wrote"
         assert list(self.images) == images
 
     def written(self) -> tuple[Any, ...]:
-        """All that only the merger that holds the lease may change."""
+        """Return all data that only the lease holder may change."""
         names = [self.keys.state, self.keys.lease, self.keys.epoch]
         hashes = [
             self.keys.books,
@@ -517,7 +555,10 @@ class Run(RuleBasedStateMachine):
     # -- losses -----------------------------------------------------------------------------------------------------
 
     def is_whole(self) -> bool:
-        """Whether Redis alone can bring the merger back: what it has lost comes back with the next commits."""
+        """Return whether Redis alone suffices to restart the merger.
+
+        It does not between a loss of the merger's state and the commits that write this state again.
+        """
         outers = [self.raw.hgetall(self.keys.outer(p)) for p in range(2) if self.version(p)]
         damaged = any(not fields or NONSENSE in fields.values() for fields in outers)
         return not damaged and (not self.closed or bool(self.raw.exists(self.keys.state)))
@@ -525,9 +566,9 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.model.exists)
     @rule(what=st.sampled_from(["disk", "group", "merger"]))
     def lose(self, what: str) -> None:
-        """A disk with all checkpoints, the stream's consumer group, or the merger, which dies between two turns."""
+        """Lose the disk with all checkpoints, the stream's consumer group, or the merger between two turns."""
         if what != "merger" and not self.is_whole():
-            return  # one loss at a time
+            return  # The design covers only one loss at a time.
         if what == "disk":
             shutil.rmtree(self.path, ignore_errors=True)
             self.images.clear()
@@ -540,7 +581,10 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.model.exists and self.rebuildable())
     @rule(which=st.sampled_from(["outer", "state", "both", "damaged"]), data=st.data())
     def lose_outer_state(self, which: str, data: st.DataObject) -> None:
-        """Redis loses the merger's own state; the checkpoint, the tape and the entries bring it back to the bit."""
+        """Delete or damage the merger's state in Redis.
+
+        A new merger must rebuild it bit for bit from the checkpoint, the tape and the stream entries.
+        """
         if which in ("state", "both"):
             self.raw.delete(self.keys.state)
         if which in ("outer", "both"):
@@ -552,16 +596,19 @@ class Run(RuleBasedStateMachine):
         self.start("", None)
 
     def rebuildable(self) -> bool:
-        """Whether the newest checkpoint is of this very past, and nothing of what came after it is gone."""
+        """Return whether the newest checkpoint and the stream suffice to rebuild the merger's state.
+
+        The checkpoint must belong to the present tape, and Redis must hold all later entries.
+        """
         if not self.images or self.model.regrouped:
             return False
         _, then = self.images[max(self.images)]
-        return texts(then.tape) == texts(self.model.tape[: len(then.tape)])
+        return as_texts(then.tape) == as_texts(self.model.tape[: len(then.tape)])
 
     @precondition(lambda self: self.model.exists and self.images)
     @rule()
     def lose_everything(self) -> None:
-        """Redis comes back empty."""
+        """Restart Redis without any data."""
         self.forget_run()
         self.model.exists = False
         self.remembered = None
@@ -578,8 +625,8 @@ class Run(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.model.exists)
     @rule(trap=st.sampled_from(["", "", "restore.placed", "restore.done"]))
-    def bring_back(self, trap: str) -> None:
-        """A merger with --resume makes the run again from its newest checkpoint."""
+    def restore_run(self, trap: str) -> None:
+        """Restore the run from its newest checkpoint, as a merger with --resume does."""
         TRAP.target = trap
         with contextlib.suppress(Crash):
             MergerFolder(self.path / "merger").find_or_bring_back(RedisTransport(self.client, self.run), resume=True)
@@ -588,7 +635,7 @@ class Run(RuleBasedStateMachine):
             assert trap == "restore.placed"
             return
         image, then = self.images[max(self.images)]
-        self.went_back(then)
+        self.rewind_model(then)
         model = self.model
         round_number = RunState.from_json(image.state).closed
         model.covered = round_number
@@ -599,8 +646,8 @@ class Run(RuleBasedStateMachine):
         model.total_tokens += sum(c.tokens for c, _ in image.pending)
         model.exists, model.regrouped, model.rewound = True, False, False
 
-    def went_back(self, then: Model) -> None:
-        """The model is what it was; but what was sent since is still known, to those who sent it."""
+    def rewind_model(self, then: Model) -> None:
+        """Set the model back to an earlier copy, but keep `sent`: the islands may still resend it."""
         past = then.past()
         for name in ("copies", "total", "total_tokens", "tape", "history", "covered", "exists", "regrouped"):
             setattr(self.model, name, getattr(past, name))
@@ -608,7 +655,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.model.exists and self.is_real)
     @rule()
     def remember(self) -> None:
-        """What Redis has on its disk by now."""
+        """Save a dump of all keys, as Redis does on its disk."""
         if not self.is_whole():
             return
         names = [n for n in self.raw.scan_iter(match=f"*{self.run}*", count=1000) if f"{self.run}:".encode() in n]
@@ -617,7 +664,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.model.exists and self.remembered is not None)
     @rule()
     def fall_back(self) -> None:
-        """Redis dies and comes back without its last moments; every connection breaks."""
+        """Restart Redis from its last dump. All connections break."""
         assert self.remembered is not None
         dumped, then = self.remembered
         self.forget_run()
@@ -625,9 +672,9 @@ class Run(RuleBasedStateMachine):
             self.raw.restore(name, ttl_ms, data)
         self.raw.sadd(REGISTRY, self.run)
         covered = self.model.covered
-        self.went_back(then)
+        self.rewind_model(then)
         self.remembered = None
-        # What trims is gone with the tail, but a disk may be ahead of this Redis now.
+        # The trims after the dump are undone, and a checkpoint on disk may be newer than this Redis.
         self.model.covered = min(then.covered, covered)
         self.model.rewound = self.was_rewound = True
         self.merger, self.loaded = None, False
@@ -637,7 +684,7 @@ class Run(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.exists)
     @rule(
-        who=st.sampled_from(["s0", "s1"]),
+        island=st.sampled_from(["s0", "s1"]),
         seed=st.integers(0, 1 << 16),
         ahead=st.integers(-4, 4),
         stale=st.sampled_from([0, 0, 0, 1, 2, 5]),
@@ -645,9 +692,19 @@ class Run(RuleBasedStateMachine):
         how=st.sampled_from(["once", "once", "lost reply", "publish.placed", "publish.done"]),
         farewell=st.booleans(),
     )
-    def publish(self, who: str, seed: int, ahead: int, stale: int, broken: str, how: str, farewell: bool) -> None:
-        """A contribution: in time, early, late, stale, or broken; said once, or twice for want of an answer."""
-        contribution, payload = self.drafted(who, seed, ahead, stale, broken, farewell)
+    def publish(self, island: str, seed: int, ahead: int, stale: int, broken: str, how: str, farewell: bool) -> None:
+        """Publish a contribution that is timely, early, late, stale or invalid.
+
+        Args:
+            island: The name of the island that publishes it.
+            seed: The seed of the contents.
+            ahead: The distance of its round from the next round.
+            stale: The number of versions by which its base is older than the fragment.
+            broken: The defect, if any.
+            how: `once`, `lost reply` (the island publishes twice), or the failpoint at which the island dies.
+            farewell: Whether this is the island's last contribution.
+        """
+        contribution, payload = self.draft_contribution(island, seed, ahead, stale, broken, farewell)
         if broken:
             self.poison.add(contribution.identity_text)
         TRAP.target = how if how.startswith("publish") else ""
@@ -657,8 +714,8 @@ class Run(RuleBasedStateMachine):
                 self.publisher.island.publish(contribution, payload)
         TRAP.target = ""
 
-    def drafted(
-        self, who: str, seed: int, ahead: int, stale: int, broken: str, farewell: bool
+    def draft_contribution(
+        self, island: str, seed: int, ahead: int, stale: int, broken: str, farewell: bool
     ) -> tuple[Contribution, bytes]:
         dice = random.Random(seed)
         number = max(1, self.closed + 1 + ahead)
@@ -670,18 +727,18 @@ class Run(RuleBasedStateMachine):
             payload = payload[: len(payload) // 2]
         steps = dice.randint(1, 9)
         contribution = samples.contribution(
-            payload, island=who, sequence=self.sequences[who], round=number, fragment=p, base=base, steps=steps,
+            payload, island=island, sequence=self.sequences[island], round=number, fragment=p, base=base, steps=steps,
             tokens=steps * CONFIG.tokens_per_step, global_step=self.closed + steps, farewell=farewell,
             step_seconds=dice.random(), loss=dice.choice([2.5, float("nan")]),
             data=f"{dice.randrange(3)}:{dice.randrange(2)}:{dice.choice(['7', '30', 'end'])}",
         )  # fmt: skip
-        self.sequences[who] += 1
+        self.sequences[island] += 1
         return broken_message(contribution, broken), payload
 
     @precondition(lambda self: self.model.exists and self.model.sent)
     @rule(data=st.data())
-    def say_again(self, data: st.DataObject) -> None:
-        """A contribution of any time comes once more."""
+    def resend(self, data: st.DataObject) -> None:
+        """Publish an earlier contribution again."""
         contribution, payload = self.model.sent[data.draw(st.sampled_from(sorted(self.model.sent)))]
         self.publisher.island.publish(contribution, payload)
 
@@ -690,7 +747,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.model.exists)
     @rule(name=st.sampled_from(["i0", "i1", "i2"]))
     def join(self, name: str) -> None:
-        """An island joins; if it is here already, it was killed and returns, with nothing but its name."""
+        """Let an island join. An island of that name that already runs was killed, and lost all its state."""
         self.islands.pop(name, None)
         before = [self.direct.reader.fragment(p) for p in range(2)]
         self.births += 1
@@ -704,13 +761,13 @@ class Run(RuleBasedStateMachine):
         island.beat("joining")
         link.pump()
         givers = self.ask_peers(wire, island, arrivals)
-        assert [self.direct.reader.fragment(p) for p in range(2)] == before, "who joins changes nothing"
+        assert [self.direct.reader.fragment(p) for p in range(2)] == before, "the join changed a fragment"
         if givers:
             giver = givers[island.moments.removeprefix("peer ")]
-            for mine, theirs in zip(
+            for received, given in zip(
                 jax.tree.leaves(island.inner.optimizer), jax.tree.leaves(giver.inner.optimizer), strict=True
             ):
-                assert np.array_equal(np.asarray(mine), np.asarray(theirs))
+                assert np.array_equal(np.asarray(received), np.asarray(given))
         else:
             assert not island.moments.startswith("peer")
         self.check_newcomer(island)
@@ -720,27 +777,27 @@ class Run(RuleBasedStateMachine):
         self.islands[name] = island
 
     def ask_peers(self, wire: Any, island: Island, arrivals: Any) -> dict[str, Island]:
-        """Asks for moments, and lets the others act; who could have given them."""
+        """Ask for moments, and let the other islands answer. Return the islands that could have answered."""
         rejoin = Rejoin(wire, None, island, arrivals, seconds=0.0)
         rejoin.ask()
         asked = rejoin._asked
         for other in self.islands.values():
-            self.let(other)
+            self.pass_boundary(other)
         rejoin.complete(None)
         return dict(self.islands) if asked else {}
 
     def check_newcomer(self, island: Island) -> None:
-        """It holds the run's present parameters, not its own; and has no progress to offer."""
+        """Check that a new island has the run's present parameters, and no progress to publish."""
         for p, rows in enumerate(self.manifest.layout):
             snapshot, payload = self.direct.reader.fragment(p)
-            now_N = np.concatenate([np.asarray(island.inner.params[t.name]).reshape(-1) for t, _ in rows])
-            assert np.array_equal(now_N, unpack(payload, self.manifest.sizes[p]))
+            found_N = np.concatenate([np.asarray(island.inner.params[t.name]).reshape(-1) for t, _ in rows])
+            assert np.array_equal(found_N, unpack(payload, self.manifest.sizes[p]))
             assert island.ledger.counts[p].version == snapshot.version
             assert (island.ledger.counts[p].steps, island.ledger.counts[p].tokens) == (0, 0)
             assert island.ledger.global_step >= snapshot.step
 
-    def let(self, island: Island) -> None:
-        """It passes a step boundary; its connection is what it is."""
+    def pass_boundary(self, island: Island) -> None:
+        """Let an island pass a step boundary, with all communication before and after it."""
         island.link.pump()
         assert island.link.failure is None
         island.boundary()
@@ -750,20 +807,20 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.islands))
     @rule(data=st.data(), steps=st.integers(1, 5))
     def train(self, data: st.DataObject, steps: int) -> None:
-        """An island trains, whether there is a Redis with the run or not."""
-        self.trains(data.draw(st.sampled_from(sorted(self.islands))), steps)
+        """Train an island. This works without Redis too."""
+        self.train_island(data.draw(st.sampled_from(sorted(self.islands))), steps)
 
-    def trains(self, name: str, steps: int) -> None:
+    def train_island(self, name: str, steps: int) -> None:
         island = self.islands[name]
         for _ in range(steps):
-            self.let(island)
+            self.pass_boundary(island)
             island.advance()
             self.trained[f"{island.name}/{island.incarnation}"] += CONFIG.tokens_per_step
 
     @precondition(lambda self: bool(self.islands))
     @rule(data=st.data(), how=st.sampled_from(["silent", "killed", "leaves"]))
     def fall_silent(self, data: st.DataObject, how: str) -> None:
-        """An island was not heard of for an hour, and may return; or is killed; or leaves, as on SIGTERM."""
+        """Let an island stay silent for an hour, kill it, or let it leave as on SIGTERM."""
         name = data.draw(st.sampled_from(sorted(self.islands)))
         if how == "silent":
             self.raw.pexpire(self.keys.island(name), DEAD_MS)
@@ -774,14 +831,14 @@ class Run(RuleBasedStateMachine):
             island.link.pump()
             assert island.link.failure is None
 
-    # -- what must always hold --------------------------------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------------------------------------------
 
     def follow_tape(self) -> None:
-        """The model does again what is new on the tape."""
+        """Recompute the new rounds on the tape in the model."""
         found = self.direct.reader.tape(1 << 20)
         model = self.model
         assert [entry.round for entry in found] == list(range(1, len(found) + 1))
-        assert texts(found[: self.closed]) == texts(model.tape), "the past has changed"
+        assert as_texts(found[: self.closed]) == as_texts(model.tape), "the past has changed"
         for entry in found[self.closed :]:
             poisoned = {m.identity_text for m in entry.members} & self.poison
             assert not poisoned, f"merged {poisoned}"
@@ -798,7 +855,7 @@ class Run(RuleBasedStateMachine):
             self.check_islands()
 
     def check_truth(self) -> None:
-        """Snapshots, outer state, the merger's own state and the cursors are what the tape gives."""
+        """Check that the snapshots, the outer state, the merger's state and the cursors follow from the tape."""
         state, fragments = self.model.history[-1]
         for p, fragment in enumerate(fragments):
             expected, published, _ = bits(fragment)
@@ -810,14 +867,17 @@ class Run(RuleBasedStateMachine):
             if fields and NONSENSE not in fields.values():
                 assert self.direct.merger.outer(p) == expected
         if text := self.direct.reader.merger_state():
-            assert known(RunState.from_json(text)) == known(state)
+            assert determined(RunState.from_json(text)) == determined(state)
         assert self.direct.reader.cursors() == state.cursors
 
     def version(self, p: int) -> int:
         return sum(entry.fragment == p for entry in self.model.tape)
 
     def check_books(self) -> None:
-        """published = merged + refused + pending, in contributions, in tokens, and for each identity."""
+        """Check that published = merged + refused + pending.
+
+        This holds for contributions, for tokens, and for each identity.
+        """
         model, books, pending = self.model, self.direct.reader.books(), self.direct.reader.pending()
         assert books.published == books.merged + books.refused + pending.contributions
         assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
@@ -843,30 +903,31 @@ class Run(RuleBasedStateMachine):
             assert not (model.copies - fates), "a contribution is gone"
 
     def check_islands(self) -> None:
-        """No inner step is merged twice."""
+        """Check that no inner step was merged twice."""
         for p in range(2):
             tokens = Counter[str]()
             for entry in self.model.tape:
                 for m in entry.members if entry.fragment == p else ():
                     tokens[f"{m.island}/{m.incarnation}"] += m.tokens
-            for who, trained in self.trained.items():
-                assert tokens[who] <= trained, f"{who} trained on {trained} tokens, {tokens[who]} are merged"
+            for island, trained in self.trained.items():
+                merged = tokens[island]
+                assert merged <= trained, f"{island} trained on {trained} tokens, but {merged} were merged"
 
     def check_merger(self, serving: Merger) -> None:
-        """Its memory is what the tape gives, to the bit."""
+        """Check that the merger's memory follows from the tape, bit for bit."""
         state, fragments = self.model.history[-1]
-        assert known(serving.state) == known(state)
+        assert determined(serving.state) == determined(state)
         assert [bits(f) for f in serving.fragments] == [bits(f) for f in fragments]
         assert [s.version for s in serving.snapshots] == [self.version(p) for p in range(2)]
         for name in self.model.merged:
             assert serving.state.has_seen(self.model.sent[name][0].identity)
 
     def check_image(self, image: Image) -> None:
-        """A checkpoint holds the run after its round, whole."""
+        """Check that a checkpoint holds the complete run after its round."""
         self.follow_tape()
         state = RunState.from_json(image.state)
         then, fragments = self.model.history[state.closed]
-        assert known(state) == known(then)
+        assert determined(state) == determined(then)
         assert image.cursors == then.cursors
         assert [entry.round for entry in image.tape] == list(range(1, state.closed + 1))
         for fragment, (snapshot, payload), outer_state in zip(fragments, image.snapshots, image.outers, strict=True):
@@ -875,14 +936,14 @@ class Run(RuleBasedStateMachine):
             assert outer_state == (expected if snapshot.version else b"")
 
     def check_finished(self) -> None:
-        """The newest checkpoint holds everything, and nothing merged lies in the stream any more."""
+        """Check that the newest checkpoint covers everything, and that the stream has no merged entries left."""
         if not self.closed:
             return
         assert self.images, "a merger left without a checkpoint"
         image, _ = self.images[max(self.images)]
         found = MergerFolder(self.path / "merger").store.load()
         assert found is not None
-        assert plain(found) == plain(image)
+        assert comparable(found) == comparable(image)
         if not self.model.regrouped:
             assert self.rebuildable()
             assert RunState.from_json(image.state).closed == self.closed
@@ -890,12 +951,12 @@ class Run(RuleBasedStateMachine):
             self.check_record()
 
     def check_record(self) -> None:
-        """The record on disk, unless a part of it was lost, is the whole tape with all contributions."""
+        """Check that the record on disk is the whole tape with all contributions, unless a part was lost."""
         folder = self.path / "merger" / "record"
         if self.was_rewound or not (folder / "begin.bin").exists():
             return
         found = [read(folder).rounds[number] for number in range(1, self.closed + 1)]
-        assert texts([entry for entry, _ in found]) == texts(self.model.tape)
+        assert as_texts([entry for entry, _ in found]) == as_texts(self.model.tape)
         for entry, deliveries in found:
             for member, delivery in zip(entry.members, deliveries, strict=True):
                 contribution, payload = self.model.sent[member.identity_text]
@@ -903,10 +964,10 @@ class Run(RuleBasedStateMachine):
                 assert to_fields(delivery.contribution) == to_fields(contribution)
                 assert delivery.payload == payload
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- end of the run ---------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """All that is under way comes to an end; then the run is made again from disk, to the same bits."""
+        """End the run, and clean up."""
         try:
             self.end()
         finally:
@@ -914,8 +975,9 @@ class Run(RuleBasedStateMachine):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def end(self) -> None:
+        """Let the merger decide about every contribution, then restore the run from disk with the same bits."""
         if not self.model.exists:
-            self.bring_back("")
+            self.restore_run("")
         if self.merger is None:
             self.start("", None)
         if not self.loaded:
@@ -935,12 +997,12 @@ class Run(RuleBasedStateMachine):
         self.leave()
         if self.closed:
             self.lose_everything()
-            self.bring_back("")
+            self.restore_run("")
             self.start("", None)
             self.all_agree()
 
     def decide_everything(self) -> None:
-        """Every island hears and says what there is; then nobody is there to be waited for."""
+        """Let the islands send and receive everything, then go silent, until the merger has decided about all."""
         for _ in range(60):
             for island in self.islands.values():
                 island.link.pump()
@@ -954,7 +1016,7 @@ class Run(RuleBasedStateMachine):
             self.turn(1.0, None, "", fresh=False)
         left = {name: i.link.outbox.unresolved_rounds() for name, i in self.islands.items()}
         raise AssertionError(
-            f"{self.direct.reader.backlog()} contributions are never decided about; unresolved: {left}"
+            f"the merger never decides about {self.direct.reader.backlog()} contributions; unresolved: {left}"
         )
 
 
@@ -977,21 +1039,21 @@ def broken_message(contribution: Contribution, broken: str) -> Contribution:
     return replace(contribution, **changes.get(broken, {}))
 
 
-def hunt(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, full: int) -> None:
-    # Small payloads travel as the large ones do, and processes die where they are told to.
+def check_run_on(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, full: int) -> None:
+    """Run the state machine. Small payloads are split into chunks too, and processes die at the trap's failpoint."""
     monkeypatch.setattr(archipelago.broker.redis.chunks, "INLINE_BYTES", 64)
     monkeypatch.setattr(archipelago.broker.redis.chunks, "CHUNK_BYTES", 100)
     for module in TRAPPED:
         monkeypatch.setattr(module, "failpoint", TRAP.reach)
     transport = connect(url, "machine")
     try:
-        play(machine(transport, folder), settings=bounds(full))
+        run_state_machine_as_test(machine(transport, folder), settings=bounds(full))
     finally:
         transport.close()
 
 
 def machine(transport: RedisTransport, folder: Path) -> type[Run]:
-    """The state machine on that Redis, with its disks in `folder`."""
+    """Return the state machine for this Redis. Checkpoints go to `folder`."""
     return type(
         "Run",
         (Run,),
@@ -1009,8 +1071,8 @@ def bounds(full: int) -> settings:
 
 
 def test_a_run_on_a_real_server(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hunt(server.url, tmp_path, monkeypatch, full=16)
+    check_run_on(server.url, tmp_path, monkeypatch, full=16)
 
 
 def test_a_run_on_fakeredis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hunt(f"fakeredis://machine-{os.getpid()}", tmp_path, monkeypatch, full=4)
+    check_run_on(f"fakeredis://machine-{os.getpid()}", tmp_path, monkeypatch, full=4)
