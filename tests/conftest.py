@@ -29,7 +29,10 @@ HOME_VARIABLE = "ARCHIPELAGO_TEST_HOME"
 
 
 def _make_home() -> None:
-    """Point everything that looks for the user's folders at a new one. Workers of pytest-xdist inherit it."""
+    """Create a new home folder, and set the environment variables that point to it.
+
+    Workers of pytest-xdist inherit these variables.
+    """
     if HOME_VARIABLE in os.environ:
         return
     home = tempfile.mkdtemp(prefix="archipelago-tests-")
@@ -51,18 +54,21 @@ def pytest_configure() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the workers are still using the folder when they end
+    if not hasattr(config, "workerinput"):  # Only the main process deletes the folder, after all workers have ended.
         shutil.rmtree(os.environ[HOME_VARIABLE], ignore_errors=True)
 
 
 Until = Callable[..., None]
-#: Slow machines need longer; the suite's own timeout is longer still.
+#: The longest wait, in seconds. It suffices on a slow machine, and is below the timeout of the suite.
 PATIENCE_SECONDS = 300.0
 
 
 @pytest.fixture(scope="session")
 def until() -> Until:
-    """`until(predicate, what)` polls until the predicate holds, and fails with `what` after a very long wait."""
+    """A function `until(predicate, what)` that polls until the predicate holds.
+
+    After a very long wait it fails with `what` as its message.
+    """
 
     def wait(holds: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
         deadline = time.monotonic() + seconds
@@ -75,7 +81,7 @@ def until() -> Until:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended. A zombie, which its parent has not reaped yet, counts as ended."""
+    """Return whether the process has ended. A zombie counts as ended: only its parent has not reaped it yet."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -84,18 +90,18 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real Redis or Valkey for the whole session. An installed package brings one."""
+    """A real Redis or Valkey server for the whole session. It is part of an installed package."""
     with start_server(tmp_path_factory.mktemp("server") / "redis") as running:
         yield running
 
 
-#: A worker that holds more than this drops what JAX compiled. JAX finds most of it again in the session's folder.
+#: Above this much memory a worker drops its compiled programs. JAX reloads most of them from the session's cache.
 MEMORY_BYTES_MAX = 1 << 30
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _bounded_memory() -> Iterator[None]:
-    """Keep the memory of a worker bounded: compiled programs of every module would pile up."""
+    """Limit the memory of a worker. The compiled programs of all modules would accumulate otherwise."""
     yield
     if psutil.Process().memory_info().rss > MEMORY_BYTES_MAX:
         import jax
@@ -106,7 +112,7 @@ def _bounded_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test in a folder of its own, without the variables that point workers at a run."""
+    """Run each test in its own folder, without the environment variables that name a run."""
     for name in ("ARCHIPELAGO_URL", "ARCHIPELAGO_RUN", "ARCHIPELAGO_DATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

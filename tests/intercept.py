@@ -12,19 +12,19 @@ from archipelago.broker.transport import Image, IslandClient, MergerClient, Read
 
 
 class _Client:
-    """One of a connection's clients."""
+    """One client of a connection, whose methods go through `intercept`."""
 
     def __init__(self, inner: Any, intercept: Callable[..., Any]) -> None:
         self._inner, self._intercept = inner, intercept
 
     def __getattr__(self, name: str) -> Any:
         call = partial(self._intercept, name, getattr(self._inner, name))
-        setattr(self, name, call)  # so the next access does not come here
+        setattr(self, name, call)  # The next access finds this attribute directly.
         return call
 
 
 class Intercepted:
-    """A connection that passes each call to `intercept`. Subclasses override that."""
+    """A connection that passes each call to `intercept`. Subclasses override this method."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -34,7 +34,7 @@ class Intercepted:
         self.merger = cast(MergerClient, _Client(inner.merger, self.intercept))
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the answer to one call. `name` is that of the method."""
+        """Return the result of one call. `name` is the name of the method."""
         return method(*args, **kwargs)
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:

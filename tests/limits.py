@@ -1,4 +1,4 @@
-"""A limit on the memory that something takes: on what Python's allocators hold, and on what is asked of the system."""
+"""A limit on the memory that a block of code takes, from Python's allocators and from the system."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+#: Address space beyond the limit. An allocator reserves more than its callers request (glibc: 128 MiB for an arena).
 SLACK_BYTES = 256 << 20
-"""of addresses beside the limit: an allocator asks for more than is asked of it (glibc for an arena: 128 MiB)"""
 _STATM = Path("/proc/self/statm")
 
 
 @contextmanager
 def memory_below(limit: int) -> Iterator[None]:
-    """Fails when Python's allocators, numpy's and zstandard's output among them, ever hold more than `limit` bytes.
+    """Fail if the block holds more than `limit` bytes from Python's allocators at any time.
 
-    What a library takes past them (a decompressor's window) is bounded where there is a /proc: beyond `limit` and
-    SLACK_BYTES of new addresses the system gives none, and a MemoryError says so.
+    Arrays of numpy and the output of zstandard count too. Other memory of a library, such as a decompressor's window,
+    is limited on systems with /proc: there the system refuses more than `limit` + SLACK_BYTES of new address space.
+
+    Raises:
+        MemoryError: The system refused the address space.
     """
     tracemalloc.start()
     try:
@@ -32,7 +35,7 @@ def memory_below(limit: int) -> Iterator[None]:
 
 @contextmanager
 def _addresses_below(more: int) -> Iterator[None]:
-    """For the whole process, its other threads included."""
+    """Limit the new address space of the whole process, including its other threads."""
     if not _STATM.exists():
         yield
         return

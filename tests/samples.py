@@ -1,4 +1,4 @@
-"""Small valid values of the messages, for tests to bend."""
+"""Small valid messages, which tests change as they need."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ from archipelago.broker.wire import digest, pack
 
 
 def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 4) -> Manifest:
-    """A run of four tensors in two fragments; `width` makes them larger."""
+    """Return the manifest of a run with four tensors in two fragments. `width` scales their size."""
     tensors = (
         Tensor("embedding", (8, width), "embedding"),
         Tensor("layers.0", (4, width)),
         Tensor("layers.1", (width, 3)),
         Tensor("norm", (width,)),
     )
-    config = config or RunConfig(
-        inner=InnerConfig(steps=2000), wire=WireConfig(thin="int4", down="float32")
-    )  # pinned: defaults may change
-    # `contribution` sends what `pack` makes of float32.
+    # These settings are explicit, so that a changed default does not change the tests.
+    config = config or RunConfig(inner=InnerConfig(steps=2000), wire=WireConfig(thin="int4", down="float32"))
+    # The payloads of `packed` use the float32 codec.
     config = replace(config, sync=replace(config.sync, fragments=2), wire=replace(config.wire, up="float32"))
     return Manifest(run, config, tensors, balanced(tensors, 2), Corpus("text", "0" * 32, 1000), {"jax": "1"})
 
 
 def first_snapshots(of: Manifest, value: float = 0.0) -> list[tuple[Snapshot, bytes]]:
-    """Version 0 of each fragment, all elements equal."""
+    """Return version 0 of each fragment. All elements equal `value`."""
     out = []
     for p, size in enumerate(of.sizes):
         payload = pack(np.full(size, value, np.float32), "float32", 1)
@@ -52,7 +51,10 @@ def first_snapshots(of: Manifest, value: float = 0.0) -> list[tuple[Snapshot, by
 
 
 def contribution(payload: bytes = b"payload", **changes: Any) -> Contribution:
-    """Island `a`, incarnation `x`, sequence 0, round 1, fragment 0; with these changes."""
+    """Return a contribution of island `a`, incarnation `x`, with sequence 0, round 1 and fragment 0.
+
+    `changes` replaces some of its fields.
+    """
     base = Contribution(
         island="a", incarnation="x", sequence=0, round=1, fragment=0, base=0, tokens=100, steps=4, global_step=4,
         loss=2.5, step_seconds=1.0, farewell=False, codec="float32", bytes=len(payload), digest=digest(payload),
@@ -61,13 +63,13 @@ def contribution(payload: bytes = b"payload", **changes: Any) -> Contribution:
 
 
 def packed(values_N: Vector, **changes: Any) -> tuple[Contribution, bytes]:
-    """A contribution with those values as its payload."""
+    """Return a contribution whose payload holds `values_N`, and that payload."""
     payload = pack(values_N, "float32", 1)
     return contribution(payload, **changes), payload
 
 
 def heartbeat(island: str = "a", state: str = "training", **changes: Any) -> Heartbeat:
-    """An island's heartbeat."""
+    """Return a heartbeat of an island. `changes` replaces some of its fields."""
     base = Heartbeat(
         island=island, incarnation="x", state=state, host="h", pid=1, device="cpu", steps=10, global_step=10,
         tokens=1000, tokens_per_second=100.0, step_seconds=0.1, loss=2.0, staleness=0.0, backlog=0, sent=1, refused=0,
@@ -78,7 +80,7 @@ def heartbeat(island: str = "a", state: str = "training", **changes: Any) -> Hea
 
 
 def commit(entries: list[str], payload: bytes = b"new", round_number: int = 1, **changes: Any) -> Commit:
-    """A commit of that round of fragment 0 that merges those entries."""
+    """Return the commit of a round of fragment 0 that merges `entries`."""
     version = (round_number + 1) // 2
     member = Member("a", "x", 0, 0, 0, 1.0, 1.0, 100, 4, 2.5)
     tape = TapeEntry(round_number, 0, version, 1, 4, 1.0, 0.1, 0.2, 0.3, 1, 7, 2.5, digest(payload), (member,))
@@ -88,7 +90,7 @@ def commit(entries: list[str], payload: bytes = b"new", round_number: int = 1, *
 
 
 def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
-    """A run with one island; of its three contributions one is merged, and two wait."""
+    """Return a connection to a run with one island, one merged contribution and two pending ones."""
     transport = MemoryBroker(clock=lambda: 100.0).connect("sample")
     found = manifest()
     transport.create(found, first_snapshots(found))
@@ -104,17 +106,17 @@ def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
 
 
 def actions(index: int = 0, **changes: Any) -> Actions:
-    """Actions of island `a`, incarnation `x`."""
+    """Return actions of island `a`, incarnation `x`."""
     return replace(Actions(island="a", incarnation="x", index=index, text="step step"), **changes)
 
 
 def handover(payload: bytes = b"moments", **changes: Any) -> Handover:
-    """Inner optimiser state of island `b`, incarnation `y`."""
+    """Return the header of inner optimiser state from island `b`, incarnation `y`."""
     return replace(Handover("b", "y", 7, 40, len(payload), digest(payload)), **changes)
 
 
 def image(of: Manifest, pending: list[tuple[Contribution, bytes]], outer: bytes = b"outer", **changes: Any) -> Image:
-    """Checkpoint 3 of a run that has merged one round of fragment 0, and refused one contribution."""
+    """Return checkpoint 3 of a run that merged one round of fragment 0 and refused one contribution."""
     closed = commit([])
     payload = pack(np.full(of.sizes[0], 1.0, np.float32), "float32", 1)
     snapshot = replace(closed.snapshot, bytes=len(payload), digest=digest(payload))

@@ -10,17 +10,17 @@ from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import build
 
 _DEFAULT = RunConfig()
+#: The configuration of a run that takes a second or two.
 SMALL = replace(
     _DEFAULT,
     data=replace(_DEFAULT.data, sequence_length=32, batch_size=4, shards=8, held_out_sequences=32),
     inner=replace(_DEFAULT.inner, steps=48, warmup_steps=4),
     sync=replace(_DEFAULT.sync, interval=12, fragments=6),
 )
-"""Runs of a second or two."""
 
 
 def compiled(config: RunConfig) -> InnerSteps:
-    """Inner steps of the tiny model."""
+    """Return the compiled inner steps of the tiny model."""
     return _compiled(config.inner)
 
 

@@ -10,14 +10,18 @@ import os
 
 #: Set to `full` by `make test-all`.
 TIER_VARIABLE = "ARCHIPELAGO_TESTS"
+#: The quick tier runs one in this many examples of a property test.
 QUICK_SHARE = 10
 
 
 def is_full() -> bool:
-    """Whether the full tier runs."""
+    """Return whether the full tier runs."""
     return os.environ.get(TIER_VARIABLE) == "full"
 
 
 def examples(full: int) -> int:
-    """How many examples a property test tries: `full` of them in the full tier, else about a tenth, at least five."""
+    """Return the number of examples of a property test.
+
+    The full tier runs `full` examples. The quick tier runs about a tenth of them, and at least five.
+    """
     return full if is_full() else max(5, full // QUICK_SHARE)

@@ -1,4 +1,4 @@
-"""One suite over every transport: in memory, on fakeredis, on a real server."""
+"""Contract tests of the transports. Each test runs in memory, on fakeredis and on a real server."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tests import samples
 
 Connect = Callable[[], Transport]
 WIDTH = 100_000
+#: A payload that the Redis transports split into chunks.
 LARGE = bytes(range(256)) * 10_000
-"""Travels in chunks where there are any."""
 BOTH_SIZES = pytest.mark.parametrize("payload", [b"payload", LARGE], ids=["inline", "chunks"])
 REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "it was too old")
 
 
 @pytest.fixture(params=["memory", "fakeredis", "redis"])
 def connections(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Opens connections to one run, which does not exist yet."""
+    """A function that opens connections to one run. The run does not exist yet."""
     run = f"run-{uuid.uuid4().hex[:8]}"
     opened: list[Transport] = []
     memory = MemoryBroker()
@@ -68,19 +68,19 @@ def transport(connections: Connect) -> Transport:
     return made
 
 
-def served(transport: Transport) -> int:
+def acquire_lease(transport: Transport) -> int:
     epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
     return epoch
 
 
-def published(transport: Transport, count: int, payload: bytes = b"payload") -> list[str]:
-    """Entries of so many contributions of island `a`, numbered from 0."""
+def publish(transport: Transport, count: int, payload: bytes = b"payload") -> list[str]:
+    """Publish `count` contributions of island `a`, numbered from 0, and return their entries."""
     return [transport.island.publish(samples.contribution(payload, sequence=n), payload) for n in range(count)]
 
 
-def forgotten(transport: Transport, connections: Connect) -> Transport:
-    """The same run once somebody has deleted its manifest by hand, and nothing else."""
+def delete_manifest(transport: Transport, connections: Connect) -> Transport:
+    """Delete only the manifest of the run, and return a new connection to it."""
     if isinstance(transport, MemoryTransport):
         del transport._broker.runs[transport.run]
     else:
@@ -93,7 +93,7 @@ def gone(entry: str) -> Delivery:
     return Delivery(entry, None, b"", "the entry is gone")
 
 
-def test_a_run_that_nobody_created_is_unknown(connections: Connect) -> None:
+def test_a_run_that_was_not_created_is_unknown(connections: Connect) -> None:
     transport = connections()
     with pytest.raises(UnknownRunError):
         transport.reader.manifest()
@@ -101,7 +101,7 @@ def test_a_run_that_nobody_created_is_unknown(connections: Connect) -> None:
         transport.merger.acquire("merger", 10.0)
 
 
-def test_creating_makes_manifest_and_fragments(transport: Transport, connections: Connect) -> None:
+def test_creating_a_run_writes_the_manifest_and_the_fragments(transport: Transport, connections: Connect) -> None:
     other = connections()
     assert other.reader.manifest() == samples.manifest(transport.run, width=WIDTH)
     for expected in samples.first_snapshots(other.reader.manifest()):
@@ -109,7 +109,7 @@ def test_creating_makes_manifest_and_fragments(transport: Transport, connections
     assert transport.run in other.reader.runs()
 
 
-def test_a_run_is_created_once(transport: Transport, connections: Connect) -> None:
+def test_a_run_cannot_be_created_twice(transport: Transport, connections: Connect) -> None:
     manifest = samples.manifest(transport.run, width=WIDTH)
     with pytest.raises(RunExistsError):
         connections().create(manifest, samples.first_snapshots(manifest, value=1.0))
@@ -130,10 +130,10 @@ def test_contributions_arrive_in_order_and_once(transport: Transport, connection
     assert transport.reader.books() == Books(published=3, published_tokens=300, bytes_up=3 * len(payload))
 
 
-def test_what_was_read_and_not_ended_is_there_after_a_restart(transport: Transport, connections: Connect) -> None:
+def test_unacknowledged_contributions_survive_a_restart(transport: Transport, connections: Connect) -> None:
     for n in range(3):
         transport.island.publish(samples.contribution(sequence=n), b"payload")
-    epoch = served(transport)
+    epoch = acquire_lease(transport)
     first, second, third = transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([second.entry]))
     assert connections().merger.unacknowledged() == [first, third]
@@ -151,7 +151,7 @@ def test_reading_waits_for_a_contribution(transport: Transport, connections: Con
 def test_a_commit_changes_everything_at_once(transport: Transport, connections: Connect, payload: bytes) -> None:
     entry = transport.island.publish(samples.contribution(payload), payload)
     assert transport.island.holds(entry)
-    epoch = served(transport)
+    epoch = acquire_lease(transport)
     (delivery,) = transport.merger.updates(0.0)
     assert delivery.entry == entry
     commit = samples.commit([delivery.entry], payload, outer=payload + b"!")
@@ -163,22 +163,22 @@ def test_a_commit_changes_everything_at_once(transport: Transport, connections: 
     assert other.reader.tape(10) == [commit.tape]
     assert [event for _, event in other.reader.events(START, 0.0)] == [commit.snapshot]
     assert other.reader.backlog() == 0
-    assert other.island.holds(entry)  # until a checkpoint covers it
+    assert other.island.holds(entry)  # Redis keeps it until a checkpoint covers it.
     assert other.merger.unacknowledged() == []
     assert other.reader.books() == Books(1, 100, 1, 100, 0, 0, len(payload), len(payload), kept=1)
 
 
-def test_a_newer_snapshot_replaces_the_older(transport: Transport) -> None:
-    epoch = served(transport)
+def test_a_newer_snapshot_replaces_the_older_one(transport: Transport) -> None:
+    epoch = acquire_lease(transport)
     transport.merger.commit(epoch, samples.commit([], LARGE, 1))
     transport.merger.commit(epoch, samples.commit([], LARGE[::-1], 3))
     snapshot, payload = transport.reader.fragment(0)
     assert (snapshot.version, payload) == (2, LARGE[::-1])
 
 
-def test_refusals_end_a_contribution_and_are_told(transport: Transport, connections: Connect) -> None:
+def test_a_refusal_is_an_event_and_ends_the_contribution(transport: Transport, connections: Connect) -> None:
     transport.island.publish(samples.contribution(), b"payload")
-    epoch = served(transport)
+    epoch = acquire_lease(transport)
     (delivery,) = transport.merger.updates(0.0)
     refusal = Refusal("a", "x", 0, 1, 0, 100, "it was too old")
     transport.merger.refuse(epoch, [(delivery.entry, refusal)])
@@ -188,7 +188,7 @@ def test_refusals_end_a_contribution_and_are_told(transport: Transport, connecti
 
 
 def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) -> None:
-    kept, _ = published(transport, 2)
+    kept, _ = publish(transport, 2)
     transport.island.record_actions(samples.actions())
     old = transport.merger.acquire("first", 10.0)
     assert old is not None
@@ -220,7 +220,7 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
     assert newer.reader.backlog() == 0
 
 
-def test_one_merger_holds_the_lease(transport: Transport, connections: Connect) -> None:
+def test_only_one_merger_holds_the_lease(transport: Transport, connections: Connect) -> None:
     epoch = transport.merger.acquire("first", 10.0)
     assert epoch is not None
     assert connections().merger.acquire("second", 10.0) is None
@@ -229,14 +229,14 @@ def test_one_merger_holds_the_lease(transport: Transport, connections: Connect) 
     assert connections().merger.acquire("second", 10.0) is not None
 
 
-def test_a_lease_runs_out(transport: Transport, connections: Connect, until: Callable[..., None]) -> None:
+def test_a_lease_expires(transport: Transport, connections: Connect, until: Callable[..., None]) -> None:
     transport.merger.acquire("first", 0.05)
     other = connections()
     until(lambda: other.merger.acquire("second", 10.0), "the lease to run out")
 
 
-def test_events_are_read_from_any_place(transport: Transport) -> None:
-    epoch = served(transport)
+def test_events_can_be_read_from_any_id(transport: Transport) -> None:
+    epoch = acquire_lease(transport)
     assert transport.reader.last_event() == START
     transport.merger.announce(epoch, Call(1, 0))
     after_first = transport.reader.last_event()
@@ -248,7 +248,7 @@ def test_events_are_read_from_any_place(transport: Transport) -> None:
 
 
 def test_events_wait_for_the_first(transport: Transport, connections: Connect) -> None:
-    epoch = served(transport)
+    epoch = acquire_lease(transport)
     caller = threading.Timer(0.05, lambda: transport.merger.announce(epoch, Call(1, 0)))
     caller.start()
     found = connections().reader.events(START, 10.0)
@@ -272,14 +272,14 @@ def test_evaluations_are_kept_in_order(transport: Transport) -> None:
     assert [e.bits_per_byte for e in transport.reader.evaluations()] == [5.0, 4.0, 3.0]
 
 
-def test_the_tape_gives_its_end(transport: Transport) -> None:
-    epoch = served(transport)
+def test_the_tape_returns_its_newest_entries(transport: Transport) -> None:
+    epoch = acquire_lease(transport)
     for round_number in (1, 3, 5):
         transport.merger.commit(epoch, samples.commit([], round_number=round_number))
     assert [entry.round for entry in transport.reader.tape(2)] == [3, 5]
 
 
-def test_a_fresh_run_has_nothing(transport: Transport) -> None:
+def test_a_new_run_is_empty(transport: Transport) -> None:
     assert transport.reader.merger_state() == ""
     assert transport.merger.outer(0) == b""
     assert transport.reader.books() == Books()
@@ -296,8 +296,8 @@ def test_a_fresh_run_has_nothing(transport: Transport) -> None:
     assert transport.merger.read([]) == []
 
 
-def test_a_marker_is_told_like_any_event(transport: Transport) -> None:
-    transport.merger.announce(served(transport), Marker(1, 0))
+def test_a_marker_is_an_event(transport: Transport) -> None:
+    transport.merger.announce(acquire_lease(transport), Marker(1, 0))
     assert [event for _, event in transport.reader.events(START, 0.0)] == [Marker(1, 0)]
 
 
@@ -305,18 +305,18 @@ def test_a_marker_is_told_like_any_event(transport: Transport) -> None:
 
 
 @BOTH_SIZES
-def test_what_is_merged_can_be_read_again_until_it_is_trimmed(
+def test_merged_entries_can_be_read_until_they_are_trimmed(
     transport: Transport, connections: Connect, payload: bytes
 ) -> None:
-    entries = published(transport, 3, payload)
-    epoch = served(transport)
+    entries = publish(transport, 3, payload)
+    epoch = acquire_lease(transport)
     found = [delivery.with_payload() for delivery in transport.merger.updates(0.0)]
     transport.merger.commit(epoch, samples.commit(entries[:2], tokens=200))
     other = connections()
-    assert other.merger.read(entries[::-1]) == found[::-1]  # merged or not, in the order asked for
+    assert other.merger.read(entries[::-1]) == found[::-1]  # The order is that of the argument.
     assert (other.reader.backlog(), other.reader.pending(), other.reader.books().kept) == (1, Pending(1, 100), 2)
     transport.merger.trim(epoch, entries)
-    assert other.merger.read(entries) == [gone(entries[0]), gone(entries[1]), found[2]]  # what waits is not let go of
+    assert other.merger.read(entries) == [gone(entries[0]), gone(entries[1]), found[2]]  # Pending entries stay.
     assert [other.island.holds(entry) for entry in entries] == [False, False, True]
     assert (other.reader.backlog(), other.reader.pending(), other.reader.books().kept) == (1, Pending(1, 100), 0)
     assert [delivery.with_payload() for delivery in other.merger.unacknowledged()] == [found[2]]
@@ -325,9 +325,9 @@ def test_what_is_merged_can_be_read_again_until_it_is_trimmed(
 
 
 @BOTH_SIZES
-def test_a_commit_lets_go_of_what_is_covered(transport: Transport, payload: bytes) -> None:
-    first, second, third, fourth = published(transport, 4, payload)
-    epoch = served(transport)
+def test_a_commit_trims_covered_entries(transport: Transport, payload: bytes) -> None:
+    first, second, third, fourth = publish(transport, 4, payload)
+    epoch = acquire_lease(transport)
     waiting = transport.merger.updates(0.0)[3]
     transport.merger.commit(epoch, samples.commit([first, second]))
     transport.merger.commit(epoch, samples.commit([third], round_number=3, trim=[first, third, fourth]))
@@ -336,18 +336,18 @@ def test_a_commit_lets_go_of_what_is_covered(transport: Transport, payload: byte
     assert transport.merger.unacknowledged() == [waiting]
 
 
-def test_what_is_gone_is_not_counted_as_kept(transport: Transport) -> None:
-    first, second = published(transport, 2)
-    epoch = served(transport)
+def test_deleted_entries_do_not_count_as_kept(transport: Transport) -> None:
+    first, second = publish(transport, 2)
+    epoch = acquire_lease(transport)
     transport.merger.updates(0.0)
     transport.merger.refuse(epoch, [(first, REFUSAL)])
     transport.merger.commit(epoch, samples.commit([first, second], trim=[first]))
     assert (transport.reader.backlog(), transport.reader.books().kept) == (0, 1)
 
 
-def test_a_commit_that_is_said_again_keeps_nothing_twice(transport: Transport) -> None:
-    entries = published(transport, 2)
-    epoch = served(transport)
+def test_a_repeated_commit_counts_kept_entries_once(transport: Transport) -> None:
+    entries = publish(transport, 2)
+    epoch = acquire_lease(transport)
     transport.merger.updates(0.0)
     for _ in range(2):
         transport.merger.commit(epoch, samples.commit(entries[:1]))
@@ -358,9 +358,9 @@ def test_a_commit_that_is_said_again_keeps_nothing_twice(transport: Transport) -
     )
 
 
-def test_a_refusal_touches_nothing_that_is_merged_and_counts_once(transport: Transport) -> None:
-    kept, refused = published(transport, 2)
-    epoch = served(transport)
+def test_a_refusal_keeps_merged_entries_and_counts_once(transport: Transport) -> None:
+    kept, refused = publish(transport, 2)
+    epoch = acquire_lease(transport)
     transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([kept]))
     last = transport.reader.last_event()
@@ -371,20 +371,20 @@ def test_a_refusal_touches_nothing_that_is_merged_and_counts_once(transport: Tra
     assert [event for _, event in transport.reader.events(last, 0.0)] == [REFUSAL]
 
 
-def test_pending_counts_entry_by_entry(transport: Transport, connections: Connect) -> None:
+def test_pending_counts_contributions_and_tokens(transport: Transport, connections: Connect) -> None:
     for n in range(5):
         transport.island.publish(samples.contribution(sequence=n, tokens=10**n), b"payload")
-    epoch = served(transport)
-    merged, refused, *_ = transport.merger.updates(0.0, count=3)  # two more that nobody read yet
+    epoch = acquire_lease(transport)
+    merged, refused, *_ = transport.merger.updates(0.0, count=3)  # Two more entries were never read.
     transport.merger.commit(epoch, samples.commit([merged.entry]))
     transport.merger.refuse(epoch, [(refused.entry, REFUSAL)])
     assert connections().reader.pending() == Pending(3, 11100)
     assert connections().reader.backlog() == 3
 
 
-def test_many_entries_are_counted_too(transport: Transport) -> None:
-    entries = published(transport, 600)
-    epoch = served(transport)
+def test_many_entries_are_counted_correctly(transport: Transport) -> None:
+    entries = publish(transport, 600)
+    epoch = acquire_lease(transport)
     while transport.merger.updates(0.0, count=500):
         pass
     transport.merger.commit(epoch, samples.commit(entries[::2]))
@@ -397,7 +397,7 @@ def test_many_entries_are_counted_too(transport: Transport) -> None:
 # -- actions -------------------------------------------------------------------------------------------------------
 
 
-def test_actions_are_read_in_order_and_from_any_place(transport: Transport, connections: Connect) -> None:
+def test_actions_are_read_in_order_from_any_id(transport: Transport, connections: Connect) -> None:
     transport.island.record_actions(samples.actions(0))
     transport.island.publish(samples.contribution(), b"payload", samples.actions(1))
     transport.island.publish(samples.contribution(sequence=1), b"payload")
@@ -412,11 +412,11 @@ def test_actions_are_read_in_order_and_from_any_place(transport: Transport, conn
     assert transport.reader.backlog() == 2
 
 
-def test_actions_go_up_to_an_id(transport: Transport) -> None:
+def test_actions_are_trimmed_up_to_an_id(transport: Transport) -> None:
     for n in range(3):
         transport.island.record_actions(samples.actions(n))
     found = transport.merger.actions(START)
-    epoch = served(transport)
+    epoch = acquire_lease(transport)
     transport.merger.trim(epoch, [])
     assert transport.merger.actions(START) == found
     transport.merger.trim(epoch, [], found[1][0])
@@ -428,14 +428,14 @@ def test_actions_go_up_to_an_id(transport: Transport) -> None:
 # -- leases on data -----------------------------------------------------------------------------------------------
 
 
-def test_nobody_gets_the_same_shard(transport: Transport, connections: Connect) -> None:
+def test_no_two_islands_lease_the_same_shard(transport: Transport, connections: Connect) -> None:
     other, shards = connections(), ["0", "1", "site/2"]
     for island in ("a", "b"):
         transport.island.heartbeat(samples.heartbeat(island))
     assert transport.island.lease_shard(shards, "a/x") == Place("0", 0, 0)
     assert other.island.lease_shard(shards, "b/x") == Place("1", 0, 0)
     assert other.island.lease_shard(["0"], "b/x") is None
-    assert transport.island.lease_shard(shards, "a/x") == Place("0", 0, 0), "who asks again was never told"
+    assert transport.island.lease_shard(shards, "a/x") == Place("0", 0, 0), "a repeated request got another shard"
     assert transport.island.lease_shard(shards[1:], "a/x") == Place("site/2", 0, 0)
     assert other.island.lease_shard(["0", "site/2"], "b/x") is None
     assert other.island.leased([*shards, "3"], "a/x") == {"0", "site/2"}
@@ -445,18 +445,18 @@ def test_nobody_gets_the_same_shard(transport: Transport, connections: Connect) 
     assert transport.reader.cursors() == {}
 
 
-def test_many_lease_at_the_same_time(transport: Transport, connections: Connect) -> None:
+def test_concurrent_leases_do_not_overlap(transport: Transport, connections: Connect) -> None:
     shards = [str(n) for n in range(8)]
     found: list[str] = []
     for n in range(4):
         transport.island.heartbeat(samples.heartbeat(f"i{n}"))
 
-    def lease(island: Transport, me: str) -> None:
-        mine: list[str] = []
+    def lease(island: Transport, worker: str) -> None:
+        leased: list[str] = []
         for _ in range(2):
-            place = island.island.lease_shard([shard for shard in shards if shard not in mine], me)
-            mine.append(place.shard if place else "none")
-        found.extend(mine)
+            place = island.island.lease_shard([shard for shard in shards if shard not in leased], worker)
+            leased.append(place.shard if place else "none")
+        found.extend(leased)
 
     threads = [threading.Thread(target=lease, args=(connections(), f"i{n}/x")) for n in range(4)]
     for thread in threads:
@@ -469,18 +469,18 @@ def test_many_lease_at_the_same_time(transport: Transport, connections: Connect)
 def test_a_merged_contribution_moves_the_cursor(transport: Transport, connections: Connect) -> None:
     transport.island.heartbeat(samples.heartbeat())
     transport.island.lease_shard(["3", "4"], "a/x")
-    epoch = served(transport)
+    epoch = acquire_lease(transport)
     transport.merger.commit(epoch, samples.commit([], cursors={"3": (0, 96), "4": (0, 8)}))
     assert connections().reader.cursors() == {"3": (0, 96), "4": (0, 8)}
     assert transport.island.leased(["3", "4"], "a/x") == {"3"}
     assert connections().island.lease_shard(["3", "4"], "b/y") == Place("4", 0, 8)
 
 
-def test_a_lease_ends_with_its_pass(transport: Transport, connections: Connect) -> None:
+def test_a_lease_ends_with_its_pass_over_the_shard(transport: Transport, connections: Connect) -> None:
     for island in ("a", "b"):
         transport.island.heartbeat(samples.heartbeat(island))
     transport.island.lease_shard(["0"], "a/x")
-    epoch = served(transport)
+    epoch = acquire_lease(transport)
     transport.merger.commit(epoch, samples.commit([], cursors={"0": (1, 0)}))
     assert transport.island.leased(["0"], "a/x") == frozenset()
     assert connections().island.lease_shard(["0"], "b/x") == Place("0", 1, 0)
@@ -488,17 +488,15 @@ def test_a_lease_ends_with_its_pass(transport: Transport, connections: Connect) 
     assert transport.island.leased(["0"], "b/x") == {"0"}
 
 
-def test_a_shard_goes_on_with_another_when_its_holder_is_gone_and_merged(
-    transport: Transport, connections: Connect
-) -> None:
+def test_a_shard_is_released_when_its_holder_has_left_and_is_merged(transport: Transport, connections: Connect) -> None:
     island = connections()
     island.island.heartbeat(samples.heartbeat())
     island.island.lease_shard(["0"], "a/x")
     assert transport.island.lease_shard(["0"], "b/y") is None
     island.island.publish(samples.contribution(), b"payload")
     island.island.heartbeat(samples.heartbeat(state="left"))
-    assert transport.island.lease_shard(["0"], "b/y") is None  # what it published may yet move the cursor
-    epoch = served(transport)
+    assert transport.island.lease_shard(["0"], "b/y") is None  # Its pending contribution may still move the cursor.
+    epoch = acquire_lease(transport)
     (delivery,) = transport.merger.updates(0.0)
     assert transport.island.lease_shard(["0"], "b/y") is None
     transport.merger.commit(epoch, samples.commit([delivery.entry], cursors={"0": (0, 40)}))
@@ -516,15 +514,15 @@ def test_a_new_incarnation_takes_over_from_the_old_one(transport: Transport) -> 
     assert transport.island.lease_shard(["0", "2", "1"], "a/z") == Place("1", 0, 0)
 
 
-def test_the_first_says_which_text_a_corpus_is(transport: Transport, connections: Connect) -> None:
+def test_the_first_registration_fixes_the_digest_of_a_corpus(transport: Transport, connections: Connect) -> None:
     assert transport.island.register_corpus("site", "1" * 32) == "1" * 32
     assert connections().island.register_corpus("site", "2" * 32) == "1" * 32
     assert connections().island.register_corpus("other", "2" * 32) == "2" * 32
     assert transport.reader.cursors() == {}
 
 
-def test_memory_is_a_number_of_bytes(transport: Transport) -> None:
-    published(transport, 3)
+def test_memory_is_reported_in_bytes(transport: Transport) -> None:
+    publish(transport, 3)
     found = transport.reader.memory()
     assert isinstance(found, Memory)
     assert found.used >= 0
@@ -536,10 +534,10 @@ def test_memory_is_a_number_of_bytes(transport: Transport) -> None:
 # -- between islands ----------------------------------------------------------------------------------------------
 
 
-def test_who_is_alive_and_asked_is_promised_one_answer(transport: Transport, connections: Connect) -> None:
+def test_a_live_island_that_asks_is_promised_one_answer(transport: Transport, connections: Connect) -> None:
     other = connections()
     transport.island.request_state("a/x")
-    assert other.island.open_requests() == []  # it says that it waits, and not that it lives
+    assert other.island.open_requests() == []  # Without a heartbeat the island does not count as alive.
     transport.island.heartbeat(samples.heartbeat(state="joining"))
     transport.island.heartbeat(samples.heartbeat("c", state="left"))
     transport.island.request_state("c/x")
@@ -547,29 +545,32 @@ def test_who_is_alive_and_asked_is_promised_one_answer(transport: Transport, con
     assert other.island.open_requests() == ["a/x"]
     assert other.island.promise_answer("a/x", "b/y")
     assert not transport.island.promise_answer("a/x", "c/z")
-    transport.island.request_state("a/x")  # said again
+    transport.island.request_state("a/x")  # A repeated request does not open the request again.
     assert other.island.open_requests() == []
     assert not other.island.promise_answer("nobody/x", "b/y")
 
 
-def test_only_one_promises(transport: Transport, connections: Connect) -> None:
+def test_only_one_island_promises_each_answer(transport: Transport, connections: Connect) -> None:
     for n in range(4):
         transport.island.request_state(f"a/{n}")
-    givers: list[str] = []
+    answered: list[str] = []
 
-    def offer(island: Transport, me: str) -> None:
-        givers.extend(who for who in ("a/0", "a/1", "a/2", "a/3") if island.island.promise_answer(who, me))
+    def offer(island: Transport, giver: str) -> None:
+        requests = ("a/0", "a/1", "a/2", "a/3")
+        answered.extend(request for request in requests if island.island.promise_answer(request, giver))
 
     threads = [threading.Thread(target=offer, args=(connections(), f"b/{n}")) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(givers) == ["a/0", "a/1", "a/2", "a/3"]
+    assert sorted(answered) == ["a/0", "a/1", "a/2", "a/3"]
 
 
 @BOTH_SIZES
-def test_an_answer_waits_for_the_one_who_asked(transport: Transport, connections: Connect, payload: bytes) -> None:
+def test_an_answer_is_kept_until_its_request_is_withdrawn(
+    transport: Transport, connections: Connect, payload: bytes
+) -> None:
     giver, given = connections(), (samples.handover(payload), payload)
     transport.island.request_state("a/x")
     transport.island.request_state("a/z")
@@ -586,7 +587,7 @@ def test_an_answer_waits_for_the_one_who_asked(transport: Transport, connections
 
 
 @BOTH_SIZES
-def test_an_answer_to_nobody_goes_nowhere(transport: Transport, payload: bytes) -> None:
+def test_an_answer_without_a_request_is_dropped(transport: Transport, payload: bytes) -> None:
     transport.island.hand_over("a/x", samples.handover(payload), payload)
     transport.island.request_state("a/x")
     assert transport.island.handed_over("a/x") is None
@@ -596,7 +597,7 @@ def test_an_answer_to_nobody_goes_nowhere(transport: Transport, payload: bytes) 
 
 
 @BOTH_SIZES
-def test_a_checkpoint_brings_everything_back(connections: Connect, payload: bytes) -> None:
+def test_a_checkpoint_restores_everything(connections: Connect, payload: bytes) -> None:
     made = connections()
     manifest = samples.manifest(made.run, width=WIDTH)
     pending = [(samples.contribution(payload, sequence=n, tokens=10 + n), payload) for n in range(2)]
@@ -612,16 +613,16 @@ def test_a_checkpoint_brings_everything_back(connections: Connect, payload: byte
     assert (other.reader.backlog(), other.reader.pending()) == (2, Pending(2, 21))
     assert other.reader.books() == Books(3 + 2, 300 + 21, 2, 200, 1, 100, 5000, 6000, kept=0)
     assert made.run in other.reader.runs()
-    assert served(other) > 0
+    assert acquire_lease(other) > 0
     found = [delivery.with_payload() for delivery in other.merger.updates(0.0)]
     assert [(d.contribution, d.payload) for d in found] == pending
 
 
-def test_a_restored_run_goes_on(connections: Connect) -> None:
+def test_a_restored_run_continues(connections: Connect) -> None:
     made = connections()
     manifest = samples.manifest(made.run)
     made.restore(samples.image(manifest, [(samples.contribution(), b"payload")]))
-    epoch = served(made)
+    epoch = acquire_lease(made)
     (delivery,) = made.merger.updates(0.0)
     made.merger.commit(epoch, samples.commit([delivery.entry], round_number=3, cursors={"0": (1, 0)}))
     assert made.reader.fragment(0)[0].version == 2
@@ -630,7 +631,7 @@ def test_a_restored_run_goes_on(connections: Connect) -> None:
     assert (made.reader.books().merged, made.reader.books().kept, made.reader.backlog()) == (3, 1, 0)
 
 
-def test_a_run_that_is_there_is_not_restored_over(transport: Transport, connections: Connect) -> None:
+def test_an_existing_run_is_not_overwritten_by_a_restore(transport: Transport, connections: Connect) -> None:
     transport.island.publish(samples.contribution(), b"payload")
     with pytest.raises(RunExistsError):
         connections().restore(samples.image(transport.reader.manifest(), []))
@@ -639,7 +640,7 @@ def test_a_run_that_is_there_is_not_restored_over(transport: Transport, connecti
     assert transport.island.claim_checkpoint("a") is None
 
 
-def test_an_island_returns_to_a_restored_run_once(connections: Connect) -> None:
+def test_an_island_claims_the_checkpoint_of_a_restored_run_once(connections: Connect) -> None:
     made = connections()
     made.restore(samples.image(samples.manifest(made.run), []))
     assert made.island.claim_checkpoint("a") == (3, 1)
@@ -647,7 +648,7 @@ def test_an_island_returns_to_a_restored_run_once(connections: Connect) -> None:
     assert connections().island.claim_checkpoint("b") == (3, 1)
 
 
-def test_differences_lead_from_version_to_version(transport: Transport, connections: Connect) -> None:
+def test_each_version_has_its_difference_to_the_previous_one(transport: Transport, connections: Connect) -> None:
     epoch = transport.merger.acquire("m", 60)
     assert epoch is not None
     assert transport.island.difference(0, 1) is None
@@ -670,8 +671,8 @@ def test_only_the_newest_differences_are_kept(transport: Transport) -> None:
     assert found[2:] == [b"%d" % version for version in range(3, DIFFERENCES_KEPT + 3)]
 
 
-def test_a_commit_after_another_round_than_was_closed_last_is_refused(transport: Transport) -> None:
-    """A broker that died and came back without its newest writes looks as before."""
+def test_a_commit_that_does_not_follow_the_last_round_is_refused(transport: Transport) -> None:
+    """Redis may have restarted without its newest writes. The merger notices this at its next commit."""
     epoch = transport.merger.acquire("m", 60)
     assert epoch is not None
     transport.merger.commit(epoch, samples.commit([], after_round=0))
@@ -681,11 +682,11 @@ def test_a_commit_after_another_round_than_was_closed_last_is_refused(transport:
     transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1))
 
 
-def test_an_instance_stays_the_same(transport: Transport, connections: Connect) -> None:
+def test_all_connections_see_the_same_instance(transport: Transport, connections: Connect) -> None:
     assert transport.reader.instance() == connections().reader.instance()
 
 
-def test_an_operators_wishes_are_changed_together(transport: Transport, connections: Connect) -> None:
+def test_operator_controls_are_changed_together(transport: Transport, connections: Connect) -> None:
     other = connections()
     assert other.reader.control() == {}
     transport.reader.steer({"outer.learning_rate": "0.5", "merging": "paused", "sync.quorum": ""})
@@ -697,30 +698,30 @@ def test_an_operators_wishes_are_changed_together(transport: Transport, connecti
     transport.reader.steer({})
 
 
-def test_a_run_that_nobody_created_cannot_be_steered(connections: Connect) -> None:
+def test_a_run_that_was_not_created_cannot_be_steered(connections: Connect) -> None:
     with pytest.raises(UnknownRunError):
         connections().reader.steer({"merging": "paused"})
 
 
-def test_a_new_run_begins_without_the_wishes_and_notes_of_the_past(transport: Transport, connections: Connect) -> None:
+def test_a_new_run_has_no_controls_or_notes_of_an_earlier_run(transport: Transport, connections: Connect) -> None:
     transport.reader.steer({"merging": "paused", "island.a": "expel"})
     transport.reader.note(Note(1.0, "a", "left", "it was stopped"))
-    again = forgotten(transport, connections)
+    again = delete_manifest(transport, connections)
     manifest = samples.manifest(again.run, width=WIDTH)
     again.create(manifest, samples.first_snapshots(manifest))
     assert (again.reader.control(), again.reader.notes(9)) == ({}, [])
 
 
-def test_what_a_checkpoint_knows_of_the_operators_wishes_comes_back(connections: Connect) -> None:
+def test_valid_operator_controls_are_restored_from_a_checkpoint(connections: Connect) -> None:
     made = connections()
     manifest = samples.manifest(made.run, width=WIDTH)
-    wishes = {"sync.quorum": "3", "island.a": "expel"}
-    state = json.dumps({"closed": 1, "control": wishes | {"merging": "perhaps", "nonsense": "1"}})
+    controls = {"sync.quorum": "3", "island.a": "expel"}
+    state = json.dumps({"closed": 1, "control": controls | {"merging": "perhaps", "nonsense": "1"}})
     made.restore(samples.image(manifest, [], state=state))
-    assert connections().reader.control() == wishes
+    assert connections().reader.control() == controls
 
 
-def test_a_heartbeat_hears_what_the_operator_wishes_of_that_island(transport: Transport, connections: Connect) -> None:
+def test_a_heartbeat_returns_the_operators_control_of_that_island(transport: Transport, connections: Connect) -> None:
     assert transport.island.heartbeat(samples.heartbeat("a")) == ""
     connections().reader.steer({"island.a": "drain", "island.b": "expel", "merging": "paused"})
     assert transport.island.heartbeat(samples.heartbeat("a")) == "drain"
@@ -728,12 +729,12 @@ def test_a_heartbeat_hears_what_the_operator_wishes_of_that_island(transport: Tr
     assert transport.island.heartbeat(samples.heartbeat("c")) == ""
 
 
-def test_who_is_expelled_gets_no_shard_and_loses_the_ones_it_has(transport: Transport) -> None:
+def test_an_expelled_island_loses_its_shards_and_gets_no_others(transport: Transport) -> None:
     transport.island.heartbeat(samples.heartbeat("a"))
     transport.island.heartbeat(samples.heartbeat("b"))
     assert transport.island.lease_shard(["0"], "a/x") == Place("0", 0, 0)
     transport.reader.steer({"island.a": "drain"})
-    assert transport.island.lease_shard(["0"], "b/x") is None, "a drained island sends what it has first"
+    assert transport.island.lease_shard(["0"], "b/x") is None, "a draining island lost its shard"
     transport.reader.steer({"island.a": "expel"})
     assert transport.island.lease_shard(["1"], "a/x") is None
     assert transport.island.lease_shard(["0"], "b/x") == Place("0", 0, 0)
@@ -742,13 +743,13 @@ def test_who_is_expelled_gets_no_shard_and_loses_the_ones_it_has(transport: Tran
     assert transport.island.lease_shard(["1"], "a/x") == Place("1", 0, 0)
 
 
-def test_a_shard_waits_for_what_an_expelled_island_sent_before(transport: Transport) -> None:
+def test_a_shard_is_released_after_the_expelled_islands_contributions_end(transport: Transport) -> None:
     transport.island.heartbeat(samples.heartbeat("a"))
     transport.island.lease_shard(["0"], "a/x")
-    published(transport, 1)
+    publish(transport, 1)
     transport.reader.steer({"island.a": "expel"})
     assert transport.island.lease_shard(["0"], "b/x") is None
-    epoch = served(transport)
+    epoch = acquire_lease(transport)
     transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in transport.merger.updates(0.0)])
     assert transport.island.lease_shard(["0"], "b/x") == Place("0", 0, 0)
 
@@ -767,8 +768,8 @@ def test_notes_are_kept_in_order_and_only_the_newest(transport: Transport, conne
 def test_the_newest_refusals_are_found_among_the_events(transport: Transport, connections: Connect) -> None:
     other = connections()
     assert other.reader.refusals(9) == []
-    epoch = served(transport)
-    for number, entry in enumerate(published(transport, 4)):
+    epoch = acquire_lease(transport)
+    for number, entry in enumerate(publish(transport, 4)):
         transport.merger.announce(epoch, Call(number + 1, 0))
         transport.merger.updates(0.0)
         transport.merger.refuse(epoch, [(entry, replace(REFUSAL, sequence=number, reason=f"reason {number}"))])
@@ -781,6 +782,6 @@ def test_the_newest_refusals_are_found_among_the_events(transport: Transport, co
     assert 0.0 < found[0][0] <= found[1][0] < found[0][0] + 600.0
     assert len(other.reader.refusals(99)) == 4
     assert other.reader.refusals(0) == []
-    for _ in range(REFUSALS_AMONG - 2):  # a marker came after the last refusal
+    for _ in range(REFUSALS_AMONG - 2):  # One marker follows the last refusal already.
         transport.merger.announce(epoch, Call(9, 0))
     assert [refusal.sequence for _, refusal in other.reader.refusals(99)] == [3]

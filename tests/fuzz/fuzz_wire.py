@@ -1,8 +1,8 @@
-"""Hostile bytes by the million, led by coverage: `make fuzz`, or `make fuzz ARGS=-max_total_time=600`.
+"""A coverage-guided fuzz test of the decoders: `make fuzz`, or `make fuzz ARGS=-max_total_time=600`.
 
-Whatever comes, the decoders end in one of the errors that callers expect or in something that harms nobody, within an
-address space that no bomb fits into. Atheris (libFuzzer) reports anything else, and writes the input to a file whose
-name, given as an argument, plays it again.
+For every input a decoder must return a valid value or raise an error that its callers expect. The address space is
+limited, so a decompression bomb fails. Atheris (libFuzzer) reports every other outcome, and writes the input to a file.
+Pass the name of that file as an argument to run the input again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import msgpack
 import numpy as np
 import zstandard
 
+#: The limit on new address space. It includes the fuzzer's own tables.
 ADDRESS_BYTES = 1 << 30
-"""of new addresses, for the fuzzer's own tables as well"""
 ELEMENTS = 300
 SEPARATOR = b"\x00"
 
 try:
     atheris: Any = importlib.import_module("atheris")
 except ImportError:
-    sys.exit("error: there is no atheris here. `pip install atheris` (Python 3.11 to 3.13, Linux).")
+    sys.exit("error: atheris is not installed. Run `pip install atheris` (Python 3.11 to 3.13, Linux).")
 
 with atheris.instrument_imports(include=["archipelago.broker"]):
     from archipelago.broker.codecs import CODECS
@@ -54,24 +54,29 @@ NAMES = sorted(CODECS)
 KINDS: list[type[Any]] = [*EVENTS.values(), Contribution, Evaluation, Handover, Heartbeat, TapeEntry, Actions]
 
 
-def as_it_is(data: bytes) -> None:
+def check_payload(data: bytes) -> None:
+    """Decode the input as a whole payload."""
     check(data)
 
 
-def with_a_good_header(data: bytes) -> None:
-    """So the body's way is open: its first byte says which codec it is of, and whether it is compressed."""
+def check_body(data: bytes) -> None:
+    """Decode the input as the body of a payload with a valid header.
+
+    The first byte selects the codec, and says whether the body is compressed.
+    """
     first, body = data[0] if data else 0, data[1:]
     name, compressed = NAMES[first % len(NAMES)], bool(first & 0x80)
     header = msgpack.packb({"codec": name, "elements": ELEMENTS, "zstd": compressed})
     check(MAGIC + struct.pack(">H", len(header)) + header + body)
 
 
-def with_an_honest_frame(data: bytes) -> None:
-    """The body is compressed as it should be; what it holds is not."""
-    with_a_good_header(bytes([0x80 | (data[0] if data else 0)]) + zstandard.ZstdCompressor(level=1).compress(data[1:]))
+def check_compressed_body(data: bytes) -> None:
+    """Decode the input as the contents of a valid compressed body."""
+    check_body(bytes([0x80 | (data[0] if data else 0)]) + zstandard.ZstdCompressor(level=1).compress(data[1:]))
 
 
 def check(payload: bytes) -> None:
+    """Fail unless the payload decodes to finite values or is refused with a short reason."""
     try:
         found_N = unpack(payload, ELEMENTS)
     except WireError as error:
@@ -83,8 +88,11 @@ def check(payload: bytes) -> None:
     assert np.isfinite(found_N).all()
 
 
-def as_fields(data: bytes) -> None:
-    """As a message of each kind: names and values, apart by zeros; the first byte says which kind."""
+def check_message(data: bytes) -> None:
+    """Decode the input as a message.
+
+    The first byte selects the kind. The names and values of the fields follow, separated by zero bytes.
+    """
     kind = KINDS[data[0] % len(KINDS)] if data else KINDS[0]
     words = data[1:].split(SEPARATOR)
     raw = dict(zip(words[::2], words[1::2], strict=False))
@@ -95,10 +103,11 @@ def as_fields(data: bytes) -> None:
     except WireError as error:
         assert 0 < len(error.reason) < 500
         return
-    assert from_fields(kind, to_fields(message)) is not None, "what was taken cannot be said again"
+    assert from_fields(kind, to_fields(message)) is not None, "a decoded message cannot be encoded again"
 
 
-def as_a_manifest(data: bytes) -> None:
+def check_manifest(data: bytes) -> None:
+    """Decode the input as a manifest: names and values of fields, separated by zero bytes."""
     words = [word.decode("utf-8", "replace") for word in data.split(SEPARATOR)]
     try:
         Manifest.from_fields(dict(zip(words[::2], words[1::2], strict=False)))
@@ -106,7 +115,8 @@ def as_a_manifest(data: bytes) -> None:
         return
 
 
-def as_a_cursor(data: bytes) -> None:
+def check_cursor(data: bytes) -> None:
+    """Decode the input as the cursor of a shard."""
     try:
         place, position = parse_cursor(data.decode("utf-8", "replace"))
     except WireError:
@@ -116,23 +126,23 @@ def as_a_cursor(data: bytes) -> None:
 
 
 TARGETS: list[Callable[[bytes], None]] = [
-    as_it_is,
-    with_a_good_header,
-    with_an_honest_frame,
-    as_fields,
-    as_a_manifest,
-    as_a_cursor,
+    check_payload,
+    check_body,
+    check_compressed_body,
+    check_message,
+    check_manifest,
+    check_cursor,
 ]
 
 
 def one_input(data: bytes) -> None:
-    """The first byte says which target has the rest."""
+    """Pass the input to a target. The first byte selects the target."""
     if data:
         TARGETS[data[0] % len(TARGETS)](data[1:])
 
 
 def seeds() -> list[bytes]:
-    """Honest ones, from which it begins."""
+    """Return valid inputs for each target, with which the fuzzer begins."""
     values_N = np.linspace(-2.0, 2.0, ELEMENTS, dtype=np.float32)
     found = [b"\x00" + pack(values_N, name, level) for name in NAMES for level in (0, 1)]
     for index, name in enumerate(NAMES):
@@ -140,22 +150,23 @@ def seeds() -> list[bytes]:
         found += [bytes([target, index]) + body for target in (1, 2)]
     message = samples.commit([]).tape
     for sent in (samples.contribution(), samples.heartbeat(), samples.actions(), samples.handover(), message):
-        found.append(b"\x03" + bytes([KINDS.index(type(sent))]) + said(to_fields(sent)))
-    return [*found, b"\x04" + said(samples.manifest().to_fields()), b"\x0512:3456"]
+        found.append(b"\x03" + bytes([KINDS.index(type(sent))]) + joined(to_fields(sent)))
+    return [*found, b"\x04" + joined(samples.manifest().to_fields()), b"\x0512:3456"]
 
 
-def said(fields: dict[str, str]) -> bytes:
+def joined(fields: dict[str, str]) -> bytes:
+    """Return the names and values of the fields, separated by zero bytes."""
     return SEPARATOR.join(word.encode() for pair in fields.items() for word in pair)
 
 
 def main() -> None:
-    """Arguments are libFuzzer's; a corpus of honest inputs comes by itself."""
+    """Run the fuzzer with libFuzzer's arguments. The valid inputs of `seeds` are its first corpus."""
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds():
             (Path(folder) / digest(seed)).write_bytes(seed)
             one_input(seed)
-        only = any(not argument.startswith("-") for argument in sys.argv[1:])  # inputs to play again
-        atheris.Setup([*sys.argv, *([] if only else ["-max_len=4096", folder])], one_input)
+        has_files = any(not argument.startswith("-") for argument in sys.argv[1:])  # Files are inputs to run again.
+        atheris.Setup([*sys.argv, *([] if has_files else ["-max_len=4096", folder])], one_input)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = mapped + ADDRESS_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
