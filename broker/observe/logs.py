@@ -19,7 +19,7 @@ from pythonjsonlogger.json import JsonFormatter
 
 from archipelago.broker.errors import ArchipelagoError
 
-OURS = ("archipelago",)
+LOGGERS = ("archipelago",)
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(origin) if as_json else people)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for package in OURS:
+    for package in LOGGERS:
         logging.getLogger(package).setLevel(logging.INFO)
     absl = logging.getLogger("absl")
     absl.setLevel(logging.ERROR)  # Orbax warns about optional files.

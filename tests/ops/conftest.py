@@ -1,4 +1,4 @@
-"""A text for runs of a second or two, and what commands change in this process."""
+"""A corpus for runs of a second or two, and a fixture that restores the state that commands change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from archipelago.islands.data.preparation import prepare_text
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
-    """`small-text`, which is easy to learn a little of, also for processes that the test starts."""
+    """Prepare `small-text`, a corpus that models learn quickly, also for processes that the test starts."""
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
     source = tmp_path / "text.txt"
     source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(6000)), encoding="utf-8")
@@ -24,7 +24,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """The command takes signals over: they are given back."""
+    """Restore the signal handlers, which commands replace."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in kept.items():

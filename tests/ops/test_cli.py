@@ -19,6 +19,7 @@ import redis
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import BadUrlError, ConfigError, UnknownRunError, UnreachableError
+from archipelago.broker.observe.logs import LOGGERS
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.creation import fitted
@@ -36,7 +37,7 @@ SMALL = ["--data.corpus", "small", "--data.shards", "4"]
 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
-    """A database of the server that has no runs."""
+    """Return the URL of a database without runs."""
     mine = server.url.removesuffix("/0") + "/7"
     with redis.Redis.from_url(mine) as client:
         client.flushdb()
@@ -46,14 +47,14 @@ def url(server: Server) -> Iterator[str]:
 
 @pytest.fixture
 def raw(url: str) -> Iterator[Any]:
-    """A client of the server's own commands, on that database."""
+    """Return a plain Redis client of that database."""
     with redis.Redis.from_url(url) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with `small` and `other`, two corpora of nearly the smallest size."""
+    """Return a folder with `small` and `other`, two corpora of nearly the smallest size."""
     folder, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCHIPELAGO_DATA", str(folder))
@@ -64,11 +65,11 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_process_of_its_own(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Verbs set up signals and logging for the process that they think they are."""
+def _restored(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore signals and logging, which verbs set up for their process."""
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpora))
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    root, packages = logging.getLogger(), [logging.getLogger(name) for name in ("broker", "islands", "merger", "ops")]
+    root, packages = logging.getLogger(), [logging.getLogger(name) for name in LOGGERS]
     handlers, levels = list(root.handlers), [logger.level for logger in (root, *packages)]
     yield
     for number, handler in signals.items():
@@ -86,7 +87,7 @@ Call = Callable[..., Answer]
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """Run a command, and return its exit status, standard output and standard error."""
 
-    def made(*args: str) -> Answer:
+    def call_verb(*args: str) -> Answer:
         capsys.readouterr()
         try:
             status = guarded(lambda: run(args))
@@ -94,11 +95,11 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
             status = int(left.code or 0)
         return (status, *capsys.readouterr())
 
-    return made
+    return call_verb
 
 
 def one_line(answer: Answer) -> str:
-    """The error, if the command printed nothing else."""
+    """Return the error. Fail if the command printed anything else."""
     status, out, err = answer
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
@@ -108,7 +109,7 @@ def one_line(answer: Answer) -> str:
 
 
 def one_object(answer: Answer) -> dict[str, Any]:
-    """The JSON object, if the command printed nothing else."""
+    """Return the JSON object. Fail if the command printed anything else."""
     status, out, _ = answer
     assert status == 0
     assert out.count("\n") == 1
@@ -134,7 +135,7 @@ def test_an_unknown_verb_is_an_error_with_the_list(call: Call) -> None:
 
 
 def commands(verbs: Verbs) -> Iterator[list[str]]:
-    """Every command of the command line: the words that select a verb's options."""
+    """Return every command of the command line: the words that select a verb's options."""
     for name, verb in verbs.items():
         inner = importlib.import_module(verb.module).VERBS if isinstance(verb, Group) else {}
         yield from ([name, *words] for words in (commands(inner) if inner else [[]]))
@@ -203,7 +204,7 @@ def test_no_address(call: Call, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", NEED_A_RUN)
 def test_an_unknown_run(call: Call, verb: str, url: str, raw: Any, tmp_path: Path) -> None:
-    made(url, "alpha")
+    create_runs(url, "alpha")
     before = sorted(raw.keys())
     said = one_line(call(verb, url, "--run", "beta"))
     assert "beta" in said
@@ -291,7 +292,7 @@ def test_a_config_file_that_cannot_be_used(
         ("bench time --scavenged 0", "--scavenged"),
     ],
 )
-def test_a_mistake_is_named(call: Call, tmp_path: Path, command: str, named: str) -> None:
+def test_an_error_names_the_mistake(call: Call, tmp_path: Path, command: str, named: str) -> None:
     assert named in one_line(call(*command.split()))
     assert list(tmp_path.iterdir()) == []
 
@@ -350,7 +351,7 @@ def test_init_in_words_goes_to_standard_error(call: Call, url: str) -> None:
         (["--seed", "3", "--merge.rest", "average"], "seed: 0 → 3; merge.rest: rda → average"),
     ],
 )
-def test_init_of_a_run_that_is_there_with_another_config(
+def test_init_refuses_a_run_that_exists_with_another_config(
     call: Call, url: str, raw: Any, flags: list[str], said: str
 ) -> None:
     call("init", url, *SMALL, "--run", "alpha")
@@ -368,8 +369,8 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(call: Call, url:
     assert stored["sync"]["fragments"] == RunConfig().sync.fragments
 
 
-def made(url: str, *names: str) -> None:
-    """Runs without a model behind them: for who only looks."""
+def create_runs(url: str, *names: str) -> None:
+    """Create runs without a model, for commands that only read."""
     for name in names:
         transport = connect(url, name)
         manifest = samples.manifest(name)
@@ -379,16 +380,16 @@ def made(url: str, *names: str) -> None:
 
 
 def test_status_prints_one_object(call: Call, url: str) -> None:
-    made(url, "alpha")
+    create_runs(url, "alpha")
     found = one_object(call("status", url, "--json"))
     assert (found["run"], found["known"], found["live"], found["rounds"]) == ("alpha", 1, 1, 0)
-    assert found["bits_per_byte_last"] is None  # JSON has no NaN
+    assert found["bits_per_byte_last"] is None  # JSON has no NaN.
     assert found["islands"][0]["loss"] is None
     assert found["books"]["published"] == 0
 
 
 def test_status_in_words_goes_to_standard_output(call: Call, url: str) -> None:
-    made(url, "alpha")
+    create_runs(url, "alpha")
     status, out, err = call("status", url)
     assert (status, err) == (0, "")
     assert "alpha" in out
@@ -396,7 +397,7 @@ def test_status_in_words_goes_to_standard_output(call: Call, url: str) -> None:
 
 
 def test_address_and_run_from_the_environment(call: Call, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(url, "alpha", "beta")
+    create_runs(url, "alpha", "beta")
     monkeypatch.setenv("ARCHIPELAGO_URL", url)
     monkeypatch.setenv("ARCHIPELAGO_RUN", "beta")
     assert one_object(call("status", "--json"))["run"] == "beta"
@@ -406,8 +407,8 @@ def test_address_and_run_from_the_environment(call: Call, url: str, monkeypatch:
 
 
 @pytest.mark.parametrize("verb", NEED_A_RUN)
-def test_the_only_run_needs_no_name_and_of_two_both_are_named(call: Call, url: str, verb: str) -> None:
-    made(url, "alpha")
+def test_the_only_run_needs_no_name_and_two_runs_are_listed(call: Call, url: str, verb: str) -> None:
+    create_runs(url, "alpha")
     assert one_object(call("status", url, "--json"))["run"] == "alpha"
-    made(url, "beta")
+    create_runs(url, "beta")
     assert {"alpha", "beta"} <= set(re.findall(r"\w+", one_line(call(verb, url))))

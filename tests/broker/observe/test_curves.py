@@ -25,7 +25,7 @@ from tests.failing import failing
 
 
 def events(path: Path) -> Iterator[Event]:
-    """The events of one file. TFRecord frames carry checksums of their length and body."""
+    """Return the events of one file. TFRecord frames carry checksums of their length and body."""
     data = path.read_bytes()
     while data:
         (size,), length = struct.unpack("<Q", data[:8]), data[:8]
@@ -37,7 +37,7 @@ def events(path: Path) -> Iterator[Event]:
 
 
 def curves(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """(step, values) of all files in the folder, in order."""
+    """Return (step, values) of all files in the folder, in order."""
     found = [event for path in sorted(folder.iterdir()) for event in events(path)]
     return [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in found if e.summary.value]
 
@@ -46,7 +46,7 @@ def point(step: int, **values: float) -> Point:
     return Point(1.7e9 + step, step, values)
 
 
-class Time:
+class FakeTime:
     """A clock that the test sets."""
 
     now = 0.0
@@ -55,7 +55,7 @@ class Time:
         return self.now
 
 
-class Sick:
+class FaultySink:
     """A sink that raises `fault` if it is set."""
 
     where, remedy = "curves nowhere", "Check it."
@@ -133,7 +133,7 @@ def test_a_thread_writes_queued_and_sampled_points(tmp_path: Path, until: Until)
 
 def test_a_sink_that_hangs_delays_neither_other_sinks_nor_the_end(tmp_path: Path) -> None:
     hanging = threading.Event()
-    stuck = Sick()
+    stuck = FaultySink()
     stuck._do = lambda what: (hanging.wait(), None)[1]  # type: ignore[method-assign]
     writer = CurveWriter([stuck, EventFile(tmp_path)], every_seconds=0.001)
     writer.start()
@@ -144,7 +144,7 @@ def test_a_sink_that_hangs_delays_neither_other_sinks_nor_the_end(tmp_path: Path
 
 
 def test_the_queue_is_bounded() -> None:
-    sink, clock = Sick(), Time()
+    sink, clock = FaultySink(), FakeTime()
     sink.fault = OSError("no")
     outlet = Outlet(sink, clock=clock)
     for step in range(WAITING_MAX + 10):
@@ -159,7 +159,7 @@ def test_the_queue_is_bounded() -> None:
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), RuntimeError("a service that is away")])
 def test_a_failure_and_its_end_are_logged_once(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    sink, clock = Sick(), Time()
+    sink, clock = FaultySink(), FakeTime()
     outlet = Outlet(sink, clock=clock)
     outlet.put(point(1, loss=1.0))
     outlet.turn()
@@ -213,11 +213,11 @@ def test_a_path_that_is_not_a_folder_is_a_warning(tmp_path: Path, caplog: pytest
     assert caplog.text.count("Not a directory") == 1
 
 
-# -- Weights & Biases, with a stand-in --------------------------------------------------------------------------------
+# -- Weights & Biases, with a fake package -----------------------------------------------------------------------------
 
 
-class StandIn(ModuleType):
-    """The part of the package that we use; it records the calls."""
+class FakeWandb(ModuleType):
+    """The part of the package that we use. It records the calls."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -240,13 +240,13 @@ class StandIn(ModuleType):
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    module = StandIn()
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    module = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
 
-def test_points_go_to_a_wandb_run_in_the_group_of_our_run(wandb: StandIn, tmp_path: Path) -> None:
+def test_points_go_to_a_wandb_run_in_the_group_of_our_run(wandb: FakeWandb, tmp_path: Path) -> None:
     options = CurveOptions(tensorboard=False, wandb=True)
     (sink,) = options.sinks("demo", "oslo", "island", tmp_path, "global_step")
     outlet = Outlet(sink)
@@ -260,7 +260,9 @@ def test_points_go_to_a_wandb_run_in_the_group_of_our_run(wandb: StandIn, tmp_pa
     assert rest == [("axis", "global_step"), ("log", {"global_step": 7, "loss": 2.0}), ("finish", None)]
 
 
-def test_a_service_that_refuses_is_a_warning(wandb: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_that_refuses_is_a_warning(
+    wandb: FakeWandb, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     wandb.fault = RuntimeError("api_key not configured")
     outlet = Outlet(WandbRun("demo", "oslo", "island", tmp_path, "global_step"))
     outlet.put(point(7, loss=2.0))

@@ -26,7 +26,7 @@ Fields = dict[str, Any]
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     """Restore logging and hooks, which belong to the process."""
-    root, ours = logging.getLogger(), [logging.getLogger(name) for name in (*logs.OURS, "absl")]
+    root, ours = logging.getLogger(), [logging.getLogger(name) for name in (*logs.LOGGERS, "absl")]
     handlers, levels, filters = list(root.handlers), [log.level for log in (root, *ours)], list(ours[-1].filters)
     hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
     yield
@@ -77,7 +77,7 @@ def test_an_exception_is_inside_its_object(capsys: pytest.CaptureFixture[str]) -
     assert said["exception"].endswith("ValueError: two\nlines")
 
 
-def test_people_read_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_a_record_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     logs.log_to_stderr("merger", run="demo")
     logging.getLogger("archipelago.test").info("serving from round %s", 7, extra={"round": 7})
     time, rest = capsys.readouterr().err.split(" ", 1)
@@ -86,7 +86,7 @@ def test_people_read_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_error_that_ends_a_process(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_a_final_error_has_the_requested_form(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     def main() -> int:
         logs.log_to_stderr("merger", as_json=as_json, run="demo")
         raise ConfigError("the port is taken", "Choose another.", code="config.taken")
@@ -104,7 +104,7 @@ def test_the_error_that_ends_a_process(capsys: pytest.CaptureFixture[str], as_js
 
 @pytest.mark.parametrize(("line", "message"), [("error: no", "error: no"), ('{"message": "no"}', "no"), ("[1]", "[1]"),
                                                ("{}", "{}"), ("", "")])  # fmt: skip
-def test_the_message_of_a_line(line: str, message: str) -> None:
+def test_the_message_of_a_log_line_is_found(line: str, message: str) -> None:
     assert logs.message_of(line) == message
 
 
@@ -123,7 +123,7 @@ def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_an_uncaught_error_is_one_object_too(end: str) -> None:
+def test_an_uncaught_error_is_one_object(end: str) -> None:
     found = ended(f"{SET_UP.format(True)}; {ENDS[end]}")
     (record,) = objects(found.stderr)
     assert record["who"] == "oslo"
@@ -134,13 +134,13 @@ def test_an_uncaught_error_is_one_object_too(end: str) -> None:
         assert record["exception"].splitlines()[-1] in ("RuntimeError: the end", "ZeroDivisionError: division by zero")
 
 
-def test_people_see_a_traceback() -> None:
+def test_without_json_a_traceback_is_printed() -> None:
     found = ended(f"{SET_UP.format(False)}; raise RuntimeError('the end')")
     assert found.stderr.startswith("Traceback (most recent call last):")
     assert found.stderr.endswith("RuntimeError: the end\n")
 
 
-def test_an_error_of_ours_is_logged_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_archipelago_error_is_logged_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     logs.log_to_stderr("oslo", as_json=True)
     try:
         raise ConfigError("the port is taken", code="config.taken")
@@ -153,7 +153,7 @@ def test_an_error_of_ours_is_logged_with_its_code(capsys: pytest.CaptureFixture[
 
 
 def closed_loop_error(straight: bool) -> RuntimeError:
-    """The error of a closed loop, either with only the library's frame or with a caller's frame as well."""
+    """Return the error of a closed loop, either with only the library's frame or with a caller's frame as well."""
     loop = asyncio.new_event_loop()
     loop.close()
     try:
@@ -165,7 +165,7 @@ def closed_loop_error(straight: bool) -> RuntimeError:
     raise AssertionError("the loop was closed")
 
 
-def test_which_errors_are_late_answers() -> None:
+def test_late_answers_are_recognised_by_their_traceback() -> None:
     assert logs.is_late_answer(closed_loop_error(straight=True))
     assert not logs.is_late_answer(closed_loop_error(straight=False))  # Our own code called the loop.
     assert not logs.is_late_answer(RuntimeError("Event loop is closed"))
@@ -208,7 +208,7 @@ for number in (3, 4):
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the size of files this way")
 def test_a_full_disk_is_one_error_for_each_checkpoint_and_no_traceback(tmp_path: Path) -> None:
-    """Orbax and tensorstore also report the failure from threads of their own."""
+    """Orbax and tensorstore also report the failure from their own threads."""
     found = ended(FULL, str(tmp_path / "kept"))
     assert found.stderr == ""
     assert len(found.stdout.splitlines()) == 2

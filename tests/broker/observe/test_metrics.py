@@ -19,7 +19,7 @@ Values = dict[tuple[str, str], float]
 
 
 def parsed(text: bytes) -> Values:
-    """Values by name and island (or histogram bucket), as Prometheus' own parser reads them."""
+    """Return values by name and island (or histogram bucket), as Prometheus' own parser reads them."""
     found: Values = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
@@ -88,7 +88,7 @@ def test_a_host_of_another_machine_is_an_error() -> None:
         WorkerOptions(metrics_port=0, metrics_host="192.0.2.1").registry()
 
 
-def test_children_get_the_same_options_and_ports_of_their_own() -> None:
+def test_children_get_the_same_options_and_separate_ports() -> None:
     host = ["--metrics-host", "0.0.0.0"]  # noqa: S104
     options = WorkerOptions(metrics_port=9310, metrics_host=host[1], tensorboard=False, wandb=True, log_json=True)
     flags = ["--no-tensorboard", "--wandb", "--log-json"]

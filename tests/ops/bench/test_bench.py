@@ -61,8 +61,8 @@ def test_published_payloads_are_read_and_deleted(tmp_path: Path) -> None:
 def test_the_bare_arithmetic_is_a_nesterov_step() -> None:
     bare = _BareNesterov(np.zeros(3, np.float32), rate=0.5, momentum=0.5)
     ones_N = np.ones(3, np.float32)
-    assert bare.step([ones_N, 3 * ones_N]).tolist() == [-1.5] * 3  # mean 2, momentum 2: 0.5 · (2 + 0.5 · 2)
-    assert bare.step([ones_N, 3 * ones_N]).tolist() == [-1.75] * 3  # momentum 3, from the same parameters
+    assert bare.step([ones_N, 3 * ones_N]).tolist() == [-1.5] * 3  # Mean 2, momentum 2: 0.5 · (2 + 0.5 · 2).
+    assert bare.step([ones_N, 3 * ones_N]).tolist() == [-1.75] * 3  # Momentum 3, from the same parameters.
 
 
 WIRE_ROW = {"server": "in memory", "what": "one producer", "against": "a relay", "ratio": 0.9, "goal": 0.8}

@@ -47,7 +47,7 @@ def test_the_figures_are_medians_of_pairs_and_differences_of_peaks() -> None:
     found = summary(_found(), alone_peak=400 << 20)
     assert (found["step_ratio"], found["step_ratio_from"], found["step_ratio_to"]) == (1.2, 1.1, 1.5)
     assert found["step_seconds_on"] == pytest.approx(0.12)
-    assert found["cpu_seconds_a_synced_parameter"] == pytest.approx(1e-3)  # of 0.5, 1 and 4 ms
+    assert found["cpu_seconds_a_synced_parameter"] == pytest.approx(1e-3)  # The median of 0.5, 1 and 4 ms.
     assert found["peak_bytes_beside"] == 500 << 20
     assert found["peak_bytes_beside_between_syncs"] == 200 << 20
     assert found["largest_fragment_bytes"] == 25 << 20
@@ -69,7 +69,7 @@ def test_an_island_syncs_in_every_other_turn() -> None:
     assert found["peak_bytes_alone"] > 4 * 3 * found["parameters"]
     assert found["held_bytes"] == 4 * found["parameters"]
     assert "tiny" in said[0]
-    assert len({tuple(row) for row in found["rows"]}) == 1  # one table
+    assert len({tuple(row) for row in found["rows"]}) == 1  # The rows are printed as one table.
 
 
 # -- processes and memory ---------------------------------------------------------------------------------------------

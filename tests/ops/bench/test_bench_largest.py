@@ -28,7 +28,7 @@ def test_every_fragment_is_published_merged_and_adopted_once() -> None:
         assert min(found[part]) > 0
     most = codec("int4").encoded_size(4999) * fragments
     assert 0.5 * most < found["bytes_up"] < 1.1 * most + 100 * fragments
-    assert found["bytes_down"] > 4999 * fragments  # bfloat16 after zstd
+    assert found["bytes_down"] > 4999 * fragments  # The snapshots are bfloat16, compressed by zstd.
     assert set(found["peak_bytes"]) == {"island", "merger", "Redis"}
     assert min(found["peak_bytes"].values()) > 1 << 20
     together = next(row for row in found["rows"] if row["what"] == "publish, merge and adopt")

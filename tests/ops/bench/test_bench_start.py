@@ -62,9 +62,7 @@ def test_processor_time_counts_all_threads_of_a_process(until: Callable[..., Non
 
 
 @linux
-def test_the_error_of_an_island_that_ends_early_has_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_an_island_that_ends_early_quotes_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_start, "PACE", (*bench_start.PACE, "--wait-seconds", "0"))
     environment = {**os.environ, "ARCHIPELAGO_TURN_LOG": str(tmp_path / "turns"), "ARCHIPELAGO_URL": "unix:///nowhere"}
     for begin in (started, taken_over):

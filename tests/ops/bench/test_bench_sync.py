@@ -53,7 +53,7 @@ def test_tensors_have_one_shape() -> None:
 def test_a_sync_merges_each_fragment_once_with_both_islands_in_it() -> None:
     with two_islands(AT_ONCE, TINY) as ours:
         first = ours.sync()
-        while not ours.sync().committed:  # the merger may close the first rounds before it hears of both islands
+        while not ours.sync().committed:  # The merger may close the first rounds before it knows both islands.
             pass
         before = ours.transport.reader.books()
         last = ours.sync()
@@ -66,7 +66,7 @@ def test_a_sync_merges_each_fragment_once_with_both_islands_in_it() -> None:
     assert all(sorted(m.island for m in entry.members) == ["near", "thin"] for entry in entries)
     four_bits = 12_000 * 4.125 / 8 / 1e6
     assert first.megabytes > 0
-    assert four_bits < last.megabytes < 3 * four_bits  # up, and down as differences: never a whole snapshot
+    assert four_bits < last.megabytes < 3 * four_bits  # Contributions and differences, but no whole snapshot.
 
 
 @pytest.mark.full
@@ -86,8 +86,8 @@ def test_rows_without_torchft_name_the_reason() -> None:
 
 
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Instead:
-        """Our side without processes. The first syncs are slow, and one of them lacks the second island."""
+    class FakeIslands:
+        """The two islands without processes. The first syncs are slow, and one of them lacks the second island."""
 
         def __init__(self) -> None:
             self.left = [(9.0, False), (9.0, True), *[(9.0, True)] * bench_sync.WARM_UPS, (4.0, True), (1.0, True)]
@@ -95,7 +95,7 @@ def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path, monkeyp
         def sync(self) -> Synced:
             return Synced(*self.left.pop(0), megabytes=10.0)
 
-    monkeypatch.setattr(bench_sync, "two_islands", lambda *_: contextlib.nullcontext(Instead()))
+    monkeypatch.setattr(bench_sync, "two_islands", lambda *_: contextlib.nullcontext(FakeIslands()))
     ours, theirs = bench_sync.on_loopback(TINY, _script(tmp_path, STAND_IN), lambda _: None)
     assert (theirs["what"], theirs["seconds"], theirs["committed"]) == ("torchft 9.9", 2.0, "0 of 2")
     assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.5, 1.0, 4.0, "2 of 2")
@@ -131,7 +131,7 @@ def test_the_link_to_the_first_replica_goes_through_a_proxy() -> None:
         port = listening.getsockname()[1]
         value = b"one" + address(ADDRESSES[0], port) + address(ADDRESSES[1], port) + b"end"
         found = link.rerouted(value)
-        assert found == link.rerouted(value)  # one proxy a port
+        assert found == link.rerouted(value)  # There is one proxy for each port.
         (proxied,) = struct.unpack_from(">H", found, 5)
         assert proxied != port
         assert found == b"one" + address(ADDRESSES[0], proxied) + address(ADDRESSES[1], port) + b"end"

@@ -1,4 +1,4 @@
-"""Coordinators and workers that train in lockstep, without processes: their numbers, their waits, and random faults."""
+"""Coordinators and workers that train in lockstep, without processes: exact results, waits, and random faults."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Workers:
     """The workers of a coordinator in this process. Each carries out its bundles in the order that the test wants."""
 
     coordinator: Coordinator
-    #: Starts a worker of that name and returns what carries out its orders.
+    #: Starts a worker of that name and returns the function that carries out its orders.
     make: Callable[[str], Callable[[Order], None]]
     now: float = 0.0
     up: dict[str, Callable[[Order], None]] = field(default_factory=dict)
@@ -386,23 +386,23 @@ def test_the_last_round_closes_early() -> None:
 # -- random faults ----------------------------------------------------------------------------------------------------
 
 #: The provenance of parameters: the number of each exchange, and the steps of each worker in it; None if unusable.
-Held = tuple[tuple[int, tuple[tuple[str, int], ...]], ...] | None
+Provenance = tuple[tuple[int, tuple[tuple[str, int], ...]], ...] | None
 
 
 @dataclass
 class Memory:
     """Slots and files that hold the provenance of parameters instead of numbers."""
 
-    slots: dict[tuple[str, int], tuple[int, Held, int]] = field(default_factory=dict)
-    files: dict[str, tuple[str, Held, int]] = field(default_factory=dict)
+    slots: dict[tuple[str, int], tuple[int, Provenance, int]] = field(default_factory=dict)
+    files: dict[str, tuple[str, Provenance, int]] = field(default_factory=dict)
 
 
 class Tracer:
-    """A worker that tracks what is in its parameters, and notices wrong orders."""
+    """A worker that traces the provenance of its parameters, and detects wrong orders."""
 
     def __init__(self, name: str, memory: Memory) -> None:
         self.name, self.memory = name, memory
-        self.held: Held = ()
+        self.held: Provenance = ()
         self.drawn = self.since = 0
 
     def do(self, order: Order) -> None:
@@ -414,7 +414,7 @@ class Tracer:
                 who, self.held, self.drawn = files[order.file]
                 assert who in order.file
                 if self.held is None or (self.held[-1][0] if self.held else 0) != order.n:
-                    self.held = None  # It was stopped, and the others went on without it.
+                    self.held = None  # It was stopped, and the others continued without it.
                 if order.own:
                     who, _, self.drawn = files[order.own]
                     assert who == self.name
@@ -438,7 +438,7 @@ ACTIONS = ("do", "do", "do", "do", "do", "half", "kill", "start", "start", "stop
 
 
 def play(workers: Workers, name: str, action: str, orders: int) -> None:
-    """Do that action if it is possible."""
+    """Perform that action if it is possible."""
     up, workers.now = name in workers.up, workers.now + 0.01
     if action == "do" and name in workers.able():
         workers.do(name)

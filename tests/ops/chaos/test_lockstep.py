@@ -78,14 +78,14 @@ def test_real_workers_survive_a_kill_a_stop_and_a_cut(
         ledger = group.coordinator.ledger
 
         def polled(holds: Callable[[], bool], what: str) -> None:
-            def look() -> bool:
+            def poll() -> bool:
                 group.poll()
                 return holds()
 
-            until(look, what, 60)
+            until(poll, what, 60)
 
-        def meets(name: str, kind: Kind, seconds: float, over: str) -> None:
-            """Inject the fault; wait for its end, for a step of that worker, and for an exchange."""
+        def inject_and_recover(name: str, kind: Kind, seconds: float, over: str) -> None:
+            """Inject the fault, and wait for its end, for a step of that worker, and for an exchange."""
             group.inject(group.targets[name], Fault(0.0, kind, name, seconds))
             begun = len(group.events)
             polled(lambda: over in [h.what for h in group.events[begun:]], f"{name} {over}")
@@ -93,9 +93,9 @@ def test_real_workers_survive_a_kill_a_stop_and_a_cut(
             polled(lambda: name in {s.worker for s in ledger.made[made:]}, f"a step of {name}")
             polled(lambda: group.coordinator.n > merged, "an exchange")
 
-        meets("island-1", "kill", 0.2, "start")
-        meets("island-0", "stop", 0.2, "continue")
-        meets("island-1", "partition", 0.2, "partition over")
+        inject_and_recover("island-1", "kill", 0.2, "start")
+        inject_and_recover("island-0", "stop", 0.2, "continue")
+        inject_and_recover("island-1", "partition", 0.2, "partition over")
         group.end_faults()
         final = group.finish()
     files = plan.folder / "files"
@@ -156,7 +156,7 @@ def test_only_kills_stops_and_cuts_apply_to_workers() -> None:
 
 
 class Client:
-    """A worker as the server sees it."""
+    """A client that speaks the protocol of a worker."""
 
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -164,10 +164,10 @@ class Client:
         self.socket.connect(address)
         self.lines = self.socket.makefile("r")
 
-    def say(self, **message: object) -> None:
+    def send(self, **message: object) -> None:
         self.socket.sendall((json.dumps(message) + "\n").encode())
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return json.loads(self.lines.readline())
 
     def end(self) -> None:
@@ -189,23 +189,23 @@ def coordinator() -> Coordinator:
 def test_workers_receive_orders_and_report(address: str, coordinator: Coordinator, until: Until) -> None:
     with CoordinatorServer(coordinator, address) as server:
         a, b = Client(address), Client(address)
-        a.say(name="a")
-        b.say(name="b")
-        first = [a.hear(), b.hear()]
+        a.send(name="a")
+        b.send(name="b")
+        first = [a.receive(), b.receive()]
         assert [order["what"] for order in first[0]["orders"]] == ["begin", "step", "share"]
         for client, bundle in zip((a, b), first, strict=True):
-            client.say(ticket=bundle["ticket"], steps=1)
-        merge = Order(**a.hear()["orders"][0])
+            client.send(ticket=bundle["ticket"], steps=1)
+        merge = Order(**a.receive()["orders"][0])
         assert (merge.what, merge.n, tuple(merge.members)) == ("merge", 1, ("a", "b"))
-        assert b.hear()["orders"][0]["what"] == "merge"
+        assert b.receive()["orders"][0]["what"] == "merge"
         a.socket.sendall(b'{"ticket": ')  # It is killed in the middle of a message.
         a.end()
         until(lambda: coordinator.n == 0, "the coordinator to notice")
         again = Client(address)
-        again.say(name="a")
-        assert [order["what"] for order in again.hear()["orders"]] == ["begin", "step", "share"]
+        again.send(name="a")
+        assert [order["what"] for order in again.receive()["orders"]] == ["begin", "step", "share"]
         server.call(lambda coordinator, now: coordinator.end(now))
-        assert [order["what"] for order in again.hear()["orders"]] == ["save"]
+        assert [order["what"] for order in again.receive()["orders"]] == ["save"]
         for client in (again, b):
             client.end()
 
@@ -214,14 +214,14 @@ def test_a_new_process_may_connect_before_the_old_one_has_ended(address: str, co
     with CoordinatorServer(coordinator, address):
         clients = [Client(address) for _ in range(3)]
         for client, name in zip(clients, "aba", strict=True):
-            client.say(name=name)
+            client.send(name=name)
             if name == "b":
-                clients[0].hear()
-                client.hear()
-        assert clients[2].hear()["orders"][0]["what"] == "begin"
-        clients[0].say(ticket=1, steps=0)
+                clients[0].receive()
+                client.receive()
+        assert clients[2].receive()["orders"][0]["what"] == "begin"
+        clients[0].send(ticket=1, steps=0)
         clients[0].end()  # This connection was replaced already.
-        assert clients[1].hear()["orders"][0]["what"] == "begin"
+        assert clients[1].receive()["orders"][0]["what"] == "begin"
         for client in clients[1:]:
             client.end()
 
@@ -233,9 +233,9 @@ def test_unknown_workers_and_noise_are_ignored(address: str, coordinator: Coordi
             client.socket.sendall(noise)
             client.end()
         a, b = Client(address), Client(address)
-        a.say(name="a")
-        b.say(name="b")
-        assert a.hear()["ticket"] == 1
+        a.send(name="a")
+        b.send(name="b")
+        assert a.receive()["ticket"] == 1
         for client in (a, b):
             client.end()
         until(lambda: not coordinator._up, "both to be removed")

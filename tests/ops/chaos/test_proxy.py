@@ -27,7 +27,7 @@ COUNTS = st.lists(st.integers(0, PIECE_BYTES), min_size=1, max_size=60)
 
 
 def played(bucket: Bucket, counts: list[int], now: float) -> float:
-    """Send all these in turn, as early as the bucket allows. Return the time of the last one."""
+    """Send these pieces in turn, as early as the bucket allows. Return the time of the last one."""
     for count in counts:
         while wait := bucket.wait_seconds(count, now):
             now += wait
@@ -137,7 +137,7 @@ def asked(client: socket.socket, data: bytes) -> bytes:
 
 
 def seconds_for(client: socket.socket, size: int) -> float:
-    """Return the seconds that `size` bytes take there and back."""
+    """Return the seconds of a round trip of `size` bytes."""
     data = bytes(range(256)) * (size // 256)
     began = time.perf_counter()
     assert asked(client, data) == data

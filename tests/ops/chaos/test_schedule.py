@@ -69,8 +69,8 @@ def test_redis_has_no_faults_of_links() -> None:
     assert not poisson(FaultRates(1.0, tuple(ON_LINKS)), [REDIS], 1000.0, 0)
 
 
-def test_faults_have_the_asked_mean_distance_and_duration() -> None:
-    """The mean of 4,000 exponential times is within 5 % of theirs by three standard deviations."""
+def test_faults_have_the_requested_mean_distance_and_duration() -> None:
+    """The mean of 4,000 exponential times is within 5 % of the expectation: three standard deviations."""
     seed = 3
     faults = poisson(FaultRates(10.0, return_seconds=2.0), ["merger"], 48_000.0, seed)
     uptimes = [after.at - before.until for before, after in itertools.pairwise(faults)]
@@ -114,7 +114,7 @@ def test_preemptions_of_a_spot_market_kill_islands() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"data": [0]}', '{"z": {"metadata": {"gap_seconds": 0}, "data": []}}']
 )
-def test_text_that_is_no_trace_is_refused(text: str) -> None:
+def test_text_that_is_not_a_trace_is_refused(text: str) -> None:
     with failing(ConfigError, "chaos.spot-trace"):
         from_spot(text, ["island-0"], 60.0, 100.0)
 

@@ -45,7 +45,7 @@ FAULTS = """
 {"at": 8, "kind": "reset", "target": "island-1", "seconds": 0.5}
 {"at": 9, "kind": "delay", "target": "merger", "seconds": 0.5, "value": 0.05}
 """
-#: A jump of the clock of Redis, where libfaketime is installed: leases and heartbeats expire, and then last for long.
+#: A jump of the clock of Redis, if libfaketime is installed. Leases and heartbeats expire, and later ones last long.
 JUMP = '{"at": 9.2, "kind": "clock", "target": "redis", "seconds": 1.5, "value": 3600}\n'
 EVENTS = {
     ("island-0", "kill"), ("merger", "kill"), ("redis", "stop"), ("redis", "continue"), ("redis", "ready"),

@@ -180,14 +180,14 @@ def test_shares_sum_to_one_for_any_events(marks: list[tuple[float, str]]) -> Non
     assert min(spent.stopped, spent.recovering, spent.dead) >= -1e-9
 
 
-# -- invariants: each check finds what it is for ----------------------------------------------------------------------
+# -- invariants: each check finds its violation ---------------------------------------------------------------------
 
 
 def broken(one: StormRecord) -> list[str]:
     return [check.key for check in checks(one) if not check.holds]
 
 
-def test_a_sound_storm_breaks_no_invariant() -> None:
+def test_a_consistent_storm_breaks_no_invariant() -> None:
     assert broken(storm()) == []
 
 
@@ -224,7 +224,7 @@ def test_a_gap_an_older_epoch_and_a_refused_member_are_found() -> None:
 # -- picture and page -------------------------------------------------------------------------------------------------
 
 
-def test_report_picture_and_page_need_nothing_else(tmp_path: Path) -> None:
+def test_the_page_contains_its_pictures_and_loads_nothing(tmp_path: Path) -> None:
     one = storm()
     found = figures(one, as_control(one))
     write(tmp_path, one, found, "archipelago chaos <&>")

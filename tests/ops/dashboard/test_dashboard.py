@@ -1,4 +1,4 @@
-"""The dashboard without a browser: what it tells, what it refuses, and that it stands an outage."""
+"""The dashboard without a browser: its data, the requests that it refuses, and its recovery from an outage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MANIFEST = samples.manifest()
 
 
 class Clock:
-    """A clock that goes on when it is told to."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -68,7 +68,7 @@ class Clock:
 
 
 def a_run(broker: MemoryBroker) -> MemoryTransport:
-    """Two islands, one merged contribution, one refused, one that waits, one evaluation."""
+    """Write a run with two islands, an evaluation, and a merged, a refused and a pending contribution."""
     transport = broker.connect("sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     for name in ("a", "b"):
@@ -108,7 +108,7 @@ def client(watch: Watcher, clock: Clock) -> Iterator[TestClient]:
         yield found
 
 
-# -- what it tells ----------------------------------------------------------------------------------------------------
+# -- its data ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
@@ -136,7 +136,7 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
 
 
 def test_a_foreign_host_name_is_refused(watch: Watcher, clock: Clock) -> None:
-    """A page of that site could read ours otherwise, whatever machine its visitor sits at."""
+    """Otherwise a page of that site could read the dashboard from its visitor's machine."""
     with TestClient(application(watch, TOKEN, clock, clock, hosts=("127.0.0.1", "localhost"))) as client:
         answers = [client.get("/api/view", headers={"host": f"{host}:8765"}) for host in ("localhost", "evil.example")]
     assert [answer.status_code for answer in answers] == [200, 400]
@@ -185,7 +185,7 @@ def test_there_are_no_metrics_before_the_first_reading(watch: Watcher, clock: Cl
         assert client.get("/metrics").status_code == 503
 
 
-# -- what it refuses --------------------------------------------------------------------------------------------------
+# -- refused requests -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_steering_while_redis_is_away(
     assert (answer.status_code, answer.json()["message"]) == (503, "the Redis does not answer. Is it running?")
 
 
-# -- the watch --------------------------------------------------------------------------------------------------------
+# -- the watcher ------------------------------------------------------------------------------------------------------
 
 
 def board(watch: Watcher) -> dict[str, Any]:
@@ -352,7 +352,7 @@ def test_a_reading_that_hangs_is_an_outage() -> None:
 
 def test_rounds_are_followed_across_a_gap(watch: Watcher, transport: MemoryTransport, clock: Clock) -> None:
     watch.update()
-    for number in range(2, 80):  # more than a reading asks for
+    for number in range(2, 80):  # A reading requests fewer entries than this.
         close_round(transport, number, digest=f"{number:032x}")
     clock.now += 10.0
     watch.update()
@@ -380,13 +380,13 @@ def test_costly_readings_are_rare(clock: Clock) -> None:
     made: list[float] = []
 
     def read() -> float:
-        clock.now += 2.0  # so long it takes
+        clock.now += 2.0  # The reading takes this long.
         made.append(clock.now)
         return clock.now
 
     seldom = RareReading(read, clock)
     assert [seldom.newest(), seldom.newest()] == [1002.0, 1002.0]
-    clock.now += SELDOM_SECONDS + 30.0  # 2 s of 40 s are one part in twenty
+    clock.now += SELDOM_SECONDS + 30.0  # 2 s of 40 s are the allowed share of a twentieth.
     assert seldom.newest() == 1002.0
     clock.now += 10.0
     assert seldom.newest() == clock.now
@@ -415,9 +415,9 @@ def view(**changes: Any) -> RunView:
         ({"known": 2}, {}, 0.0, "no islands"),
         ({"rounds": 3}, {}, 0.0, "no islands"),
         ({"known": 2, "live": 2}, {}, 0.0, "starting"),
-        ({"known": 2, "live": 2, "rounds": 3}, {}, 1e6, "training"),  # nothing waits
+        ({"known": 2, "live": 2, "rounds": 3}, {}, 1e6, "training"),  # No contribution waits.
         ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {}, 1.0, "training"),
-        ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {}, 59.0, "training"),  # as for `status`
+        ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {}, 59.0, "training"),  # `status` has the same limit.
         ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {}, 61.0, "stalled"),
         ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {"merging": "paused"}, 61.0, "paused"),
         ({"known": 2, "rounds": 3, "step": 2000}, {}, 0.0, "finished"),
@@ -443,7 +443,7 @@ def test_the_newest_merger_holds_the_lease() -> None:
     assert lease(notes, 2)["who"] == "merger-b"
     assert lease([], 0) == {"who": "", "since": None, "text": "", "epoch": 0, "held": None}
     assert lease(notes, 2, Standing("00b81fc22d7c", 2))["held"] is True
-    assert lease(notes, 2, Standing("", 2))["held"] is False  # it has died, and said nothing
+    assert lease(notes, 2, Standing("", 2))["held"] is False  # The merger has died without a note.
 
 
 def islands(**changes: Any) -> Any:
@@ -460,7 +460,7 @@ def test_rates_converge_and_survive_a_restart() -> None:
     assert rates["a"].down == pytest.approx(7.0, rel=1e-3)
     again = measured(rates, islands(bytes_up=0), 120.0)["a"]
     assert 0.0 < again.up < 50.0
-    assert measured({"a": again}, islands(bytes_up=10), 120.0)["a"] == again  # no time has passed
+    assert measured({"a": again}, islands(bytes_up=10), 120.0)["a"] == again  # No time has passed.
     assert isinstance(again, Rate)
 
 
@@ -493,7 +493,7 @@ def stream(address: str) -> Iterator[http.client.HTTPResponse]:
 
 
 def next_event(answer: http.client.HTTPResponse, wanted: str) -> Any:
-    """The data of the next event of that name."""
+    """Return the data of the next event of that name."""
     while line := answer.readline().decode():
         if line == f"event: {wanted}\n":
             return json.loads(answer.readline().decode().removeprefix("data: "))
@@ -513,14 +513,14 @@ def test_events_come_live_and_the_stream_ends_with_the_server(transport: MemoryT
             pass
         while next_event(answer, "charts")["lines"]["round"] != [1, 2]:
             pass
-        server.close()  # while the page listens
+        server.close()  # The page is connected meanwhile.
         assert not answer.read().endswith(b"data: ")
     assert not [thread for thread in threading.enumerate() if thread.name == "pages"]
 
 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
-    """A database of the server with one run, `sample`."""
+    """Return the URL of a database with one run, `sample`."""
     mine = server.url.removesuffix("/0") + "/6"
     transport = connect(mine, "sample")
     if "sample" not in transport.reader.runs():
@@ -551,7 +551,7 @@ def test_a_port_in_use_is_an_error(url: str, capsys: pytest.CaptureFixture[str])
         (["--run", "sample", "--host", "a" * 70], "config.dash-address"),
     ],
 )
-def test_a_mistake_is_an_error(url: str, args: list[str], code: str, handlers: None) -> None:
+def test_a_wrong_option_is_an_error(url: str, args: list[str], code: str, handlers: None) -> None:
     with failing(ArchipelagoError, code):
         run(["dash", url, *args, "--no-open"])
 
@@ -601,7 +601,7 @@ def test_a_signal_ends_it_while_a_page_is_connected(url: str, number: int) -> No
             assert next_event(answer, "page")["run"]["run"] == "sample"
             process.send_signal(number)
             assert process.wait(30) == 0
-        assert process.stderr.read().count("\n") == 1  # the token, and nothing about its end
+        assert process.stderr.read().count("\n") == 1  # It prints the token, and nothing about its end.
 
 
 def test_it_loads_no_jax_and_no_plotly() -> None:
@@ -613,7 +613,7 @@ def test_it_loads_no_jax_and_no_plotly() -> None:
 
 
 def test_an_outage_of_redis_is_shown_and_ends(tmp_path: Path) -> None:
-    """A server of its own, that is stopped and started again."""
+    """The test stops and restarts its own server."""
     first = start_server(tmp_path / "redis")
     transport = connect(first.url, "sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))

@@ -53,14 +53,14 @@ def history(tape: Sequence[TapeEntry] = TAPE, merged_tokens: int = 600) -> Histo
     return out
 
 
-def test_the_lines_by_hand() -> None:
+def test_lines_match_a_calculation_by_hand() -> None:
     lines = history().lines()
     assert lines["round"] == [1, 2, 3]
-    assert lines["tokens"] == [50, 250, 300]  # each counts once when it is in both fragments
+    assert lines["tokens"] == [50, 250, 300]  # A token counts once it is in both fragments.
     assert lines["loss"][:2] == [4.0, 2.0]
     assert math.isnan(lines["loss"][2])
     assert lines["live"] == [1, 3, 2]
-    assert lines["size"] == [1, 3, 2]  # three lived in round 2, of which the tape names two
+    assert lines["size"] == [1, 3, 2]  # Three islands were live in round 2, and the tape names two of them.
     assert lines["participating"] == [1, 2, 2]
 
 
@@ -91,7 +91,7 @@ def test_participation_expires() -> None:
 
 def test_the_parts_in_the_newest_rounds() -> None:
     seen = history()
-    assert (seen.parts("a"), seen.parts("b"), seen.parts("nobody")) == ([0, 1, -1], [-1, 0, 1], [-1, -1, -1])
+    assert (seen.parts("a"), seen.parts("b"), seen.parts("unknown")) == ([0, 1, -1], [-1, 0, 1], [-1, -1, -1])
 
 
 def test_the_times_of_a_round() -> None:
@@ -131,13 +131,16 @@ def test_a_round_is_added_once() -> None:
     [
         (TAPE, True),
         ([TAPE[2], entry(4, [])], True),
-        ([entry(5, []), entry(6, [])], False),  # some are missing in between
-        (TAPE[:2], False),  # the run went back to a checkpoint
-        ([*TAPE[:2], replace(TAPE[2], digest="f" * 32)], False),  # and came another way
-        ([], False),  # its Redis lost everything
+        ([entry(5, []), entry(6, [])], False),  # Some entries are missing in between.
+        (TAPE[:2], False),  # The run returned to a checkpoint.
+        (
+            [*TAPE[:2], replace(TAPE[2], digest="f" * 32)],
+            False,
+        ),  # It then continued from there differently.
+        ([], False),  # Its Redis lost all data.
     ],
 )
-def test_which_tapes_connect(tape: list[TapeEntry], follows: bool) -> None:
+def test_a_tape_connects_only_without_a_gap(tape: list[TapeEntry], follows: bool) -> None:
     assert history().follows(tape) is follows
 
 
@@ -168,9 +171,9 @@ def test_thinning_keeps_order_and_the_newest(rows: list[int], most: int) -> None
 
     found = thinned(rows, most, joined)
     assert len(found) <= most
-    assert sum(spans) == len(rows)  # each row is in one group
+    assert sum(spans) == len(rows)  # Each row is in exactly one group.
     assert found[-1:] == rows[-1:]
-    assert max(spans[:-1], default=0) == min(spans[:-1], default=0)  # evenly
+    assert max(spans[:-1], default=0) == min(spans[:-1], default=0)  # The groups have equal sizes.
 
 
 @given(st.integers(0, 3000), st.integers(2, 64).map(lambda half: 2 * half))
@@ -182,7 +185,7 @@ def test_a_trail_is_bounded_even_and_complete(count: int, most: int) -> None:
     assert len(rows) <= most
     assert [n for first, last in rows for n in range(first, last + 1)] == list(range(count))
     assert {last - first + 1 for first, last in rows[:-1]} <= {trail.span}
-    assert count < most or len(rows) >= most // 2  # no coarser than it needs to be
+    assert count < most or len(rows) >= most // 2  # It is no coarser than necessary.
 
 
 def test_smoothing_is_bias_corrected_and_skips_nan() -> None:

@@ -1,4 +1,4 @@
-"""The reading for once a second: as `observe` has it, without reading through the stream."""
+"""`glance`, which reads a run every second: it agrees with `observe` without reading the whole stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of a whole run; and that the Grafana dashboard and the alerts use only metrics that we export."""
+"""The metrics of a whole run. Grafana's dashboard and the alerts use only exported metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.broker.observe.test_metrics import parsed
 DEPLOY = Path(__file__).parents[3] / "ops" / "deploy"
 
 
-def test_a_whole_run() -> None:
+def test_a_whole_run_is_exported() -> None:
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
     transport.create(manifest, samples.first_snapshots(manifest))
@@ -44,11 +44,11 @@ def test_a_whole_run() -> None:
     assert {name for name, _ in found} == exported - not_known
 
 
-# -- the files that ship with it --------------------------------------------------------------------------------------
+# -- dashboards and alerts ---------------------------------------------------------------------------------------------
 
 
 def is_exported(name: str) -> bool:
-    """Whether our workers or the dashboard export that metric."""
+    """Return whether a worker or the dashboard exports that metric."""
     if name in {*metrics.RUN, *metrics.BOOKS, metrics.ROUND_AGE, *metrics.RUN_ISLAND}:
         return True
     sources = [Path(str(module.__code__.co_filename)) for module in (IslandCollector.collect, RoundMetrics.closed)]
@@ -60,7 +60,7 @@ def is_exported(name: str) -> bool:
 
 
 def expressions(value: object) -> list[str]:
-    """Every query in Grafana's JSON."""
+    """Return all queries in Grafana's JSON."""
     if isinstance(value, dict):
         own = [str(value[key]) for key in ("expr", "definition") if key in value]
         return own + [found for part in value.values() for found in expressions(part)]

@@ -1,4 +1,4 @@
-"""A folder with a small study."""
+"""Fixtures of the tests of experiments: a folder with a small study."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunC
     assert found[-1].test_bits_per_byte != found[-1].bits_per_byte, "it is another text"
 
 
-def test_replicas_read_shards_of_their_own(config: RunConfig) -> None:
+def test_replicas_read_separate_shards(config: RunConfig) -> None:
     leases = [lease_share(config.data.shards, config.seed, worker, 3) for worker in range(3)]
     shards = config.data.shards
     passes = [[lease() for _ in range(len(range(worker, shards, 3)))] for worker, lease in enumerate(leases)]
@@ -76,12 +76,12 @@ def test_diloco_takes_one_nesterov_step_on_the_mean_of_the_replicas(
     monkeypatch.setattr(baselines, "scoring", lambda config, corpus: scored)
     outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
     list(baselines._diloco(config, corpus, 2, outer, quiet))
-    # Δ = 2, b = 2: −½(2 + 1) = −1.5; Δ = 2, b = 3: −½(2 + 1.5) = −1.75
+    # First round: Δ = 2, b = 2, so −½(2 + 1) = −1.5. Second round: Δ = 2, b = 3, so −½(2 + 1.5) = −1.75.
     np.testing.assert_allclose(np.diff(seen), [-1.5, -1.75], rtol=1e-4)
 
 
 @pytest.mark.full
-def test_every_way_trains_on_as_many_tokens_and_learns(config: RunConfig, corpus: OpenCorpus, tmp_path: Path) -> None:
+def test_every_method_trains_on_equal_tokens_and_learns(config: RunConfig, corpus: OpenCorpus, tmp_path: Path) -> None:
     said: list[str] = []
     found = parity.parity(config, [2], 1.0, tmp_path / "out", said.append, seeds=(0, 1))
     rows = {row["what"]: row for row in found["rows"]}
@@ -126,7 +126,7 @@ def test_ratios_are_taken_seed_by_seed() -> None:
 def test_the_comparison_has_a_row_a_curve_and_a_picture(
     config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without training: each way has a fixed loss, and the islands are 10 % worse than data-parallel."""
+    """Nothing is trained: each method has a fixed loss, and the islands are 10 % worse than data-parallel."""
 
     def ends_at(loss: float) -> list[Point]:
         return [Point(0, 8.0), Point(50, 4.0), Point(100, loss)]

@@ -161,8 +161,8 @@ def test_another_corpus_of_that_name_is_a_difference(data: Path, capsys: pytest.
 
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("name", ["..", "../elsewhere", "x" * 78, "-"])
-def test_an_impossible_corpus_name_is_a_missing_corpus(name: str) -> None:
-    """Actions come from outside."""
+def test_an_impossible_corpus_name_counts_as_a_missing_corpus(name: str) -> None:
+    """Another program may have written the actions."""
     record = records.read(RECORD)
     record.actions = [
         replace(actions, text=actions.text.replace(" dsite/", f" d{name}/")) for actions in record.actions
@@ -247,10 +247,10 @@ def test_other_rules_are_steered_except_for_the_settings_that_they_name(
     [
         (["join:0,0", "d3:0:0:0", "n1"], ""),
         (["join:0,0", "dsite/3:0:0:0", "n1", "dsite/1:2:0:0"], "site"),
-        (["join:0,0", "d3:2199023255552:0:0", "n1", "dsite/3:0:0:0!"], "site"),  # it waited for its first lease
+        (["join:0,0", "d3:2199023255552:0:0", "n1", "dsite/3:0:0:0!"], "site"),  # It waited for its first lease.
         (["whole:a/before@9", "n1"], "site"),
         (["whole:a/round@9", "n1"], ""),
-        (["whole:a/nobody@9", "n1"], ""),
+        (["whole:a/unknown@9", "n1"], ""),
     ],
 )
 def test_the_shards_name_the_corpus(mine: list[str], corpus: str) -> None:

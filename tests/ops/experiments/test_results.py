@@ -49,7 +49,7 @@ def test_a_row_with_a_diverged_seed_has_no_mean() -> None:
     assert (row.diverged, row.losses, row.mean) == (1, {}, math.inf)
 
 
-def test_the_test_text_has_a_column_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_test_text_has_its_own_column(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = studies.load(folder, "rates")
     losses = {"parallel": (2.0, 3.0), "islands": (2.2, 3.6)}
     known = {
@@ -66,7 +66,7 @@ def test_the_test_text_has_a_column_of_its_own(folder: Path, capsys: pytest.Capt
     [
         "",
         'x = "islands"\nlines = ["outer.learning_rate"]\n',
-        'x = "outer.learning_rate"\n',  # of which data-parallel has none
+        'x = "outer.learning_rate"\n',  # Data-parallel does not have this setting.
     ],
 )
 def test_an_unfinished_study_is_shown(folder: Path, x: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ INTERRUPTIBLE = (
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
-    """Note the trials instead of running them."""
+    """Record the trials instead of running them."""
     seen: list[Trial] = []
 
     def results(trials: list[Trial], jobs: int) -> Any:
@@ -121,7 +121,7 @@ def test_a_killed_measuring_process_is_an_error(folder: Path, monkeypatch: pytes
     assert studies.recorded(folder) == {}
 
 
-def test_a_result_is_told_with_the_settings_that_vary() -> None:
+def test_a_result_is_shown_with_the_settings_that_vary() -> None:
     at_once, parallel = trial_of(outer__rule="sgd"), trial_of("parallel", islands=3)
     late = dataclasses.replace(at_once, late=6.0)
     names = studies.varying([t.named_values for t in (parallel, at_once, late)])

@@ -1,4 +1,4 @@
-"""`bench time`: how long each way takes, and how good it is then."""
+"""`bench time`: the time of each method, and its loss at the end."""
 
 from __future__ import annotations
 

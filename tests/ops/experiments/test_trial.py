@@ -124,13 +124,13 @@ def test_each_baseline_gets_as_many_tokens_as_the_islands(
     """Two islands, one of them three times slower, make 24 + 8 steps of 128 tokens. DiLoCo waits for the slow one."""
     asked: list[tuple[int, int]] = []
 
-    def instead(config: RunConfig, corpus: OpenCorpus, size: int, note: Any, *rest: float) -> None:
+    def record_tokens(config: RunConfig, corpus: OpenCorpus, size: int, note: Any, *rest: float) -> None:
         asked.append((config.inner.steps, size))
         note(Point(0, 8.0))
         note(Point(100, 4.0))
 
     for name in ("diloco", "data_parallel", "one_process"):
-        monkeypatch.setattr(baselines, name, instead)
+        monkeypatch.setattr(baselines, name, record_tokens)
     settings: dict[str, Any] = {
         "data__corpus": "small-text",
         "data__batch_size": 4,

@@ -60,7 +60,7 @@ def valkey() -> Program:
 
 @pytest.fixture
 def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder on PATH."""
+    """Return the only folder on PATH."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "bin").mkdir()
     return tmp_path / "bin"
@@ -326,8 +326,8 @@ def test_the_search_ends_if_all_ports_are_taken(
             start_server(tmp_path / "redis", valkey)
 
 
-def test_loading_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock advances 1 s per look. A server may load for longer than the limit, but not be silent for it."""
+def test_a_server_may_load_for_longer_than_the_silence_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances 1 s per query. Loading may take longer than the limit, but silence may not."""
     states = iter(["silent", *["loading"] * 20, "silent", "ready"])
     ticks = iter(range(1000))
     monkeypatch.setattr(embedded_redis, "server_state", lambda _port, _password: next(states, "silent"))

@@ -28,7 +28,7 @@ LIVES = "import os, time; print(os.getpid(), 'began', flush=True); time.sleep(60
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standbys]:
-    """One standby, a small Python program that is not loaded yet."""
+    """Return a pool of one standby: a small Python program that is not loaded yet."""
     monkeypatch.setattr(supervisor, "RESTART_SECONDS", (0.0,))
     monkeypatch.setattr(standbys, "REPLACED_SECONDS", 0.0)
     made = Standbys(0, [], {}, tmp_path)
@@ -39,7 +39,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standbys]:
 
 @pytest.fixture
 def island(pool: Standbys, tmp_path: Path) -> Iterator[Child]:
-    """A child with two words before its arguments, like `-m archipelago.islands`."""
+    """Return a child with two words before its arguments, like `-m archipelago.islands`."""
     made = Child("oslo", ["-c", LIVES, "--name", "oslo"], {"SAID": "hello"}, tmp_path / "oslo.log")
     made.stand_in = pool.stand_in
     yield made
@@ -73,7 +73,7 @@ def test_a_standby_replaces_a_child_that_dies(pool: Standbys, island: Child, unt
     assert island.tend(time.monotonic()) == ""
 
 
-def test_another_standby_is_loaded_then(pool: Standbys, island: Child, until: Until) -> None:
+def test_after_a_replacement_another_standby_is_loaded(pool: Standbys, island: Child, until: Until) -> None:
     island.start()
     pool.start()
     until(pool.are_ready, "a standby")

@@ -33,11 +33,11 @@ def tended(child: Child, until: Until, done: Callable[[], bool], what: str) -> l
     """Tend a child until `done`, and return the events."""
     events: list[str] = []
 
-    def look() -> bool:
+    def poll() -> bool:
         events.append(child.tend(time.monotonic()))
         return done()
 
-    until(look, what)
+    until(poll, what)
     return [event for event in events if event]
 
 
@@ -84,7 +84,7 @@ def test_all_children_end_even_those_that_ignore_sigterm(make: Make, until: Unti
 def test_a_child_imports_nothing_from_the_working_directory(
     make: Make, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders named like our packages, or like JAX, may lie in the user's project."""
+    """A user's project may contain folders named like our packages or like JAX."""
     (tmp_path / "archipelago").mkdir()
     (tmp_path / "archipelago" / "__init__.py").write_text("raise RuntimeError('imported from the working directory')")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`up` passes options on to its workers, each with a port of its own, and refuses wrong ones before it starts any."""
+"""`up` passes options on to its workers, each with a separate port, and refuses wrong options before it starts any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.failing import failing
 
 
 def argv(options: UpOptions) -> dict[str, list[str]]:
-    """The arguments of each worker."""
+    """Return the arguments of each worker."""
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
     session = Session(options.session(), manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ def test_workers_get_no_flags_by_default() -> None:
         assert not {"--metrics-port", "--no-tensorboard", "--wandb", "--log-json"} & set(given)
 
 
-def test_each_worker_gets_the_same_flags_and_a_port_of_its_own() -> None:
+def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
     found = argv(UpOptions(islands=2, metrics_port=9310, wandb=True, log_json=True, tensorboard=False))
     for given in found.values():
         assert {"--no-tensorboard", "--wandb", "--log-json"} <= set(given)

@@ -38,7 +38,7 @@ def rng(seed: int = SEED) -> np.random.Generator:
 
 
 def one_slice(**changes: object) -> FailureModel:
-    """Islands of one slice of one chip that fails every 1,000 s, with steps so short that they do not matter."""
+    """Return a model of islands of one slice that fails every 1,000 s, with steps of negligible length."""
     settings = {"chips": 1, "islands": 1, "slices": 1, "years_between": 1000.0 / (365.25 * DAY), "step_seconds": 0.01,
                 "pause_seconds": 50.0, "return_seconds": 150.0}  # fmt: skip
     return FailureModel(**{**settings, **changes})  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def one_slice(**changes: object) -> FailureModel:
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_one_island_is_up_for_mtbf_of_mtbf_and_return(elastic: bool) -> None:
+def test_uptime_of_one_island_is_mtbf_over_mtbf_plus_return(elastic: bool) -> None:
     """MTBF / (MTBF + R), with R = 150 s away and 50 s to start again."""
     outcome = simulate(one_slice(elastic=elastic), 1.2e7, rng())
     assert len(outcome.islands[0]) > 9000
@@ -65,13 +65,13 @@ def test_all_islands_are_down_together_by_chance(islands: int) -> None:
     assert outcome.uptime == pytest.approx(1.0 - 0.5**islands, abs=0.01), f"seed {SEED}"
 
 
-def test_missing_slices_cost_their_share() -> None:
+def test_missing_slices_cost_only_their_share() -> None:
     """Without pauses an elastic island's goodput is MTBF / (MTBF + R) of each slice, whatever their number."""
     model = one_slice(slices=50, chips=50, pause_seconds=0.0, return_seconds=250.0)
     assert simulate(model, 4e5, rng()).goodput == pytest.approx(0.8, abs=0.01), f"seed {SEED}"
 
 
-def test_steps_that_vary_cost_nothing() -> None:
+def test_varying_step_durations_cost_nothing() -> None:
     calm = one_slice(chips=1e-9, step_seconds=7.0, step_deviation=0.2)
     assert simulate(calm, DAY, rng()).goodput == 1.0
 
@@ -101,7 +101,7 @@ def test_delays_are_exponentiated_weibull(shape: float, power: float, unit_mean:
 
 
 def by_hand(outages: list[list[tuple[float, float]]], seconds: float = 30.0, elastic: bool = True) -> Outcome:
-    """One island with steps of exactly one second and pauses of two."""
+    """Simulate one island with steps of exactly one second and pauses of two."""
     model = FailureModel(1, 1, len(outages), 1.0, 1.0, 0.0, 2.0, elastic=elastic)
     return simulate(model, seconds, rng(), outages)
 
@@ -113,7 +113,7 @@ def test_an_elastic_island_pauses_to_shrink_and_to_grow() -> None:
     assert outcome.uptime == pytest.approx((11 + 2 + 13) / 30)
 
 
-def test_an_island_that_is_not_elastic_stands_until_all_is_back() -> None:
+def test_an_island_that_is_not_elastic_stalls_until_all_slices_return() -> None:
     outcome = by_hand([[(10.5, 14.0)], [(10.8, 16.5)]], elastic=False)
     assert outcome.islands == ([Stretch(0, 11, 2), Stretch(18.5, 30, 2)],)
 
@@ -123,7 +123,7 @@ def test_several_failures_in_a_step_cost_one_pause() -> None:
     assert outcome.islands == ([Stretch(0, 11, 3), Stretch(13, 30, 1)],)
 
 
-def test_an_island_without_slices_stands() -> None:
+def test_an_island_without_slices_stalls() -> None:
     assert by_hand([[(10.5, 14.2)]]).islands == ([Stretch(0, 11, 1), Stretch(16.2, 30, 1)],)
     assert by_hand([[(0.5, 99.0)]]).uptime == pytest.approx(1 / 30)
 

@@ -26,7 +26,7 @@ def test_tables_are_set_beside_the_published_ones(tmp_path: Path, capsys: pytest
 
 
 def answer(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
-    """What a verb prints with --json."""
+    """Return the output of a verb with --json."""
     assert run(["simulate", *map(str, args), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -67,7 +67,7 @@ def test_measured_failures_are_played(tmp_path: Path, capsys: pytest.CaptureFixt
     assert alone["goodput"] == pytest.approx(1.0 - 300.0 / 2000.0, abs=1e-3), "the two that it names"
 
 
-def test_mistakes_are_errors(tmp_path: Path) -> None:
+def test_wrong_options_are_errors(tmp_path: Path) -> None:
     with failing(ConfigError, "config.slices"):
         run(["simulate", "run", "--islands", "8", "--slices", "4"])
     with failing(ConfigError, "config.days"):

@@ -142,8 +142,8 @@ def config() -> RunConfig:
     return replace(SMALL, data=replace(SMALL.data, corpus="small-text"))
 
 
-def of(*islands: list[tuple[float, float]]) -> FailureTape:
-    """A tape of a thousand steps of a second."""
+def tape_of(*islands: list[tuple[float, float]]) -> FailureTape:
+    """Return a tape of a thousand steps of a second."""
     return FailureTape(tuple(tuple(Leg(*leg) for leg in legs) for legs in islands), 1.0, 1000.0)
 
 
@@ -156,32 +156,32 @@ def followed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape) -> TapeRu
     return run
 
 
-def test_a_calm_tape_is_a_run_like_any_other(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_a_tape_without_failures_gives_the_usual_run(config: RunConfig, corpus: OpenCorpus) -> None:
     run = followed(config, corpus, calm(2, 6.0))
     assert run.tokens == 2 * config.inner.steps * config.tokens_per_step
     assert run.deaths == 0
 
 
 def test_a_short_stall_keeps_the_island(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = TapeRun(config, corpus, compiled(config), of([(0, 1)], [(0, 1), (10.5, 0), (18.5, 1)]))
+    run = TapeRun(config, corpus, compiled(config), tape_of([(0, 1)], [(0, 1), (10.5, 0), (18.5, 1)]))
     stalled = run.islands["island-1"]
     run.finish()
     assert run.deaths == 0
     assert stalled.totals.steps in range(config.inner.steps - 9, config.inner.steps - 6), "eight steps fewer"
 
 
-def test_a_long_stall_is_a_death_and_a_return(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = followed(config, corpus, of([(0, 1)], [(0, 1), (10.5, 0), (30.5, 1)]))
+def test_a_long_stall_is_a_death_and_a_rejoin(config: RunConfig, corpus: OpenCorpus) -> None:
+    run = followed(config, corpus, tape_of([(0, 1)], [(0, 1), (10.5, 0), (30.5, 1)]))
     assert run.deaths == 1
     members = [{(m.island, m.incarnation) for m in entry.members} for entry in run.transport.reader.tape(1000)]
     lives = [incarnation for name, incarnation in sorted(set().union(*members)) if name == "island-1"]
-    assert len(lives) == 2, "it came back as another"
+    assert len(lives) == 2, "it rejoined as another incarnation"
     full = 2 * config.inner.steps * config.tokens_per_step
     assert run.tokens == pytest.approx(full - 20 * config.tokens_per_step, abs=2.5 * config.tokens_per_step)
 
 
 def test_the_run_ends_without_an_island_that_never_returns(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = followed(config, corpus, of([(0, 1)], [(0, 1), (5.5, 0)]))
+    run = followed(config, corpus, tape_of([(0, 1)], [(0, 1), (5.5, 0)]))
     assert run.deaths == 1
     assert not run.islands
 
@@ -189,7 +189,7 @@ def test_the_run_ends_without_an_island_that_never_returns(config: RunConfig, co
 def test_all_islands_may_be_away(config: RunConfig, corpus: OpenCorpus) -> None:
     """Islands that return continue from the merged parameters."""
     legs: list[tuple[float, float]] = [(0, 1), (20.5, 0), (60.5, 1)]
-    run = followed(config, corpus, of(legs, legs))
+    run = followed(config, corpus, tape_of(legs, legs))
     assert run.deaths == 2
     assert run.clock.now > 60.5
     assert run.merger.state.step >= config.inner.steps - 1
@@ -197,7 +197,7 @@ def test_all_islands_may_be_away(config: RunConfig, corpus: OpenCorpus) -> None:
 
 @pytest.mark.full
 def test_the_batch_shrinks_with_the_slices(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = followed(config, corpus, of([(0, 1)], [(0, 0.625)]))
+    run = followed(config, corpus, tape_of([(0, 1)], [(0, 0.625)]))
     each = config.inner.steps * config.tokens_per_step
     assert run.tokens == pytest.approx((1 + 0.625) * each, rel=0.02)
     entries = run.transport.reader.tape(1000)
@@ -212,9 +212,9 @@ def test_the_batch_shrinks_with_the_slices(config: RunConfig, corpus: OpenCorpus
 
 def test_a_rehearsal_predicts_the_last_step(config: RunConfig, corpus: OpenCorpus) -> None:
     """160 steps of work: 60 until step 40, 20 until step 60, and two a step from there on."""
-    tape = of([(0, 0.5), (40, 1)], [(0, 1), (40, 0), (60, 1)])
+    tape = tape_of([(0, 0.5), (40, 1)], [(0, 1), (40, 0), (60, 1)])
     assert rehearsed(config, corpus, tape, 160 * config.tokens_per_step) == pytest.approx(100, abs=3)
-    both_stand = of(*[[(0.0, 1.0), (10.0, 0.0), (20.0, 1.0)]] * 2)
+    both_stand = tape_of(*[[(0.0, 1.0), (10.0, 0.0), (20.0, 1.0)]] * 2)
     steps = rehearsed(config, corpus, both_stand, 60 * config.tokens_per_step)
     assert steps == pytest.approx(30, abs=2), "the global step stalls with all of them"
 
@@ -248,7 +248,7 @@ def test_rows_of_quality_without_training(
     losses = iter([8.0, 2.0, 8.0, 2.2])
     monkeypatch.setattr(tape_run, "compile_steps", lambda model, inner: idle)
     monkeypatch.setattr(tape_run, "scoring", lambda *_: lambda tokens, params: Point(tokens, next(losses)))
-    tapes = {"calm": calm(2, 1.0), "rough": of([(0, 1), (8, 0), (13, 1)], [(0, 1)])}
+    tapes = {"calm": calm(2, 1.0), "rough": tape_of([(0, 1), (8, 0), (13, 1)], [(0, 1)])}
     first, second = quality(config, tapes, lambda _: None)
     assert (first["to_first"], second["to_first"]) == (1.0, pytest.approx(1.1))
     assert second["goodput"] < first["goodput"] == 1.0

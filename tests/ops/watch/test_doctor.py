@@ -144,7 +144,7 @@ CONFIG = RunConfig(sync=SyncConfig(interval=24, fragments=2), wire=WireConfig(up
 SIZES = (1 << 20, 1 << 19)
 
 
-def test_the_estimate_by_hand() -> None:
+def test_the_estimate_matches_a_calculation_by_hand() -> None:
     """Two fragments, H = 24 and steps of 0.1 s: one sync every 1.2 s. int4 takes 33 bits for eight elements."""
     size = codec("int4").encoded_size(SIZES[0])
     assert size == SIZES[0] * 33 // 64
@@ -154,7 +154,7 @@ def test_the_estimate_by_hand() -> None:
     assert (int4.name, int4.sync_bytes) == ("int4", 2 * size)
     assert int4.up_seconds == pytest.approx(2.45)
     assert int4.down_seconds == pytest.approx(0.15)
-    assert int4.hidden == pytest.approx(0.5)  # 1.2 s of steps hide half of 2.4 s of sending
+    assert int4.hidden == pytest.approx(0.5)  # 1.2 s of steps hide half of the 2.4 s upload.
     assert not int4.fits
     assert (top3.name, top3.hidden, top3.fits) == ("top3", 1.0, True)
     text = dict(estimate.lines(found, "a test"))
@@ -199,20 +199,20 @@ def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> Non
     assert (other.code, "00000000" in other.what) == ("corpus.different", True)
     missing = doctor_site.corpus("nowhere", None)
     assert (missing.code, "small-text" in missing.what) == ("corpus.missing", True)
-    assert doctor_site.corpus("digits", None).code == "corpus.ok"  # `prepare digits` makes it
+    assert doctor_site.corpus("digits", None).code == "corpus.ok"  # `prepare digits` makes this corpus.
 
 
 @pytest.mark.parametrize(
-    ("theirs", "level"),
+    ("in_run", "level"),
     [({"jax": "0.10.9", "optax": "9"}, "ok"), ({"jax": "0.11.0"}, "warning"), ({"flax": "1.12"}, "warning")],
 )
-def test_versions_against_the_runs(theirs: dict[str, str], level: str) -> None:
-    ours = {"archipelago-train": "0.1.0", "jax": "0.10.2", "flax": "0.12.0", "optax": "0.2.8"}
-    assert doctor_site.versions(ours, theirs).level == level
-    assert doctor_site.versions({**ours, "jax": "not installed"}, theirs).level == "problem"
+def test_versions_are_compared_with_the_run(in_run: dict[str, str], level: str) -> None:
+    here = {"archipelago-train": "0.1.0", "jax": "0.10.2", "flax": "0.12.0", "optax": "0.2.8"}
+    assert doctor_site.versions(here, in_run).level == level
+    assert doctor_site.versions({**here, "jax": "not installed"}, in_run).level == "problem"
 
 
-def test_jax_sees_something() -> None:
+def test_jax_finds_a_device() -> None:
     assert doctor_site.accelerators().level == "ok"
 
 
@@ -221,14 +221,14 @@ def test_jax_sees_something() -> None:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose settings these tests may change."""
+    """Start a server whose settings these tests may change."""
     with start_server(tmp_path_factory.mktemp("doctor") / "redis") as running:
         yield running
 
 
 @pytest.fixture
 def raw(own: Server) -> Iterator[Any]:
-    """A plain client of an empty database. It restores the settings."""
+    """Return a plain client of an empty database, and restore the settings at the end."""
     with redis.Redis.from_url(own.url, decode_responses=True) as client:
         client.flushdb()
         before = client.config_get("maxmemory*")
@@ -240,7 +240,7 @@ def raw(own: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def checkup(own: Server, raw: Any) -> Iterator[RedisCheckup]:
-    """A checkup of the run `sample` there."""
+    """Return a checkup of the run `sample` on that server."""
     transport = connect(own.url, "sample")
     manifest = samples.manifest("sample")
     transport.create(manifest, samples.first_snapshots(manifest))
@@ -305,12 +305,12 @@ def test_denied_commands_are_found_by_trying_them_without_effect(own: Server, ra
     found = restricted(own, raw, "~*", "+@all", "-xadd", "-eval", "-watch").facts()
     assert set(found.denied) == {"XADD", "EVAL", "WATCH"}
     found = restricted(own, raw, "~*", "+@all", "-multi", "-config", "-acl").facts()
-    assert found.denied == ("MULTI",)  # without MULTI nothing more is tried, because it would take effect
+    assert found.denied == ("MULTI",)  # Without MULTI the other commands are not tried, because they would take effect.
     assert found.settings == {}
     found = restricted(own, raw, "~other:*", "+@all").facts()
     assert {"GET", "SET", "XADD", "XREADGROUP"} <= set(found.denied)
     found = restricted(own, raw, "~sample:*", "~{sample:*", "~archipelago:*", "+@all").facts()
-    assert found.denied == ()  # the keys that the remedy names are enough
+    assert found.denied == ()  # The key patterns in the remedy are sufficient.
     assert {key: raw.get(key) for key in raw.scan_iter()} == kept
     raw.execute_command("ACL", "DELUSER", "guest")
 
@@ -347,7 +347,7 @@ def test_standing_names_the_merger_and_the_time_since_its_last_merge(own: Server
     assert (standing.holder, standing.epoch) == ("00b81fc22d7c", 1)
     assert 0 < standing.lease_seconds <= 30.0
     assert 0 <= waiting.still_seconds < 60.0
-    assert standing.still_seconds > 1e9  # since the second after 1970 began
+    assert standing.still_seconds > 1e9  # The last round has a time stamp of 1970.
     assert transport.island.holds(entry)
     transport.close()
 
@@ -359,7 +359,7 @@ Call = Callable[..., tuple[int, dict[str, Any]]]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the verb. Returns the exit status and the JSON object."""
+    """Run the verb. Return the exit status and the JSON object."""
 
     def made(**options: Any) -> tuple[int, dict[str, Any]]:
         status = main.main(main.DoctorOptions(json=True, **options))
@@ -372,14 +372,14 @@ def test_a_healthy_site(call: Call, own: Server, checkup: RedisCheckup, corpus: 
     config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
     status, found = call(url=own.url, run="sample", seconds=0.4, settings=config)
     wrong = {finding["code"] for finding in found["findings"] if finding["level"] != "ok"}
-    assert wrong == {"corpus.missing", "packages.different"}  # the sample run has a JAX of version 1
+    assert wrong == {"corpus.missing", "packages.different"}  # The sample run has JAX version 1.
     assert (status, found["run"], found["problems"], found["warnings"]) == (1, "sample", 1, 1)
     assert found["estimate"]["link"]["up"] > 0
-    assert found["estimate"]["step_seconds"] == 0.25  # from the island's heartbeat
+    assert found["estimate"]["step_seconds"] == 0.25  # The island's heartbeat reports it.
     assert own.url.split(":")[2].split("@")[0] not in json.dumps(found)
 
 
-def test_without_a_server_only_this_machine(call: Call, corpus: OpenCorpus) -> None:
+def test_without_a_server_only_this_machine_is_checked(call: Call, corpus: OpenCorpus) -> None:
     config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
     status, found = call(settings=config)
     assert (status, found["redis"], found["estimate"]) == (0, None, None)
@@ -394,14 +394,14 @@ def test_without_an_answer_the_rest_is_still_checked(call: Call, corpus: OpenCor
     assert len(rest) == 5
 
 
-def test_a_missing_run(call: Call, own: Server, raw: Any, corpus: OpenCorpus) -> None:
+def test_a_missing_run_is_a_problem(call: Call, own: Server, raw: Any, corpus: OpenCorpus) -> None:
     config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
     status, found = call(url=own.url, run="nowhere", seconds=0.0, settings=config)
     problems = [finding for finding in found["findings"] if finding["level"] == "problem"]
     assert (status, [problem["code"] for problem in problems], found["estimate"]) == (1, ["run.missing"], None)
     status, found = call(url=own.url, seconds=0.0, settings=config)
     assert (status, found["run"]) == (0, None)
-    assert found["estimate"]["step_seconds"] > 0  # measured here, because no island trains there
+    assert found["estimate"]["step_seconds"] > 0  # It is measured on this machine, because no island trains there.
     assert raw.keys() == []
 
 

@@ -42,7 +42,7 @@ FINE = Health(Standing("00b81fc22d7c", 3, 4.0, 0.5))
 
 
 def view(islands: int = 3, live: int | None = None, **changes: object) -> RunView:
-    """A run that is half finished."""
+    """Return a run that is half finished."""
     live = islands if live is None else live
     presences = [
         Presence(samples.heartbeat(f"island-{n}", step_seconds=0.1), 0.5 if n < live else 90.0) for n in range(islands)
@@ -121,9 +121,7 @@ def test_trouble_and_events_are_shown() -> None:
     [(20, 3, 4, (3, 4)), (20, 3, 30, (3, 8)), (8, 3, 30, (3, 4)), (20, 100, 4, (15, 4)), (4, 100, 4, (3, 0)),
      (1, 3, 3, (0, 0)), (-5, 3, 3, (0, 0)), (20, 0, 4, (0, 4)), (2, 5, 5, (1, 0))],
 )  # fmt: skip
-def test_how_islands_and_events_share_the_screen(
-    lines: int, islands: int, events: int, expected: tuple[int, int]
-) -> None:
+def test_islands_and_events_share_the_screen(lines: int, islands: int, events: int, expected: tuple[int, int]) -> None:
     found = rooms(lines, islands, events)
     assert found == expected
     assert sum(found) + 1 <= max(1, lines)
@@ -134,31 +132,32 @@ def test_how_islands_and_events_share_the_screen(
     [([], None, ""), ([1.0], None, "▁"), ([0.0, 7.0], None, "▁█"), ([5.0, 5.0], None, "▁▁"), ([5.0, 5.0], 0.0, "██"),
      ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], None, "▁▂▃▄▅▆▇█")],
 )  # fmt: skip
-def test_ticks(values: list[float], low: float | None, ticks: str) -> None:
+def test_sparklines_scale_to_their_values(values: list[float], low: float | None, ticks: str) -> None:
     assert sparkline(values, low) == ticks
 
 
 def test_rounds_a_minute_in_whole_spans() -> None:
     closes = [95.0, 101.0, 105.0, 109.9, 110.0, 131.0]
-    assert rates_a_minute(closes, 130.0, 9) == [18.0, 6.0, 0.0]  # three, one and none in ten seconds; 131 is too new
+    # Three, one and no rounds close in spans of ten seconds. The round at 131 is after the last whole span.
+    assert rates_a_minute(closes, 130.0, 9) == [18.0, 6.0, 0.0]
     assert rates_a_minute(closes, 139.0, 2) == [6.0, 0.0]
     assert rates_a_minute([], 139.0, 2) == []
     assert rates_a_minute([138.0], 139.0, 2) == []
 
 
 @pytest.mark.parametrize(("share", "text"), [(0.0, "    "), (1.0, "████"), (9.0, "████"), (0.5, "██  "), (0.3, "█▎  ")])
-def test_bars(share: float, text: str) -> None:
+def test_bars_are_drawn_to_an_eighth_of_a_cell(share: float, text: str) -> None:
     assert formatting.bar(share, 4) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (7200, "2 h"), (259200, "3 d"), (-3, "0 s")]
 )
-def test_spans_of_time(seconds: float, text: str) -> None:
+def test_spans_of_time_have_one_unit(seconds: float, text: str) -> None:
     assert formatting.ago(seconds) == text
 
 
-# -- what is wrong ----------------------------------------------------------------------------------------------------
+# -- troubles --------------------------------------------------------------------------------------------------------
 
 
 def still(seconds: float, **control: str) -> Health:
@@ -177,24 +176,24 @@ def still(seconds: float, **control: str) -> Health:
         (view(live=0, step=2000), still(0.0), ""),
     ],
 )
-def test_when_a_run_is_in_trouble(found: RunView, now: Health, said: str) -> None:
+def test_a_run_in_trouble_has_a_reason(found: RunView, now: Health, said: str) -> None:
     assert trouble(found, now, interval=24) == said
 
 
-def test_slow_islands_are_given_three_strides() -> None:
+def test_slow_islands_have_three_strides_before_a_stall() -> None:
     """With 0.1 s per step, two fragments and H = 2,400, a stride is 120 s."""
     assert trouble(view(), still(350.0), interval=2400) == ""
     assert trouble(view(), still(361.0), interval=2400) == "nothing was merged for 361 s"
 
 
-def test_controls_in_words() -> None:
+def test_controls_are_described_in_words() -> None:
     wishes = {"outer.learning_rate": "0.5", "merging": "paused", "island.oslo": "drain", "island.x": "expel", "y": "1"}
     text = describe_control(Control.of(wishes))
     assert [part.split()[0] for part in text.split(", ")] == ["merging", "outer.learning_rate", "oslo", "x", "y"]
     assert describe_control(Control()) == ""
 
 
-def test_notes_and_refusals_in_one_order() -> None:
+def test_notes_and_refusals_are_in_one_order() -> None:
     refusal = Refusal("b", "x", 0, 7, 0, 100, "too old")
     notes = [Note(1.0, "a", "joined", "on cpu"), Note(9.0, "a", "left", "after 3 steps")]
     found = events_of(notes, [(5.0, refusal), (6.0, replace(refusal, repeat=True))])
@@ -300,7 +299,7 @@ def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     flaky.silent = True
     assert not watch.read()
     assert not watch.read()
-    assert (watch.latest, watch.silent_since) == (first, NOW + 1)  # the first time that it failed
+    assert (watch.latest, watch.silent_since) == (first, NOW + 1)  # The time of the first failed reading.
     assert watch.error
     flaky.silent = False
     closed(flaky, 3)
@@ -309,7 +308,7 @@ def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     assert (watch.silent_since, watch.error) == (0.0, "")
     assert watch.latest is not None
     assert watch.latest.closes == (NOW - 99, NOW - 98, NOW - 97)
-    assert watch.latest.bits_per_byte == (2.5,)  # after a silence all is read anew
+    assert watch.latest.bits_per_byte == (2.5,)  # After an outage everything is read again.
 
 
 def test_one_line_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,10 +330,10 @@ def test_one_object_for_each_reading(flaky: Flaky, capsys: pytest.CaptureFixture
     watch = live.Watcher(flaky)
     assert watch.read()
     live.print_object(watch.latest, "")
-    live.print_object(None, "nobody answers")
+    live.print_object(None, "Redis does not answer")
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["run"], first["live"], first["merger"]["epoch"], first["trouble"]) == ("sample", 1, 0, "")
-    assert second == {"error": "nobody answers"}
+    assert second == {"error": "Redis does not answer"}
 
 
 @pytest.mark.parametrize("every", [0.0, -1.0, float("nan"), 1e9])
@@ -354,29 +353,29 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Server) -> None:
     transport.create(manifest, samples.first_snapshots(manifest))
     transport.island.heartbeat(samples.heartbeat("oslo"))
     transport.close()
-    ours, theirs = pty.openpty()
-    before = termios.tcgetattr(theirs)
+    terminal, child_end = pty.openpty()
+    before = termios.tcgetattr(child_end)
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "archipelago.ops", "status", "--watch", "--every=0.2", server.url, "--run", run],
-        cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+        cwd=ROOT, env=environment, stdin=child_end, stdout=child_end, stderr=subprocess.PIPE,
     )  # fmt: skip
-    said = b""
+    output = b""
     try:
-        while b"oslo" not in said:
+        while b"oslo" not in output:
             assert process.poll() is None
-            if select.select([ours], [], [], 30.0)[0]:
-                said += os.read(ours, 1 << 16)
-        os.write(ours, b"q")
+            if select.select([terminal], [], [], 30.0)[0]:
+                output += os.read(terminal, 1 << 16)
+        os.write(terminal, b"q")
         while process.poll() is None:
-            if select.select([ours], [], [], 0.05)[0]:
-                said += os.read(ours, 1 << 16)
+            if select.select([terminal], [], [], 0.05)[0]:
+                output += os.read(terminal, 1 << 16)
         assert process.returncode == 0
         assert process.communicate()[1] == b""
-        assert termios.tcgetattr(theirs) == before
-        assert b"\x1b[?1049h" in said  # the alternate screen
+        assert termios.tcgetattr(child_end) == before
+        assert b"\x1b[?1049h" in output  # The code of the alternate screen.
     finally:
         process.kill()
         process.wait()
-        os.close(ours)
-        os.close(theirs)
+        os.close(terminal)
+        os.close(child_end)

@@ -27,7 +27,7 @@ REMOVAL = ("UNLINK", "SREM")
 
 
 def commands() -> dict[str, str]:
-    """The commands on the page, each with the answer that the page shows."""
+    """Return the commands on the page, each with the answer that the page shows."""
     out: dict[str, str] = {}
     for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -42,7 +42,7 @@ REMOVING = [command for command in ALL if command not in READING]
 
 
 def fields(command: str, shown: str) -> set[str]:
-    """The names in an answer as redis-cli shows it, for commands whose answer has names."""
+    """Return the names in an answer as redis-cli shows it, for commands whose answer has names."""
     quoted = re.findall(r'"((?:[^"\\]|\\.)*)"', shown)
     if "json.tool" in command:
         return set(re.findall(r'"(\w+)":', shown))
@@ -58,7 +58,7 @@ def fields(command: str, shown: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def url(server: Server) -> Iterator[str]:
-    """A database with one run of that name, in which each kind of thing has happened."""
+    """Return the URL of a database with one run that has every kind of record."""
     mine = server.url.removesuffix("/0") + "/9"
     with redis.Redis.from_url(mine) as client:
         client.flushdb()
@@ -116,7 +116,7 @@ def test_each_command_is_answered_with_what_the_page_shows(command: str, url: st
         answer = client.execute_command(*words_of(command))
     texts = flat(answer)
     assert answer is not None
-    assert "None" not in texts or "XINFO" in command  # nil: a key or a field of another name
+    assert "None" not in texts or "XINFO" in command  # A nil answer shows that a key or a field has another name.
     assert texts
     shown, there = fields(command, ALL[command]), set(texts)
     if "json.tool" in command:
@@ -126,8 +126,8 @@ def test_each_command_is_answered_with_what_the_page_shows(command: str, url: st
         assert len(texts) == len(ALL[command].splitlines())
 
 
-def test_the_checks_look_at_something() -> None:
-    """The names that the page shows, read off it: a page in another form would pass with none."""
+def test_names_are_found_on_the_page() -> None:
+    """The test above would pass if it found no names on the page, so check that it finds them."""
     names = {command: fields(command, shown) for command, shown in ALL.items()}
     seen = set().union(*names.values())
     assert {"reason", "members", "loss", "bits_per_byte", "lag", "used_memory_human", "epoch", "text"} <= seen
@@ -136,7 +136,7 @@ def test_the_checks_look_at_something() -> None:
 
 @pytest.fixture
 def shell(url: str, tmp_path: Path) -> dict[str, str]:
-    """An environment in which `redis-cli` goes to that server."""
+    """Return an environment in which `redis-cli` connects to that server."""
     found = shutil.which("redis-cli")
     if found is None:
         pytest.skip("redis-cli is not installed")
@@ -149,8 +149,9 @@ def shell(url: str, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", READING)
-def test_each_line_works_as_it_stands_in_a_shell(command: str, shell: dict[str, str]) -> None:
-    environment = {**shell, "SHOWN": "" if " | " in command else "--no-raw"}  # as at a terminal, or in a pipe
+def test_each_line_of_the_page_works_in_a_shell(command: str, shell: dict[str, str]) -> None:
+    # redis-cli formats its output for a terminal, but not for a pipe.
+    environment = {**shell, "SHOWN": "" if " | " in command else "--no-raw"}
     bash = shutil.which("bash")
     assert bash is not None
     done = subprocess.run([bash, "-c", command], env=environment, capture_output=True, text=True, check=True)
@@ -159,7 +160,7 @@ def test_each_line_works_as_it_stands_in_a_shell(command: str, shell: dict[str, 
     assert fields(command, ALL[command]) <= fields(command, done.stdout)
 
 
-def test_removing_leaves_nothing_of_the_run(server: Server) -> None:
+def test_the_remove_command_deletes_all_keys_of_the_run(server: Server) -> None:
     mine = server.url.removesuffix("/0") + "/10"
     with redis.Redis.from_url(mine) as client:
         client.flushdb()

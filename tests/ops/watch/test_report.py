@@ -31,7 +31,7 @@ MANIFEST = samples.manifest()
 
 
 def fill(transport: Any) -> None:
-    """A run of one island, two rounds and two evaluations."""
+    """Write a run of one island, two rounds and two evaluations."""
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     transport.island.heartbeat(samples.heartbeat("oslo"))
     epoch = transport.merger.acquire("merger", 10.0)
@@ -43,7 +43,7 @@ def fill(transport: Any) -> None:
 
 
 def inlined(text: str) -> Any:
-    """The data in a report."""
+    """Return the data in a report."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert found
     return json.loads(found[1])
@@ -51,7 +51,7 @@ def inlined(text: str) -> Any:
 
 @pytest.fixture
 def transport(server: Server) -> Iterator[RedisTransport]:
-    """A run in a database of the server that has no other."""
+    """Return a run that is the only one in its database."""
     url = server.url.removesuffix("/0") + "/5"
     transport = connect(url, "sample")
     transport.connection.redis.flushdb()
@@ -67,10 +67,10 @@ def test_a_report_from_redis(
     url = server.url.removesuffix("/0") + "/5"
     path = tmp_path / "new" / "it.html"
     assert guarded(lambda: run(["report", url, "--out", str(path), "--json"])) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     found = inlined(path.read_text(encoding="utf-8"))
-    assert told["file"] == str(path)
-    assert told["page"]["run"]["rounds"] == found["page"]["run"]["rounds"] == 2
+    assert printed["file"] == str(path)
+    assert printed["page"]["run"]["rounds"] == found["page"]["run"]["rounds"] == 2
     assert found["charts"]["evaluations"]["bits_per_byte"] == [8, 4]
     assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
 
@@ -100,11 +100,11 @@ def test_a_page_without_the_expected_elements_is_an_error(monkeypatch: pytest.Mo
 
 
 def left_behind(folder: Path) -> None:
-    """report.json and a checkpoint, as `up` leaves them, without a Redis."""
+    """Return a folder with report.json and a checkpoint, as `up` leaves it, without a Redis."""
     transport = MemoryBroker().connect("sample")
     fill(transport)
     view = observe(transport, MANIFEST)
-    told = run_summary.summary(
+    summary = run_summary.summary(
         replace(view, tokens_lost=7),
         transport.reader.evaluations(),
         [],
@@ -112,7 +112,7 @@ def left_behind(folder: Path) -> None:
         seconds=1.0,
         server="none",
     )
-    run_summary.write(folder, told)
+    run_summary.write(folder, summary)
     image = samples.image(MANIFEST, [samples.packed(samples_values())], outer=b"", tape=transport.reader.tape(99),
                           evaluations=transport.reader.evaluations())  # fmt: skip
     CheckpointStore(folder / "merger" / "checkpoints").save(image)
@@ -171,7 +171,7 @@ def test_a_running_server_is_found_by_its_folder_name(tmp_path: Path) -> None:
         fill(transport)
         found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
         assert found["page"]["run"]["rounds"] == 2
-        assert transport.reader.control() == {}  # the server is still there
+        assert transport.reader.control() == {}  # The server still runs.
         transport.close()
 
 
@@ -193,7 +193,7 @@ def test_a_server_that_cannot_be_found_is_an_error(tmp_path: Path, capsys: pytes
         (["redis://127.0.0.1:1"], "127.0.0.1:1"),
     ],
 )
-def test_a_mistake_is_named(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_names_the_mistake(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
     assert guarded(lambda: run(["report", *args])) == 2
     found = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run seen from outside: each number worked out by hand, and what a terminal shows of them."""
+"""The view of a run: each number is compared with a calculation by hand, and the terminal shows all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from archipelago.ops.watch.run_view import BALANCE_TRIES, RunView, merged_by_isl
 from tests import samples
 from tests.intercept import Intercepted
 
-MANIFEST = samples.manifest()  # 8·4 + 4·4 + 4·3 + 4 = 64 parameters in two fragments
+MANIFEST = samples.manifest()  # The model has 8·4 + 4·4 + 4·3 + 4 = 64 parameters in two fragments.
 ROUND = samples.commit([]).tape
 
 
@@ -53,37 +53,39 @@ MEMORY = Memory(7_000, 0)
 VIEW = summarise(MANIFEST, TAPE, PRESENCES, BOOKS, Pending(3, 299), EVALUATIONS, MERGED, CURSORS, MEMORY)
 
 
-def test_the_run_by_hand() -> None:
+def test_the_run_matches_a_calculation_by_hand() -> None:
     assert (VIEW.run, VIEW.parameters, VIEW.fragments) == ("sample", 64, 2)
     assert (VIEW.rounds, VIEW.step, VIEW.steps) == (4, 40, MANIFEST.config.inner.steps)
-    assert (VIEW.known, VIEW.live, VIEW.participating) == (5, 3, 1)  # a, c, e live; of these only a was merged
+    assert (VIEW.known, VIEW.live, VIEW.participating) == (5, 3, 1)  # a, c and e are live, and only a was merged.
     assert VIEW.contributions_per_round == (1 + 2 + 0 + 3) / 4
     assert VIEW.grace_seconds == pytest.approx(0.2)
     assert VIEW.open_seconds == pytest.approx(0.5)
-    assert VIEW.loss == 5.0  # of the last round trip over both fragments, in which one round measured nothing
+    assert VIEW.loss == 5.0  # The mean of the last round of each fragment, one of which has no loss.
     assert (VIEW.bits_per_byte_first, VIEW.bits_per_byte_last) == (8.0, 4.25)
-    assert VIEW.tokens_merged == 300  # a token is merged once it is in both fragments: ⌊601 / 2⌋
+    assert VIEW.tokens_merged == 300  # A token is merged once it is in both fragments: ⌊601 / 2⌋.
     assert VIEW.tokens_trained == 1000 + 500 + 0 + 70 + 7
     assert (VIEW.pending, VIEW.pending_tokens, VIEW.memory_bytes) == (3, 299, 7_000)
     assert (VIEW.bytes_up, VIEW.bytes_down) == (5_000, 6_000_000)
-    assert VIEW.tokens_lost == (500 - 400 // 2) + (70 - 140 // 2)  # of b and d, who are gone; the living may yet send
-    assert VIEW.passes == (2 + 1 + 0) / MANIFEST.config.data.shards  # a site's own text is another text
+    # Islands b and d have left. Live islands may still send their tokens.
+    assert VIEW.tokens_lost == (500 - 400 // 2) + (70 - 140 // 2)
+    assert VIEW.passes == (2 + 1 + 0) / MANIFEST.config.data.shards  # A site's own text is not counted.
     assert VIEW.balanced
     assert VIEW.books == BOOKS
 
 
-def test_the_islands_by_hand() -> None:
+def test_the_islands_match_a_calculation_by_hand() -> None:
     found = {island.name: island for island in VIEW.islands}
     assert list(found) == ["a", "b", "c", "d", "e"]
     assert [island.live for island in VIEW.islands] == [True, False, True, False, True]
-    assert [island.participation for island in VIEW.islands] == [3 / 4, 1 / 4, 0, 0, 0]  # twice in a round counts once
+    # An island that contributed to a round twice participated in it once.
+    assert [island.participation for island in VIEW.islands] == [3 / 4, 1 / 4, 0, 0, 0]
     assert found["a"].merged_staleness == (0 + 1 + 0 + 2) / 4
     assert found["b"].merged_staleness == 4.0
     assert math.isnan(found["c"].merged_staleness)
     assert found["b"].last_seen_seconds == LIVE_SECONDS
-    told = samples.heartbeat("c", "joining", tokens=0, loss=math.nan, last_refusal="too old")
+    reported = samples.heartbeat("c", "joining", tokens=0, loss=math.nan, last_refusal="too old")
     shown = asdict(found["c"])
-    for key, value in asdict(told).items():
+    for key, value in asdict(reported).items():
         if key in shown and key != "loss":
             assert shown[key] == value
 
@@ -144,7 +146,11 @@ def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
         (BOOKS, Pending(3, 298), False),
         (replace(BOOKS, refused=2), Pending(3, 299), False),
         (replace(BOOKS, merged_tokens=600), Pending(3, 299), False),
-        (replace(BOOKS, kept=6), Pending(3, 299), True),  # what is merged and lies there still is no other count
+        (
+            replace(BOOKS, kept=6),
+            Pending(3, 299),
+            True,
+        ),  # Kept contributions are not counted again.
         (Books(), Pending(0, 0), True),
     ],
 )
@@ -157,7 +163,7 @@ def test_the_books_balance_in_contributions_and_in_tokens(books: Books, pending:
 
 @pytest.mark.parametrize("torn", [1, BALANCE_TRIES - 1, BALANCE_TRIES])
 def test_an_inconsistent_reading_is_read_again(torn: int) -> None:
-    """And one that is torn each time is shown as it is."""
+    """A reading that is inconsistent each time is shown unchanged."""
 
     class Torn(Intercepted):
         readings = 0
@@ -200,7 +206,7 @@ def shown(view: RunView, width: int) -> str:
 
 
 def words(text: str) -> str:
-    """With each run of white space, and so each line break, as one space."""
+    """Replace each run of white space, including line breaks, by one space."""
     return " ".join(text.split())
 
 
@@ -224,7 +230,7 @@ def test_a_terminal_shows_the_facts(width: int) -> None:
         "c: last refused: too old",
     ):
         assert fact in text
-    assert "does not answer" not in text  # what a silent island said last is no news
+    assert "does not answer" not in text  # The last link state of a silent island is not shown.
 
 
 def test_numbers_are_not_cut_in_80_columns() -> None:
@@ -236,7 +242,7 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
     text = words(shown(view, 80))
     assert "training 123,456 1,234,567 2.345 12.34 0% 12 123 GB 9.9 MB 9 s" in text
     assert "an-island-" in text
-    assert "an-island-with-a-long-name-7: [red]no[/] link" in text  # as it was said, and not as markup
+    assert "an-island-with-a-long-name-7: [red]no[/] link" in text  # Text from islands is not interpreted as markup.
     assert "bits per byte – (first –)" in text
 
 

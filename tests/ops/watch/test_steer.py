@@ -1,4 +1,4 @@
-"""`archipelago steer`: what is set and shown, a sentence for each mistake, and steered runs in virtual time."""
+"""`archipelago steer`: its changes, its output, its errors, and steered runs in virtual time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def url() -> str:
 
 @pytest.fixture
 def transport(url: str) -> Iterator[RedisTransport]:
-    """A run `demo` with an island `oslo`."""
+    """Return a run `demo` with an island `oslo`."""
     made = connect(url, "demo")
     manifest = samples.manifest("demo")
     made.create(manifest, samples.first_snapshots(manifest))
@@ -48,7 +48,7 @@ def transport(url: str) -> Iterator[RedisTransport]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """`call(arguments)`: status, standard output and standard error of `archipelago steer`."""
+    """Return a function that runs `archipelago steer` and returns its status, standard output and standard error."""
 
     def call(*args: str) -> tuple[int, str, str]:
         status = guarded(lambda: run(["steer", *args]))
@@ -71,9 +71,7 @@ def test_all_changes_at_once(call: Call, url: str, transport: RedisTransport) ->
     assert (shown["paused"], shown["islands"], shown["ignored"]) == (True, {"oslo": "drain"}, {})
 
 
-def test_without_changes_it_shows_what_is_set_and_changes_nothing(
-    call: Call, url: str, transport: RedisTransport
-) -> None:
+def test_without_changes_it_shows_the_present_changes(call: Call, url: str, transport: RedisTransport) -> None:
     wishes = {OUTER_RATE: "0.5", "island.oslo": "expel", "sync.quorum": "many", "merging": "paused"}
     transport.reader.steer(wishes)
     transport.connection.redis.set("{demo:s0}:state", RunState(steered={OUTER_RATE: 0.25}).to_json())
@@ -116,7 +114,7 @@ def test_the_address_may_be_in_the_environment(
         (["rubbish="], "rubbish"),
     ],
 )
-def test_each_mistake_is_one_sentence_and_changes_nothing(
+def test_each_mistake_is_an_error_and_changes_nothing(
     call: Call, url: str, transport: RedisTransport, changes: list[str], named: str
 ) -> None:
     status, out, err = call(url, *changes)
@@ -221,7 +219,7 @@ def test_an_island_is_removed_and_the_others_continue(config: RunConfig, corpus:
     with pytest.raises(ConfigError):
         run.add_island("island-2", 1.0)
     run.advance_until(closed(run, last + 10))
-    # What it sent ahead when it left is in the next round of each fragment.
+    # Its last contributions are in the next round of each fragment.
     later = [m.island for entry in run.transport.reader.tape(1000) if entry.round > last + 6 for m in entry.members]
     assert set(later) == {"island-0", "island-1"}
     refused = [event for _, event in run.transport.reader.events(START, 0.0, 10_000) if isinstance(event, Refusal)]

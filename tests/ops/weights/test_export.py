@@ -59,7 +59,7 @@ TINY = build("tiny")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of two corpora: `small`, in bytes, and `tokens`."""
+    """Return a folder of two corpora: `small`, in bytes, and `tokens`."""
     made, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
     source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(4000)), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ def _keep_signals_and_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
-    """The URL of a database without runs."""
+    """Return the URL of a database without runs."""
     mine = server.url.removesuffix("/0") + "/9"
     with redis.Redis.from_url(mine) as client:
         client.flushdb()
@@ -105,7 +105,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command. Returns its exit status, standard output and standard error."""
+    """Run a command. Return its exit status, standard output and standard error."""
 
     def made(*args: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -115,7 +115,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 def perturbed(params: Params) -> Params:
-    """Change all parameters. Fresh scales are all 1, so that scales in the wrong places would go unnoticed."""
+    """Change all parameters. Fresh scales are all 1, so scales in the wrong places would go unnoticed."""
     rng = np.random.default_rng(0)
     return {n: p + 0.1 * jnp.asarray(rng.normal(size=p.shape), jnp.float32) for n, p in params.items()}
 
@@ -149,7 +149,7 @@ def checkpointed(found: RunParameters, folder: Path) -> None:
     CheckpointStore(folder / "checkpoints").save(image)
 
 
-# -- out ------------------------------------------------------------------------------------------------------------
+# -- export ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("made", [pytest.param(found_of, marks=pytest.mark.full), of_tokens])
@@ -219,7 +219,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     found = found_of()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # Python ignores the signal
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # Python ignores SIGXFSZ, so writes fail.
     try:
         with failing(ConfigError, "export.unwritable"):
             write(found, tmp_path / "out", "safetensors", "float32")
@@ -276,7 +276,7 @@ def test_another_runs_checkpoint_is_not_taken(tmp_path: Path) -> None:
         find("runs/mine", "other")
 
 
-# -- in -------------------------------------------------------------------------------------------------------------
+# -- import----------------------------------------------------------------------------------------------------------
 
 SETTINGS = ["--data.corpus", "small", "--data.shards", "8", "--data.sequence-length", "32"]
 
@@ -291,7 +291,7 @@ def test_a_run_begins_where_an_export_ended(tmp_path: Path, url: str, call: Call
     assert (tmp_path / "first/model.safetensors").read_bytes() == (tmp_path / "second/model.safetensors").read_bytes()
     manifest = connect(url, "again").reader.manifest()
     assert re.fullmatch("first [0-9a-f]{32}", manifest.versions["weights"])
-    assert call("init", url, "--run", "again", *SETTINGS)[0] == 0  # the run exists with the same settings
+    assert call("init", url, "--run", "again", *SETTINGS)[0] == 0  # The run exists already, with the same settings.
 
 
 def test_weights_of_another_model_create_no_run(tmp_path: Path, url: str) -> None:
@@ -341,7 +341,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -
         WeightFiles(tmp_path / "m.safetensors").load(TINY.tensors)
 
 
-def test_one_message_names_everything_that_does_not_fit(tmp_path: Path) -> None:
+def test_one_error_names_everything_that_does_not_fit(tmp_path: Path) -> None:
     held = llama_tensors()
     del held["model.norm.weight"]
     held["model.layers.0.self_attn.q_proj.weight"] = np.zeros((64, 32), np.float32)
