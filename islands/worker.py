@@ -134,7 +134,7 @@ class Island:
     @property
     def must_leave(self) -> bool:
         """True if the operator has asked the island to leave."""
-        return bool(self.link.wish)
+        return bool(self.link.operator_request)
 
     # -- the two halves of the loop -----------------------------------------------------------------------------------
 
@@ -225,8 +225,8 @@ class Island:
         if self.finished:
             return "left", "the run is at its end"
         kinds = {DRAIN: "drained", EXPEL: "expelled"}
-        wish = self.link.wish
-        return (kinds[wish], IN_WORDS[wish]) if wish in kinds else ("left", "it was stopped")
+        request = self.link.operator_request
+        return (kinds[request], IN_WORDS[request]) if request in kinds else ("left", "it was stopped")
 
     def give_up(self, error: DivergedError) -> None:
         """Announce the departure without sending any progress."""

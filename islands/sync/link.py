@@ -56,7 +56,7 @@ class Link:
     """The queues between one island and its broker.
 
     Attributes:
-        wish: The operator's request to this island: `drain`, `expel`, or empty.
+        operator_request: The operator's request to this island: `drain`, `expel`, or empty.
         uplink: Measures of the connection.
     """
 
@@ -84,7 +84,7 @@ class Link:
         self.who = who
         self.clock, self.wall = clock, wall
         self.uplink = Uplink()
-        self.wish = ""
+        self.operator_request = ""
         self._changed = threading.Condition()
         self.outbox = Outbox(transport, manifest.config.wire, self.uplink, clock, self._changed)
         self.inbox = Inbox(transport, manifest, self.outbox, self.uplink, clock)
@@ -194,10 +194,10 @@ class Link:
         if beat is None:
             return
         began = self.clock()
-        wish = self.transport.island.heartbeat(beat)
+        request = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
-        if wish in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
-            self.wish = wish
+        if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
+            self.operator_request = request
         self._send_notes()
         with self._changed:
             self._sent_beat = beat

@@ -45,11 +45,11 @@ def run(url: str, folder: Path) -> dict[str, object]:
     return main._run(options, "oslo", lambda: False, Origin("oslo"))
 
 
-@pytest.mark.parametrize("wish", ["drain", "expel"])
-def test_an_excluded_island_claims_nothing(wish: str, url: str, transport: RedisTransport, tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["drain", "expel"])
+def test_an_excluded_island_claims_nothing(action: str, url: str, transport: RedisTransport, tmp_path: Path) -> None:
     """After the run went back to a checkpoint, an island that is admitted later can still restore its own."""
     transport.restore(samples.image(samples.manifest("demo"), []))
-    transport.reader.steer({"island.oslo": wish})
+    transport.reader.steer({"island.oslo": action})
     with failing(ConfigError, "control.unwelcome"):
         run(url, tmp_path)
     assert transport.island.claim_checkpoint("oslo") == (3, 1)

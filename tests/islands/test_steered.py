@@ -27,17 +27,17 @@ def leave(run: TinyRun, island: Island) -> None:
     run.merger.turn(0.0)
 
 
-@pytest.mark.parametrize("wish", ["drain", "expel"])
+@pytest.mark.parametrize("action", ["drain", "expel"])
 def test_an_island_leaves_after_the_heartbeat_that_reads_the_request(
-    wish: str, monkeypatch: pytest.MonkeyPatch
+    action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 3)
-    run.transport.reader.steer({"island.b": wish})
+    run.transport.reader.steer({"island.b": action})
     run.boundary(island)
     requests = [island.must_leave]
-    run.transport.reader.steer({"island.a": wish})
+    run.transport.reader.steer({"island.a": action})
     run.boundary(island)
     requests.append(island.must_leave)
     run.transport.reader.steer({"island.a": ""})
@@ -83,10 +83,10 @@ def test_an_expelled_island_is_refused_and_writes_a_note() -> None:
     assert {refusal.reason for refusal in refusals} == {"expelled by the operator"}
 
 
-@pytest.mark.parametrize("wish", ["drain", "expel"])
-def test_an_excluded_name_cannot_join_until_it_is_admitted(wish: str) -> None:
+@pytest.mark.parametrize("action", ["drain", "expel"])
+def test_an_excluded_name_cannot_join_until_it_is_admitted(action: str) -> None:
     run = TinyRun()
-    run.transport.reader.steer({"island.a": wish})
+    run.transport.reader.steer({"island.a": action})
     with failing(ConfigError, "control.unwelcome"):
         run.island()
     run.island("b")

@@ -451,11 +451,11 @@ def test_an_invalid_request_is_ignored_with_a_note(caplog: pytest.LogCaptureFixt
         max_size=6,
     )
 )
-def test_no_request_stops_the_merger_or_breaks_a_replay(wishes: list[dict[str, str]]) -> None:
+def test_no_request_stops_the_merger_or_breaks_a_replay(requests: list[dict[str, str]]) -> None:
     run = SimulatedRun(quorum=1)
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
-    for number, wish in enumerate(wishes, 1):
-        run.transport.reader.steer(wish)
+    for number, request in enumerate(requests, 1):
+        run.transport.reader.steer(request)
         play_one(run, merger, number)
         if number % 2 == 0:
             merger = run.merger(checkpointer=run.checkpointer(Shelf()))

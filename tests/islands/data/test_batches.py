@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 
 def positions(size: int) -> Bytes:
-    """A text of up to 128 KiB in which two neighbouring bytes are their position."""
+    """Return a text of up to 128 KiB in which each pair of bytes is its own position."""
     return np.frombuffer(np.arange(size // 2 + 1, dtype=">u2").tobytes(), dtype=np.uint8)[:size]
 
 
@@ -44,13 +44,13 @@ def configured(shards: int = 4, length: int = 8, batch: int = 2, seed: int = 0) 
 
 
 def leases(answers: Iterable[Place | None]) -> Callable[[], Place | None]:
-    """Lease these places, and then nothing."""
+    """Return a `lease` that gives these places and then None."""
     waiting = iter(answers)
     return lambda: next(waiting, None)
 
 
 def fresh(*shards: int, pass_number: int = 0) -> Callable[[], Place | None]:
-    """Lease these shards from their beginning, and then nothing."""
+    """Return a `lease` that gives these shards from their beginning and then None."""
     return leases(Place(str(shard), pass_number, 0) for shard in shards)
 
 
@@ -85,26 +85,24 @@ def test_the_order_of_shards_and_windows_is_the_same_on_every_machine() -> None:
     seed=st.integers(0, (1 << 31) - 1),
     pass_number=st.integers(0, 5) | st.sampled_from([PASSES_MAX, PRIVATE_PASSES]),
 )
-def test_the_windows_of_a_pass_tile_the_text_and_no_two_shards_share_one(
-    size: int, shards: int, length: int, seed: int, pass_number: int
-) -> None:
+def test_the_windows_of_a_pass_tile_the_text(size: int, shards: int, length: int, seed: int, pass_number: int) -> None:
     dealt = [sharding.windows(size, shards, length, seed, str(shard), pass_number) for shard in range(shards)]
     assert all(len(starts) >= 1 for starts in dealt)
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     ordered = np.sort(np.concatenate(dealt))
     assert np.all(np.diff(ordered) == length)
     assert 0 <= ordered[0] < length
-    assert 0 <= size - (ordered[-1] + length + 1) < length  # no room for another
+    assert 0 <= size - (ordered[-1] + length + 1) < length  # no further window fits
 
 
 @given(seed=st.integers(0, 1000), size=st.integers(400, 4000), shards=st.integers(1, 20))
-def test_a_pass_over_all_shards_hands_out_each_byte_once(seed: int, size: int, shards: int) -> None:
+def test_a_pass_over_all_shards_reads_each_byte_once(seed: int, size: int, shards: int) -> None:
     read = np.zeros(size, dtype=np.int64)
     for shard in range(shards):
         inputs = sharding.windows(size, shards, 8, seed, str(shard), 3)[:, None] + np.arange(8)
         np.add.at(read, inputs.ravel(), 1)
     assert read.max() == 1
-    assert read.sum() >= size - 16  # the rest does not fill a window
+    assert read.sum() >= size - 16  # the remainder is shorter than a window
 
 
 @given(seed=st.integers(0, (1 << 31) - 1), shard=st.integers(0, 3), first=st.integers(0, 1 << 40))
@@ -166,7 +164,7 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     assert set(sharding.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
 
 
-def test_a_text_too_short_for_its_shards_is_refused_with_a_number_that_fits() -> None:
+def test_a_text_too_short_for_its_shards_is_refused() -> None:
     text = positions(1000)
     with failing(DataError, "data.too-small") as caught:
         Batches(text, configured(shards=64, length=100), fresh())
@@ -179,7 +177,7 @@ def test_a_text_too_short_for_its_shards_is_refused_with_a_number_that_fits() ->
 # -- reading leased shards --------------------------------------------------------------------------------------------
 
 
-def test_batches_have_the_shape_of_a_step_and_read_on() -> None:
+def test_successive_batches_continue_the_pass() -> None:
     supply = Batches(TEXT, configured(), fresh(0, 1))
     together = supply.next(6)
     assert together.shape == (6, 2, 9)
@@ -188,7 +186,7 @@ def test_batches_have_the_shape_of_a_step_and_read_on() -> None:
     assert np.array_equal(together, np.concatenate([again.next(n) for n in (1, 2, 3)]))
 
 
-def test_a_leased_shard_is_read_once_from_its_cursor_on_before_the_next() -> None:
+def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("2", 0, 0), Place("site/0", 5, 17)]))
     for expected in (rows("2", 0), rows("0", 5)[17:]):
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
@@ -196,7 +194,7 @@ def test_a_leased_shard_is_read_once_from_its_cursor_on_before_the_next() -> Non
     assert supply.places() == (Place("2", 0, 0, ended=True), Place("site/0", 5, 0, ended=True))
 
 
-def test_without_a_lease_it_repeats_its_shard_in_another_order() -> None:
+def test_without_a_lease_the_last_shard_is_repeated_in_another_order() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("3", 1, 9), None, None, None, Place("1", 0, 0)]))
     for number in range(3):
         expected = rows("3", 1, number)[9 if number == 0 else 0 :]
@@ -208,7 +206,7 @@ def test_without_a_lease_it_repeats_its_shard_in_another_order() -> None:
     assert supply.repeats == 2
 
 
-def test_an_island_that_never_had_a_lease_begins_with_a_private_pass() -> None:
+def test_without_any_lease_an_island_begins_with_a_private_pass() -> None:
     begun: list[str] = []
     supplies = [Batches(TEXT, CONFIG, fresh(), fallback=number) for number in range(6)]
     assert len({bytes(supply.next(1)) for supply in supplies}) == 6
@@ -263,7 +261,7 @@ def test_only_the_newest_places_are_reported_until_they_are_forgotten() -> None:
     assert supply.held() == [*map(str, range(10)), str(shards - 1)]
 
 
-def test_an_ended_pass_is_forgotten_and_the_next_goes_on() -> None:
+def test_forgetting_an_ended_pass_does_not_end_the_next() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0, 1))
     supply.next(len(rows("0", 0)) + 3)
     supply.forget(["0", "7"])
@@ -271,7 +269,7 @@ def test_an_ended_pass_is_forgotten_and_the_next_goes_on() -> None:
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[3:7])
 
 
-def test_a_lost_lease_is_not_read_on() -> None:
+def test_a_lost_lease_is_not_read_further() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0, 1))
     supply.next(3)
     supply.forget({"0"})
@@ -281,7 +279,7 @@ def test_a_lost_lease_is_not_read_on() -> None:
     assert supply.repeats == 0
 
 
-def test_a_lost_lease_is_repeated_unreported_when_there_is_no_other() -> None:
+def test_a_lost_lease_without_a_successor_is_repeated_and_not_reported() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0))
     supply.next(3)
     supply.forget({"0"})
@@ -290,7 +288,7 @@ def test_a_lost_lease_is_repeated_unreported_when_there_is_no_other() -> None:
     assert supply.repeats == 1
 
 
-def test_a_repeat_goes_on_when_its_pass_is_forgotten() -> None:
+def test_a_repeat_continues_when_its_pass_is_forgotten() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("0", 0, 0), None, None, Place("0", 1, 0)]))
     count = len(rows("0", 0))
     supply.next(count + 3)
@@ -311,7 +309,7 @@ def test_a_private_pass_ends_with_the_first_lease() -> None:
     assert supply.take_begun() == []
 
 
-def test_a_shard_that_is_leased_again_has_one_place_which_is_the_newest() -> None:
+def test_a_shard_that_is_leased_again_has_only_its_newest_place() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("0", 0, 0), Place("1", 0, 0), Place("0", 1, 0)]))
     supply.next(len(rows("0", 0)) + len(rows("1", 0)) + 2)
     assert supply.places() == (Place("1", 0, 0, ended=True), Place("0", 1, 2))
@@ -337,12 +335,12 @@ PLACES = st.builds(
     Place, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
 )
 ANSWERS = st.lists(st.none() | PLACES, max_size=12)
-#: The actions of an island: it takes the batches of some steps, or forgets shards.
+#: The actions of an island: read the batches of some steps, or forget shards.
 ACTIONS = st.lists(st.integers(0, 30) | st.sets(st.sampled_from([*map(str, range(8)), "site/3"])), max_size=12)
 
 
 def do(supply: Batches, actions: Iterable[int | set[str]]) -> bytes:
-    """Return the batches, as bytes."""
+    """Perform the actions, and return the batches as bytes."""
     out = b""
     for action in actions:
         if isinstance(action, int):
@@ -354,7 +352,7 @@ def do(supply: Batches, actions: Iterable[int | set[str]]) -> bytes:
 
 @settings(deadline=None)
 @given(before=ACTIONS, after=ACTIONS, answers=ANSWERS, seed=st.integers(0, 99), fallback=st.integers(0, 1 << 62))
-def test_a_restored_supply_goes_on_exactly(
+def test_a_restored_supply_gives_the_same_batches(
     before: list[int | set[str]], after: list[int | set[str]], answers: list[Place | None], seed: int, fallback: int
 ) -> None:
     text, config = positions(2000), configured(shards=8, length=16, batch=3, seed=seed)
@@ -465,7 +463,7 @@ def test_the_shards_of_a_pass_hold_each_example_once(count: int, shards: int, se
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
-def test_a_pass_over_all_shards_reads_each_example_once_and_whole() -> None:
+def test_a_pass_over_all_shards_reads_each_example_once() -> None:
     supply = Batches(EXAMPLES, configured(), fresh(0, 1, 2, 3))
     rows = np.concatenate([supply.next(1)[0] for _ in range(25)])
     assert rows.shape == (50, 9)
@@ -475,7 +473,7 @@ def test_a_pass_over_all_shards_reads_each_example_once_and_whole() -> None:
     assert all(place.ended for place in supply.places())
 
 
-def test_a_supply_of_examples_goes_on_from_its_state() -> None:
+def test_a_restored_supply_of_examples_gives_the_same_batches() -> None:
     supply = Batches(EXAMPLES, configured(), fresh(2, 1))
     supply.next(3)
     again = Batches(EXAMPLES, configured(), fresh(1))
@@ -483,12 +481,12 @@ def test_a_supply_of_examples_goes_on_from_its_state() -> None:
     assert np.array_equal(again.next(6), supply.next(6))
 
 
-def test_held_out_examples_are_whole_and_spread() -> None:
+def test_held_out_examples_are_complete_and_spread() -> None:
     assert sharding.held_out(EXAMPLES, 5, 8)[:, 0].tolist() == [0, 10, 20, 30, 40]
     assert np.array_equal(sharding.held_out(EXAMPLES, 500, 8), EXAMPLES)
 
 
-def test_examples_of_another_size_are_refused_with_their_size() -> None:
+def test_examples_of_another_size_are_refused() -> None:
     with failing(DataError, "data.wrong-size") as caught:
         Batches(EXAMPLES, configured(length=16), fresh())
     assert "--data.sequence-length 8" in caught.value.remedy

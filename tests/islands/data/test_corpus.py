@@ -78,10 +78,8 @@ def test_a_folder_is_joined_in_order_without_binary_and_hidden_files(tmp_path: P
     assert opened.source == "texts (3 files of text, 2 others skipped)"
 
 
-def test_a_file_that_turns_out_to_be_binary_is_skipped_entirely(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preparation, "CHUNK_BYTES", 7)  # this cuts characters too
+def test_a_file_with_late_binary_data_is_skipped_entirely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "CHUNK_BYTES", 7)  # a limit that also cuts characters
     write(tmp_path / "texts" / "1.txt")
     write(tmp_path / "texts" / "2.txt", LINE.encode() + b"\0")
     write(tmp_path / "texts" / "3.txt", LINE.encode() + "ä".encode()[:1])
@@ -93,7 +91,7 @@ def test_a_file_that_turns_out_to_be_binary_is_skipped_entirely(
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\0" * (1 << 17)])
-def test_too_little_text_is_refused_and_leaves_nothing(tmp_path: Path, data: Path, content: bytes) -> None:
+def test_too_little_text_is_refused_and_leaves_no_files(tmp_path: Path, data: Path, content: bytes) -> None:
     with failing(DataError, "data.too-small"):
         preparation.prepare_text(write(tmp_path / "text.txt", content), "mine")
     assert list(data.iterdir()) == []
@@ -104,7 +102,7 @@ def test_a_path_to_nothing_is_refused(tmp_path: Path) -> None:
         preparation.prepare_text(tmp_path / "absent", "mine")
 
 
-def test_a_name_stands_for_one_text(tmp_path: Path) -> None:
+def test_a_name_belongs_to_one_text(tmp_path: Path) -> None:
     first = preparation.prepare_text(write(tmp_path / "text.txt"), "mine")
     assert preparation.prepare_text(tmp_path / "text.txt", "mine").identity == first.identity
     with failing(DataError, "data.taken"):
@@ -122,7 +120,7 @@ def test_names_that_could_leave_the_folder_are_refused(tmp_path: Path, name: str
         corpus.open_corpus(name)
 
 
-def test_an_unknown_name_is_refused_with_the_prepared_ones(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     with failing(DataError, "data.missing"):
         corpus.open_corpus("theirs")
     with failing(DataError, "data.missing") as caught:
@@ -162,7 +160,7 @@ def test_a_card_that_is_not_json_is_damaged(tmp_path: Path, data: Path) -> None:
         corpus.open_corpus("mine")
 
 
-def test_two_processes_that_prepare_the_same_corpus_share_it(data: Path) -> None:
+def test_two_processes_can_prepare_the_same_corpus(data: Path) -> None:
     def overtaken(writer: preparation.TextWriter) -> str:
         preparation.create("mine", fill)
         return fill(writer)
@@ -175,10 +173,10 @@ def test_two_processes_that_prepare_the_same_corpus_share_it(data: Path) -> None
     assert [path.name for path in data.iterdir()] == ["mine"]
 
 
-def test_a_failure_while_writing_leaves_nothing(data: Path) -> None:
+def test_a_failed_write_leaves_no_files(data: Path) -> None:
     def fill(writer: preparation.TextWriter) -> str:
         writer.write(TEXT.encode())
-        raise DataError("the cable was cut", code="data.cable")
+        raise DataError("the disk failed", code="data.cable")
 
     with failing(DataError, "data.cable"):
         preparation.create("mine", fill)
@@ -196,7 +194,7 @@ def test_the_default_folder_is_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> 
     assert corpus.data_folder().parts[-2:] == ("archipelago", "corpora")
 
 
-def test_the_library_is_its_sources_without_tests_and_installed_packages(library: Path) -> None:
+def test_the_library_excludes_tests_and_installed_packages(library: Path) -> None:
     wanted = {f"{name}.py": f"import {name}\n{TEXT}" for name in ("abc", "email/parser", "zipfile")}
     for path, content in wanted.items():
         write(library / path, content)
@@ -229,7 +227,7 @@ def test_a_python_without_sources_is_refused(library: Path) -> None:
         stdlib.prepare_stdlib()
 
 
-def test_this_pythons_own_library_can_be_trained_on() -> None:
+def test_the_library_of_this_python_can_be_opened() -> None:
     opened = stdlib.prepare_stdlib()
     assert opened.identity.bytes > 5_000_000
     assert b"def " in opened.valid.tobytes()

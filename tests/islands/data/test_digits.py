@@ -1,4 +1,4 @@
-"""The digits on their way from a file to a corpus of examples, with a small table in their place."""
+"""Preparation of the digits, with a small table in place of the real one."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_file_becomes_a_corpus_of_examples(tmp_path: Path) -> None:
     assert (opened.name, opened.source) == ("digits", "digits.csv.gz")
     assert [split.shape for split in (opened.train, opened.valid, opened.test)] == [(880, 65), (110, 65), (110, 65)]
     rows = np.concatenate([opened.train, opened.valid, opened.test])
-    assert sorted(map(bytes, rows)) == sorted(map(bytes, ROWS.astype(np.uint8))), "an image was lost or cut"
-    assert not np.array_equal(rows, ROWS), "only images of the last writers would be held out"
+    assert sorted(map(bytes, rows)) == sorted(map(bytes, ROWS.astype(np.uint8))), "an image is missing or incomplete"
+    assert not np.array_equal(rows, ROWS), "the held-out images are of the last writers only"
     assert opened.identity.bytes == 1100 * 65
     assert corpus.open_corpus("digits").identity == opened.identity
 
@@ -54,7 +54,7 @@ def test_the_order_is_the_same_on_every_machine() -> None:
     assert digits.shuffled(np.arange(8, dtype=np.uint8)[:, None]).ravel().tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
 
 
-def test_they_are_downloaded_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digits_are_downloaded_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
 
     def download(source: object, folder: Path, progress: object) -> Path:

@@ -58,7 +58,7 @@ def web() -> Iterator[tuple[Web, Source]]:
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replace pip by one that writes the file. Returns the commands that were run."""
+    """Replace pip by a stub that writes the file. Return the commands that were run."""
     commands: list[list[str]] = []
 
     def run(command: list[str], *, cwd: Path, **_: Any) -> None:
@@ -91,9 +91,7 @@ def test_the_package_index_is_the_fallback(
     assert (tmp_path / "requirements.txt").read_text() == f"islands==1.0 --hash=sha256:{'0' * 64}\n"
 
 
-def test_a_file_that_is_too_large_is_not_read_to_its_end(
-    web: tuple[Web, Source], pip: list[list[str]], tmp_path: Path
-) -> None:
+def test_a_download_stops_at_the_expected_size(web: tuple[Web, Source], pip: list[list[str]], tmp_path: Path) -> None:
     web[0].content = bytes(8 << 20)
     largest = 0
 
@@ -115,7 +113,7 @@ def test_a_file_that_is_too_large_is_not_read_to_its_end(
     ],
     ids=lambda outcome: type(outcome).__name__,
 )
-def test_without_either_the_user_is_told_both_reasons(
+def test_without_either_source_the_error_names_both_reasons(
     web: tuple[Web, Source], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: Exception
 ) -> None:
     def run(*_: Any, **__: Any) -> None:
@@ -139,7 +137,7 @@ def test_a_release_without_the_file_is_unreachable(
         download(web[1], tmp_path)
 
 
-def test_pip_takes_the_options_that_we_use(tmp_path: Path) -> None:
+def test_pip_accepts_our_options(tmp_path: Path) -> None:
     """Ask this environment's pip for a release that no index has. It must not complain about the options."""
     package = subject.Package("islands==1.0", "islands-1.0.tar.gz", "0" * 64, ("--no-binary=:all:",))
     source = Source("islands", "", 1, "0" * 64, package, "")

@@ -1,4 +1,4 @@
-"""enwik8 on its way from a file to a corpus, with a small text in its place."""
+"""Preparation of enwik8, with a small text in place of the real one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def raw(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pack", [zipped, gzipped, raw, tarred])
-def test_any_form_of_the_file_is_unpacked(tmp_path: Path, pack: Callable[[Path], Path]) -> None:
+def test_each_form_of_the_file_is_unpacked(tmp_path: Path, pack: Callable[[Path], Path]) -> None:
     seen: list[tuple[str, int, int]] = []
     opened = enwik8.prepare_enwik8(pack(tmp_path / "file"), lambda *report: seen.append(report), WANTED)
     assert (opened.name, opened.source) == ("enwik8", "file")
@@ -63,7 +63,7 @@ def test_any_form_of_the_file_is_unpacked(tmp_path: Path, pack: Callable[[Path],
     assert seen[-1] == ("unpacking", len(TEXT), len(TEXT))
 
 
-def test_it_is_downloaded_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enwik8_is_downloaded_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
 
     def download(source: object, folder: Path, progress: object) -> Path:
@@ -87,7 +87,7 @@ def test_another_text_is_refused(tmp_path: Path, data: Path, wanted: enwik8.Text
     assert list(data.iterdir()) == []
 
 
-def test_an_endless_file_is_read_no_further_than_the_size_that_it_should_have(tmp_path: Path) -> None:
+def test_an_endless_file_is_read_up_to_the_expected_size(tmp_path: Path) -> None:
     read = 0
 
     class Endless(io.RawIOBase):

@@ -39,7 +39,7 @@ def test_bytes_that_are_not_text_become_replacement_characters(data: bytes) -> N
     assert "".join(BYTES.decode(data)) == data.decode("utf-8", "replace")
 
 
-def test_a_character_of_several_tokens_comes_with_the_last() -> None:
+def test_a_character_of_several_tokens_is_yielded_with_the_last() -> None:
     assert list(BYTES.decode("ä!".encode())) == ["", "ä", "!", ""]
     assert list(BYTES.decode("ä".encode()[:1])) == ["", "\ufffd"]
 
@@ -52,7 +52,7 @@ def test_training_compresses_and_is_deterministic() -> None:
     assert train(LINES[:-1] + ["something else entirely\n"] * 9, 400).digest != LEARNED.digest
 
 
-def test_a_text_with_too_few_pairs_is_refused_with_the_number_that_it_gives() -> None:
+def test_a_text_with_too_few_pairs_is_refused() -> None:
     with failing(DataError, "tokenizer.too-large") as caught:
         train(["aa aa aa"], 300)
     assert "bpe:258" in caught.value.remedy
@@ -86,12 +86,12 @@ def test_a_tokenizer_of_words_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("spec", "size"), [("bpe:257", 257), ("bpe:16384", 16384), (f"bpe:{1 << 20}", 1 << 20)])
-def test_a_spec_names_a_size(spec: str, size: int) -> None:
+def test_a_valid_tokenizer_name_gives_the_vocabulary(spec: str, size: int) -> None:
     assert tokenizer.vocabulary_of(spec) == size
 
 
 @pytest.mark.parametrize("spec", ["", "bpe", "bpe:", "bpe:256", "bpe:-1", "bpe:1e4", "word:1000", "bpe:99999999999"])
-def test_a_wrong_spec_is_refused(spec: str) -> None:
+def test_an_invalid_tokenizer_name_is_refused(spec: str) -> None:
     with failing(ConfigError, "tokenizer.bad-name"):
         tokenizer.vocabulary_of(spec)
 
@@ -102,7 +102,7 @@ def test_the_smallest_integer_that_holds_a_token(size: int, name: str) -> None:
 
 
 @given(TEXTS, st.integers(4, 12), st.integers(0, 5))
-def test_pieces_are_the_text(text: str, piece_bytes: int, more: int) -> None:
+def test_pieces_join_to_the_text(text: str, piece_bytes: int, more: int) -> None:
     data = text.encode()
     stream = io.BytesIO(data + b"x" * more)
     found = list(pieces(stream, len(data), piece_bytes))

@@ -1,4 +1,4 @@
-"""Corpora of tokens: how they are prepared, opened, batched and evaluated per byte, and which ones a model refuses."""
+"""Corpora of tokens: preparation, opening, batches, evaluation per byte, and mismatches with a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCABULARY = 500
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of two corpora: `text`, in bytes, and `tokens`."""
+    """Return the folder of two corpora: `text` in bytes, and `tokens`."""
     made, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
     source.write_text(TEXT, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +137,7 @@ def test_a_corpus_of_bytes_has_the_tokenizer_byte_tokenizer() -> None:
     assert (plain.vocabulary, plain.bytes_per_token, plain.identity.tokenizer) == (256, 1.0, "")
 
 
-# -- runs on it -----------------------------------------------------------------------------------------------------
+# -- runs on tokens -------------------------------------------------------------------------------------------------
 
 CONFIG = replace(RunConfig(), data=replace(RunConfig().data, sequence_length=16, batch_size=4, shards=8))
 CONFIG = replace(CONFIG, inner=replace(CONFIG.inner, learning_rate=2e-3))
@@ -149,11 +149,11 @@ def test_the_model_takes_the_vocabulary_of_its_corpus(tokens: OpenCorpus) -> Non
     assert fitted(CONFIG, open_corpus("text")) == CONFIG
     chosen = replace(CONFIG, model=ModelConfig(vocabulary=512))
     assert fitted(chosen, tokens) == chosen
-    require_readable(chosen, tokens)  # a larger vocabulary can read it
+    require_readable(chosen, tokens)  # a model with a larger vocabulary can read it
 
 
 @pytest.mark.parametrize(("size", "rate"), [("tiny", 3e-3), ("small", 1e-3), ("1b", 2e-4), ("tiny-moe", 3e-3)])
-def test_the_model_sets_the_learning_rate_of_a_config_that_names_none(size: str, rate: float) -> None:
+def test_the_model_determines_the_default_learning_rate(size: str, rate: float) -> None:
     config = replace(RunConfig(), model=ModelConfig(size))
     assert fitted(config, open_corpus("text")).inner.learning_rate == rate
     named = replace(config, inner=replace(config.inner, learning_rate=0.5))
@@ -215,7 +215,7 @@ def test_the_manifest_pins_the_tokenizer(tokens: OpenCorpus) -> None:
         manifest.require_same(replace(manifest, corpus=other))
 
 
-def test_configs_and_corpora_of_bytes_and_of_tokens_are_told_apart() -> None:
+def test_bytes_and_tokens_have_different_configs_and_corpora() -> None:
     assert from_json(RunConfig().to_json()) == RunConfig()
     assert from_json(WIDE.to_json()) == WIDE
     assert RunConfig().digest() != replace(RunConfig(), model=ModelConfig(vocabulary=257)).digest()
@@ -226,7 +226,7 @@ def test_configs_and_corpora_of_bytes_and_of_tokens_are_told_apart() -> None:
         Corpus.from_list(["text", "0" * 32, 9, "tokenizer"])
 
 
-def test_a_run_begins_with_given_parameters(tokens: OpenCorpus) -> None:
+def test_a_run_can_begin_with_given_parameters(tokens: OpenCorpus) -> None:
     manifest = describe("run", WIDE, tokens.identity)
     params = build(WIDE.model).init(5)
     vectors = [

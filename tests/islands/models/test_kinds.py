@@ -26,7 +26,7 @@ from archipelago.islands.models.vision import Images
 from archipelago.ops.experiments.baselines import one_process
 from archipelago.ops.experiments.virtual_time import VirtualRun
 
-#: The models, Muon and virtual runs have quick tests of their own.
+#: The models, Muon and virtual runs are covered by quicker tests as well.
 pytestmark = pytest.mark.full
 
 SMALL = Size(width=16, layers=1, heads=2, hidden=32)

@@ -1,4 +1,4 @@
-"""Our transformer under Llama's names computes what Llama does, compared with a forward pass in numpy."""
+"""Our transformer with Llama's tensor names computes the same logits as Llama, here a forward pass in numpy."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def llama_logits(weights: dict[str, Doubles], config: dict[str, Any], tokens_T: 
     return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].T
 
 
-def test_the_same_logits_as_llama() -> None:
+def test_the_logits_equal_llamas() -> None:
     vocabulary, size = 300, MODELS["tiny"].dense
     assert size is not None
     model = build(ModelConfig("tiny", vocabulary), jnp.float32)
-    # Fresh scales are all 1, so that scales in the wrong places would go unnoticed.
+    # Fresh scales are all 1, which would hide scales in the wrong places.
     rng = np.random.default_rng(0)
     params = {n: p * (1 + 0.3 * rng.normal(size=p.shape).astype(np.float32)) for n, p in model.init(1).items()}
     weights = {}
@@ -68,9 +68,9 @@ def test_the_same_logits_as_llama() -> None:
         weights[place.name] = np.asarray(value.T if place.transposed else value, np.float64)
     tokens_T = rng.integers(0, vocabulary, 50)
     config = llama.config_of(size, vocabulary, 128, "float32")
-    ours = np.asarray(jax.jit(model.logits)(params, jnp.asarray(tokens_T[None], jnp.int32)))[0]
-    np.testing.assert_allclose(ours, llama_logits(weights, config, tokens_T), atol=3e-5)
-    assert np.abs(ours).max() > 1
+    own = np.asarray(jax.jit(model.logits)(params, jnp.asarray(tokens_T[None], jnp.int32)))[0]
+    np.testing.assert_allclose(own, llama_logits(weights, config, tokens_T), atol=3e-5)
+    assert np.abs(own).max() > 1
 
 
 @pytest.mark.parametrize("size", [name for name, entry in MODELS.items() if entry.dense])
@@ -90,13 +90,13 @@ def test_other_architectures_have_no_llama_names(size: str) -> None:
         [llama.to_llama(tensor.name) for tensor in build(size).tensors]
 
 
-def test_a_config_holds_the_size() -> None:
+def test_a_config_describes_the_size() -> None:
     for entry in MODELS.values():
         if entry.dense:
             assert llama.size_of(llama.config_of(entry.dense, 256, 128, "float32")) == entry.dense
 
 
-OURS = llama.config_of(Size(width=64, layers=2, heads=2, hidden=176), 256, 128, "float32")
+OWN_CONFIG = llama.config_of(Size(width=64, layers=2, heads=2, hidden=176), 256, 128, "float32")
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ OURS = llama.config_of(Size(width=64, layers=2, heads=2, hidden=176), 256, 128, 
     ],
     ids=str,
 )
-def test_a_llama_that_computes_something_else_is_refused(change: dict[str, Any]) -> None:
+def test_a_llama_with_another_architecture_is_refused(change: dict[str, Any]) -> None:
     with failing(ConfigError, "llama.different"):
-        llama.size_of({**OURS, **change})
+        llama.size_of({**OWN_CONFIG, **change})
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,4 @@ def test_a_llama_that_computes_something_else_is_refused(change: dict[str, Any])
 )
 def test_impossible_sizes_are_refused(change: dict[str, Any]) -> None:
     with failing(ConfigError, "llama.damaged"):
-        llama.size_of({**OURS, **change})
+        llama.size_of({**OWN_CONFIG, **change})

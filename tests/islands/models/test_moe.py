@@ -1,4 +1,4 @@
-"""Routing against values by hand, and mixtures of experts: causality, gradients of all experts, the penalty."""
+"""Routing with values worked out by hand, and mixtures of experts: causality, gradients, the penalty."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_z_loss_by_hand() -> None:
 
 @settings(deadline=None, max_examples=examples(25))
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 7))
-def test_no_slot_is_taken_twice_and_no_token_goes_twice_to_one_expert(seed: int, choices: int, slots: int) -> None:
+def test_each_slot_has_one_token_and_each_token_different_experts(seed: int, choices: int, slots: int) -> None:
     routes = route(jnp.asarray(np.random.default_rng(seed).normal(size=(3, 9, 4)), jnp.float32), choices, slots)
     dispatch = np.asarray(routes.dispatch_BxTxExC)
     assert set(np.unique(dispatch)) <= {0.0, 1.0}
@@ -89,7 +89,7 @@ def _named(seed: int, choices: int) -> np.ndarray[tuple[int, ...], np.dtype[np.i
     return np.stack([np.bincount(row.ravel(), minlength=4) for row in order])
 
 
-def test_the_balance_is_one_for_equal_use_and_the_number_of_experts_for_a_single_one() -> None:
+def test_the_balance_is_one_for_equal_use_of_experts() -> None:
     even = route(50.0 * jnp.eye(4)[None], choices=1, slots=4)
     one = route(jnp.zeros((1, 4, 4)).at[..., 2].set(50.0), choices=1, slots=4)
     assert float(even.balance) == pytest.approx(1.0)
@@ -114,7 +114,7 @@ def test_minimising_the_balance_loss_spreads_tokens_over_experts() -> None:
 # -- the model ------------------------------------------------------------------------------------------------------
 
 
-def test_experts_with_room_for_all_tokens_give_the_weighted_sum_of_their_outputs() -> None:
+def test_without_full_experts_the_output_is_the_weighted_sum() -> None:
     """Compare with each expert applied to every token, in numpy."""
     mlp = moe.RoutedMLP(Routing(experts=4, choices=2, capacity_factor=2.0), SIZE, jnp.float32, nnx.Rngs(0))
     x_BxTxW = np.random.default_rng(1).normal(size=(1, 8, SIZE.width)).astype(np.float32)
@@ -128,7 +128,7 @@ def test_experts_with_room_for_all_tokens_give_the_weighted_sum_of_their_outputs
     np.testing.assert_allclose(np.asarray(mlp(jnp.asarray(x_BxTxW))), expected, atol=1e-5)
 
 
-def test_a_position_sees_only_itself_and_the_past_even_when_experts_are_full(params: Params) -> None:
+def test_a_logit_depends_only_on_earlier_tokens_even_with_full_experts(params: Params) -> None:
     seen, logits = tokens(2, 16), model(CROWDED).logits
     before = logits(params, seen)
     for at in range(16):
@@ -143,7 +143,7 @@ def test_sequences_of_a_batch_are_independent(params: Params) -> None:
 
 
 @pytest.mark.full
-def test_training_minimises_the_penalty_too_and_reports_the_loss_without_it(params: Params) -> None:
+def test_training_minimises_the_penalty_and_does_not_report_it(params: Params) -> None:
     made, free, seen = model(Routing(4, 2)), model(Routing(4, 2, balance=0.0, router_z=0.0)), tokens(4, 17)
     slope = jax.value_and_grad(made.objective, has_aux=True)
     (objective, reported), slopes = jax.jit(slope)(params, seen)

@@ -109,7 +109,7 @@ def test_the_loss_is_the_mean_over_the_targets_in_nats(tiny: Model, params: Para
     assert [float(part) for part in tiny.objective(params, tokens)] == [float(tiny.loss(params, tokens))] * 2
 
 
-def test_a_position_sees_only_itself_and_the_past(tiny: Model, params: Params) -> None:
+def test_a_logit_depends_only_on_its_position_and_earlier_ones(tiny: Model, params: Params) -> None:
     tokens = random_tokens(2, 16)
     changed = tokens.at[:, 10].set(tokens[:, 10] ^ 1)
     before, after = tiny.logits(params, tokens), tiny.logits(params, changed)
@@ -172,7 +172,7 @@ def test_rotary_positions_by_hand() -> None:
     x = jnp.asarray([1.0, 0.0, 0.0, 1.0]).reshape(1, 1, 1, 4)
     assert layers.rotate(x.astype(jnp.bfloat16), jnp.arange(1)).dtype == jnp.bfloat16
     out = layers.rotate(jnp.tile(x, (1, 3, 1, 1)), jnp.arange(3))[0, :, 0]
-    # elements 0 and 2 rotate by the position, 1 and 3 by the position / 100
+    # elements 0 and 2 rotate by the position, and 1 and 3 by the position / 100
     np.testing.assert_allclose(out[0], [1.0, 0.0, 0.0, 1.0], atol=1e-6)
     np.testing.assert_allclose(out[1], [0.5403023, -0.0099998, 0.8414710, 0.9999500], atol=1e-6)
     np.testing.assert_allclose(out[2], [-0.4161468, -0.0199987, 0.9092974, 0.9998000], atol=1e-6)

@@ -43,7 +43,7 @@ ROOMY = moe.transformer(Size(width=32, layers=2, heads=2, hidden=24), Routing(4,
 
 
 @pytest.mark.parametrize("model", [DENSE, pytest.param(ROOMY, marks=pytest.mark.full)], ids=["dense", "experts"])
-def test_the_cache_gives_the_same_logits_as_a_whole_pass(model: Model, text: list[int]) -> None:
+def test_the_cache_gives_the_same_logits_as_a_full_pass(model: Model, text: list[int]) -> None:
     params, decoder = model.init(0), decoder_of(model)
     expected = np.asarray(jax.jit(model.logits)(params, jnp.asarray([text], jnp.int32)))[0]
     extend = jax.jit(decoder.extend)
@@ -62,7 +62,7 @@ jitted = cache(jax.jit)
 
 
 def naive(model: Model, prompt: list[int], context: int, count: int) -> list[int]:
-    """Return the most probable tokens. Each comes from a whole pass over all visible tokens."""
+    """Return the most probable tokens, each computed by a full pass over all visible tokens."""
     params, logits, seen, window = model.init(0), jitted(model.logits), list(prompt), len(prompt)
     for _ in range(count):
         if window > context:
@@ -84,7 +84,9 @@ def naive(model: Model, prompt: list[int], context: int, count: int) -> list[int
         pytest.param(3, 2, marks=pytest.mark.full),
     ],
 )
-def test_generation_goes_on_past_the_context(tiny: Model, text: list[int], prompt_length: int, context: int) -> None:
+def test_generation_continues_beyond_the_context(
+    tiny: Model, text: list[int], prompt_length: int, context: int
+) -> None:
     prompt = text[:prompt_length]
     found = list(islice(continuation(decoder_of(tiny), tiny.init(0), prompt, context, GREEDY, 0), 30))
     assert found == naive(tiny, prompt, context, 30)
@@ -112,14 +114,14 @@ def test_tokens_have_the_probabilities_of_the_logits() -> None:
     assert flat == pytest.approx(dict.fromkeys(range(5), 0.2), abs=0.03)
 
 
-def test_only_the_most_probable_are_chosen() -> None:
+def test_top_k_chooses_only_the_most_probable_tokens() -> None:
     assert frequencies(GREEDY) == {1: 1.0}
     assert frequencies(Sampling(temperature=1.0, top_k=2)) == pytest.approx({1: 4 / 7, 3: 3 / 7}, abs=0.03)
     assert frequencies(Sampling(temperature=1.0, top_k=1)) == {1: 1.0}
     assert set(frequencies(Sampling(temperature=1.0, top_k=99))) == set(range(5))
 
 
-def test_only_the_nucleus_is_chosen() -> None:
+def test_top_p_chooses_only_tokens_of_the_nucleus() -> None:
     assert frequencies(Sampling(temperature=1.0, top_p=0.35)) == {1: 1.0}
     assert frequencies(Sampling(temperature=1.0, top_p=0.6)) == pytest.approx({1: 4 / 7, 3: 3 / 7}, abs=0.03)
     assert set(frequencies(Sampling(temperature=1.0, top_p=0.8))) == {1, 3, 4}

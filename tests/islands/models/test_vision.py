@@ -69,7 +69,7 @@ def test_accuracy_of_text_counts_every_next_token() -> None:
 
 
 @pytest.mark.full
-def test_every_patch_counts_and_every_tensor_has_a_gradient(digits: Model) -> None:
+def test_every_patch_affects_the_loss_and_every_tensor_has_a_gradient(digits: Model) -> None:
     params, seen = digits.init(0), examples(4)
     before = digits.logits(params, seen[:, :-1])
     for pixel in range(0, 64, 9):
