@@ -49,9 +49,11 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
             code="config.vocabulary",
         )
     if tokenizer is not None and corpus.tokenizer != tokenizer:
-        own, expected = (f"the tokenizer {name}" if name else "bytes" for name in (corpus.tokenizer, tokenizer))
+        own, expected = (
+            f"the tokenizer {name}" if name else "the byte tokenizer" for name in (corpus.tokenizer, tokenizer)
+        )
         raise ConfigError(
-            f"the corpus {corpus.name!r} is made of {own}, and the run's of {expected}",
+            f"the corpus {corpus.name!r} was encoded with {own}, and the run's with {expected}",
             "Tokens must mean the same on all islands: name a corpus that the run's tokenizer made.",
             code="config.tokenizer",
         )

@@ -88,7 +88,7 @@ class Rejoin:
             return
         from_peer = self._from_peer() if self._asked else None
         if from_peer is not None:
-            self.island.take_over(from_peer)
+            self.island.use_state_of_peer(from_peer)
         elif self.store is not None and (found := self.store.restore_moments(self.island)) is not None:
             self._send_actions(found)
         totals = self.island.totals

@@ -203,7 +203,7 @@ def corpus_of(who: str, actions: Mapping[str, Sequence[Action]]) -> str:
 
 
 def wanted_points(actions: Mapping[str, Sequence[Action]]) -> dict[str, set[int]]:
-    """Return the incarnations whose state others took over, with the numbers of actions after which they did."""
+    """Return the incarnations whose state other ones took over, and after how many actions."""
     wanted: dict[str, set[int]] = {}
     for mine in actions.values():
         for action in mine:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Pacer:
-    """The clock of the simulated device. Call `dispatched` and then `nap_seconds` once for each call of the steps.
+    """The clock of the simulated device. Call `dispatched` and then `delay_seconds` once for each call of the steps.
 
     Attributes:
         step_seconds_min: The minimum duration of a step; 0 means no minimum.
@@ -32,7 +32,7 @@ class Pacer:
         self._steps, self._before_at = steps, self._done_at
         self._done_at = max(self._done_at, now) + steps * self.step_seconds_min
 
-    def nap_seconds(self, now: float) -> float:
+    def delay_seconds(self, now: float) -> float:
         """Return the remaining simulated time of the call before the last one, whose arithmetic is done at `now`."""
         if now > self._before_at:  # the steps take longer than the minimum, so the next ones begin later
             self._done_at = max(self._done_at, now + self._steps * self.step_seconds_min)

@@ -36,7 +36,7 @@ from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.ledger import Ledger
 from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.outbox import ContributionHeader, Draft
-from archipelago.islands.sync.recovery import Gift, Received
+from archipelago.islands.sync.recovery import Received, StateForPeer
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.sync.uplink import averaged
@@ -167,7 +167,7 @@ class Island:
             self.batches.forget(news.lost_shards)
             self.action_log.add(ForgetShards(tuple(sorted(news.lost_shards))))
         for who in news.asked_by:
-            self._give(who)
+            self._hand_over(who)
         if self.link.backlog < self.config.sync.window:  # a longer backlog stretches the interval
             while (number := self.ledger.due()) is not None:
                 self._send(number, farewell=False)
@@ -200,8 +200,8 @@ class Island:
         # One call may be in flight. This keeps the device busy, and still measures the time of steps.
         if self._in_flight is not None:
             self.losses.add(self._in_flight.block_until_ready())
-            if nap := self.pacer.nap_seconds(self.clock()):
-                time.sleep(nap)
+            if delay := self.pacer.delay_seconds(self.clock()):
+                time.sleep(delay)
         self._in_flight = losses_n
         now = self.clock()
         self.speed.stepped(n, now - self._stepped_at)
@@ -253,16 +253,16 @@ class Island:
         for arrival in arrivals:
             self.adopt(arrival)
 
-    def take_over(self, received: Received) -> None:
+    def use_state_of_peer(self, received: Received) -> None:
         """Use a peer's inner optimiser state instead of fresh moments."""
         handover = received.handover
         self.inner = self.inner._replace(optimizer=received.optimizer)
         self.moments = f"peer {handover.giver}"
         self.action_log.add(TakeMoments(f"{handover.giver}/{handover.incarnation}", handover.index))
 
-    def _give(self, who: str) -> None:
+    def _hand_over(self, who: str) -> None:
         moments, done = device_copy(self.inner.optimizer), self.action_log.done
-        self.link.give(Gift(who, moments, done, self.ledger.global_step, self.action_log.peek()))
+        self.link.hand_over(StateForPeer(who, moments, done, self.ledger.global_step, self.action_log.peek()))
 
     def _send(self, number: int, farewell: bool) -> None:
         p = self.manifest.fragment_of(number)

@@ -136,7 +136,7 @@ def begin(groups: tuple[Group, ...]) -> tuple[Accumulator, ...]:
     return placed
 
 
-class Taken(NamedTuple):
+class Accumulated(NamedTuple):
     """The result of adding a contribution.
 
     Attributes:
@@ -155,7 +155,7 @@ class Taken(NamedTuple):
         return self.norm <= NORM_MAX
 
 
-def take(
+def accumulate(
     acc: tuple[Accumulator, ...],
     body: Body,
     groups: tuple[Group, ...],
@@ -163,7 +163,7 @@ def take(
     weight: float = 1.0,
     keep: float = 1.0,
     limit: float = math.inf,
-) -> Taken:
+) -> Accumulated:
     """Add a contribution to the accumulators, whose buffers are donated.
 
     Args:
@@ -176,12 +176,12 @@ def take(
     """
     scalars = (np.float32(weight), np.float32(keep), np.float32(limit))
     placed = jax.device_put((body.parts, *scalars), _cpu())
-    taken, norm, clip = _take(acc, *placed, codec=body.codec, groups=groups)
-    return Taken(taken, float(norm), float(clip))
+    taken, norm, clip = _accumulate(acc, *placed, codec=body.codec, groups=groups)
+    return Accumulated(taken, float(norm), float(clip))
 
 
 @partial(jax.jit, static_argnames=("codec", "groups"), donate_argnames="acc")
-def _take(
+def _accumulate(
     acc: tuple[Accumulator, ...],
     parts: Any,
     weight: jax.Array,

@@ -101,7 +101,7 @@ def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
     * A young run keeps a short memory, because its gradients still change direction quickly. The memory should
       stay under a tenth of all rounds.
     * Many inner steps in a round average the gradient well, and momentum then helps along flat directions. With few
-      inner steps, successive gradients are alike, and momentum only enlarges the step.
+      inner steps, successive gradients are similar, and momentum only enlarges the step.
     * Momentum adds noise to each step, so it falls to zero together with the inner learning rate.
 
     The learning rate is η · n/M: a partial round scales the step by n/M. M rounds of one island each therefore move as

@@ -99,12 +99,12 @@ class Recorder:
     def _write(self, name: str, body: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         data = msgpack.packb(body)
-        beside = self.folder / f".{name}.{os.getpid()}"
-        with beside.open("wb") as file:
+        temporary = self.folder / f".{name}.{os.getpid()}"
+        with temporary.open("wb") as file:
             file.write(MAGIC + digest(data).encode() + data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(self.folder / name)
+        temporary.replace(self.folder / name)
 
 
 def _packed(delivery: Delivery) -> list[Any]:

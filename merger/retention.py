@@ -94,7 +94,7 @@ class Retention:
             )
         return gone
 
-    def tend(self, state: RunState, epoch: int) -> None:
+    def checkpoint_if_due(self, state: RunState, epoch: int) -> None:
         """Take a checkpoint if one is due, or if the operator asks for one."""
         asked = self.controls.wanted_checkpoint(state)
         if self.checkpointer is None:

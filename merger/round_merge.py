@@ -98,7 +98,7 @@ class RoundSum:
         weight, keep = own / largest, self._largest / largest
         acc = self._acc or merge_rules.begin(self._groups)
         path = self._path(c)
-        taken = merge_rules.take(acc, body, self._groups, weight=weight, keep=keep, limit=self._limit * path)
+        taken = merge_rules.accumulate(acc, body, self._groups, weight=weight, keep=keep, limit=self._limit * path)
         self._acc = taken.acc
         if not taken.is_sound:
             found = f"the norm is {taken.norm:.1e}" if math.isfinite(taken.norm) else "a value is NaN or infinite"
@@ -109,7 +109,7 @@ class RoundSum:
     def warm_up(self, body: Body) -> None:
         """Compile the program that adds a contribution of that codec. The sum stays as it is."""
         acc = self._acc or merge_rules.begin(self._groups)
-        self._acc = merge_rules.take(acc, body, self._groups, weight=0.0).acc
+        self._acc = merge_rules.accumulate(acc, body, self._groups, weight=0.0).acc
 
     def merged(self, gain: float) -> jax.Array:
         """Return the merged outer gradient (float32 [N]), times `gain`."""

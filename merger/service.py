@@ -121,7 +121,7 @@ class Merger:
         self.inbox.clear()
         self.retention.load(self.state, self.epoch)
         self._live_at = float("-inf")
-        self.controls.take_over(self.state)
+        self.controls.resume_from(self.state)
         self._follow_controls()  # before the first contribution, which may come from an expelled island
         for delivery in self._unacknowledged():
             self._receive(delivery)
@@ -152,7 +152,7 @@ class Merger:
     def turn(self, block_seconds: float = BLOCK_SECONDS) -> bool:
         """Read what has arrived, then call and close the rounds that are due. Return whether one was closed."""
         self._keep_lease()
-        self._look_around()
+        self._poll_islands()
         self.retention.release(
             self.state, self.epoch, wait=False
         )  # first, because the next commit stores which rounds are covered
@@ -168,7 +168,7 @@ class Merger:
         while (close := self.rounds.close(self.clock(), self.live, self.inbox.waiting_fragments())) is not None:
             self._close(close)
             closed = True
-        self.retention.tend(self.state, self.epoch)
+        self.retention.checkpoint_if_due(self.state, self.epoch)
         return closed
 
     def _patience(self, block_seconds: float) -> float:
@@ -200,7 +200,7 @@ class Merger:
         if self.transport.reader.instance() != self._instance:
             raise UnreachableError("the Redis was started again, and may have lost its newest writes")
 
-    def _look_around(self) -> None:
+    def _poll_islands(self) -> None:
         if self.clock() - self._live_at >= self.live_poll_seconds:
             self._follow_controls()
             training = (p.heartbeat.island for p in self.transport.reader.presences() if p.is_training)
@@ -209,7 +209,7 @@ class Merger:
 
     def _follow_controls(self) -> None:
         """Apply the operator's requests if they have changed."""
-        if not self.controls.look(self.state):
+        if not self.controls.poll(self.state):
             return
         self.rounds.config, self.rounds.is_paused = self.controls.sync(self.state), self.controls.control.is_paused
         self.rounds.forget(self.controls.control.expelled)
@@ -233,7 +233,7 @@ class Merger:
         p = self.manifest.fragment_of(close.round)
         round_sum = self.inbox.take(p, self.fragments, self.state.closed)
         after = self.state.copy()
-        steered = self.controls.take_up(after)
+        steered = self.controls.apply_settings(after)
         merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live))
         merge_seconds = self.clock() - began
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)

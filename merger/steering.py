@@ -30,11 +30,11 @@ class OperatorControls:
         self.control = Control()
         self._fields: dict[str, str] | None = None
 
-    def take_over(self, state: RunState) -> None:
+    def resume_from(self, state: RunState) -> None:
         """Continue from the requests that an earlier merger acted on, without noting them again."""
         self.control, self._fields = Control.of(state.control), None
 
-    def look(self, state: RunState) -> bool:
+    def poll(self, state: RunState) -> bool:
         """Read the requests, and return whether they have changed."""
         fields = self.transport.reader.control()
         if fields == self._fields:
@@ -51,7 +51,7 @@ class OperatorControls:
         """Return the sync settings for the next round: the config with the operator's changes."""
         return control.steered(self.config, control.in_force(self.config, state.steered, self.control)).sync
 
-    def take_up(self, state: RunState) -> str:
+    def apply_settings(self, state: RunState) -> str:
         """Apply the requested settings to the closing round's state, and return the changes for its tape entry."""
         after = control.in_force(self.config, state.steered, self.control)
         changes = control.changes_text(self.config, state.steered, after)

@@ -62,7 +62,7 @@ SOURCE = Source(
 def prepare_digits(
     path: Path | None = None, progress: Progress = silent, table: Table = TABLE, source: Source = SOURCE
 ) -> OpenCorpus:
-    """Prepare the digits as examples of 64 pixels and a label, or open the corpus if it is there already.
+    """Prepare the digits as examples of 64 pixels and a label, or open the corpus if it exists.
 
     Args:
         path: scikit-learn's digits.csv.gz, or a wheel of scikit-learn. None downloads it.

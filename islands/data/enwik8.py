@@ -55,7 +55,7 @@ SOURCE = Source(
 def prepare_enwik8(
     path: Path | None = None, progress: Progress = silent, text: Text = TEXT, source: Source = SOURCE
 ) -> OpenCorpus:
-    """Prepare enwik8, or open the corpus if it is there already.
+    """Prepare enwik8, or open the corpus if it exists.
 
     Args:
         path: The official enwik8.zip, or a gzipped or unpacked enwik8. None downloads it (36 MB).

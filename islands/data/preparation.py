@@ -1,6 +1,6 @@
 """Preparing corpora: text, tokens or examples are written to disk, measured and hashed on the way.
 
-A corpus is written beside its place and then renamed, so that it is there completely or not at all, even when several
+A corpus is written to a temporary folder, which is then renamed. It is therefore complete or absent, even when several
 processes prepare it at once.
 """
 

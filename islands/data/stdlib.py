@@ -16,7 +16,7 @@ _OTHER_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "te
 
 
 def prepare_stdlib() -> OpenCorpus:
-    """Prepare the sources of this Python's standard library, or open the corpus if it is there already.
+    """Prepare the sources of this Python's standard library, or open the corpus if it exists.
 
     The files are ordered by a hash of their path, so that the three splits hold similar text.
 

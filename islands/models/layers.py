@@ -1,8 +1,8 @@
 """The parts of transformers, as flax modules, and their conversion to pure functions.
 
 `functional` turns a module into functions over a flat dict of arrays. The rest of Archipelago moves named tensors and
-never looks inside a model. The names decide how a tensor is treated: one that ends in `embedding` is merged as
-embeddings are, and one with `embedding`, `router` or `output` in its name is trained by AdamW where others use Muon.
+never looks inside a model. The names decide how a tensor is treated: one that ends in `embedding` is merged by
+the rule for embeddings. Muon trains no tensor with `embedding`, `router` or `output` in its name; AdamW does.
 
 Shapes in names: B sequences, T positions, S places of a cache, W width, N heads, D elements of a head, V vocabulary.
 """

@@ -25,7 +25,7 @@ from archipelago.islands.sync.inbox import Inbox
 from archipelago.islands.sync.leases import ShardLeases
 from archipelago.islands.sync.outbox import Draft, Outbox, Published
 from archipelago.islands.sync.pumps import Pump, Pumps
-from archipelago.islands.sync.recovery import Gift
+from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.sync.uplink import Uplink
 
@@ -90,15 +90,15 @@ class Link:
         self.inbox = Inbox(transport, manifest, self.outbox, self.uplink, clock)
         self.leases = ShardLeases(transport, who, shards)
         self._notes: deque[Note] = deque()
-        self._gifts: deque[Gift] = deque()
+        self._handovers: deque[StateForPeer] = deque()
         self._asked_by: deque[str] = deque()
         self._beat: Heartbeat | None = None
         self._sent_beat: Heartbeat | None = None
         self._sending = Pump("send", self.outbox.pump)
         self._beating = Pump("heartbeat", self.pump_heartbeat, wait_seconds=HEARTBEAT_SECONDS)
-        self._giving = Pump("gifts", self.pump_gifts)
+        self._handing_over = Pump("handovers", self.pump_handovers)
         receiving = Pump("receive", self.pump_receive, patient_work=lambda: self.pump_receive(BLOCK_SECONDS))
-        self.pumps = Pumps([self._sending, receiving, self._beating, self._giving], self._changed)
+        self.pumps = Pumps([self._sending, receiving, self._beating, self._handing_over], self._changed)
 
     # -- the training thread's side: nothing here waits for the broker ------------------------------------------------
 
@@ -113,10 +113,10 @@ class Link:
         asked_by = [self._asked_by.popleft() for _ in range(len(self._asked_by))]
         return News(events, arrivals, self.leases.take_lost(), asked_by)
 
-    def give(self, gift: Gift) -> None:
+    def hand_over(self, state: StateForPeer) -> None:
         """Queue inner optimiser state for a newcomer."""
-        self._gifts.append(gift)
-        self._giving.wake.set()
+        self._handovers.append(state)
+        self._handing_over.wake.set()
 
     def resume(self, in_flight: Sequence[Published]) -> None:
         """Send the undecided contributions of an earlier incarnation again."""
@@ -206,14 +206,14 @@ class Link:
             self.leases.pump()
         self._offer_help()
 
-    def pump_gifts(self) -> None:
+    def pump_handovers(self) -> None:
         """Hand inner optimiser state over to the newcomers who asked for it."""
-        while self._gifts:
-            gift = self._gifts[0]
-            if gift.actions is not None:
-                self.transport.island.record_actions(gift.actions)
-            self.transport.island.hand_over(gift.who, *recovery.encode(gift, self.who))
-            self._gifts.popleft()
+        while self._handovers:
+            state = self._handovers[0]
+            if state.actions is not None:
+                self.transport.island.record_actions(state.actions)
+            self.transport.island.hand_over(state.who, *recovery.encode(state, self.who))
+            self._handovers.popleft()
 
     def pump(self) -> None:
         """Run each pump once in the calling thread."""

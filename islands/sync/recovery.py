@@ -33,7 +33,7 @@ Check = Callable[[State, State], None]
 
 
 @dataclass(frozen=True)
-class Gift:
+class StateForPeer:
     """Inner optimiser state on its way to a newcomer.
 
     Attributes:
@@ -59,12 +59,12 @@ class Received:
     optimizer: State
 
 
-def encode(gift: Gift, giver: str) -> tuple[Handover, bytes]:
+def encode(state: StateForPeer, giver: str) -> tuple[Handover, bytes]:
     """Return the message and its payload: the bytes of all leaves in order, compressed by zstd."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(gift.optimizer)]
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state.optimizer)]
     payload = zstandard.ZstdCompressor(level=1).compress(b"".join(leaf.tobytes() for leaf in leaves))
     island, _, incarnation = giver.partition("/")
-    return Handover(island, incarnation, gift.index, gift.global_step, len(payload), digest(payload)), payload
+    return Handover(island, incarnation, state.index, state.global_step, len(payload), digest(payload)), payload
 
 
 def decode(handover: Handover, payload: bytes, like: State, check: Check) -> State:

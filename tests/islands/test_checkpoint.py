@@ -259,9 +259,9 @@ def test_an_empty_folder_restores_nothing(tmp_path: Path) -> None:
 def test_the_state_of_another_run_is_not_restored(
     kept: tuple[Path, IslandCut, dict[str, Any]], other: Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = store(kept[0], other)
-    assert theirs.find(NUMBER) is None
-    assert theirs.find() is None
+    other_store = store(kept[0], other)
+    assert other_store.find(NUMBER) is None
+    assert other_store.find() is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
 
 

@@ -67,13 +67,13 @@ def test_a_newcomer_gets_the_givers_moments_and_the_mergers_parameters() -> None
     giver = run.island("giver")
     run.play(giver, 21)
     given: list[tuple[list[bytes], int]] = []
-    give = giver.link.give
+    hand_over = giver.link.hand_over
 
-    def noted(gift: Any) -> None:
+    def noted(state: Any) -> None:
         given.append((leaf_bytes(giver.inner.optimizer), giver.action_log.done))
-        give(gift)
+        hand_over(state)
 
-    giver.link.give = noted  # type: ignore[method-assign]
+    giver.link.hand_over = noted  # type: ignore[method-assign]
     island, rejoin = returning(run, meanwhile=lambda: run.play(giver, 1))
     before = merged_params(run)
     rejoin.complete(None)
@@ -90,7 +90,7 @@ def test_a_newcomer_gets_the_givers_moments_and_the_mergers_parameters() -> None
     assert (stored.requests, stored.handovers) == ({}, {})
 
 
-def test_the_givers_actions_up_to_its_gift_are_recorded() -> None:
+def test_the_givers_actions_up_to_its_handover_are_recorded() -> None:
     """This includes actions that it had not sent with a contribution yet."""
     run = TinyRun()
     giver = run.island("giver")

@@ -29,7 +29,7 @@ def played(pacer: Pacer, turns: list[tuple[float, float]]) -> list[float]:
         before_at, done_at = done_at, max(done_at, now) + arithmetic
         if ends:
             now = max(now, before_at)
-            now += pacer.nap_seconds(now)
+            now += pacer.delay_seconds(now)
         ends.append(now)
     return ends
 
@@ -58,12 +58,12 @@ def test_a_long_gap_leaves_the_device_idle() -> None:
     assert pacer.idle_seconds == 0.0, "no step came before it"
     pacer.dispatched(1, 10.02)
     assert pacer.idle_seconds == 0.0
-    assert pacer.nap_seconds(10.02) == pytest.approx(0.03)
+    assert pacer.delay_seconds(10.02) == pytest.approx(0.03)
     pacer.dispatched(1, 10.4)
     assert pacer.idle_seconds == pytest.approx(0.3)
-    assert pacer.nap_seconds(10.4) == 0.0
+    assert pacer.delay_seconds(10.4) == 0.0
     pacer.dispatched(1, 10.41)
-    assert pacer.nap_seconds(10.41) == pytest.approx(0.04)
+    assert pacer.delay_seconds(10.41) == pytest.approx(0.04)
 
 
 def test_arithmetic_longer_than_the_minimum_is_not_delayed() -> None:
@@ -71,11 +71,11 @@ def test_arithmetic_longer_than_the_minimum_is_not_delayed() -> None:
     assert ends[-1] == pytest.approx(4 * 0.2)
 
 
-def test_without_a_minimum_there_are_no_naps() -> None:
+def test_without_a_minimum_there_are_no_delays() -> None:
     pacer = Pacer()
     for now in (1.0, 1.5, 1.5, 9.0):
         pacer.dispatched(4, now)
-        assert pacer.nap_seconds(now) == 0.0
+        assert pacer.delay_seconds(now) == 0.0
 
 
 # -- the turn log ---------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def vector(*values: float) -> Vector:
 def merged(deltas: Sequence[Vector], shares: Sequence[float], of: tuple[Group, ...]) -> Vector:
     acc = merge_rules.begin(of)
     for delta_N, share in zip(deltas, shares, strict=True):
-        taken = merge_rules.take(acc, encoded(delta_N, "float32"), of, weight=share)
+        taken = merge_rules.accumulate(acc, encoded(delta_N, "float32"), of, weight=share)
         assert taken.is_sound
         acc = taken.acc
     return np.asarray(merge_rules.finish(acc, of, total_weight=sum(shares) or 1.0))
@@ -215,8 +215,8 @@ def test_equal_contributions_merge_to_their_value(delta_N: Vector, share: float)
 @pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 def test_keep_scales_earlier_contributions(of: tuple[Group, ...]) -> None:
     first, second = vector(1, 2, 3, 4, 5, 6), vector(-6, 5, -4, 3, -2, 1)
-    acc = merge_rules.take(merge_rules.begin(of), encoded(first, "float32"), of).acc
-    acc = merge_rules.take(acc, encoded(second, "float32"), of, keep=0.25).acc
+    acc = merge_rules.accumulate(merge_rules.begin(of), encoded(first, "float32"), of).acc
+    acc = merge_rules.accumulate(acc, encoded(second, "float32"), of, keep=0.25).acc
     found = np.asarray(merge_rules.finish(acc, of, total_weight=1.25, gain=2.0))
     np.testing.assert_allclose(found, 2 * merged([first, second], [0.2, 0.8], of), rtol=1e-6)
 
@@ -225,7 +225,7 @@ def test_keep_scales_earlier_contributions(of: tuple[Group, ...]) -> None:
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4", "e3m0", "top3"])
 def test_contributions_are_decoded_by_their_codec(codec: str, of: tuple[Group, ...]) -> None:
     body = encoded(vector(3, -1, 0, 0.5, 7, 2), codec)
-    taken = merge_rules.take(merge_rules.begin(of), body, of)
+    taken = merge_rules.accumulate(merge_rules.begin(of), body, of)
     values = CODECS[codec].restore(body.parts, 6, np)
     assert taken.norm == pytest.approx(norm(values), rel=1e-6)
     np.testing.assert_allclose(np.asarray(merge_rules.finish(taken.acc, of)), values, rtol=1e-6)
@@ -233,7 +233,7 @@ def test_contributions_are_decoded_by_their_codec(codec: str, of: tuple[Group, .
 
 @pytest.mark.parametrize("of", [AVERAGE, RDA, TWO])
 def test_a_norm_over_the_limit_is_clipped_to_it(of: tuple[Group, ...]) -> None:
-    taken = merge_rules.take(merge_rules.begin(of), encoded(vector(3, 0, 0, 0, 4, 0), "float32"), of, limit=0.5)
+    taken = merge_rules.accumulate(merge_rules.begin(of), encoded(vector(3, 0, 0, 0, 4, 0), "float32"), of, limit=0.5)
     assert taken.norm == 5.0
     assert taken.clip == pytest.approx(0.1)
     np.testing.assert_allclose(np.asarray(merge_rules.finish(taken.acc, of)), [0.3, 0, 0, 0, 0.4, 0], rtol=1e-6)
@@ -243,8 +243,8 @@ def test_a_norm_over_the_limit_is_clipped_to_it(of: tuple[Group, ...]) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.1 * NORM_MAX, 1e38])
 def test_a_contribution_with_a_nan_or_a_huge_norm_is_not_added(bad: float, of: tuple[Group, ...]) -> None:
     good = vector(1, 2, 3, 4, 5, 6)
-    acc = merge_rules.take(merge_rules.begin(of), encoded(good, "float32"), of).acc
-    taken = merge_rules.take(acc, encoded(vector(0, 0, bad, 0, 0, 0), "float32"), of, keep=0.5)
+    acc = merge_rules.accumulate(merge_rules.begin(of), encoded(good, "float32"), of).acc
+    taken = merge_rules.accumulate(acc, encoded(vector(0, 0, bad, 0, 0, 0), "float32"), of, keep=0.5)
     assert not taken.is_sound
     assert bits(np.asarray(merge_rules.finish(taken.acc, of))) == bits(merged([good], [1.0], of))
 
@@ -268,7 +268,7 @@ def test_a_new_rule_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_are_float32_on_the_cpu() -> None:
     elsewhere = jax.devices()[-1]
     with jax.default_device(elsewhere):
-        taken = merge_rules.take(merge_rules.begin(RDA), encoded(np.ones(6, np.float32), "float32"), RDA)
+        taken = merge_rules.accumulate(merge_rules.begin(RDA), encoded(np.ones(6, np.float32), "float32"), RDA)
         result = merge_rules.finish(taken.acc, RDA)
     assert result.dtype == np.float32
     assert result.devices() == {jax.local_devices(backend="cpu")[0]}

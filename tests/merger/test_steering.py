@@ -135,8 +135,7 @@ def test_a_takeover_keeps_changed_settings() -> None:
         "", "", "outer.learning_rate=0.25 sync.quorum=3 sync.grace=0.125", "sync.quorum=2", "",
         "outer.learning_rate=0.5",
     ]  # fmt: skip
-    mine, theirs = bits(one), bits(other)
-    assert mine == theirs
+    assert bits(one) == bits(other)
 
 
 def test_a_replay_of_a_steered_run_has_the_same_bits() -> None:

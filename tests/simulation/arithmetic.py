@@ -28,7 +28,7 @@ from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig
 from archipelago.broker.wire import Body
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.adoption import build
-from archipelago.merger.merge_rules import NORM_MAX, Taken
+from archipelago.merger.merge_rules import NORM_MAX, Accumulated
 from archipelago.merger.outer import OuterOptimizer, Round
 
 Vector = NDArray[np.float32]
@@ -67,7 +67,9 @@ def install() -> None:
     ):
         _replace(module, jax=host)
     _replace(archipelago.merger.round_merge, jax=SimpleNamespace(numpy=np))
-    _replace(archipelago.merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), take=_take, finish=_finish)
+    _replace(
+        archipelago.merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), accumulate=_accumulate, finish=_finish
+    )
     _replace(archipelago.merger.outer, build=_outer, _on_cpu=lambda tree: tree)
     _replace(archipelago.islands.worker, begin=_begin, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
@@ -88,17 +90,17 @@ def _put(tree: Any, may_alias: bool | None = None) -> Any:
     return jax.tree.map(np.array, tree)
 
 
-def _take(
+def _accumulate(
     acc: Any, body: Body, groups: Any, *, weight: float = 1.0, keep: float = 1.0, limit: float = math.inf
-) -> Taken:
+) -> Accumulated:
     with np.errstate(all="ignore"):
         delta_N = codec(body.codec).restore(body.parts, max(group.end for group in groups), np)
         norm = float(np.linalg.norm(delta_N.astype(np.float64)))
     if not norm <= NORM_MAX:
-        return Taken(acc, norm, 1.0)
+        return Accumulated(acc, norm, 1.0)
     clip = min(1.0, limit / norm) if norm else 1.0
     # Another order would give other bits.
-    return Taken((np.float32(keep) * acc[0] + np.float32(weight * clip) * delta_N,), norm, clip)
+    return Accumulated((np.float32(keep) * acc[0] + np.float32(weight * clip) * delta_N,), norm, clip)
 
 
 def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1.0) -> Vector:

@@ -69,8 +69,8 @@ class Follower:
             case "step":
                 self._pacer.dispatched(1, self._clock())
                 trainee.step(order.n)
-                if nap := self._pacer.nap_seconds(self._clock()):
-                    self._sleep(nap)
+                if delay := self._pacer.delay_seconds(self._clock()):
+                    self._sleep(delay)
             case "share":
                 self._slots.share(order.n, trainee.vector())
             case "merge":

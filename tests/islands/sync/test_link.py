@@ -26,7 +26,7 @@ from archipelago.islands.sync import link as link_module
 from archipelago.islands.sync import pumps
 from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.outbox import ContributionHeader, Draft, Published
-from archipelago.islands.sync.recovery import Gift, decode
+from archipelago.islands.sync.recovery import StateForPeer, decode
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import Island, train
 from archipelago.merger.service import Merger
@@ -685,7 +685,7 @@ def test_optimiser_state_is_handed_over_with_the_actions_before_it(harness: Harn
     link = harness.link("a/x")
     ask(harness)
     actions = samples.actions()
-    link.give(Gift("new/z", MOMENTS, 7, 40, actions))
+    link.hand_over(StateForPeer("new/z", MOMENTS, 7, 40, actions))
     link.pump()
     found = harness.transport.island.handed_over("new/z")
     assert found is not None
@@ -700,7 +700,7 @@ def test_optimiser_state_is_handed_over_with_the_actions_before_it(harness: Harn
 def test_a_handover_is_retried_after_an_outage(harness: Harness) -> None:
     link = harness.link("a/x")
     ask(harness)
-    link.give(Gift("new/z", MOMENTS, 7, 40))
+    link.hand_over(StateForPeer("new/z", MOMENTS, 7, 40))
     hands, calls = harness.faulty.island.hand_over, iter([UnreachableError("connection refused"), None])
 
     def fails_once(*arguments: Any) -> None:
@@ -720,8 +720,8 @@ def test_handovers_are_sent_in_the_background(harness: Harness, until: Until) ->
     link = harness.link("a/x")
     link.start()
     ask(harness)
-    link.give(Gift("new/z", MOMENTS, 7, 40))
-    until(lambda: harness.transport.island.handed_over("new/z"), "the gift to arrive")
+    link.hand_over(StateForPeer("new/z", MOMENTS, 7, 40))
+    until(lambda: harness.transport.island.handed_over("new/z"), "the state to arrive")
 
 
 # -- snapshots in the order of events -------------------------------------------------------------------------------

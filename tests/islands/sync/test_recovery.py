@@ -25,7 +25,7 @@ from archipelago.islands.inner import begin, counts, require_sound
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import device_copy
-from archipelago.islands.sync.recovery import Gift, decode, encode, peers, receive
+from archipelago.islands.sync.recovery import StateForPeer, decode, encode, peers, receive
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
@@ -46,7 +46,7 @@ def trained(steps: int = 3) -> Any:
 
 STATE, LIKE = trained(), begin(tiny.CONFIG.inner, fresh()).optimizer
 SIZE = sum(leaf.nbytes for leaf in jax.tree.leaves(LIKE))
-HANDOVER, PAYLOAD = encode(Gift("new/z", STATE, 7, 40), "a/x")
+HANDOVER, PAYLOAD = encode(StateForPeer("new/z", STATE, 7, 40), "a/x")
 
 
 def announced(payload: bytes) -> Handover:
@@ -282,7 +282,7 @@ def test_peers_are_other_training_islands() -> None:
 def test_negative_second_moments_and_counts_are_refused(name: str) -> None:
     """They are finite, but the first step would produce NaN."""
     forged = optax.tree_utils.tree_set(STATE, **{name: jax.tree.map(lambda x: -x - 1, tree_get(STATE, name))})
-    handover, payload = encode(Gift("b/y", forged, 3, 7), "a/x")
+    handover, payload = encode(StateForPeer("b/y", forged, 3, 7), "a/x")
     with failing(WireError, "handover.unsound"):
         decode(handover, payload, STATE, require_sound)
 
@@ -299,7 +299,7 @@ def muon_state(steps: int) -> Any:
 
 def test_muons_state_is_decoded_bit_for_bit_and_is_smaller_than_adams() -> None:
     given, like = muon_state(3), begin(tiny.MUON.inner, fresh()).optimizer
-    handover, payload = encode(Gift("new/z", given, 7, 40), "a/x")
+    handover, payload = encode(StateForPeer("new/z", given, 7, 40), "a/x")
     found = decode(handover, payload, like, require_sound)
     assert tiny.leaf_bytes(found) == tiny.leaf_bytes(given) != tiny.leaf_bytes(like)
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(given))
@@ -318,6 +318,6 @@ def test_invalid_muon_state_is_refused(name: str) -> None:
     forged = optax.tree_utils.tree_set(
         state, **{name: jax.tree.map(lambda x: -x - 1, tree_get_all_with_path(state, name)[0][1])}
     )
-    handover, payload = encode(Gift("b/y", forged, 3, 7), "a/x")
+    handover, payload = encode(StateForPeer("b/y", forged, 3, 7), "a/x")
     with failing(WireError, "handover.unsound"):
         decode(handover, payload, state, require_sound)
