@@ -24,11 +24,11 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests import samples
 from tests.intercept import Intercepted
-from tests.merger.simulated_run import (
+from tests.merger.merger_run import (
     SIZE,
     Later,
+    MergerRun,
     Shelf,
-    SimulatedRun,
     Unlisted,
     bits,
     constant,
@@ -37,7 +37,7 @@ from tests.merger.simulated_run import (
 )
 
 
-def kept_rounds(run: SimulatedRun) -> list[int]:
+def kept_rounds(run: MergerRun) -> list[int]:
     """Return the rounds that have merged entries in the stream."""
     return [
         entry.round
@@ -46,7 +46,7 @@ def kept_rounds(run: SimulatedRun) -> list[int]:
     ]
 
 
-def serving(run: SimulatedRun, store: Shelf, recorder: Recorder | None = None, **settings: Any) -> Merger:
+def serving(run: MergerRun, store: Shelf, recorder: Recorder | None = None, **settings: Any) -> Merger:
     return run.merger(checkpointer=run.checkpointer(store, recorder, **settings))
 
 
@@ -55,7 +55,7 @@ def serving(run: SimulatedRun, store: Shelf, recorder: Recorder | None = None, *
 
 def test_a_cut_is_the_run_between_two_rounds() -> None:
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store)
     evaluation = Evaluation(1, 4, 100, 1.7e9, 5.0)
     run.transport.reader.record_evaluation(evaluation)
@@ -77,7 +77,7 @@ def test_a_cut_is_the_run_between_two_rounds() -> None:
 
 def test_waiting_contributions_are_in_the_checkpoint() -> None:
     store, later = Shelf(), Later()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, spawn=later)
     run.play(merger, 1)
     run.live("a", "b")
@@ -96,7 +96,7 @@ def test_waiting_contributions_are_in_the_checkpoint() -> None:
 
 def test_a_checkpoint_holds_nothing_after_its_cut() -> None:
     store, later = Shelf(), Later()
-    run, other = SimulatedRun(quorum=2), SimulatedRun(quorum=2)
+    run, other = MergerRun(quorum=2), MergerRun(quorum=2)
     merger = serving(run, store, spawn=later)
     run.play(merger, 1, 2, 3)
     merger.checkpoint()
@@ -112,7 +112,7 @@ def test_a_checkpoint_holds_nothing_after_its_cut() -> None:
 
 def test_a_checkpoint_is_announced_to_the_islands() -> None:
     store, later = Shelf(), Later()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, spawn=later)
     run.play(merger, 1, 2)
     merger.checkpoint()
@@ -128,7 +128,7 @@ def test_a_checkpoint_is_announced_to_the_islands() -> None:
 
 
 def test_checkpoints_change_no_bit() -> None:
-    often, never = SimulatedRun(quorum=2), SimulatedRun(quorum=2)
+    often, never = MergerRun(quorum=2), MergerRun(quorum=2)
     often.play(serving(often, Shelf(), every=0.0), 1, 2, 3, 4, 5)
     never.play(never.merger(), 1, 2, 3, 4, 5)
     found, expected = bits(often), bits(never)
@@ -140,7 +140,7 @@ def test_checkpoints_change_no_bit() -> None:
 
 def test_a_checkpoint_is_taken_at_each_interval() -> None:
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, every=30.0)
     for number, now, expected in ((1, 0.0, 0), (2, 29.9, 0), (3, 30.0, 1), (4, 59.9, 1), (5, 60.0, 2)):
         run.clock.now = now
@@ -150,7 +150,7 @@ def test_a_checkpoint_is_taken_at_each_interval() -> None:
 
 def test_no_checkpoint_is_taken_without_new_rounds() -> None:
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, every=1.0)
     for _ in range(3):
         merger.turn(0.0)
@@ -165,7 +165,7 @@ def test_no_checkpoint_is_taken_without_new_rounds() -> None:
 
 def test_only_one_checkpoint_is_written_at_a_time() -> None:
     store, later = Shelf(), Later()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, every=0.0, spawn=later)
     run.play(merger, 1, 2, 3)
     assert len(later.jobs) == 1
@@ -177,7 +177,7 @@ def test_only_one_checkpoint_is_written_at_a_time() -> None:
 
 def test_a_last_checkpoint_is_taken_on_leaving() -> None:
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store)
     merger.finish()
     assert store.images == {}  # nothing has closed yet
@@ -194,7 +194,7 @@ def test_a_last_checkpoint_is_taken_on_leaving() -> None:
 
 def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     store, later = Shelf(), Later()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, spawn=later)
     run.play(merger, 1, 2, 3)
     merger.checkpoint()
@@ -216,7 +216,7 @@ def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
 
 def test_a_new_merger_knows_the_kept_entries() -> None:
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store)
     run.play(merger, 1, 2)
     merger.checkpoint()
@@ -230,7 +230,7 @@ def test_a_new_merger_knows_the_kept_entries() -> None:
 
 
 def test_without_checkpoints_merged_entries_are_trimmed_at_once() -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     run.play(serving(run, Shelf()), 1, 2)
     assert run.transport.reader.books().kept == 4
     run.play(run.merger(), 3)  # a merger that takes none follows one that did
@@ -240,7 +240,7 @@ def test_without_checkpoints_merged_entries_are_trimmed_at_once() -> None:
 
 def test_many_kept_bytes_make_the_next_checkpoint_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger_ = serving(run, store)
     run.play(merger_, 1)
     one_round = sum(len(payload) for _, payload in run.sent)
@@ -257,7 +257,7 @@ def test_the_oldest_entries_are_trimmed_above_the_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, later = Shelf(), Later()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger_ = serving(run, store, spawn=later)
     run.play(merger_, 1)
     one_round = sum(len(payload) for _, payload in run.sent)
@@ -280,7 +280,7 @@ def test_the_oldest_entries_are_trimmed_above_the_limit(
 )
 def test_a_failed_checkpoint_is_logged_and_retried(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf([fault])
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, every=100.0)
     run.play(merger, 1)
     run.clock.now = 100.0
@@ -303,7 +303,7 @@ def test_a_failure_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFix
     """Only the checkpoint's number differs between attempts, so it counts as the same failure."""
     faults = [ConfigError(f"checkpoint {number} cannot be written", "Free some space.") for number in (1, 2, 3)]
     store = Shelf([*faults, OSError(13, "Permission denied"), faults[0]])
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, every=0.0)
     caplog.set_level(logging.INFO)
     for number in range(1, 8):
@@ -320,7 +320,7 @@ def test_a_failure_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFix
 
 def test_an_urgent_checkpoint_waits_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Shelf([OSError("no")] * 100)
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger_ = serving(run, store)
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 0)
     for number in range(1, 9):
@@ -337,7 +337,7 @@ def test_an_urgent_checkpoint_waits_after_a_failure(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_folder_that_cannot_be_listed_does_not_end_the_merger(caplog: pytest.LogCaptureFixture) -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, Unlisted(), every=0.0)
     run.play(merger, 1, 2)
     assert logged_codes(caplog).count("checkpoint.failed") == 1
@@ -351,7 +351,7 @@ def test_a_folder_that_cannot_be_listed_does_not_end_the_merger(caplog: pytest.L
 
 def test_a_record_that_cannot_be_written_keeps_the_entries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path / "record")
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, Shelf(), recorder, every=0.0)
     (tmp_path / "record").rename(tmp_path / "away")
     (tmp_path / "record").write_text("no folder")
@@ -375,7 +375,7 @@ def test_an_outage_during_a_checkpoint_only_fails_that_checkpoint(caplog: pytest
             return method(*args, **kwargs)
 
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     faulty = FailingTape(run.broker.connect("sample"))
     merger = run.merger(checkpointer=Checkpointer(faulty, store, None, 0.0, at_once))
     run.play(merger, 1, 2)
@@ -387,7 +387,7 @@ def test_an_outage_during_a_checkpoint_only_fails_that_checkpoint(caplog: pytest
 def test_a_checkpoint_in_progress_is_ignored_after_a_reload(written: str) -> None:
     """Redis was restarted without its last rounds, so the checkpoint holds rounds that no longer exist."""
     store, later = Shelf(), Later()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, spawn=later)
     run.play(merger, 1, 2)
     stored = run.broker.runs["sample"]
@@ -422,7 +422,7 @@ class Watching(Intercepted):
 
 
 def test_every_round_is_recorded_before_its_entries_are_trimmed(tmp_path: Path) -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     recorder, trimmed = Recorder(tmp_path), list[str]()
 
     def recorded(entries: Sequence[str]) -> None:
@@ -454,7 +454,7 @@ def test_every_round_is_recorded_before_its_entries_are_trimmed(tmp_path: Path) 
 
 def test_only_actions_that_are_on_disk_are_trimmed(tmp_path: Path) -> None:
     later = Later()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, Shelf(), Recorder(tmp_path), spawn=later)
     run.transport.island.record_actions(samples.actions(0))
     run.play(merger, 1)
@@ -470,7 +470,7 @@ def test_a_restart_after_the_last_checkpoint_records_every_round(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No commit after the last checkpoint stored which rounds it covers."""
-    run, store = SimulatedRun(quorum=2), Shelf()
+    run, store = MergerRun(quorum=2), Shelf()
     merger = serving(run, store, Recorder(tmp_path))
     run.play(merger, 1, 2, 3)
     merger.finish()
@@ -483,7 +483,7 @@ def test_a_restart_after_the_last_checkpoint_records_every_round(
 
 
 def test_a_round_without_its_contributions_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, Shelf(), Recorder(tmp_path))
     run.play(merger, 1, 2, 3)
     merger.transport.merger.trim(merger.epoch, [run.transport.reader.tape(2)[0].members[0].entry])
@@ -493,7 +493,7 @@ def test_a_round_without_its_contributions_is_logged(tmp_path: Path, caplog: pyt
 
 
 def test_a_redis_that_lost_rounds_cuts_the_record_back(tmp_path: Path) -> None:
-    run, store = SimulatedRun(quorum=2), Shelf()
+    run, store = MergerRun(quorum=2), Shelf()
     merger = serving(run, store, Recorder(tmp_path))
     run.play(merger, 1, 2)
     merger.checkpoint()
@@ -515,7 +515,7 @@ def test_a_redis_that_lost_rounds_cuts_the_record_back(tmp_path: Path) -> None:
 
 
 def test_without_record_no_record_is_written(tmp_path: Path) -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, Shelf(), None)
     run.transport.island.record_actions(samples.actions())
     run.play(merger, 1)
@@ -537,7 +537,7 @@ def test_rounds_close_while_a_checkpoint_is_written(until: Any) -> None:
             super().save(image)
 
     store = Slow()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = serving(run, store, every=0.0, spawn=in_background())
     try:
         run.play(merger, 1)
@@ -553,7 +553,7 @@ def test_rounds_close_while_a_checkpoint_is_written(until: Any) -> None:
 
 
 def test_a_restart_announces_the_last_closed_round() -> None:
-    run, store = SimulatedRun(quorum=2), Shelf()
+    run, store = MergerRun(quorum=2), Shelf()
     run.play(serving(run, store), 1, 2)
     serving(run, store)
     assert [resume.round for resume in run.events(Resume)] == [0, 2]
@@ -561,7 +561,7 @@ def test_a_restart_announces_the_last_closed_round() -> None:
 
 def test_an_image_restores_the_run_into_an_empty_broker() -> None:
     store = Shelf()
-    run, other = SimulatedRun(quorum=2), SimulatedRun(quorum=2)
+    run, other = MergerRun(quorum=2), MergerRun(quorum=2)
     merger = serving(run, store)
     run.play(merger, 1, 2, 3)
     run.live("a", "b")

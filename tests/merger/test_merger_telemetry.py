@@ -21,7 +21,7 @@ from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTel
 from tests import samples
 from tests.broker.observe.test_curves import events
 from tests.broker.observe.test_metrics import values as exported
-from tests.merger.simulated_run import Faulty, SimulatedRun, constant
+from tests.merger.merger_run import Faulty, MergerRun, constant
 
 
 class KeptCurves(CurveWriter):
@@ -73,7 +73,7 @@ def listening(merger: Merger, drawn: KeptCurves, registry: CollectorRegistry) ->
 
 def test_a_standby_exports_only_what_it_knows() -> None:
     registry = new_registry()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     listening(Merger(run.transport, run.clock), KeptCurves(), registry)
     found = scraped(registry)
     assert (found["serving"], found["epoch"], found["rounds_total"]) == (0, 0, 0)
@@ -81,7 +81,7 @@ def test_a_standby_exports_only_what_it_knows() -> None:
 
 
 def test_rounds_are_counted_and_have_curve_points() -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = run.merger()
     drawn, registry = KeptCurves(), new_registry()
     listening(merger, drawn, registry)
@@ -106,7 +106,7 @@ def test_rounds_are_counted_and_have_curve_points() -> None:
 
 
 def test_refusals_are_counted() -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = run.merger()
     registry = new_registry()
     listening(merger, KeptCurves(), registry)
@@ -120,7 +120,7 @@ def test_refusals_are_counted() -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_round_whose_commit_failed_is_not_counted(when: str) -> None:
     """The merger cannot know whether the commit arrived, so it loads the run from Redis again."""
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = Merger(Faulty(run.broker, "sample", [("commit", 0, when)]), run.clock, live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()

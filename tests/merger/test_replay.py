@@ -22,14 +22,14 @@ from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 from tests import samples
 from tests.failing import failing
-from tests.merger.simulated_run import CONFIG, SIZE, Shelf, SimulatedRun, bits, state_of, values
+from tests.merger.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, state_of, values
 from tests.tiers import examples
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
 Rounds = list[tuple[TapeEntry, list[Delivery]]]
 
 
-def recorded(run: SimulatedRun) -> Rounds:
+def recorded(run: MergerRun) -> Rounds:
     """Return each tape entry with the contributions that it merged, which are still in the stream."""
     return [
         (entry, run.transport.merger.read([m.entry for m in entry.members]))
@@ -37,21 +37,21 @@ def recorded(run: SimulatedRun) -> Rounds:
     ]
 
 
-def beginning(run: SimulatedRun) -> tuple[RoundMerge, RunState, list[FragmentState]]:
+def beginning(run: MergerRun) -> tuple[RoundMerge, RunState, list[FragmentState]]:
     rules = RoundMerge.of(run.manifest)
     first = [unpack(payload, SIZE) for _, payload in samples.first_snapshots(run.manifest)]
     return rules, RunState(), [new_state(params_N, rules.outer) for params_N in first]
 
 
-def replayed(run: SimulatedRun, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
+def replayed(run: MergerRun, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
     rules, state, fragments = beginning(run)
     for tape, deliveries in rounds:
         fragments[tape.fragment] = replay_round(rules, state, fragments[tape.fragment], tape, deliveries)
     return state, fragments
 
 
-def four_rounds(config: RunConfig = CONFIG) -> SimulatedRun:
-    run = SimulatedRun(config, quorum=2)
+def four_rounds(config: RunConfig = CONFIG) -> MergerRun:
+    run = MergerRun(config, quorum=2)
     run.play(run.merger(checkpointer=run.checkpointer(Shelf())), 1, 2, 3, 4)
     return run
 
@@ -72,7 +72,7 @@ def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
 )
 def test_any_run_replays_to_the_same_bits(script: list[tuple[str, int, int, bool]], random: Random) -> None:
     """Include late contributions, two of one island in a round, empty rounds, and any order of delivery."""
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     run.live("a", "b", "c")
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     for index, (island, ahead, behind, other_life) in enumerate(script):
@@ -127,7 +127,7 @@ def test_each_difference_has_its_code(bend: str) -> None:
 
 
 def test_a_loss_of_nan_on_both_sides_is_no_difference() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     run.send("a", 1, values(1), loss=float("nan"))
@@ -153,7 +153,7 @@ def test_a_missing_round_is_a_difference() -> None:
 
 
 def test_a_missing_contribution_is_a_difference() -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     run.play(merger, 1)
     entry, (one, other) = recorded(run)[0]
@@ -176,7 +176,7 @@ def test_a_forged_payload_size_is_refused(said: int) -> None:
     """The tape adds sizes, so one forged size could make the sum too large for a message."""
     contribution, payload = samples.packed(values(0))
     assert isinstance(contribution, Contribution)
-    rules, _, fragments = beginning(SimulatedRun())
+    rules, _, fragments = beginning(MergerRun())
     round_sum = rules.begin(contribution.fragment, fragments[contribution.fragment], 0)
     with failing(WireError, "wire.size"):
         rules.add(round_sum, Delivery("1-0", replace(contribution, bytes=said), payload))

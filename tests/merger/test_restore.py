@@ -26,11 +26,11 @@ from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests import samples
 from tests.failing import failing
-from tests.merger.simulated_run import (
+from tests.merger.merger_run import (
     CONFIG,
     SIZE,
+    MergerRun,
     Shelf,
-    SimulatedRun,
     bits,
     constant,
     logged_codes,
@@ -42,7 +42,7 @@ from tests.tiers import examples
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
 
 
-def stored_run(run: SimulatedRun) -> MemoryRun:
+def stored_run(run: MergerRun) -> MemoryRun:
     return run.broker.runs["sample"]
 
 
@@ -75,9 +75,9 @@ DAMAGE: dict[str, Callable[[MemoryRun], object]] = {
 }
 
 
-def begun(config: RunConfig, store: CheckpointStore) -> tuple[SimulatedRun, Merger]:
+def begun(config: RunConfig, store: CheckpointStore) -> tuple[MergerRun, Merger]:
     """Run seven rounds, and take a checkpoint of the first three."""
-    run = SimulatedRun(config, quorum=2)
+    run = MergerRun(config, quorum=2)
     merger = run.merger(checkpointer=run.checkpointer(store))
     run.play(merger, 1, 2, 3)
     merger.checkpoint()
@@ -110,7 +110,7 @@ def test_lost_state_is_rebuilt_to_the_same_bits(
 @pytest.mark.parametrize("damage", ["state missing", "everything missing"])
 def test_entries_that_a_complete_checkpoint_covers_leave_the_stream(damage: str) -> None:
     store = Shelf()
-    run = SimulatedRun(CONFIG, quorum=2)
+    run = MergerRun(CONFIG, quorum=2)
     first = run.merger(checkpointer=run.checkpointer(store))
     run.play(first, 1, 2, 3)
     first.checkpoint()  # the merger dies before the turn in which it would trim
@@ -157,7 +157,7 @@ def test_a_loss_at_any_time_after_a_checkpoint_changes_no_bit(
 def played(script: list[tuple[str, int, int]], checkpoint: int, loss: int, what: str) -> list[Any]:
     """Lose `what` once there is a checkpoint, and let another merger take over. Lose nothing if it is empty."""
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     run.live("a", "b", "c")
     merger = run.merger(checkpointer=run.checkpointer(store))
     for index, (island, ahead, behind) in enumerate(script):
@@ -213,7 +213,7 @@ def test_kept_entries_stay_in_the_stream_after_a_restore() -> None:
 
 def test_a_restart_has_the_published_parameters_bit_for_bit() -> None:
     """Snapshots are rounded, and the next round may be empty, or a checkpoint may come before it."""
-    run = SimulatedRun(ROUNDED, quorum=2)
+    run = MergerRun(ROUNDED, quorum=2)
     store = Shelf()
     run.play(run.merger(checkpointer=run.checkpointer(store)), 1, 2, 3)
     merger = run.merger(checkpointer=run.checkpointer(store))
@@ -232,7 +232,7 @@ def test_a_restart_has_the_published_parameters_bit_for_bit() -> None:
 # -- losses that cannot be restored ----------------------------------------------------------------------------------
 
 
-def loaded(run: SimulatedRun, store: CheckpointStore | None) -> Merger:
+def loaded(run: MergerRun, store: CheckpointStore | None) -> Merger:
     return run.merger(checkpointer=run.checkpointer(store) if store else None)
 
 
@@ -330,7 +330,7 @@ def test_rebuilt_parameters_that_were_not_published_are_rejected(caplog: pytest.
 def test_a_checkpoint_of_rounds_that_redis_has_lost_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     """Redis was restarted and has lost its last second. The checkpoint holds rounds that Redis does not have."""
     store = Shelf()
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = run.merger(checkpointer=run.checkpointer(store))
     run.play(merger, 1, 2)
     stored = stored_run(run)
@@ -390,7 +390,7 @@ def test_the_lease_is_renewed_while_the_run_is_loaded() -> None:
 
 def test_a_run_without_rounds_is_loaded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    run = SimulatedRun()
+    run = MergerRun()
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     assert (merger.state, run.events(Snapshot)) == (RunState(), [])
     assert not caplog.records

@@ -20,14 +20,14 @@ from archipelago.merger.service import LEASE_SECONDS, Merger, serve
 from archipelago.merger.state import RunState
 from archipelago.merger.weights import path
 from archipelago.ops.experiments.virtual_time import VirtualClock
-from tests.merger.simulated_run import CONFIG, SIZE, Faulty, SimulatedRun, constant, state_of, values
+from tests.merger.merger_run import CONFIG, SIZE, Faulty, MergerRun, constant, state_of, values
 from tests.tiers import examples
 
 # -- one merger ----------------------------------------------------------------------------------------------------
 
 
 def test_a_round_of_one_island() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     merger = run.merger()
     assert not merger.turn(0.0)
@@ -48,7 +48,7 @@ def test_a_round_of_one_island() -> None:
 
 def test_clipping_compares_norms_by_their_path() -> None:
     """The first contributions cover half an interval at the start of the warm-up, a 50th of the later paths."""
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a", "b")
     merger = run.merger()
     near: dict[str, Any] = {"steps": 4, "global_step": 4}
@@ -66,7 +66,7 @@ def test_clipping_compares_norms_by_their_path() -> None:
 
 
 def test_rounds_of_two_islands_in_turn() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a", "b")
     merger = run.merger()
     for number in (1, 2, 3, 4):
@@ -83,7 +83,7 @@ def test_rounds_of_two_islands_in_turn() -> None:
 
 
 def test_a_grace_window_ends_by_the_clock() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a", "silent")
     merger = run.merger()
     run.send("a", 1, constant(1.0), step_seconds=0.25)
@@ -98,7 +98,7 @@ def test_a_grace_window_ends_by_the_clock() -> None:
 
 
 def test_a_late_contribution_joins_the_next_round_of_its_fragment() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     merger = run.merger()
     run.send("a", 1, constant(1.0))
@@ -117,7 +117,7 @@ def test_a_late_contribution_joins_the_next_round_of_its_fragment() -> None:
 
 
 def test_the_published_step_is_the_largest_of_all_contributions() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("fast", "slow")
     merger = run.merger()
     for number, (fast, slow) in enumerate([(30, 10), (35, 40), (20, 25)], start=1):
@@ -129,7 +129,7 @@ def test_the_published_step_is_the_largest_of_all_contributions() -> None:
 
 
 def test_contributions_of_departed_islands_are_merged_without_live_islands() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a", state="leaving")
     merger = run.merger()
     for number in (2, 1):
@@ -141,7 +141,7 @@ def test_contributions_of_departed_islands_are_merged_without_live_islands() -> 
 
 
 def test_live_islands_train_and_have_a_recent_heartbeat() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = run.merger()
     run.live("silent")
     run.clock.now = 0.1
@@ -171,7 +171,7 @@ def refusal_codes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [code.removeprefix("refused.") for code in codes if code.startswith("refused.")]
 
 
-def send_bad(run: SimulatedRun, kind: str, island: str, number: int) -> Contribution:
+def send_bad(run: MergerRun, kind: str, island: str, number: int) -> Contribution:
     """Send a contribution that must be refused."""
     good = constant(1.0)
     with np.errstate(over="ignore"):
@@ -210,7 +210,7 @@ def send_bad(run: SimulatedRun, kind: str, island: str, number: int) -> Contribu
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_refusal_has_a_reason_and_changes_nothing(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     merger = run.merger()
     before = run.digests()
@@ -231,7 +231,7 @@ def test_a_refusal_has_a_reason_and_changes_nothing(kind: str, caplog: pytest.Lo
 
 
 def test_a_base_is_compared_with_the_version_of_its_fragment(caplog: pytest.LogCaptureFixture) -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     merger = run.merger()
     for closed in range(5):
@@ -245,7 +245,7 @@ def test_a_base_is_compared_with_the_version_of_its_fragment(caplog: pytest.LogC
 
 
 def test_a_contribution_over_the_staleness_cap_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    run = SimulatedRun()  # the cap is 2
+    run = MergerRun()  # the cap is 2
     run.live("a")
     merger = run.merger()
     for number in range(1, 6):
@@ -260,7 +260,7 @@ def test_a_contribution_over_the_staleness_cap_is_refused(caplog: pytest.LogCapt
 
 @given(st.lists(st.tuples(st.sampled_from(BAD), st.sampled_from("ab"), st.integers(1, 3)), max_size=12))
 def test_bad_contributions_never_change_the_parameters(bad: list[tuple[str, str, int]]) -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     merger = run.merger()
     before = run.digests()
@@ -275,7 +275,7 @@ def test_bad_contributions_never_change_the_parameters(bad: list[tuple[str, str,
 
 
 def test_a_repeat_is_merged_once() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a", "b")
     merger = run.merger()
     run.send("a", 1, constant(1.0))
@@ -294,7 +294,7 @@ def test_a_repeat_is_merged_once() -> None:
 
 
 def test_a_repeat_that_was_read_before_a_restart_is_merged_once() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a", "b")
     run.merger().turn(0.0)
     run.send("a", 1, constant(1.0))
@@ -310,7 +310,7 @@ def test_a_repeat_that_was_read_before_a_restart_is_merged_once() -> None:
 
 def test_a_refused_contribution_is_refused_again() -> None:
     """A repeat of a refused contribution must not be merged in a later state, nor after a restart."""
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     merger = run.merger()
     run.send("a", 6, constant(1.0))  # the limit is 4 rounds ahead
@@ -328,7 +328,7 @@ def test_a_refused_contribution_is_refused_again() -> None:
 
 
 def test_refusals_do_not_make_the_state_grow() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     merger = run.merger()
     for number in range(1, 30):
@@ -353,7 +353,7 @@ ACTIONS = st.one_of(
 
 @given(st.lists(ACTIONS, max_size=40), st.integers(1, 3))
 def test_the_books_balance_after_any_actions(actions: list[tuple[str, str, int, Any]], quorum: int) -> None:
-    run = SimulatedRun(quorum=quorum)
+    run = MergerRun(quorum=quorum)
     merger = run.merger()
     # The bases of contributions that may be merged, by identity, until a merger has read them.
     expected: dict[tuple[str, str, int], int] = {}
@@ -412,9 +412,9 @@ def test_the_books_balance_after_any_actions(actions: list[tuple[str, str, int, 
 # -- restarts ------------------------------------------------------------------------------------------------------
 
 
-def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> SimulatedRun:
+def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> MergerRun:
     """Send contributions (island, rounds ahead, versions behind), each before a turn, and restart the merger."""
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     run.live("a", "b", "c")
     merger = run.merger()
     for index, (island, ahead, behind) in enumerate(script):
@@ -454,7 +454,7 @@ def test_a_restart_keeps_the_measured_round_times(delays: list[float], restarts:
     """Grace windows depend on the measured times of quorums, and they decide which islands are in a round."""
 
     def seconds_of(restarts: Iterable[int]) -> list[tuple[float, float, str]]:
-        run = SimulatedRun(quorum=2)
+        run = MergerRun(quorum=2)
         merger = run.merger()
         for number, delay in enumerate(delays, start=1):
             if number in restarts:
@@ -477,7 +477,7 @@ def test_a_restart_keeps_the_measured_round_times(delays: list[float], restarts:
 # -- two mergers ---------------------------------------------------------------------------------------------------
 
 
-def everything(run: SimulatedRun) -> list[Any]:
+def everything(run: MergerRun) -> list[Any]:
     stored = run.broker.runs["sample"]
     return [
         stored.fragments.copy(), stored.outer.copy(), stored.state, list(stored.tape), list(stored.events),
@@ -487,7 +487,7 @@ def everything(run: SimulatedRun) -> list[Any]:
 
 @pytest.mark.parametrize("write", ["call", "refuse", "commit", "renew"])
 def test_the_older_merger_is_fenced_and_writes_nothing(write: str) -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     sleeper = VirtualClock()  # the clock of this merger stood still
     old = run.merger("old", sleeper)
@@ -516,7 +516,7 @@ def test_the_older_merger_is_fenced_and_writes_nothing(write: str) -> None:
 
 def test_entries_that_a_fenced_merger_had_read_are_merged() -> None:
     """A machine wakes up and reads entries that are meant for its successor before it learns that it was replaced."""
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a", "b")
     old = run.merger("old", VirtualClock())
     run.clock.now += LEASE_SECONDS
@@ -533,7 +533,7 @@ def test_entries_that_a_fenced_merger_had_read_are_merged() -> None:
 
 
 def test_only_the_holder_of_the_lease_serves() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.merger("first")
     second = Merger(run.broker.connect("sample"), run.clock, "second")
     assert not second.acquire()
@@ -542,7 +542,7 @@ def test_only_the_holder_of_the_lease_serves() -> None:
 
 
 def test_turns_renew_the_lease() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     first = run.merger("first")
     second = Merger(run.broker.connect("sample"), run.clock, "second")
     for _ in range(20):
@@ -558,7 +558,7 @@ def test_turns_renew_the_lease() -> None:
 class Served:
     """A serving merger. The test acts as the islands between two turns."""
 
-    run: SimulatedRun
+    run: MergerRun
     transport: Faulty
     rounds: int = 4
     turns: int = 0
@@ -584,7 +584,7 @@ class Served:
 
 def served(faults: Iterable[tuple[str, int, str]], error: BrokerError | None = None) -> Served:
     """Serve four rounds of two islands, each with a bad contribution and a repeat, over a faulty connection."""
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     transport = Faulty(run.broker, "sample", faults)
     transport.error = error or transport.error
     course = Served(run, transport)
@@ -639,7 +639,7 @@ def test_the_merger_waits_while_the_broker_refuses_writes() -> None:
 
 
 def test_the_merger_ends_when_the_run_is_deleted() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = run.merger()
     del run.broker.runs["sample"]
     with pytest.raises(UnknownRunError):
@@ -647,7 +647,7 @@ def test_the_merger_ends_when_the_run_is_deleted() -> None:
 
 
 def test_each_start_of_a_merger_is_announced() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     first = run.merger()
     for number in (1, 2):
@@ -659,7 +659,7 @@ def test_each_start_of_a_merger_is_announced() -> None:
 
 
 def test_a_fenced_merger_leaves() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     old = Merger(Faulty(run.broker, "sample"), run.clock, "old", live_poll_seconds=0.0)
     asked = 0
 
@@ -678,7 +678,7 @@ def test_a_fenced_merger_leaves() -> None:
 
 
 def test_a_standby_takes_over_when_the_lease_runs_out() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     run.live("a")
     run.merger("first")
     run.send("a", 1, constant(1.0))
@@ -698,7 +698,7 @@ def test_a_standby_takes_over_when_the_lease_runs_out() -> None:
 
 
 def test_the_merger_can_be_stopped_during_an_outage() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = Merger(Faulty(run.broker, "sample"), run.clock, "merger", live_poll_seconds=0.0)
     turns = iter([False, False, True])
     merger.transport.merger.release = _unreachable  # type: ignore[method-assign, assignment]

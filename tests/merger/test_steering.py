@@ -23,7 +23,7 @@ from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED
 from tests.failing import failing
 from tests.intercept import Intercepted
-from tests.merger.simulated_run import SIZE, Shelf, SimulatedRun, bits, constant, state_of
+from tests.merger.merger_run import SIZE, MergerRun, Shelf, bits, constant, state_of
 from tests.merger.test_replay import recorded, replayed
 from tests.tiers import examples
 
@@ -31,15 +31,15 @@ STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
 CLOCK = 1.7e9
 
 
-def notes(run: SimulatedRun, kind: str) -> list[str]:
+def notes(run: MergerRun, kind: str) -> list[str]:
     return [note.text for note in run.transport.reader.notes(1000) if note.kind == kind]
 
 
-def steered_on_tape(run: SimulatedRun) -> list[str]:
+def steered_on_tape(run: MergerRun) -> list[str]:
     return [entry.steered for entry in run.transport.reader.tape(1000)]
 
 
-def play_one(run: SimulatedRun, merger: Merger, number: int, value: float = 1.0) -> None:
+def play_one(run: MergerRun, merger: Merger, number: int, value: float = 1.0) -> None:
     """Run a round of island a alone."""
     run.live("a")
     run.send("a", number, constant(value))
@@ -47,7 +47,7 @@ def play_one(run: SimulatedRun, merger: Merger, number: int, value: float = 1.0)
 
 
 def test_a_learning_rate_takes_effect_with_the_next_round() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = run.merger()
     play_one(run, merger, 1)
     play_one(run, merger, 2)
@@ -70,7 +70,7 @@ def test_a_learning_rate_takes_effect_with_the_next_round() -> None:
 
 
 def test_a_tape_entry_has_its_time_and_the_duration_of_the_merge() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = Merger(run.broker.connect("sample"), run.clock, "m", live_poll_seconds=0.0, wall=lambda: CLOCK)
     assert merger.acquire()
     merger.load()
@@ -81,7 +81,7 @@ def test_a_tape_entry_has_its_time_and_the_duration_of_the_merge() -> None:
 
 
 def test_a_quorum_takes_effect_with_the_next_round() -> None:
-    run = SimulatedRun(quorum=1, grace=0.0)
+    run = MergerRun(quorum=1, grace=0.0)
     merger = run.merger()
     run.live("a", "b", "c")
     run.send("a", 1, constant(1.0))
@@ -95,7 +95,7 @@ def test_a_quorum_takes_effect_with_the_next_round() -> None:
 
 
 def test_a_grace_factor_applies_to_later_quorums_only() -> None:
-    run = SimulatedRun(quorum=1, grace=1.0)
+    run = MergerRun(quorum=1, grace=1.0)
     merger = run.merger()
     run.live("a", "b")
     run.send("a", 1, constant(1.0))
@@ -112,9 +112,9 @@ def test_a_grace_factor_applies_to_later_quorums_only() -> None:
 # -- takeovers, restarts, replays ----------------------------------------------------------------------------------
 
 
-def steered_run(takeover: bool) -> SimulatedRun:
+def steered_run(takeover: bool) -> MergerRun:
     """Run six rounds of two islands and change settings in the middle, with or without a takeover right after that."""
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     run.play(merger, 1, 2)
     run.transport.reader.steer(STEERED)
@@ -174,7 +174,7 @@ def test_other_settings_on_the_tape_are_a_difference(change: object, code: str) 
 
 def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
     """The checkpoint has one learning rate; the tape after it has two others."""
-    shelf, run = Shelf(), SimulatedRun(quorum=2)
+    shelf, run = Shelf(), MergerRun(quorum=2)
     merger = run.merger(checkpointer=run.checkpointer(shelf))
     run.transport.reader.steer({OUTER_RATE: "0.25"})
     run.play(merger, 1, 2)
@@ -193,7 +193,7 @@ def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
 
 
 def test_a_restored_redis_has_the_requests_again() -> None:
-    shelf, run = Shelf(), SimulatedRun(quorum=1)
+    shelf, run = Shelf(), MergerRun(quorum=1)
     merger = run.merger(checkpointer=run.checkpointer(shelf))
     run.transport.reader.steer({OUTER_RATE: "0.25", "island.c": "expel", QUORUM: "many"})
     run.play(merger, 1)
@@ -210,7 +210,7 @@ def test_a_restored_redis_has_the_requests_again() -> None:
 
 
 def test_a_pause_closes_no_round_and_loses_nothing() -> None:
-    run = SimulatedRun(quorum=1)
+    run = MergerRun(quorum=1)
     merger = run.merger()
     run.play(merger, 1)
     run.transport.reader.steer({"merging": "paused"})
@@ -236,7 +236,7 @@ def test_a_pause_closes_no_round_and_loses_nothing() -> None:
 
 def test_a_pause_does_not_change_the_measured_round_times() -> None:
     """The time to a quorum excludes the rest of a pause. Otherwise no slack would be left afterwards."""
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = run.merger()
     run.transport.reader.steer({"merging": "paused"})
     run.live("a", "b", "c")
@@ -255,7 +255,7 @@ def test_a_pause_does_not_change_the_measured_round_times() -> None:
 
 
 def test_a_checkpoint_is_taken_in_a_pause_too() -> None:
-    shelf, run = Shelf(), SimulatedRun()
+    shelf, run = Shelf(), MergerRun()
     merger = run.merger(checkpointer=run.checkpointer(shelf))
     play_one(run, merger, 1)
     run.transport.reader.steer({"merging": "paused", "checkpoint": "before the move"})
@@ -267,7 +267,7 @@ def test_a_checkpoint_is_taken_in_a_pause_too() -> None:
 
 
 def test_each_request_takes_one_checkpoint() -> None:
-    shelf, run = Shelf(), SimulatedRun()
+    shelf, run = Shelf(), MergerRun()
     merger = run.merger(checkpointer=run.checkpointer(shelf))
     play_one(run, merger, 1)
     assert not shelf.images
@@ -290,7 +290,7 @@ def test_each_request_takes_one_checkpoint() -> None:
 
 
 def test_a_new_merger_takes_the_checkpoint_that_a_dead_one_did_not_finish() -> None:
-    shelf, run = Shelf([OSError("killed while it wrote")]), SimulatedRun()
+    shelf, run = Shelf([OSError("killed while it wrote")]), MergerRun()
     merger = run.merger(checkpointer=run.checkpointer(shelf))
     play_one(run, merger, 1)
     run.transport.reader.steer({"checkpoint": "first"})
@@ -309,7 +309,7 @@ def fields_of(shelf: Shelf, index: int) -> Mapping[str, str]:
 
 
 def test_no_checkpoint_is_taken_when_the_newest_is_up_to_date() -> None:
-    shelf, run = Shelf(), SimulatedRun()
+    shelf, run = Shelf(), MergerRun()
     merger = run.merger(checkpointer=run.checkpointer(shelf))
     play_one(run, merger, 1)
     for text in ("first", "second"):
@@ -321,7 +321,7 @@ def test_no_checkpoint_is_taken_when_the_newest_is_up_to_date() -> None:
 
 
 def test_a_failed_checkpoint_is_retried_and_then_noted() -> None:
-    shelf, run = Shelf([OSError("no")]), SimulatedRun()
+    shelf, run = Shelf([OSError("no")]), MergerRun()
     merger = run.merger(checkpointer=run.checkpointer(shelf))
     play_one(run, merger, 1)
     run.transport.reader.steer({"checkpoint": "first"})
@@ -335,7 +335,7 @@ def test_a_failed_checkpoint_is_retried_and_then_noted() -> None:
 
 
 def test_a_merger_without_checkpoints_answers_a_request_once() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = run.merger()
     run.transport.reader.steer({"checkpoint": "now"})
     merger.turn(0.0)
@@ -347,7 +347,7 @@ def test_a_merger_without_checkpoints_answers_a_request_once() -> None:
 
 
 def test_rounds_do_not_wait_for_an_expelled_island() -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = run.merger()
     run.live("a", "b")
     run.transport.reader.steer({"island.b": "expel"})
@@ -373,7 +373,7 @@ def test_rounds_do_not_wait_for_an_expelled_island() -> None:
 
 @pytest.mark.parametrize("takeover", [False, True])
 def test_waiting_contributions_of_an_expelled_island_are_refused(takeover: bool) -> None:
-    run = SimulatedRun(quorum=3)
+    run = MergerRun(quorum=3)
     merger = run.merger()
     run.live("a", "b", "c")
     run.send("b", 1, constant(9.0))
@@ -394,7 +394,7 @@ def test_waiting_contributions_of_an_expelled_island_are_refused(takeover: bool)
 
 
 def test_a_takeover_does_not_repeat_notes() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = run.merger()
     run.transport.reader.steer({"island.b": "expel", "merging": "paused"})
     merger.turn(0.0)
@@ -411,7 +411,7 @@ def test_a_takeover_does_not_repeat_notes() -> None:
 
 
 def test_all_contributions_of_a_drained_island_are_merged() -> None:
-    run = SimulatedRun(quorum=2)
+    run = MergerRun(quorum=2)
     merger = run.merger()
     run.live("a", "b")
     run.transport.reader.steer({"island.b": "drain"})
@@ -425,7 +425,7 @@ def test_all_contributions_of_a_drained_island_are_merged() -> None:
 
 
 def test_an_invalid_request_is_ignored_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = run.merger()
     run.transport.reader.steer({OUTER_RATE: "1e9", "merging": "perhaps", "nonsense": "1"})
     play_one(run, merger, 1)
@@ -451,7 +451,7 @@ def test_an_invalid_request_is_ignored_with_a_note(caplog: pytest.LogCaptureFixt
     )
 )
 def test_no_request_stops_the_merger_or_breaks_a_replay(requests: list[dict[str, str]]) -> None:
-    run = SimulatedRun(quorum=1)
+    run = MergerRun(quorum=1)
     merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     for number, request in enumerate(requests, 1):
         run.transport.reader.steer(request)
@@ -477,7 +477,7 @@ class RefusesNotes(Intercepted):
 
 
 def test_a_lost_note_does_not_stop_the_merger() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     merger = Merger(RefusesNotes(run.broker.connect("sample")), run.clock, "m", live_poll_seconds=0.0)
     assert merger.acquire()
     merger.load()
@@ -487,7 +487,7 @@ def test_a_lost_note_does_not_stop_the_merger() -> None:
 
 
 def test_a_merger_notes_that_it_serves_and_why_it_leaves() -> None:
-    run = SimulatedRun()
+    run = MergerRun()
     turns = iter([False, False, False, True])
     serve(Merger(run.broker.connect("sample"), run.clock, "m", live_poll_seconds=0.0), lambda: next(turns))
     assert notes(run, "served") == ["epoch 1 begins after round 0"]

@@ -16,17 +16,17 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests.failing import failing
-from tests.merger.simulated_run import CONFIG, SimulatedRun, bits, values
+from tests.merger.merger_run import CONFIG, MergerRun, bits, values
 
 
-def serving(run: SimulatedRun, path: Path) -> Merger:
+def serving(run: MergerRun, path: Path) -> Merger:
     folder = MergerFolder(path)
     return run.merger(checkpointer=folder.checkpointer(run.broker.connect("sample"), run.manifest, 1e9, at_once))
 
 
-def begun(path: Path, *, record: bool = False) -> SimulatedRun:
+def begun(path: Path, *, record: bool = False) -> MergerRun:
     """Run three rounds and take a checkpoint, with one contribution waiting."""
-    run = SimulatedRun(replace(CONFIG, record=record), quorum=2)
+    run = MergerRun(replace(CONFIG, record=record), quorum=2)
     merger = serving(run, path)
     run.play(merger, 1, 2, 3)
     run.live("a", "b")
@@ -36,11 +36,11 @@ def begun(path: Path, *, record: bool = False) -> SimulatedRun:
     return run
 
 
-def send_waiting(run: SimulatedRun) -> Contribution:
+def send_waiting(run: MergerRun) -> Contribution:
     return run.send("b", 4, values(4))
 
 
-def further(path: Path, *, record: bool = False) -> tuple[SimulatedRun, Merger]:
+def further(path: Path, *, record: bool = False) -> tuple[MergerRun, Merger]:
     """Do the same, and then close a round that is in no checkpoint. Also return the merger."""
     run = begun(path, record=record)
     merger = serving(run, path)
@@ -51,12 +51,12 @@ def further(path: Path, *, record: bool = False) -> tuple[SimulatedRun, Merger]:
     return run, merger
 
 
-def emptied(run: SimulatedRun) -> None:
+def emptied(run: MergerRun) -> None:
     """Replace the Redis by an empty one."""
     run.broker.runs.clear()
 
 
-def go_on(run: SimulatedRun, merger: Merger) -> None:
+def go_on(run: MergerRun, merger: Merger) -> None:
     """Let the other island answer, and run two more rounds."""
     run.live("a", "b")
     run.send("a", 4, values(5), sequence=3)

@@ -74,7 +74,7 @@ class Faulty(Intercepted):
         return done
 
 
-class SimulatedRun:
+class MergerRun:
     """A run of two fragments. The test sends what islands would send, and sets the clock."""
 
     def __init__(self, config: RunConfig = CONFIG, **sync: Any) -> None:
@@ -169,14 +169,14 @@ class SimulatedRun:
         assert (state.closed, state.tokens) == (len(self.transport.reader.tape(10_000)), books.merged_tokens)
 
 
-def state_of(run: SimulatedRun) -> RunState:
+def state_of(run: MergerRun) -> RunState:
     """Return the committed state. Times that were not measured yet are 0, as in Eq. 3."""
     state = RunState.from_json(run.transport.reader.merger_state())
     state.timing = RoundTiming(state.timing.quorum_seconds or 0.0, state.timing.sync_seconds or 0.0)
     return state
 
 
-def bits(run: SimulatedRun) -> list[Any]:
+def bits(run: MergerRun) -> list[Any]:
     """Return everything that must be the same after any number of merger deaths, which excludes times."""
     state = state_of(run)
     state.covered, state.timing = 0, RoundTiming()
