@@ -1,4 +1,7 @@
-"""What only a real Redis shows: addresses, passwords, old servers, hands in the data, keys that stay, torn reads."""
+"""Tests that need a real Redis.
+
+They cover addresses, passwords, old servers, data that was changed from outside, keys that remain, and torn reads.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,8 @@ from tests.conftest import Until
 from tests.failing import failing
 
 WIDTH = 100_000
+#: A payload of three chunks.
 LARGE = bytes(range(256)) * 10_000
-"""three chunks"""
 SECRET = "Pa55" + "w0rd"
 MANY_CHUNKS = {"bytes": 10**6 * CHUNK_BYTES, "chunks": 10**6}
 REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "no")
@@ -56,14 +59,14 @@ Connect = Callable[[], RedisTransport]
 
 @pytest.fixture
 def raw(server: Server) -> Iterator[Any]:
-    """A client of the server's own commands."""
+    """A plain redis-py client of the server."""
     with redis.Redis.from_url(server.url) as client:
         yield client
 
 
 @pytest.fixture
 def connections(server: Server) -> Iterator[Connect]:
-    """Opens connections to one run, which does not exist yet."""
+    """A function that opens connections to one run. The run does not exist yet."""
     run = f"run-{uuid.uuid4().hex[:8]}"
     opened: list[RedisTransport] = []
 
@@ -87,7 +90,7 @@ def transport(connections: Connect) -> RedisTransport:
 
 @pytest.fixture
 def epoch(transport: RedisTransport) -> int:
-    """The lease is taken."""
+    """The epoch of a merger that holds the lease."""
     found = transport.merger.acquire("merger", 60.0)
     assert found is not None
     return found
@@ -95,13 +98,13 @@ def epoch(transport: RedisTransport) -> int:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 1 KiB, so that a payload of some KiB travels as a large one does."""
+    """Set the chunk size to 1 KiB, so that payloads of a few KiB are split into chunks."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
     monkeypatch.setattr(chunks, "INLINE_BYTES", 512)
 
 
 def keys(raw: Any, run: str) -> set[str]:
-    """Every key of a run, told by the run's name alone."""
+    """Return all keys whose names contain the name of the run."""
     return {key.decode() for key in raw.scan_iter(match=f"*{run}*", count=1000)}
 
 
@@ -131,7 +134,10 @@ class _Handler(socketserver.StreamRequestHandler):
 
 @contextmanager
 def answering(answer: Callable[[list[str]], bytes | None], path: Path | None = None) -> Iterator[str]:
-    """The address of something that answers commands so; None hangs up."""
+    """Start a server that replies to each command with `answer`, and yield its address.
+
+    The server closes the connection when `answer` returns None.
+    """
     kind: Any = socketserver.ThreadingTCPServer if path is None else socketserver.ThreadingUnixStreamServer
     with kind(("127.0.0.1", 0) if path is None else str(path), _Handler) as served:
         served.daemon_threads = True
@@ -146,7 +152,7 @@ def answering(answer: Callable[[list[str]], bytes | None], path: Path | None = N
 
 
 def server_of(version: str, first: str = "redis_version") -> Callable[[list[str]], bytes]:
-    """Answers INFO with a version, and knows nothing that came after Redis 5."""
+    """Return a function that answers INFO with a version, and refuses every other command."""
 
     def answer(words: list[str]) -> bytes:
         if words[0] == "INFO":
@@ -159,7 +165,7 @@ def server_of(version: str, first: str = "redis_version") -> Callable[[list[str]
 
 @pytest.fixture(scope="module")
 def closed_port() -> int:
-    """Where nobody listens."""
+    """A port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -190,26 +196,26 @@ def closed_port() -> int:
         "unix://relative/path",
     ],
 )
-def test_what_is_no_address_is_an_error(url: str) -> None:
+def test_an_invalid_address_is_an_error(url: str) -> None:
     with failing(BadUrlError) as caught:
         connect(url, "run")
     assert repr(url) in str(caught.value)
 
 
-def test_nobody_listens(closed_port: int, tmp_path: Path) -> None:
+def test_a_closed_port_is_unreachable(closed_port: int, tmp_path: Path) -> None:
     for url in (f"redis://127.0.0.1:{closed_port}", f"rediss://127.0.0.1:{closed_port}", f"unix://{tmp_path}/none"):
         with failing(UnreachableError):
             connect(url, "run")
 
 
-def test_somebody_listens_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SOCKET_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, failing(UnreachableError):
         connect(f"redis://127.0.0.1:{silent.getsockname()[1]}", "run")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems call these options otherwise, or lack them")
-def test_the_system_gives_up_a_silent_host_sooner_than_a_slow_link(server: Server) -> None:
+def test_tcp_timeouts_detect_a_silent_host_before_the_socket_timeout(server: Server) -> None:
     client = client_at(server.url)
     client.ping()
     connection: Any = client.connection_pool.get_connection()
@@ -221,7 +227,7 @@ def test_the_system_gives_up_a_silent_host_sooner_than_a_slow_link(server: Serve
     client.close()
 
 
-def test_somebody_hangs_up() -> None:
+def test_a_server_that_closes_the_connection_is_unreachable() -> None:
     with answering(lambda _: None) as url, pytest.raises(UnreachableError):
         connect(url, "run")
 
@@ -232,27 +238,27 @@ def test_a_server_that_is_loading_is_unreachable() -> None:
         connect(url, "run")
 
 
-def test_a_web_server_is_no_redis() -> None:
+def test_a_web_server_is_not_taken_for_redis() -> None:
     answer = b"HTTP/1.1 400 Bad Request\r\n\r\n"
     with answering(lambda _: answer) as url, failing(BrokerError, "broker.not-redis"):
         connect(url, "run")
 
 
 @pytest.mark.parametrize("version", ["5.0.7", "6.0.16", "4", "unstable"])
-def test_a_server_that_is_too_old(version: str) -> None:
+def test_an_old_server_is_refused(version: str) -> None:
     with answering(server_of(version)) as url, failing(ServerTooOldError):
         connect(url, "run")
 
 
 @pytest.mark.parametrize("version", ["6.2.0", "7.2.4", "10.0.1"])
-def test_a_server_that_is_new_enough(version: str, tmp_path: Path) -> None:
+def test_a_new_enough_server_is_accepted(version: str, tmp_path: Path) -> None:
     with answering(server_of(version)) as url:
         connect(url, "run").close()
     with answering(server_of(version), tmp_path / "socket") as url:
         connect(url, "run").close()
 
 
-def test_a_database_that_is_not_there(server: Server) -> None:
+def test_a_missing_database_is_an_error(server: Server) -> None:
     with failing(BrokerError, "broker.refused-command"):
         connect(server.url.removesuffix("/0") + "/9999", "run")
 
@@ -261,15 +267,15 @@ def test_a_database_that_is_not_there(server: Server) -> None:
 
 
 @pytest.mark.parametrize("user", ["", f":{SECRET}@", f"somebody:{SECRET}@", f"{SECRET}@"])
-def test_a_wrong_password_is_said_plainly(server: Server, user: str) -> None:
+def test_a_wrong_password_is_an_access_error(server: Server, user: str) -> None:
     url = f"redis://{user}127.0.0.1:{server.port}"
     with failing(BrokerError, "broker.access") as caught:
         connect(url, "run")
-    assert not isinstance(caught.value, UnreachableError)  # trying again mends nothing
+    assert not isinstance(caught.value, UnreachableError)  # A retry would not help.
     assert SECRET not in str(caught.value)
 
 
-def test_a_user_without_the_right_is_told(transport: RedisTransport, server: Server, raw: Any) -> None:
+def test_a_user_without_permission_gets_an_access_error(transport: RedisTransport, server: Server, raw: Any) -> None:
     raw.acl_setuser("reader", enabled=True, reset=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+info"])
     reader = connect(f"redis://reader:{SECRET}@127.0.0.1:{server.port}", transport.run)
     try:
@@ -322,7 +328,7 @@ def test_a_password_of_digits_is_not_taken_for_a_port() -> None:
     assert "12" not in str(caught.value).replace("127.0.0.1", "")
 
 
-def test_what_a_server_quotes_is_redacted() -> None:
+def test_a_password_in_a_servers_reply_is_redacted() -> None:
     with answering(server_of("5.0.7")) as url, pytest.raises(BrokerError) as caught:
         connect(url.replace("://", f"://:{SECRET}@"), "run")
     assert "unknown command `AUTH`" in str(caught.value)
@@ -339,20 +345,20 @@ def test_what_a_server_quotes_is_redacted() -> None:
         ("unix:///tmp/r.sock?password=p&db=1", "unix:///tmp/r.sock?password=***&db=1"),
     ],
 )
-def test_what_is_left_of_an_address(url: str, shown: str) -> None:
+def test_only_the_password_of_an_address_is_redacted(url: str, shown: str) -> None:
     assert redacted(url) == shown
 
 
-# -- contributions that are not what they say ---------------------------------------------------------------------
+# -- damaged and forged contributions -----------------------------------------------------------------------------
 
 
-def test_a_contribution_reads_as_text(transport: RedisTransport, raw: Any) -> None:
+def test_the_fields_of_a_contribution_are_text(transport: RedisTransport, raw: Any) -> None:
     for payload in (b"\xff" * 100, LARGE):
         transport.island.publish(samples.contribution(payload, island="a.b-c_9"), payload)
     inline, pointer = (fields for _, fields in raw.xrange(Keys(transport.run).updates))
     assert inline.pop(b"payload") == b"\xff" * 100
     assert pointer[b"chunks"] == b"3"
-    assert list(pointer)[: len(inline)] == list(inline)  # what is read comes first
+    assert list(pointer)[: len(inline)] == list(inline)  # The readable fields come first.
     for fields in (inline, pointer):
         text = {name.decode("ascii"): value.decode("ascii") for name, value in fields.items()}
         assert text["island"] == "a.b-c_9"
@@ -365,12 +371,12 @@ def test_a_contribution_reads_as_text(transport: RedisTransport, raw: Any) -> No
         (lambda raw, key: raw.delete(key), False),
         (lambda raw, key: raw.set(key, b""), False),
         (lambda raw, key: raw.set(key, LARGE[:100]), False),
-        (lambda raw, key: raw.append(key, b"more"), True),  # bytes beyond the end of a chunk are never read
+        (lambda raw, key: raw.append(key, b"more"), True),  # Bytes beyond the end of a chunk are never read.
         (lambda raw, key: (raw.delete(key), raw.rpush(key, "x")), False),
     ],
     ids=["deleted", "empty", "cut", "longer", "of another type"],
 )
-def test_a_chunk_that_was_damaged(
+def test_a_damaged_chunk_is_a_fault_of_the_delivery(
     transport: RedisTransport, raw: Any, damage: Callable[[Any, str], object], is_readable: bool
 ) -> None:
     sent = samples.contribution(LARGE)
@@ -383,8 +389,8 @@ def test_a_chunk_that_was_damaged(
     assert delivery.payload == (LARGE if is_readable else b"")
 
 
+#: A payload of twenty chunks of 1 KiB.
 MANY = bytes(range(256)) * 80
-"""twenty chunks of 1 KiB"""
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -400,7 +406,7 @@ MANY = bytes(range(256)) * 80
     ids=["deleted", "empty", "cut", "longer", "of another type"],
 )
 @pytest.mark.parametrize("index", [0, 7, 19])
-def test_one_chunk_of_many_that_was_damaged(
+def test_one_damaged_chunk_of_many_is_a_fault_of_the_delivery(
     transport: RedisTransport, raw: Any, damage: Callable[[Any, str], object], index: int
 ) -> None:
     sent = samples.contribution(MANY)
@@ -425,7 +431,7 @@ def test_no_chunk_of_many_is_read_beyond_its_size(transport: RedisTransport, raw
     assert raw.info("stats")["total_net_output_bytes"] - before < 64 << 10
 
 
-def test_no_more_than_a_chunk_is_ever_read(transport: RedisTransport, raw: Any) -> None:
+def test_no_large_chunk_is_read_beyond_its_size(transport: RedisTransport, raw: Any) -> None:
     transport.island.publish(samples.contribution(LARGE), LARGE)
     for key in chunk_keys(raw, transport.run):
         raw.setrange(key, 8 << 20, b"x")
@@ -435,7 +441,7 @@ def test_no_more_than_a_chunk_is_ever_read(transport: RedisTransport, raw: Any) 
     assert raw.info("stats")["total_net_output_bytes"] - before < 4 * CHUNK_BYTES
 
 
-def test_a_large_payload_waits_until_the_header_is_admitted(transport: RedisTransport, epoch: int) -> None:
+def test_a_large_payload_is_downloaded_only_on_request(transport: RedisTransport, epoch: int) -> None:
     """A merger that refuses a contribution by its header never downloads the payload."""
     transport.island.publish(samples.contribution(LARGE), LARGE)
     (delivery,) = transport.merger.updates(0.0)
@@ -445,7 +451,7 @@ def test_a_large_payload_waits_until_the_header_is_admitted(transport: RedisTran
     assert delivery.with_payload().fault
 
 
-def test_an_entry_that_was_deleted_while_it_was_pending(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_a_deleted_pending_entry_can_be_refused(transport: RedisTransport, raw: Any, epoch: int) -> None:
     transport.island.publish(samples.contribution(), b"payload")
     (delivery,) = with_payloads(transport.merger.updates(0.0))
     raw.xdel(Keys(transport.run).updates, delivery.entry)
@@ -458,24 +464,24 @@ def test_an_entry_that_was_deleted_while_it_was_pending(transport: RedisTranspor
 
 FIELDS = {**to_fields(samples.contribution(LARGE)), "chunks": "3", "chunks_name": "somebody"}
 FORGERIES: dict[str, dict[Any, Any]] = {
-    "nothing of ours": {"hello": "world"},
-    "no text": {b"\xff": b"\xfe", **FIELDS, "island": b"\xff\xfe"},
+    "no known field": {"hello": "world"},
+    "not text": {b"\xff": b"\xfe", **FIELDS, "island": b"\xff\xfe"},
     "an infinite loss": {**FIELDS, "loss": "inf"},
     "no payload": {k: v for k, v in FIELDS.items() if not k.startswith("chunks")},
     "no name": {k: v for k, v in FIELDS.items() if k != "chunks_name"},
     "no number of chunks": {**FIELDS, "chunks": "many"},
-    "chunks of nobody": FIELDS,
+    "chunks that do not exist": FIELDS,
     "no chunks": {**FIELDS, "chunks": "0"},
-    "fewer than none": {**FIELDS, "chunks": "-3"},
+    "a negative number of chunks": {**FIELDS, "chunks": "-3"},
     "a billion chunks": {**FIELDS, "chunks": str(10**9)},
     "a million chunks": {**FIELDS, "chunks": str(1 << 20)},
     "a petabyte": {**FIELDS, "chunks": "1000000", "bytes": str(10**6 * CHUNK_BYTES)},
-    "a name that is no text": {**FIELDS, "chunks_name": b"\xff"},
+    "a name that is not text": {**FIELDS, "chunks_name": b"\xff"},
 }
 
 
 @pytest.mark.parametrize("fields", FORGERIES.values(), ids=FORGERIES.keys())
-def test_a_forgery_is_delivered_with_its_fault_and_can_be_refused(
+def test_a_forged_entry_is_delivered_with_its_fault_and_can_be_refused(
     transport: RedisTransport, raw: Any, epoch: int, fields: dict[Any, Any]
 ) -> None:
     raw.xadd(Keys(transport.run).updates, fields)
@@ -494,13 +500,13 @@ def test_a_forged_number_of_chunks_costs_nothing_to_refuse(transport: RedisTrans
     (forged,) = with_payloads(transport.merger.updates(0.0))
     before = raw.info("stats")["total_net_input_bytes"]
     transport.merger.refuse(epoch, [(forged.entry, REFUSAL)])
-    assert raw.info("stats")["total_net_input_bytes"] - before < 10_000  # not a million names to delete
+    assert raw.info("stats")["total_net_input_bytes"] - before < 10_000  # The client does not send a million names.
 
 
-def test_saying_it_again_shares_nothing_with_the_first(
+def test_a_repeated_contribution_has_its_own_chunks(
     transport: RedisTransport, connections: Connect, epoch: int
 ) -> None:
-    """The repeat is refused at once, and its chunks deleted; the first must still be there after a restart."""
+    """The merger refuses the repeat and deletes its chunks. The first payload must survive this."""
     for _ in range(2):
         transport.island.publish(samples.contribution(LARGE), LARGE)
     first, second = transport.merger.updates(0.0)
@@ -510,12 +516,10 @@ def test_saying_it_again_shares_nothing_with_the_first(
     assert waiting.with_payload().payload == LARGE
 
 
-# -- hands in the data --------------------------------------------------------------------------------------------
+# -- data that was changed from outside ---------------------------------------------------------------------------
 
 
-def test_a_group_that_was_destroyed_is_made_again_and_nothing_is_lost(
-    transport: RedisTransport, raw: Any, until: Until
-) -> None:
+def test_a_destroyed_group_is_created_again_without_loss(transport: RedisTransport, raw: Any, until: Until) -> None:
     sent = [samples.contribution(sequence=n) for n in range(4)]
     for contribution in sent[:2]:
         transport.island.publish(contribution, b"payload")
@@ -525,22 +529,22 @@ def test_a_group_that_was_destroyed_is_made_again_and_nothing_is_lost(
         transport.island.publish(contribution, b"payload")
     found: list[Contribution | None] = []
 
-    def all_there() -> bool:
+    def have_all() -> bool:
         found.extend(delivery.contribution for delivery in transport.merger.updates(0.0))
         return len(found) >= 4
 
-    until(all_there, "all four to be there")
+    until(have_all, "all four contributions")
     assert found == sent
     assert len(transport.merger.unacknowledged()) == 4
 
 
 @pytest.mark.parametrize(
-    "pull_away",
+    "destroy",
     [lambda raw, key: raw.xgroup_destroy(key, "merger"), lambda raw, key: raw.delete(key)],
     ids=["group", "stream"],
 )
-def test_the_group_is_destroyed_under_a_waiting_reader(
-    transport: RedisTransport, connections: Connect, raw: Any, until: Until, pull_away: Callable[[Any, str], object]
+def test_a_waiting_reader_survives_the_loss_of_its_group(
+    transport: RedisTransport, connections: Connect, raw: Any, until: Until, destroy: Callable[[Any, str], object]
 ) -> None:
     found: list[Any] = []
     failed: list[BaseException] = []
@@ -554,14 +558,14 @@ def test_the_group_is_destroyed_under_a_waiting_reader(
     reader = threading.Thread(target=read)
     reader.start()
     until(lambda: raw.info("clients")["blocked_clients"] == 1, "the reader to wait")
-    pull_away(raw, Keys(transport.run).updates)
+    destroy(raw, Keys(transport.run).updates)
     connections().island.publish(samples.contribution(), b"payload")
     reader.join()
     assert failed == []
     assert [delivery.contribution for delivery in found] == [samples.contribution()]
 
 
-def test_a_stream_that_was_deleted_begins_anew(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_a_deleted_stream_starts_empty(transport: RedisTransport, raw: Any, epoch: int) -> None:
     entry = transport.island.publish(samples.contribution(), b"payload")
     transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([entry]))
@@ -570,16 +574,16 @@ def test_a_stream_that_was_deleted_begins_anew(transport: RedisTransport, raw: A
     assert transport.merger.updates(0.0) == []
     assert transport.merger.unacknowledged() == []
     transport.island.publish(samples.contribution(sequence=1), b"payload")
-    assert transport.reader.backlog() == 1  # what was kept is gone, and no longer counted
+    assert transport.reader.backlog() == 1  # The kept entry is gone, and no longer counts.
     assert len(transport.merger.updates(0.0)) == 1
 
 
-def test_a_new_group_is_given_what_was_kept_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_a_new_group_receives_the_kept_entries_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
     merged, waiting = (transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(2))
     transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([merged]))
     raw.xgroup_destroy(Keys(transport.run).updates, "merger")
-    assert transport.reader.pending() == Pending(2, 200)  # as the next reader will find it
+    assert transport.reader.pending() == Pending(2, 200)  # The next reader receives both entries.
     assert transport.merger.updates(0.0) == []
     assert [delivery.entry for delivery in transport.merger.updates(0.0)] == [merged, waiting]
     assert (transport.reader.backlog(), transport.reader.books().kept) == (2, 0)
@@ -592,7 +596,7 @@ def test_a_new_group_is_given_what_was_kept_again(transport: RedisTransport, raw
     )
 
 
-def test_refusing_when_there_is_no_group(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_an_entry_can_be_refused_without_a_group(transport: RedisTransport, raw: Any, epoch: int) -> None:
     entry = transport.island.publish(samples.contribution(), b"payload")
     transport.merger.updates(0.0)
     raw.xgroup_destroy(Keys(transport.run).updates, "merger")
@@ -606,15 +610,13 @@ def test_an_unreadable_entry_is_pending_without_tokens(transport: RedisTransport
     assert transport.reader.pending() == Pending(2, 100)
 
 
-def test_actions_that_cannot_be_read_are_passed_over(
-    transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_actions_are_skipped(transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture) -> None:
     transport.island.record_actions(samples.actions(0))
     ((first, _),) = transport.merger.actions(START)
     nonsense = [raw.xadd(Keys(transport.run).actions, {"island": "../..", "index": "1"}) for _ in range(3)]
     transport.island.record_actions(samples.actions(1))
     with caplog.at_level(logging.WARNING):
-        found = transport.merger.actions(first, count=2)  # more of them than are read at a time
+        found = transport.merger.actions(first, count=2)  # There are more unreadable entries than one call reads.
     assert [actions for _, actions in found] == [samples.actions(1)]
     assert f"actions {nonsense[-1].decode()} cannot be read" in caplog.text
 
@@ -622,7 +624,7 @@ def test_actions_that_cannot_be_read_are_passed_over(
 # -- leases on data -----------------------------------------------------------------------------------------------
 
 
-def test_data_reads_as_text(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_cursors_and_leases_are_text(transport: RedisTransport, raw: Any, epoch: int) -> None:
     transport.island.lease_shard(["17"], "a/x")
     transport.merger.commit(epoch, samples.commit([], cursors={"17": (0, 96), "site/3": (2, 0)}))
     transport.island.register_corpus("site", "1" * 32)
@@ -634,7 +636,7 @@ def test_data_reads_as_text(transport: RedisTransport, raw: Any, epoch: int) -> 
     }
 
 
-def test_a_cursor_that_cannot_be_read_begins_anew(
+def test_an_unreadable_cursor_restarts_at_zero(
     transport: RedisTransport, raw: Any, epoch: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw.hset(Keys(transport.run).data, mapping={"0": b"\xff", "1": "0:8", "0.by": b"\xff\xfe"})
@@ -648,8 +650,8 @@ def test_a_cursor_that_cannot_be_read_begins_anew(
     assert transport.reader.cursors() == {"0": (0, 4), "1": (0, 8)}
 
 
-def disturbed(transport: RedisTransport, disturb: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's write between reading the data's fields and leasing a shard; `disturb` gets 1, 2, 3 …"""
+def disturb_leases(transport: RedisTransport, disturb: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `disturb` with 1, 2, 3, … between each read of the shard fields and the write of the lease."""
     read, times = data_hash.parse_cursors, iter(range(1, 1000))
 
     def read_and_disturb(connection: Any, fields: Any) -> Any:
@@ -662,10 +664,13 @@ def disturbed(transport: RedisTransport, disturb: Callable[[int], None], monkeyp
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["while it is watched", "before it is sent"])
-def test_a_connection_that_breaks_within_the_fence_overtakes_nobody(
+def test_a_connection_that_breaks_within_the_fence_is_unreachable(
     transport: RedisTransport, raw: Any, epoch: int, queued: bool
 ) -> None:
-    """The library says the same of it as of a key that somebody changed; a merger would leave its run for that."""
+    """A broken connection is no lost lease.
+
+    redis-py raises the same error for a broken connection and for a changed key. A merger stops after the second one.
+    """
     with pytest.raises(UnreachableError), transport.merger.lease.fenced(epoch) as pipe:
         if queued:
             pipe.hset("anything", "field", "1")
@@ -676,31 +681,29 @@ def test_a_connection_that_breaks_within_the_fence_overtakes_nobody(
     assert not raw.exists("anything")
 
 
-def test_an_epoch_that_the_server_forgot_is_not_given_to_the_same_merger_again(
-    transport: RedisTransport, raw: Any, epoch: int
-) -> None:
-    """What it sent in that epoch may still be on its way."""
+def test_a_lost_epoch_is_not_used_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """Commands of the old epoch may still be in flight."""
     raw.delete(Keys(transport.run).epoch, Keys(transport.run).lease)
     assert transport.merger.acquire("merger", 5.0) == epoch + 1
     with pytest.raises(FencedError):
         transport.merger.announce(epoch, Call(1, 0))
 
 
-def test_a_lease_sees_a_commit_that_came_in_between(
+def test_a_lease_starts_at_the_cursor_of_a_concurrent_commit(
     transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its holder would read again what was just merged."""
+    """Otherwise the island would read the sequences again that were just merged."""
     island = connections()
 
     def commit_once(n: int) -> None:
         if n == 1:
             transport.merger.commit(epoch, samples.commit([], cursors={"0": (0, 64)}))
 
-    disturbed(island, commit_once, monkeypatch)
+    disturb_leases(island, commit_once, monkeypatch)
     assert island.island.lease_shard(["0"], "a/x") == Place("0", 0, 64)
 
 
-def test_a_lease_that_is_disturbed_for_ever_is_given_up(
+def test_a_lease_is_given_up_after_repeated_conflicts(
     transport: RedisTransport, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
@@ -709,13 +712,13 @@ def test_a_lease_that_is_disturbed_for_ever_is_given_up(
         seen.append(n)
         raw.hset(Keys(transport.run).data, "9", f"0:{n}")
 
-    disturbed(transport, disturb, monkeypatch)
+    disturb_leases(transport, disturb, monkeypatch)
     assert transport.island.lease_shard(["0"], "a/x") is None
     assert len(seen) == connection.ATTEMPTS
     assert transport.island.leased(["0"], "a/x") == frozenset()
 
 
-def test_nobody_is_looked_for_while_shards_are_free(
+def test_liveness_is_not_checked_while_shards_are_free(
     transport: RedisTransport, connections: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
@@ -731,13 +734,13 @@ def test_nobody_is_looked_for_while_shards_are_free(
         assert transport.island.lease_shard(shards[n:], f"a/{n}") == Place(str(n), 0, 0)
     assert looked == []
     assert transport.island.lease_shard(shards, "b/y") == Place("0", 0, 0)
-    assert looked == ["_live", "_busy"]  # once for all three holders
+    assert looked == ["_live", "_busy"]  # One query covers all three holders.
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_the_servers(transport: RedisTransport, raw: Any) -> None:
+def test_memory_is_that_of_the_server(transport: RedisTransport, raw: Any) -> None:
     before = transport.reader.memory()
     assert before.limit == 0
     transport.island.publish(samples.contribution(LARGE), LARGE)
@@ -751,7 +754,7 @@ def test_memory_is_the_servers(transport: RedisTransport, raw: Any) -> None:
 
 @pytest.fixture
 def full(raw: Any) -> Iterator[Callable[[], object]]:
-    """Makes the server full: from then on it refuses what may take memory."""
+    """A function that fills the server. The server then refuses every command that may take memory."""
     yield lambda: raw.config_set("maxmemory", "1mb")
     raw.config_set("maxmemory", 0)
 
@@ -759,7 +762,7 @@ def full(raw: Any) -> Iterator[Callable[[], object]]:
 def test_a_full_server_can_be_trimmed(
     transport: RedisTransport, raw: Any, epoch: int, full: Callable[[], object]
 ) -> None:
-    """Else nothing could be merged any more, and so nothing ever be let go of."""
+    """Without a trim the merger could not commit, and a full server would never get free memory."""
     before = chunk_keys(raw, transport.run)
     entries = [
         transport.island.publish(samples.contribution(LARGE, sequence=n), LARGE, samples.actions(n)) for n in range(3)
@@ -806,9 +809,7 @@ def test_an_older_epoch_does_not_extend_the_lease(transport: RedisTransport, con
     assert raw.pttl(Keys(transport.run).lease) <= 60_000
 
 
-def test_a_full_server_is_not_trimmed_by_an_older_merger(
-    transport: RedisTransport, connections: Connect, epoch: int
-) -> None:
+def test_an_older_merger_cannot_trim_a_full_server(transport: RedisTransport, connections: Connect, epoch: int) -> None:
     entry = transport.island.publish(samples.contribution(), b"payload")
     transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([entry]))
@@ -820,16 +821,16 @@ def test_a_full_server_is_not_trimmed_by_an_older_merger(
     assert transport.reader.books().kept == 1
 
 
-def test_what_a_server_refuses_is_said_in_words() -> None:
-    said = failures._refusal
+def test_refusals_of_the_server_have_codes() -> None:
+    refusal = failures._refusal
     queued = "Command # 1 (SET a 2) of pipeline caused error: MISCONF Errors writing to the AOF file: No space left"
-    assert said(queued)[0] == said("MISCONF Errors writing")[0] == "disk"
-    assert said("You can't write against a read only replica.")[0] == "replica"
+    assert refusal(queued)[0] == refusal("MISCONF Errors writing")[0] == "disk"
+    assert refusal("You can't write against a read only replica.")[0] == "replica"
     for unknown in ("unknown command 'XADD'", ""):
-        assert said(unknown)[0] == "command"
+        assert refusal(unknown)[0] == "command"
 
 
-def test_memory_where_nobody_knows_it(tmp_path: Path) -> None:
+def test_unknown_memory_is_zero(tmp_path: Path) -> None:
     with start_server(tmp_path / "redis", find_program("fakeredis")) as fake:
         transport = connect(fake.url, "none")
         assert transport.reader.memory() == transport.reader.memory() == Memory(0, 0)
@@ -852,7 +853,7 @@ def test_a_handover_expires(transport: RedisTransport, raw: Any) -> None:
     assert keys(raw, transport.run) == before
 
 
-def test_two_islands_with_dots_in_their_names_have_two_answers() -> None:
+def test_dots_in_names_do_not_make_answer_keys_collide() -> None:
     assert Keys("run").handover("a.b/c") != Keys("run").handover("a/b.c")
 
 
@@ -885,7 +886,7 @@ def test_a_damaged_answer_is_an_error_and_can_be_withdrawn(
 
 
 def test_an_answer_may_hold_two_moments_a_parameter(transport: RedisTransport) -> None:
-    """And so be larger than any contribution or snapshot."""
+    """Such an answer is larger than any contribution or snapshot."""
     payload = bytes(12 * transport.reader.manifest().parameters)
     assert len(payload) > transport.chunks.payload_max()
     transport.island.request_state("a/x")
@@ -894,11 +895,11 @@ def test_an_answer_may_hold_two_moments_a_parameter(transport: RedisTransport) -
     assert transport.island._handover_max() == len(payload) + (1 << 20)
 
 
-def test_events_that_cannot_be_read_are_passed_over(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_unreadable_events_are_skipped(transport: RedisTransport, raw: Any, epoch: int) -> None:
     stream = Keys(transport.run).snapshots
     transport.merger.announce(epoch, Call(1, 0))
     with raw.pipeline(transaction=False) as pipe:
-        for n in range(300):  # more than one reading
+        for n in range(300):  # One call does not read so many entries.
             pipe.xadd(stream, {"kind": "tidings" if n % 2 else "snapshot", "round": "x"})
         pipe.execute()
     ((first, event),) = transport.reader.events(START, 0.0)
@@ -909,8 +910,8 @@ def test_events_that_cannot_be_read_are_passed_over(transport: RedisTransport, r
     assert [event for _, event in transport.reader.events(first, 5.0)] == [Call(2, 1)]
 
 
-def test_names_that_are_none_are_passed_over(transport: RedisTransport, raw: Any) -> None:
-    """Whoever writes to the server may put anything into these sets; a reader must not end over it."""
+def test_invalid_names_are_skipped(transport: RedisTransport, raw: Any) -> None:
+    """Other clients of the server may add anything to these sets. A reader must not fail on it."""
     keys = Keys(transport.run)
     transport.island.heartbeat(samples.heartbeat("oslo"))
     raw.sadd(keys.islands, b"\xff\xfe", "a b", "x" * 65)
@@ -922,7 +923,7 @@ def test_names_that_are_none_are_passed_over(transport: RedisTransport, raw: Any
         raw.srem(REGISTRY, b"\xff\xfe")
 
 
-def test_one_islands_nonsense_does_not_hide_the_others(
+def test_an_unreadable_heartbeat_does_not_hide_the_others(
     transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     for island in ("a", "b", "c"):
@@ -938,10 +939,10 @@ def test_one_islands_nonsense_does_not_hide_the_others(
     assert len(transport.reader.presences()) == 3
 
 
-def test_a_long_wait_is_cut_below_the_sockets_patience(
+def test_a_long_wait_is_kept_below_the_socket_timeout(
     transport: RedisTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "SOCKET_SECONDS", 0.1)  # the socket itself has its 20 s
+    monkeypatch.setattr(connection, "SOCKET_SECONDS", 0.1)  # The timeout of the open socket stays 20 s.
     assert transport.reader.events(START, 3600.0) == []
     assert connection.block_ms(3600.0) == 50
     assert connection.block_ms(0.0) is None
@@ -951,12 +952,12 @@ def test_a_long_wait_is_cut_below_the_sockets_patience(
 
 
 def lasting_chunks(raw: Any, run: str) -> set[str]:
-    """Chunks that never expire."""
+    """Return the chunks that never expire."""
     return {key for key in chunk_keys(raw, run) if raw.ttl(key) == -1}
 
 
 def wanted_chunks(raw: Any, run: str, fragments: int) -> set[str]:
-    """Chunks that the newest snapshots and the merger's own states point to."""
+    """Return the chunks to which the newest snapshots and the merger's states point."""
     found = set()
     for p in range(fragments):
         for key in (Keys(run).fragment(p), Keys(run).outer(p)):
@@ -966,7 +967,7 @@ def wanted_chunks(raw: Any, run: str, fragments: int) -> set[str]:
     return found
 
 
-def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_only_the_expected_keys_remain(transport: RedisTransport, raw: Any, epoch: int) -> None:
     run = transport.run
     assert lasting_chunks(raw, run) == chunk_keys(raw, run) == wanted_chunks(raw, run, 2)
     transport.island.heartbeat(samples.heartbeat())
@@ -999,7 +1000,7 @@ def test_no_key_is_left_behind(transport: RedisTransport, raw: Any, epoch: int) 
         "{RUN:s0}:lease",
     }
     replaced = chunk_keys(raw, run) - wanted
-    assert replaced  # for whoever reads them just now
+    assert replaced  # A reader may still be reading them.
     assert all(0 < raw.ttl(key) <= chunks.PREVIOUS_SECONDS for key in replaced)
     assert raw.sismember(REGISTRY, run)
 
@@ -1032,7 +1033,7 @@ class Spying:
 
 
 def test_the_keys_of_each_transaction_share_one_hash_tag(connections: Connect) -> None:
-    """A cluster refuses other transactions."""
+    """A Redis cluster refuses transactions over several hash tags."""
     base = connections()
     spying = Spying(base.connection.redis)
     transport = RedisTransport(cast(Any, spying), base.run)
@@ -1061,22 +1062,22 @@ def test_the_keys_of_each_transaction_share_one_hash_tag(connections: Connect) -
     assert {key.partition("}")[0] for keys in named for key in keys} == {f"{{{base.run}:s0"}
 
 
-def test_chunks_of_a_contribution_go_with_it(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_the_chunks_of_a_contribution_are_deleted_with_it(transport: RedisTransport, raw: Any, epoch: int) -> None:
     before = chunk_keys(raw, transport.run)
     for sequence in range(4):
         transport.island.publish(samples.contribution(LARGE, sequence=sequence), LARGE)
-    mine = chunk_keys(raw, transport.run) - before
-    assert len(mine) == 12
-    assert mine <= lasting_chunks(raw, transport.run)  # however long the merger is absent
+    uploaded = chunk_keys(raw, transport.run) - before
+    assert len(uploaded) == 12
+    assert uploaded <= lasting_chunks(raw, transport.run)  # They must outlast any absence of the merger.
     refused, first, second, third = (delivery.entry for delivery in transport.merger.updates(0.0))
     transport.merger.refuse(epoch, [(refused, REFUSAL)])
-    assert len(mine & chunk_keys(raw, transport.run)) == 9
+    assert len(uploaded & chunk_keys(raw, transport.run)) == 9
     transport.merger.commit(epoch, samples.commit([first, second]))
-    assert len(mine & chunk_keys(raw, transport.run)) == 9
+    assert len(uploaded & chunk_keys(raw, transport.run)) == 9
     transport.merger.commit(epoch, samples.commit([third], round_number=3, trim=[first, third]))
-    assert len(mine & chunk_keys(raw, transport.run)) == 3
+    assert len(uploaded & chunk_keys(raw, transport.run)) == 3
     transport.merger.trim(epoch, [second])
-    assert not mine & chunk_keys(raw, transport.run)
+    assert not uploaded & chunk_keys(raw, transport.run)
 
 
 class NoTransactions:
@@ -1109,7 +1110,7 @@ def test_an_upload_without_its_pointer_expires(transport: RedisTransport, raw: A
     assert transport.reader.fragment(0) == first
 
 
-def test_a_commit_that_is_said_again_keeps_its_chunks(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_a_repeated_commit_keeps_its_chunks(transport: RedisTransport, raw: Any, epoch: int) -> None:
     for _ in range(2):
         transport.merger.commit(epoch, samples.commit([], LARGE, outer=LARGE))
     wanted = wanted_chunks(raw, transport.run, 2)
@@ -1120,10 +1121,10 @@ def test_a_commit_that_is_said_again_keeps_its_chunks(transport: RedisTransport,
 # -- creating -----------------------------------------------------------------------------------------------------
 
 
-def test_two_create_the_same_run_at_the_same_time(
+def test_only_one_of_two_concurrent_creations_succeeds(
     connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The later one has uploaded its chunks by the time that it loses; the winner's must be whole, and must last."""
+    """The loser has already uploaded its chunks. The winner's chunks must be complete, and must not expire."""
     winner, loser = connections(), connections()
     manifest = samples.manifest(winner.run, width=WIDTH)
     place = loser.chunks.place
@@ -1142,7 +1143,7 @@ def test_two_create_the_same_run_at_the_same_time(
     assert lasting_chunks(raw, winner.run) == wanted_chunks(raw, winner.run, 2)
 
 
-def test_a_run_whose_manifest_was_deleted_begins_anew(transport: RedisTransport, raw: Any, epoch: int) -> None:
+def test_a_run_without_its_manifest_can_be_created_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
     transport.island.publish(samples.contribution(), b"payload", samples.actions())
     transport.merger.commit(epoch, samples.commit([], cursors={"0": (1, 2)}))
     transport.island.register_corpus("site", "1" * 32)
@@ -1166,17 +1167,17 @@ def test_a_run_whose_manifest_was_deleted_begins_anew(transport: RedisTransport,
     assert transport.island.promise_answer("a/x", "b/y") is False
     assert transport.reader.fragment(0) == samples.first_snapshots(manifest)[0]
     transport.merger.release(epoch)
-    assert transport.merger.acquire("another", 1.0) == epoch + 1  # an older merger may still be alive: it stays fenced
+    assert transport.merger.acquire("another", 1.0) == epoch + 1  # An older merger that is still alive stays fenced.
 
 
-def test_restoring_leaves_no_chunk_behind(connections: Connect, raw: Any) -> None:
+def test_a_restore_leaves_no_unused_chunk(connections: Connect, raw: Any) -> None:
     made = connections()
     manifest = samples.manifest(made.run, width=WIDTH)
     pending = [(samples.contribution(LARGE), LARGE)]
     broken = RedisTransport(cast(Any, NoTransactions(made.connection.redis)), made.run)
     with failing(UnreachableError):
         broken.restore(samples.image(manifest, pending, outer=LARGE))
-    assert keys(raw, made.run) == set()  # it looks before it uploads
+    assert keys(raw, made.run) == set()  # It checks that the run is absent before it uploads anything.
     made.restore(samples.image(manifest, pending, outer=LARGE))
     published = {key for key in chunk_keys(raw, made.run) if ":c:a.x." in key}
     assert len(published) == 3
@@ -1189,7 +1190,9 @@ def test_restoring_leaves_no_chunk_behind(connections: Connect, raw: Any) -> Non
     assert not [key for key in chunk_keys(raw, made.run) if ":c:a.x." in key]
 
 
-def test_a_run_is_created_while_it_is_restored(connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_loses_against_a_concurrent_creation(
+    connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     winner, loser = connections(), connections()
     manifest = samples.manifest(winner.run, width=WIDTH)
     prepared = loser.creation.prepared
@@ -1209,12 +1212,12 @@ def test_a_run_is_created_while_it_is_restored(connections: Connect, raw: Any, m
 
 
 def version(number: int) -> bytes:
-    """A payload of some chunks that is unlike its neighbours in each of them, in content and in size."""
+    """Return a payload of several chunks. Its content and its size differ from those of nearby versions."""
     return bytes([number % 251]) * (3000 + 700 * (number % 5))
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_snapshot_is_never_seen_torn(transport: RedisTransport, connections: Connect, epoch: int) -> None:
+def test_a_snapshot_is_never_read_torn(transport: RedisTransport, connections: Connect, epoch: int) -> None:
     reader, versions = connections(), 200
     failed: list[BaseException] = []
 
@@ -1240,10 +1243,10 @@ def test_a_snapshot_is_never_seen_torn(transport: RedisTransport, connections: C
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_reader_that_is_too_slow_reads_the_newer_one(
+def test_a_slow_reader_reads_the_newer_snapshot(
     transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the pointer and the chunks the snapshot is replaced, and the old chunks expire."""
+    """The snapshot is replaced between the read of its pointer and the read of its chunks, which have expired."""
     monkeypatch.setattr(chunks, "PREVIOUS_SECONDS", 0)
     reader = connections()
     transport.merger.commit(epoch, samples.commit([], version(1), 1))
@@ -1262,7 +1265,7 @@ def test_a_reader_that_is_too_slow_reads_the_newer_one(
     assert replaced
 
 
-def test_the_server_of_last_resort_is_accepted(tmp_path: Path) -> None:
+def test_fakeredis_is_accepted(tmp_path: Path) -> None:
     with start_server(tmp_path / "redis", find_program("fakeredis")) as fake:
         transport = connect(fake.url, "none")
         assert transport.reader.runs() == []
@@ -1270,8 +1273,8 @@ def test_the_server_of_last_resort_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_of_a_snapshot_two_versions_lie_there_and_no_more(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    """However fast versions follow each other, memory stays bounded."""
+def test_at_most_two_versions_of_a_snapshot_are_kept(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """Memory stays bounded even if versions follow each other fast."""
     counts = []
     for number in range(1, 8):
         transport.merger.commit(epoch, samples.commit([], bytes([number]) * 3000, number))
@@ -1283,7 +1286,7 @@ def test_of_a_snapshot_two_versions_lie_there_and_no_more(transport: RedisTransp
 # -- steering -------------------------------------------------------------------------------------------------------
 
 
-def test_whatever_lies_where_wishes_should_stands_in_nobodys_way(transport: RedisTransport, raw: Any) -> None:
+def test_a_control_key_of_another_type_is_ignored_when_read(transport: RedisTransport, raw: Any) -> None:
     raw.set(Keys(transport.run).control, "no hash")
     assert transport.reader.control() == {}
     assert transport.island.heartbeat(samples.heartbeat()) == ""
@@ -1293,20 +1296,20 @@ def test_whatever_lies_where_wishes_should_stands_in_nobodys_way(transport: Redi
         transport.reader.steer({"merging": "paused"})
 
 
-def test_whatever_lies_where_notes_should_is_none(transport: RedisTransport, raw: Any) -> None:
+def test_a_notes_key_of_another_type_is_ignored_when_read(transport: RedisTransport, raw: Any) -> None:
     raw.set(Keys(transport.run).notes, "no stream")
     assert transport.reader.notes(9) == []
     with failing(BrokerError, "broker.refused-wrong-type"):
         transport.reader.note(Note(1.7e9, "a", "joined", "at round 3"))
 
 
-def test_a_heartbeat_that_was_not_taken_is_an_error(transport: RedisTransport, raw: Any) -> None:
+def test_a_refused_heartbeat_is_an_error(transport: RedisTransport, raw: Any) -> None:
     raw.set(Keys(transport.run).island("a"), "no hash")
     with failing(BrokerError, "broker.refused-wrong-type"):
         transport.island.heartbeat(samples.heartbeat())
 
 
-def test_wishes_and_notes_that_cannot_be_read_hide_no_others(transport: RedisTransport, raw: Any) -> None:
+def test_unreadable_controls_and_notes_do_not_hide_the_others(transport: RedisTransport, raw: Any) -> None:
     keys = Keys(transport.run)
     raw.hset(keys.control, mapping={b"\xff": b"\xfe", "merging": "paused", "island.a": b"\xff"})
     assert transport.reader.control() == {"\ufffd": "\ufffd", "merging": "paused", "island.a": "\ufffd"}
