@@ -146,7 +146,7 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """How the contributions of a round become one outer gradient.
+    """The rules that merge the contributions of a round into one outer gradient.
 
     Attributes:
         embedding: The merge rule of embedding tensors.
@@ -186,7 +186,7 @@ class OuterConfig:
 
 @dataclass(frozen=True)
 class AdoptConfig:
-    """What an island does with a snapshot that arrives while it trains.
+    """The rule by which an island takes a snapshot that arrives while it trains.
 
     Attributes:
         rule: `overwrite` replaces the island's parameters. `carry` also adds the steps that the island has taken since

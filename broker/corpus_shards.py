@@ -24,7 +24,7 @@ _PLACE = re.compile(r"((?:[A-Za-z0-9][A-Za-z0-9._-]{0,63}/)?(?:0|[1-9][0-9]{0,6}
 
 @dataclass(frozen=True)
 class Place:
-    """How far a pass over a shard has been read.
+    """A position in a pass over a shard.
 
     The text form is `17:0:96`, at the end of the pass `17:0:end`, and for another corpus `site/17:0:96`.
 

@@ -25,7 +25,7 @@ UNSAFE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "she
 
 
 def imported(source: str) -> set[str]:
-    """Modules that a source imports, wherever it does so: at the top, in functions, for type checking, by a string."""
+    """Return the modules that a source imports: at the top, in functions, for type checking, and by name."""
     return set(_imports(ast.parse(source)))
 
 
@@ -34,7 +34,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide where they lead"
+            assert node.level == 0, "relative imports are not allowed"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
@@ -44,7 +44,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def sources(package: str) -> dict[str, set[str]]:
-    """`path: imported modules` of a package, or of the tests."""
+    """Return the imported modules of each source file of a package, or of the tests."""
     files = sorted((ROOT / package).rglob("*.py"))
     assert files
     return {str(path.relative_to(ROOT)): imported(path.read_text(encoding="utf-8")) for path in files}
@@ -55,12 +55,12 @@ def tops(modules: set[str]) -> set[str]:
 
 
 def ours(modules: set[str]) -> set[str]:
-    """The parts of `archipelago`, and `tests`, that are among these modules."""
+    """Return the packages of `archipelago`, and `tests`, to which these modules belong."""
     parts = {module.split(".")[1] for module in modules if module.startswith("archipelago.")}
     return parts | tops(modules) & {"tests"}
 
 
-def test_every_way_to_import_is_seen() -> None:
+def test_every_form_of_import_is_found() -> None:
     source = """
 import a.b as c, d
 from e.f import g
@@ -101,7 +101,7 @@ def test_only_the_redis_room_imports_redis() -> None:
 
 
 def test_no_source_imports_a_folder_by_its_bare_name() -> None:
-    """`ops` and `broker` are names of other distributions: ours are `archipelago.ops` and `archipelago.broker`."""
+    """Other distributions use the names `ops` and `broker`; ours begin with `archipelago.`."""
     for package in [*MAY_IMPORT, "tests"]:
         for path, modules in sources(package).items():
             assert not tops(modules) & set(MAY_IMPORT), path
@@ -115,7 +115,7 @@ def test_every_folder_is_installed() -> None:
 
 
 @pytest.mark.parametrize("package", [*MAY_IMPORT, "tests"])
-def test_nobody_runs_code_from_data(package: str) -> None:
+def test_no_source_executes_data_as_code(package: str) -> None:
     for path, modules in sources(package).items():
         assert not tops(modules) & UNSAFE, path
 
@@ -127,20 +127,20 @@ def test_the_installed_package_is_this_checkout(package: str) -> None:
     assert Path(found).resolve() == ROOT.resolve() / package / "__init__.py"
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     for package in MAY_IMPORT:
         for path in (ROOT / package).rglob("*.py"):
             assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
 
 
 def loaded_by(*modules: str) -> set[str]:
-    """The modules that are loaded in a new process that imports those."""
+    """Return the modules that a new process loads when it imports the given ones."""
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(found.stdout.split())
 
 
-def test_looking_at_a_run_loads_no_jax() -> None:
+def test_commands_that_read_a_run_do_not_load_jax() -> None:
     watching = ("broker.redis.transport", "broker.memory.transport", "broker.process", "ops.watch.status", "ops.cli")
     loaded = loaded_by(*(f"archipelago.{module}" for module in watching))
     assert "archipelago.broker.redis.connection" in loaded
@@ -149,7 +149,7 @@ def test_looking_at_a_run_loads_no_jax() -> None:
 
 
 def test_the_names_of_the_tests_are_unique() -> None:
-    """Folders of tests are no packages: two files of one name would be one module."""
+    """The folders of tests are not packages, so two files of the same name would be one module."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
     assert not list((ROOT / "tests").rglob("__init__.py"))

@@ -65,13 +65,13 @@ class RedisConnection:
         """Raise ServerTooOldError when the server lacks commands that the streams need."""
         info = self.info("server")
         if not self.has_info:
-            return  # fakeredis, which has everything else that we need
+            return  # fakeredis does not know INFO, but has all commands that a run needs
         found = str(info.get("redis_version", "0"))
         if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             raise ServerTooOldError(
                 f"{self.where} is Redis {found}, and {oldest} is the oldest that works",
-                "Upgrade it, or leave the URL out: `archipelago up` then starts one of its own.",
+                "Upgrade it. Or run `archipelago up` without a URL, which starts a new server.",
             )
 
     def info(self, section: str) -> dict[str, Any]:

@@ -86,8 +86,8 @@ class Creation:
         """Write all parts of a checkpoint that have no payload."""
         pipe.set(self._keys.state, image.state)
         pipe.hset(self._keys.books, mapping={**to_fields(image.balanced_books), "round": image.round})
-        if wishes := fields_in(image.state):
-            pipe.hset(self._keys.control, mapping=wishes)
+        if requests := fields_in(image.state):
+            pipe.hset(self._keys.control, mapping=requests)
         if image.cursors:
             pipe.hset(self._keys.data, mapping={shard: cursor_text(c) for shard, c in image.cursors.items()})
         for entry in image.tape:

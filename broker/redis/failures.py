@@ -1,4 +1,4 @@
-"""Translate the errors of redis-py and of servers into ours."""
+"""Translate the errors of redis-py and of servers into errors of archipelago."""
 
 from __future__ import annotations
 
@@ -107,16 +107,16 @@ def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
 
 
 def is_full(error: BrokerError) -> bool:
-    """Whether the server has reached its memory limit."""
+    """Return whether the error says that the server has reached its memory limit."""
     return isinstance(error.__cause__, redis.exceptions.OutOfMemoryError)
 
 
 def is_gone(error: BrokerError) -> bool:
-    """Whether the consumer group does not exist, or was deleted while we waited for it."""
+    """Return whether the error says that the consumer group does not exist, or was deleted during a wait."""
     cause = error.__cause__
     return isinstance(cause, redis.ResponseError) and bool(re.search("NOGROUP|UNBLOCKED", str(cause)))
 
 
 def is_wrong_kind(error: BrokerError) -> bool:
-    """Whether the key holds another type of value."""
+    """Return whether the error says that the key holds another type of value."""
     return "WRONGTYPE" in str(error.__cause__)

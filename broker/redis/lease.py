@@ -23,10 +23,10 @@ return redis.call('PEXPIRE', KEYS[2], ARGV[2])
 
 
 class Lease:
-    """The hold of one merger on the run.
+    """The lease of one merger on the run.
 
-    It remembers its last epoch: a server that forgot it must not give us the same number again, because writes that we
-    sent in it may still be on their way.
+    The object remembers its last epoch. A server that lost data may offer the same number again, but this merger must
+    not take it, because writes that it sent in that epoch may still arrive.
     """
 
     def __init__(self, connection: RedisConnection, stored: StoredRun) -> None:
@@ -83,7 +83,7 @@ class Lease:
         failpoint("release.done")
 
     def mark(self, epoch: int) -> bytes:
-        """Return the value of the epoch's key while it is ours.
+        """Return the value of the epoch's key while this merger holds the lease.
 
         The number alone is not enough: a server that loses its newest writes would give one number to two mergers.
         """

@@ -1,4 +1,4 @@
-"""Codecs: the rounding bit for bit, the sizes, the error, and the device's copy of the same rounding."""
+"""Codecs: exact rounding, sizes, error bounds, and equal results in numpy and on a device."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from archipelago.broker.errors import WireError
 from tests.failing import failing
 
 NORMAL_MIN = float(np.finfo(np.float32).tiny)
+#: Halfway between bfloat16's largest finite number and the next power of two. From here on values round to infinity.
 OVERFLOW = 3.3961776e38
-"""halfway between bfloat16's largest finite number and the next power of two: this and more rounds to infinity"""
 
+#: Any bit patterns, including subnormals, infinities and all kinds of NaN.
 BITS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda bits: np.array(bits, np.uint32).view(np.float32))
-"""any bit pattern: subnormals, infinities and NaN of every kind among them"""
+#: Values halfway between two neighbours in bfloat16.
 TIES = st.lists(st.integers(0, 2**16 - 1), max_size=40).map(
     lambda high: (np.array(high, np.uint32) << 16 | 0x8000).view(np.float32)
 )
-"""just halfway between two neighbours"""
 FINITE = st.lists(st.floats(-(2.0**127), 2.0**127, width=32), max_size=40).map(
     lambda values: np.array(values, np.float32)
 )
 
 
 def decoded(name: str, values_N: Vector) -> Vector:
-    """What a receiver reads."""
+    """Return the values that a receiver reads."""
     return codec(name).decode(codec(name).encode(values_N), values_N.size)
 
 
@@ -76,25 +76,25 @@ def test_float32_is_exact(values_N: Vector) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 @given(values_N=FINITE)
-def test_sizes_and_a_second_pass_changes_nothing(name: str, values_N: Vector) -> None:
+def test_sizes_are_exact_and_a_second_pass_changes_nothing(name: str, values_N: Vector) -> None:
     chosen = codec(name)
     body = chosen.encode(values_N)
     assert len(body) == chosen.encoded_size(values_N.size)
     decoded_N = chosen.decode(body, values_N.size)
     assert decoded_N.dtype == np.float32
     assert decoded_N.shape == values_N.shape
-    if name != "top3":  # whose means move when they are sent again
+    if name != "top3":  # a second pass changes the means of top3
         assert chosen.encode(decoded_N) == body
 
 
-def test_what_is_not_contiguous_is_encoded_all_the_same() -> None:
+def test_a_strided_array_is_encoded() -> None:
     values_N = np.arange(20, dtype=np.float32)
     for chosen in CODECS.values():
         assert chosen.encode(values_N[::2]) == chosen.encode(values_N[::2].copy())
 
 
 def _many(seed: int) -> Vector:
-    """All magnitudes and all ties, but no subnormals: XLA on a CPU flushes them to zero, where `encode` keeps them."""
+    """Return all magnitudes and ties without subnormals, which XLA on a CPU flushes to zero and `encode` keeps."""
     bits_N = np.random.default_rng(seed).integers(0, 2**32, 200_000, dtype=np.uint32)
     bits_N[::4] = bits_N[::4] & 0xFFFF0000 | 0x8000
     values_N = bits_N.view(np.float32)
@@ -102,7 +102,7 @@ def _many(seed: int) -> Vector:
 
 
 def _gradients(seed: int, elements: int) -> Vector:
-    """What outer gradients look like: magnitudes that differ from block to block, some blocks all zero or sparse."""
+    """Return values like outer gradients: magnitudes differ between blocks, and some blocks are zero or sparse."""
     random = np.random.default_rng(seed)
     values_N = random.standard_normal(elements).astype(np.float32)
     values_N *= np.repeat(np.exp2(random.integers(-60, 60, -(-elements // 64))), 64)[:elements].astype(np.float32)
@@ -113,7 +113,7 @@ def _gradients(seed: int, elements: int) -> Vector:
 
 @cache
 def _device(name: str) -> Any:
-    """One program, as an island's device runs it: the quantised arrays, and what a receiver will read."""
+    """Return the program of an island's device, which computes the quantised arrays and the receiver's values."""
 
     @jax.jit
     def both(x_N: jax.Array) -> tuple[Any, jax.Array]:
@@ -124,7 +124,7 @@ def _device(name: str) -> Any:
 
 
 def sent_by_device(name: str, values_N: Vector) -> tuple[bytes, Vector]:
-    """The body, and what a receiver will read, as an island's device computes them."""
+    """Return the body and the receiver's values, as an island's device computes them."""
     parts, restored_N = _device(name)(jnp.asarray(values_N))
     return body_of(parts), np.asarray(restored_N)
 
@@ -158,8 +158,8 @@ def test_the_error_is_within_its_bound(name: str, values_N: Vector) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_what_stays_with_the_sender_shrinks(name: str, seed: int) -> None:
-    """Error feedback needs it: however often something is sent, what is owed grows no larger than what came in."""
+def test_the_error_that_the_sender_keeps_shrinks(name: str, seed: int) -> None:
+    """Error feedback needs this: the accumulated error stays below the size of the input."""
     values_N = np.clip(_gradients(seed, 9000), -1e12, 1e12)
     left = np.linalg.norm((values_N - decoded(name, values_N)).astype(np.float64))
     assert left <= 0.995 * np.linalg.norm(values_N.astype(np.float64)) + 1e-20
@@ -168,7 +168,7 @@ def test_what_stays_with_the_sender_shrinks(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", CODECS)
 @given(data=st.data())
 def test_any_body_of_the_right_size_decodes(name: str, data: st.DataObject) -> None:
-    """To finite values or not; never to an error, nor to another size. The wire looks at what is not finite."""
+    """The values may be NaN or infinite, which `unpack` checks, but decoding never fails or changes the size."""
     elements = data.draw(st.integers(1, 300))
     size = codec(name).encoded_size(elements)
     body = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1))).bytes(size)
@@ -176,8 +176,8 @@ def test_any_body_of_the_right_size_decodes(name: str, data: st.DataObject) -> N
 
 
 @given(seed=st.integers(0, 2**32 - 1), kinds=st.integers(1, 400))
-def test_top3_keeps_the_largest_and_of_equal_ones_the_first(seed: int, kinds: int) -> None:
-    """What a stable sort would keep, numpy's and the device's alike."""
+def test_top3_keeps_the_largest_and_earlier_indices_win_ties(seed: int, kinds: int) -> None:
+    """The codec keeps the same values as a stable sort, in numpy and on the device."""
     random = np.random.default_rng(seed)
     values_N = random.choice(random.uniform(0.5, 1.0, kinds), 2 * TOP_BLOCK).astype(np.float32)
     values_N *= random.choice(np.array([-1, 1], np.float32), values_N.size)
@@ -192,8 +192,8 @@ def test_top3_keeps_the_largest_and_of_equal_ones_the_first(seed: int, kinds: in
 
 @pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "top3"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_poison_stays_poison(name: str, poison: float) -> None:
-    """A block with NaN or infinity in it does not come out as harmless numbers."""
+def test_nan_and_infinity_survive_the_codec(name: str, poison: float) -> None:
+    """A block with NaN or infinity must not decode to finite numbers."""
     values_N = np.ones(300, np.float32)
     values_N[7] = poison
     with np.errstate(invalid="ignore"):
@@ -204,7 +204,7 @@ def test_poison_stays_poison(name: str, poison: float) -> None:
     ("name", "bits"),
     [("float32", 32.0), ("bfloat16", 16.0), ("int8", 8.0625), ("int4", 4.125), ("e3m0", 4.125), ("top3", 0.4453125)],
 )
-def test_bits_an_element(name: str, bits: float) -> None:
+def test_bits_per_element(name: str, bits: float) -> None:
     assert codec(name).encoded_size(1 << 20) * 8 / (1 << 20) == bits
 
 

@@ -1,4 +1,4 @@
-"""A run's settings: defaults, what is refused and in which words, the digest, and the file formats."""
+"""A run's settings: defaults, invalid values and their errors, the digest, and the file formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULTS = RunConfig()
 
 
 def leaves(section: Any = DEFAULTS, prefix: str = "") -> dict[str, Any]:
-    """`key: annotation` of every setting, with the section's name before it."""
+    """Return `section.key: annotation` of every setting."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(type(section)).items():
         value = getattr(section, name, None)
@@ -47,7 +47,7 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 def with_value(key: str, value: object) -> dict[str, Any]:
-    """The defaults as a mapping, but for one setting."""
+    """Return the defaults as a mapping, with one setting changed."""
     values = dataclasses.asdict(DEFAULTS)
     *sections, name = key.split(".")
     place = values
@@ -58,7 +58,7 @@ def with_value(key: str, value: object) -> dict[str, Any]:
 
 
 def another(key: str) -> object:
-    """A valid value of a setting that is not its default."""
+    """Return a valid value of a setting that is not its default."""
     hint, value = LEAVES[key], value_of(DEFAULTS, key)
     if value is None:
         return 0.5
@@ -198,7 +198,7 @@ def test_a_wrong_value_is_named_with_its_key(key: str, value: object, shown: str
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("key", [key for key, hint in LEAVES.items() if isinstance(value_of(DEFAULTS, key), float)])
-def test_no_setting_takes_what_is_not_finite(key: str, value: float) -> None:
+def test_settings_must_be_finite(key: str, value: float) -> None:
     with failing(ConfigError, "config.value") as caught:
         from_json(json.dumps(with_value(key, value)))
     assert key in str(caught.value)
@@ -218,7 +218,7 @@ def test_every_fault_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "7", "[]", '"text"', "[" * 100_000, b"\xff\xfe", '{"seed": NaN}'])
-def test_what_is_no_config_is_an_error(text: str | bytes) -> None:
+def test_text_that_is_not_a_config_is_an_error(text: str | bytes) -> None:
     with pytest.raises(ConfigError) as caught:
         from_json(text)
     assert caught.value.code in ("config.not-json", "config.value")

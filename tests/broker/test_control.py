@@ -1,4 +1,4 @@
-"""What an operator may wish, how it is read back, and that nothing in Redis can be read as something else."""
+"""The operator's requests: valid fields, their text, and the safe parsing of any other text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RATES = st.floats(0.0, 10.0, exclude_min=True)
 VALUES = st.fixed_dictionaries({}, optional={OUTER_RATE: RATES, QUORUM: st.integers(1, 99), GRACE: st.floats(0.0, 1.0)})
 
 
-def test_all_that_can_be_steered_is_read() -> None:
+def test_all_requests_are_parsed() -> None:
     fields = {
         OUTER_RATE: "0.5", QUORUM: "3", GRACE: "0.25", "merging": "paused", "checkpoint": "now", "island.oslo": DRAIN,
         "island.paris": EXPEL,
@@ -59,7 +59,7 @@ def test_numbers_are_written_in_one_way(given_value: str, written: str) -> None:
     assert checked_changes(CONFIG, {"outer.learning-rate": given_value}) == {OUTER_RATE: written}
 
 
-def test_an_empty_value_takes_a_field_back() -> None:
+def test_an_empty_value_removes_a_field() -> None:
     nothing = {OUTER_RATE: "", "merging": "", "checkpoint": "", "island.oslo": ""}
     assert checked_changes(CONFIG, nothing) == nothing
 
@@ -84,7 +84,7 @@ def test_an_empty_value_takes_a_field_back() -> None:
         ("checkpoint", "a\nb", "control.value"),
     ],
 )
-def test_a_change_that_cannot_be_used_is_refused(name: str, value: str, code: str) -> None:
+def test_an_invalid_change_is_refused(name: str, value: str, code: str) -> None:
     with failing(ConfigError, code):
         checked_changes(CONFIG, {name: value})
     if value:
@@ -94,7 +94,7 @@ def test_a_change_that_cannot_be_used_is_refused(name: str, value: str, code: st
 
 
 @given(st.dictionaries(st.text(max_size=80), st.text(max_size=80), max_size=8))
-def test_nothing_in_redis_stops_the_reader(fields: dict[str, str]) -> None:
+def test_any_hash_can_be_parsed(fields: dict[str, str]) -> None:
     control = Control.of(fields)
     assert control.fields.keys() <= fields.keys()
     assert control.faults.keys() <= {name[:VALUE_MAX] for name in fields}
@@ -110,7 +110,7 @@ def test_nothing_in_redis_stops_the_reader(fields: dict[str, str]) -> None:
         | st.sampled_from(["paused", DRAIN, EXPEL]),
     )
 )
-def test_whatever_is_read_is_in_range(fields: dict[str, str]) -> None:
+def test_parsed_values_are_in_range(fields: dict[str, str]) -> None:
     control = Control.of(fields)
     checked(steered(CONFIG, in_force(CONFIG, {}, control)))
     assert set(control.islands.values()) <= {DRAIN, EXPEL}
@@ -118,33 +118,33 @@ def test_whatever_is_read_is_in_range(fields: dict[str, str]) -> None:
     assert control.fields.keys() | control.faults.keys() == fields.keys()
 
 
-def test_a_hash_without_end_is_read_to_a_bound() -> None:
+def test_at_most_fields_max_fields_are_parsed() -> None:
     control = Control.of({f"island.i{n}": EXPEL for n in range(FIELDS_MAX + 1)})
     assert len(control.islands) == FIELDS_MAX
     assert list(control.faults.values()) == [f"{FIELDS_MAX + 1} fields, of which {FIELDS_MAX} are read"]
 
 
-# -- what is in force ----------------------------------------------------------------------------------
+# -- settings in force ---------------------------------------------------------------------------------
 
 
-def test_only_what_differs_from_the_runs_own_is_in_force() -> None:
+def test_only_settings_that_differ_from_the_config_are_in_force() -> None:
     control = Control.of({OUTER_RATE: "0.7", QUORUM: "3"})
     assert in_force(CONFIG, {GRACE: 0.1}, control) == {QUORUM: 3}
 
 
-def test_what_cannot_be_read_changes_nothing() -> None:
+def test_an_unreadable_setting_stays_as_it_was() -> None:
     control = Control.of({OUTER_RATE: "fast", QUORUM: "3"})
     assert in_force(CONFIG, {OUTER_RATE: 0.25, GRACE: 0.1}, control) == {OUTER_RATE: 0.25, QUORUM: 3}
 
 
-def test_the_tape_says_what_changed_and_what_is_back() -> None:
+def test_the_tape_records_changes_and_returns_to_the_config() -> None:
     assert changes_text(CONFIG, {}, {OUTER_RATE: 0.5, QUORUM: 3}) == "outer.learning_rate=0.5 sync.quorum=3"
     assert changes_text(CONFIG, {OUTER_RATE: 0.5, QUORUM: 3}, {QUORUM: 3}) == "outer.learning_rate=0.7"
     assert changes_text(CONFIG, {QUORUM: 3}, {QUORUM: 3}) == ""
 
 
 @given(st.lists(VALUES, max_size=6))
-def test_the_tape_leads_from_setting_to_setting_to_the_bit(wishes: list[dict[str, float]]) -> None:
+def test_changes_on_the_tape_restore_settings_exactly(wishes: list[dict[str, float]]) -> None:
     live: dict[str, float] = {}
     replayed: dict[str, float] = {}
     for wish in wishes:
@@ -158,7 +158,7 @@ def test_the_tape_leads_from_setting_to_setting_to_the_bit(wishes: list[dict[str
 
 
 @pytest.mark.parametrize("text", ["outer.learning_rate=0", "inner.steps=3", "x", "sync.quorum=", "=1"])
-def test_a_tape_with_anything_else_on_it_is_refused(text: str) -> None:
+def test_an_invalid_change_on_the_tape_is_refused(text: str) -> None:
     with failing(WireError, "wire.tape"):
         after_changes(CONFIG, {}, text)
 
@@ -172,7 +172,7 @@ def test_steering_changes_nothing_else() -> None:
 @pytest.mark.parametrize(
     "state", ["", "{", "[]", "null", '{"control": 3}', '{"control": {"merging": "no"}}', "[" * 9999]
 )
-def test_a_state_that_says_nothing_of_wishes_has_none(state: str) -> None:
+def test_a_state_without_requests_has_no_fields(state: str) -> None:
     assert fields_in(state) == {}
 
 
@@ -180,7 +180,7 @@ def test_a_state_that_says_nothing_of_wishes_has_none(state: str) -> None:
 
 
 @pytest.mark.parametrize("wish", [DRAIN, EXPEL])
-def test_an_island_that_is_not_wanted_hears_how_to_be_let_in(wish: str) -> None:
+def test_a_drained_or_expelled_island_cannot_join(wish: str) -> None:
     fields = {"island.oslo": wish}
     with failing(ConfigError, "control.unwelcome") as caught:
         require_welcome(fields, "oslo", "demo")
@@ -189,7 +189,7 @@ def test_an_island_that_is_not_wanted_hears_how_to_be_let_in(wish: str) -> None:
     require_welcome({"island.oslo": "nonsense"}, "oslo", "demo")
 
 
-def test_expelled_is_the_island_whatever_its_incarnation() -> None:
+def test_expelling_an_island_covers_all_its_incarnations() -> None:
     fields = {"island.a": EXPEL, "island.b": DRAIN}
     assert is_expelled(fields, "a/x")
     assert is_expelled(fields, "a/y")

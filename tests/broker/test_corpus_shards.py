@@ -1,4 +1,4 @@
-"""Leases and cursors: what is written is read back, cursors only go forwards, each sequence is merged once a pass."""
+"""Leases and cursors: text round trips, cursors that only advance, and one merge per sequence and pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CURSORS = st.tuples(PASSES, POSITIONS)
 
 
 @given(st.lists(PLACES, max_size=PLACES_MAX))
-def test_places_are_read_back(places: list[Place]) -> None:
+def test_places_survive_a_round_trip(places: list[Place]) -> None:
     assert parse_places(" ".join(map(str, places))) == tuple(places)
 
 
@@ -50,7 +50,7 @@ def test_all_places_of_a_contribution_fit_into_it() -> None:
     assert from_fields(Contribution, to_fields(contribution)).data == text
 
 
-def test_places_read_as_the_documentation_says() -> None:
+def test_places_have_the_documented_text() -> None:
     assert [str(Place("17", 0, 96)), str(Place("17", 0, 96, ended=True)), str(Place("site/17", 2, 5))] == [
         "17:0:96",
         "17:0:end",
@@ -89,14 +89,14 @@ def test_places_read_as_the_documentation_says() -> None:
         " ".join(["17:0:1"] * (PLACES_MAX + 1)),
     ],
 )
-def test_what_is_no_place_is_refused_in_few_words(text: str) -> None:
+def test_an_invalid_place_is_refused_with_a_short_message(text: str) -> None:
     with pytest.raises(WireError) as refused:
         parse_places(text)
     assert len(str(refused.value)) < 300
 
 
 @given(st.text(max_size=60) | st.from_regex(r"[0-9a/]{1,9}:\d{1,14}:(\d{1,17}|end)", fullmatch=True))
-def test_text_from_outside_is_places_within_bounds_or_refused(text: str) -> None:
+def test_any_text_is_parsed_within_bounds_or_refused(text: str) -> None:
     try:
         places = parse_places(text)
     except WireError:
@@ -109,12 +109,12 @@ def test_text_from_outside_is_places_within_bounds_or_refused(text: str) -> None
 
 
 @given(CURSORS)
-def test_cursors_are_read_back(cursor: tuple[int, int]) -> None:
+def test_cursors_survive_a_round_trip(cursor: tuple[int, int]) -> None:
     assert parse_cursor(cursor_text(cursor)) == cursor
 
 
 @pytest.mark.parametrize("text", ["", "1", "1:", "1:-1", "1:2:3", "1:end", "١:0", "1" * 14 + ":0", "1:2 "])
-def test_what_is_no_cursor_is_refused(text: str) -> None:
+def test_an_invalid_cursor_is_refused(text: str) -> None:
     with pytest.raises(WireError):
         parse_cursor(text)
 
@@ -142,13 +142,13 @@ def test_cursors_go_forwards_only(cursors: dict[str, tuple[int, int]], places: l
 
 
 @given(CURSORS, st.booleans())
-def test_wherever_a_cursor_comes_to_stand_a_reader_can_say_so(cursor: tuple[int, int], ended: bool) -> None:
+def test_every_reachable_cursor_can_be_written_as_a_place(cursor: tuple[int, int], ended: bool) -> None:
     for pass_number, position in advanced({}, [Place("0", *cursor, ended)]).values():
         place = Place("0", pass_number, position)
         assert parse_places(str(place)) == (place,)
 
 
-# -- which shard ------------------------------------------------------------------------------------------------------
+# -- choice of a shard ------------------------------------------------------------------------------------------------
 
 ISLANDS = ["a/1", "a/2", "b/1", "c/1"]
 SHARDS = st.lists(st.sampled_from([*map(str, range(6)), "site/0", "site/1"]), unique=True, max_size=8)
@@ -156,7 +156,7 @@ SHARDS = st.lists(st.sampled_from([*map(str, range(6)), "site/0", "site/1"]), un
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[str], dict[str, tuple[int, int]], dict[str, str], set[str]]:
-    """Shards, cursors, holders, and which of the holders are gone."""
+    """Draw shards, cursors, holders, and the holders that are gone."""
     shards = draw(SHARDS)
     cursors = draw(st.dictionaries(st.sampled_from(shards), st.tuples(SMALL, SMALL))) if shards else {}
     holders = draw(st.dictionaries(st.sampled_from(shards), st.sampled_from(["", *ISLANDS]))) if shards else {}
@@ -182,21 +182,21 @@ def test_a_shard_is_chosen_by_the_rules(
     assert chosen == (own or fewest)[0]
 
 
-def test_nothing_is_chosen_from_nothing() -> None:
+def test_without_shards_none_is_chosen() -> None:
     assert choose([], {}, {}, "a/1", lambda _: True) is None
     assert choose(["0"], {}, {"0": "a/2"}, "a/1", lambda _: False) is None
 
 
-def test_what_one_holds_and_was_never_told_of_is_found_again() -> None:
+def test_an_island_that_lost_the_answer_gets_its_shard_again() -> None:
     assert choose(["0"], {}, {"0": "a/1"}, "a/1", lambda _: False) == "0"
 
 
-def test_what_one_holds_and_does_not_ask_for_is_looked_at_all_the_same() -> None:
-    """A shard in hand that is a pass behind holds up all others."""
+def test_a_held_shard_that_is_a_pass_behind_blocks_new_passes() -> None:
+    """No other shard may start the pass after the next while this one is behind."""
     assert choose(["1"], {"1": (2, 0)}, {"0": "a/1"}, "a/1", lambda _: False) is None
 
 
-def test_an_island_goes_on_where_its_earlier_incarnation_was() -> None:
+def test_an_island_prefers_the_shard_of_its_earlier_incarnation() -> None:
     holders = {"1": "ab/1", "2": "a/1"}
     assert choose(["0", "1", "2"], {}, holders, "a/2", lambda _: True) == "2"
     assert choose(["0", "1", "2"], {"2": (1, 0)}, holders, "a/2", lambda _: True) == "0"
@@ -207,26 +207,34 @@ def test_an_island_goes_on_where_its_earlier_incarnation_was() -> None:
 
 @dataclass
 class Reader:
-    """One incarnation of an island."""
+    """One incarnation of an island.
+
+    Attributes:
+        place: Its place in the shard that it reads.
+        unsent: The sequences that it has read since its last contribution, each as shard, pass and number.
+        held: Its place in each shard that it holds.
+    """
 
     place: Place | None = None
     unsent: list[tuple[str, int, int]] = field(default_factory=list)
-    """sequences read since the last contribution: shard, pass, number"""
     held: dict[str, Place] = field(default_factory=dict)
 
 
 @dataclass
 class Simulation:
-    """Islands that read, contribute and die at random, and a merger that merges late."""
+    """Islands that read, contribute and die at random, and a merger that merges late.
+
+    Attributes:
+        lengths: The number of sequences of each shard.
+        waiting: Contributions that are not merged yet, each with its island, its places and its sequences.
+    """
 
     random: Random
     lengths: Mapping[str, int]
-    """sequences of each shard"""
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
     holders: dict[str, str] = field(default_factory=dict)
     readers: dict[str, Reader] = field(default_factory=dict)
     waiting: deque[tuple[str, str, list[tuple[str, int, int]]]] = field(default_factory=deque)
-    """contributions: by whom, their places, their sequences"""
     merged: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     deaths: int = 0
 
@@ -241,14 +249,14 @@ class Simulation:
             assert place.pass_number <= self.slowest() + 1
 
     def slowest(self) -> int:
-        """The pass that every shard has come to."""
+        """Return the pass that every shard has reached."""
         return min(self.cursors.get(shard, (0, 0))[0] for shard in self.lengths)
 
     def _gone(self, holder: str) -> bool:
         return holder not in self.readers and all(who != holder for who, _, _ in self.waiting)
 
     def read(self, me: str) -> None:
-        """On in the shard that it has, which may be one that it takes now."""
+        """Read on in the shard that the island holds; lease one first if necessary."""
         if self.readers[me].place is None:
             self.lease(me)
         reader, place = self.readers[me], self.readers[me].place
@@ -277,7 +285,7 @@ class Simulation:
             self.cursors[shard] = cursor
 
     def die(self, me: str) -> None:
-        """Another incarnation comes for it."""
+        """Replace an island by its next incarnation."""
         del self.readers[me]
         self.deaths += 1
         self.readers[f"{me.partition('/')[0]}/{self.deaths}"] = Reader()
@@ -292,7 +300,7 @@ class Simulation:
 
 @pytest.mark.parametrize("islands", [1, 3, 12])
 @pytest.mark.parametrize("seed", range(4))
-def test_each_completed_pass_merges_each_sequence_once_whoever_dies(islands: int, seed: int) -> None:
+def test_each_completed_pass_merges_each_sequence_once_even_if_islands_die(islands: int, seed: int) -> None:
     random = Random(seed)
     lengths = {str(number): random.randint(1, 40) for number in range(12)}
     simulation = Simulation(random, lengths, readers={f"i{number}/0": Reader() for number in range(islands)})

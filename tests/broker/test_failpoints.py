@@ -1,4 +1,4 @@
-"""Failpoints: they kill where they are told to, at the time they are told to, and nowhere else."""
+"""Failpoints kill the process at the named place and visit, and at no other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for n in range(3):
 
 
 def walked(target: str | None) -> tuple[int, str, str]:
-    """Return code, output and errors of a process that comes by two failpoints three times each."""
+    """Run a process that visits two failpoints three times each. Returns its exit code, output and errors."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     if target is not None:
         environment[VARIABLE] = target
@@ -37,18 +37,18 @@ def walked(target: str | None) -> tuple[int, str, str]:
     ("target", "lines"),
     [("publish.placed", ""), ("publish.done", ""), ("publish.done:1", ""), ("publish.placed:3", "0\n1\n")],
 )
-def test_the_process_is_killed_there_and_then(target: str, lines: str) -> None:
+def test_the_process_is_killed_at_the_failpoint(target: str, lines: str) -> None:
     assert walked(target) == (-signal.SIGKILL, lines, "")
 
 
 @pytest.mark.parametrize("target", [None, "", "commit.done", "publish.placed:4"])
-def test_nothing_happens_elsewhere(target: str | None) -> None:
+def test_other_failpoints_do_nothing(target: str | None) -> None:
     assert walked(target) == (0, "0\n1\n2\n", "")
 
 
 @pytest.mark.parametrize("target", ["publish", "publish.done:0", "publish.done:x", "publish.done:-1", ":1"])
-def test_a_target_that_can_never_be_reached_is_an_error(target: str) -> None:
-    """A crash test with a slip of the pen would pass without a crash."""
+def test_a_target_without_a_failpoint_is_an_error(target: str) -> None:
+    """Otherwise a crash test with a misspelt failpoint would pass without a crash."""
     with pytest.raises(ValueError):
         parse_target(target)
     code, lines, said = walked(target)
@@ -57,12 +57,12 @@ def test_a_target_that_can_never_be_reached_is_an_error(target: str) -> None:
     assert VARIABLE in said
 
 
-def test_a_name_that_nobody_registered_is_an_error() -> None:
+def test_an_unregistered_failpoint_is_an_error() -> None:
     with pytest.raises(ValueError):
         failpoint("nowhere")
 
 
-def test_each_failpoint_is_somewhere_and_has_a_name_of_its_own() -> None:
+def test_each_failpoint_is_used_exactly_once() -> None:
     used = []
     for path in [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

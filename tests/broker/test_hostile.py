@@ -1,4 +1,4 @@
-"""Hostile payloads for every codec: each ends in a WireError or in a finite vector of the right size, within bounds."""
+"""Hostile payloads for every codec. Each gives a WireError or a finite vector of the right size, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from archipelago.broker.wire import MAGIC, pack, unpack
 from tests.failing import failing
 from tests.limits import memory_below
 
+#: Two blocks of the largest size, the second one not full.
 ELEMENTS = 5000
-"""two blocks of the largest kind, the second one not full"""
+#: The memory in which every payload of ELEMENTS must be decoded or refused. A bomb decompresses to 16 MiB.
 MEMORY_BYTES = 2 << 20
-"""in which every payload of so many elements must be judged; a bomb holds 16 MiB"""
 NAMES = sorted(CODECS)
 VALUES_N: Vector = np.random.default_rng(0).standard_normal(ELEMENTS).astype(np.float32)
 
 
 def judged(payload: bytes) -> str:
-    """Why it is refused; empty for what is a vector after all, which then is one that harms nobody."""
+    """Return the reason of the refusal; empty if the payload decodes to a finite vector of the right size."""
     with memory_below(MEMORY_BYTES):
         try:
             found_N = unpack(payload, ELEMENTS)
         except WireError as error:
             assert 0 < len(error.reason) < 300
-            assert "not enough memory" not in error.reason, "the limit refused it, and no check of ours"
+            assert "not enough memory" not in error.reason, "the memory limit refused the payload, not a check"
             return error.reason
     assert found_N.shape == (ELEMENTS,)
     assert found_N.dtype == np.float32
@@ -42,7 +42,7 @@ def judged(payload: bytes) -> str:
 
 
 def made(name: str, body: bytes, **changes: Any) -> bytes:
-    """A payload that says it is of that codec, uncompressed, with these changes to its header."""
+    """Return an uncompressed payload with that codec's name and these changes to its header."""
     header = msgpack.packb({"codec": name, "elements": ELEMENTS, "zstd": False, **changes})
     return MAGIC + len(header).to_bytes(2, "big") + header + body
 
@@ -52,21 +52,21 @@ def zstd(body: bytes) -> bytes:
 
 
 def body_with(name: str, place: int, values: bytes) -> bytes:
-    """An honest body, overwritten from there on."""
+    """Return a valid body, overwritten from `place` on."""
     body = bytearray(codec(name).encode(VALUES_N))
     body[place : place + len(values)] = values
     return bytes(body)
 
 
 def scales(name: str) -> int:
-    """Bytes of the scales that a body begins with; 0 for a codec without."""
+    """Return the size in bytes of the scales at the start of a body; 0 for a codec without scales."""
     (first, kind), *rest = codec(name).layout(ELEMENTS)
     return first * np.dtype(kind).itemsize if rest else 0
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_honest_passes(name: str) -> None:
-    """Else the refusals below would be for another reason."""
+def test_valid_payloads_pass(name: str) -> None:
+    """Otherwise the refusals below could have another reason."""
     body = codec(name).encode(VALUES_N)
     assert judged(pack(VALUES_N, name, 1)) == judged(pack(VALUES_N, name, 0)) == judged(made(name, body)) == ""
     assert unpack(made(name, body), ELEMENTS).tobytes() == codec(name).decode(body, ELEMENTS).tobytes()
@@ -102,14 +102,14 @@ def misfits(name: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("what", misfits("int8"))
-def test_what_does_not_fit_is_refused(name: str, what: str) -> None:
+def test_a_payload_that_does_not_fit_is_refused(name: str, what: str) -> None:
     assert judged(misfits(name)[what])
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF], ids=hex)
-def test_a_scale_that_is_no_number_is_refused(name: str, bits: int) -> None:
-    """As bfloat16; in `float32` the upper half of an element. One code at least must not be zero."""
+def test_a_scale_that_is_not_finite_is_refused(name: str, bits: int) -> None:
+    """The bits are a bfloat16 scale; in `float32` they are the upper half of an element."""
     hostile = bits.to_bytes(2, "little")
     place = 2 if name == "float32" else 0
     body = body_with(name, place, hostile)
@@ -122,8 +122,8 @@ def test_a_scale_that_is_no_number_is_refused(name: str, bits: int) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if scales(n)])
 @pytest.mark.parametrize("bits", [0x7F7F, 0xFF7F, 0x8000, 0x0001, 0xBF80], ids=hex)
-def test_a_scale_that_no_sender_makes_overflows_or_harms_nobody(name: str, bits: int) -> None:
-    """The largest and the smallest numbers, negative ones, minus zero: times any code."""
+def test_an_extreme_scale_gives_an_error_or_a_finite_vector(name: str, bits: int) -> None:
+    """The scales are the largest and smallest numbers, negative ones and minus zero, with any codes."""
     size = scales(name)
     rest = codec(name).encoded_size(ELEMENTS) - size
     for fill in (0x00, 0x77, 0x80, 0xFF):
@@ -131,21 +131,21 @@ def test_a_scale_that_no_sender_makes_overflows_or_harms_nobody(name: str, bits:
 
 
 def test_every_index_of_top3_lies_within_its_block() -> None:
-    """Twelve bits, and blocks of 4,096: there is none out of range. Repeats and those past the end are no harm."""
+    """An index has twelve bits and a block 4,096 elements. Repeated indices and those past the end do no damage."""
     (first, _), (places, _), (codes, _) = codec("top3").layout(ELEMENTS)
     ones = (0x3F80).to_bytes(2, "little") * first
     for fill in (0x00, 0xFF, 0x55):
         body = ones + bytes([fill]) * places + b"\0" * codes
         assert judged(made("top3", body)) == ""
         found_N = unpack(made("top3", body), ELEMENTS)
-        assert np.count_nonzero(found_N) <= 4, "all places are two at most in each block"
+        assert np.count_nonzero(found_N) <= 4, "each block has at most two different indices"
     last = unpack(made("top3", ones + b"\xff" * places + b"\0" * codes), ELEMENTS)
     assert last[4095] == 1.0
-    assert np.count_nonzero(last) == 1, "the last block is filled up: its end is none of ours"
+    assert np.count_nonzero(last) == 1, "values past the end of the vector must be dropped"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_codec_other_than_was_said_is_refused(name: str) -> None:
+def test_a_codec_other_than_the_announced_one_is_refused(name: str) -> None:
     payload = pack(VALUES_N, name, 1)
     assert unpack(payload, ELEMENTS, name).shape == (ELEMENTS,)
     for other in {*NAMES, "x" * 64} - {name}:
@@ -160,8 +160,8 @@ def test_random_bodies_of_the_right_size_are_judged(name: str, compressed: bool,
 
 
 @given(st.data())
-def test_a_mutated_payload_is_refused_or_harms_nobody(data: st.DataObject) -> None:
-    """Honest ones, cut, grown, overwritten, shuffled and mixed with each other."""
+def test_a_mutated_payload_gives_an_error_or_a_finite_vector(data: st.DataObject) -> None:
+    """Valid payloads are cut, extended, overwritten, shuffled and mixed."""
     pool = [pack(VALUES_N, name, level) for name in NAMES for level in (0, 1)]
     payload = bytearray(data.draw(st.sampled_from(pool)))
     for _ in range(data.draw(st.integers(1, 4))):

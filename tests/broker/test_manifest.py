@@ -1,4 +1,4 @@
-"""The manifest: fragments that are balanced, offsets that fit, and disagreements that are told with both values."""
+"""The manifest: balanced fragments, contiguous offsets, and mismatches that name both values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loads(tensors: Sequence[Tensor], fragments: Sequence[Sequence[str]]) -> list
 
 
 def optimum(sizes: Sequence[int], bins: int) -> int:
-    """The smallest peak that any split has, found by trying all of them."""
+    """Return the size of the largest fragment in the best of all splits."""
     best = sum(sizes)
 
     def place(rest: Sequence[int], filled: tuple[int, ...]) -> None:
@@ -41,7 +41,7 @@ def optimum(sizes: Sequence[int], bins: int) -> int:
         if not rest:
             best = max(filled)
             return
-        for load in set(filled):  # bins of the same load are alike
+        for load in set(filled):  # bins of the same load are equivalent
             index = filled.index(load)
             place(rest[1:], (*filled[:index], load + rest[0], *filled[index + 1 :]))
 
@@ -60,15 +60,15 @@ def test_every_tensor_is_in_one_fragment_and_none_is_empty(sizes: list[int], cou
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_peak_keeps_to_grahams_bound(sizes: list[int], count: int) -> None:
+def test_the_largest_fragment_is_within_grahams_bound(sizes: list[int], count: int) -> None:
     tensors, bins = tensors_of(sizes), min(count, len(sizes))
     peak = max(loads(tensors, balanced(tensors, count)))
     assert 3 * bins * peak <= (4 * bins - 1) * optimum(sizes, bins)  # 4/3 − 1/(3m)
 
 
 @given(SIZES, st.integers(1, 20))
-def test_the_peak_of_many_tensors_is_near_the_mean(sizes: list[int], count: int) -> None:
-    """The bound of any greedy split: the last tensor went to the lightest bin, so all others were as full."""
+def test_the_largest_fragment_of_many_tensors_is_near_the_mean(sizes: list[int], count: int) -> None:
+    """This bound holds for every greedy split: the last tensor goes to the lightest bin, below the mean."""
     tensors = tensors_of(sizes)
     found = loads(tensors, balanced(tensors, count))
     assert len(found) * max(found) <= sum(sizes) + (len(found) - 1) * max(sizes)
@@ -98,7 +98,7 @@ def test_offsets_are_contiguous(sizes: list[int], count: int) -> None:
         assert ends[-1] == size
 
 
-def test_rounds_go_round_the_fragments() -> None:
+def test_rounds_cycle_through_the_fragments() -> None:
     fragments = tuple((name,) for name in "abc")
     manifest = replace(MANIFEST, tensors=tuple(Tensor(name, (2,)) for name in "abc"), fragments=fragments)
     assert [manifest.fragment_of(t) for t in range(1, 8)] == [0, 1, 2, 0, 1, 2, 0]
@@ -175,7 +175,7 @@ def test_a_damaged_field_is_an_error(key: str, text: str) -> None:
         Manifest.from_fields({**MANIFEST.to_fields(), key: text})
 
 
-def test_tensors_and_fragments_that_fit_each_other_but_not_the_digest() -> None:
+def test_a_tree_that_does_not_match_its_digest_is_an_error() -> None:
     tensors = (Tensor("other", (4,)),)
     forged = replace(MANIFEST, tensors=tensors, fragments=(("other",),)).to_fields()
     with failing(ConfigError, "config.manifest"):
@@ -191,7 +191,7 @@ def test_a_missing_field_is_an_error_that_names_it(key: str) -> None:
     assert key in str(caught.value)
 
 
-def test_equal_manifests_fit_each_other() -> None:
+def test_equal_manifests_match() -> None:
     MANIFEST.require_same(replace(MANIFEST, versions={"jax": "another"}))
 
 
@@ -204,7 +204,7 @@ def disagreement(ours: Manifest) -> MismatchError:
     return caught.value
 
 
-def test_another_config_is_told_with_both_values() -> None:
+def test_a_config_mismatch_names_both_values() -> None:
     config = replace(MANIFEST.config, sync=replace(MANIFEST.config.sync, interval=99))
     error = disagreement(replace(MANIFEST, config=config))
     assert error.subject == "config"
@@ -213,7 +213,7 @@ def test_another_config_is_told_with_both_values() -> None:
     assert "sync.interval: 24 → 99" in str(error)
 
 
-def test_another_tree_is_told_with_both_values() -> None:
+def test_a_tree_mismatch_names_both_values() -> None:
     ours = samples.manifest(width=5)
     error = disagreement(ours)
     assert error.subject == "tree of tensors"
@@ -231,14 +231,14 @@ def test_another_tree_is_told_with_both_values() -> None:
     ],
     ids=["fragments", "kind"],
 )
-def test_what_else_makes_another_tree(ours: Manifest) -> None:
+def test_other_tree_mismatches_are_found(ours: Manifest) -> None:
     error = disagreement(ours)
     assert error.subject == "tree of tensors"
     assert error.theirs != error.ours
 
 
 @pytest.mark.parametrize("ours", [Corpus("text", "1" * 32, 1000), Corpus("text", "0" * 32, 1001)])
-def test_another_corpus_is_told_with_both_values(ours: Corpus) -> None:
+def test_a_corpus_mismatch_names_both_values(ours: Corpus) -> None:
     error = disagreement(replace(MANIFEST, corpus=ours))
     assert error.subject == "corpus 'text'"
     assert error.theirs == f"{'0' * 32} (1,000 bytes)"
@@ -246,7 +246,7 @@ def test_another_corpus_is_told_with_both_values(ours: Corpus) -> None:
 
 
 @pytest.mark.parametrize("run", ["", "../../etc", "a b", "x" * 65])
-def test_a_run_of_a_name_that_cannot_be_is_refused(run: str) -> None:
-    """Reports and checkpoints go to folders of that name."""
+def test_an_invalid_run_name_is_refused(run: str) -> None:
+    """Reports and checkpoints are written to folders of that name."""
     with failing(ConfigError, "config.name"):
         Manifest.from_fields({**MANIFEST.to_fields(), "run": run})

@@ -1,4 +1,4 @@
-"""Messages: text and back without a loss, and a refusal that names the field for everything else."""
+"""Messages: lossless text, and errors that name the invalid field."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ EXAMPLES: dict[type[Any], Any] = {
 
 
 def strategy(annotation: Any) -> st.SearchStrategy[Any]:
-    """Values of one field, up to the bounds that its annotation states."""
+    """Return values of one field, up to the bounds of its annotation."""
     if annotation == Name:
         return st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
     if annotation == Digest:
@@ -92,13 +92,13 @@ def message(kind: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal to the last bit, and NaN equals NaN: `repr` of a float is exact."""
+    """Return whether two messages are equal bit for bit, where NaN equals NaN. `repr` of a float is exact."""
     return repr(one) == repr(other)
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
 @given(data=st.data())
-def test_every_message_survives_the_wire(kind: type[Any], data: st.DataObject) -> None:
+def test_every_message_survives_a_round_trip(kind: type[Any], data: st.DataObject) -> None:
     sent = data.draw(message(kind))
     fields = to_fields(sent)
     assert list(fields) == [f.name for f in dataclasses.fields(kind)]
@@ -112,8 +112,8 @@ def test_fields_that_a_newer_version_adds_are_ignored(kind: type[Any]) -> None:
 
 
 @given(st.floats(0.0, 1.0), st.floats(allow_nan=False, allow_infinity=False))
-def test_a_replay_reads_the_very_same_numbers(weight: float, gain: float) -> None:
-    """A share that lost a digit would round to another float32, and the replay to other parameters."""
+def test_the_tape_restores_floats_exactly(weight: float, gain: float) -> None:
+    """A weight that lost a digit would round to another float32, and the replay would give other parameters."""
     member = replace(TAPE.members[0], weight=weight, clip=gain)
     found = from_fields(TapeEntry, to_fields(replace(TAPE, gain=gain, members=(member, member))))
     assert (found.gain.hex(), found.members[1].clip.hex()) == (gain.hex(), gain.hex())
@@ -125,7 +125,7 @@ def test_numpy_scalars_travel_as_numbers() -> None:
     assert to_fields(sent)["bits_per_byte"] == "0.3333333333333333"
 
 
-def test_a_contribution_reads_like_a_log() -> None:
+def test_the_text_of_a_contribution() -> None:
     assert to_fields(samples.contribution(b"", farewell=True, data="17:0:96 site/4:2:end")) == {
         "island": "a",
         "incarnation": "x",
@@ -178,7 +178,7 @@ def test_a_missing_field_is_refused_by_name(kind: type[Any], name: str) -> None:
 
 
 def wrong_values(annotation: Any) -> list[str]:
-    """Text that the annotation must not let through."""
+    """Return texts that the annotation must reject."""
     if annotation == Name:
         return ["", "-a", ".", "a/b", "a b", "a\n", "a\0", "ä", "{a}", "a:b", "*", "[red]a", "a" * 65]
     if annotation == Digest:
@@ -218,13 +218,13 @@ def test_a_wrong_field_is_refused_by_name(kind: type[Any], name: str, values: li
         assert reason.startswith(f"{kind.__name__.lower()}: {name}"), value
 
 
-def test_a_fault_in_a_member_says_which() -> None:
+def test_a_fault_in_a_member_is_named_with_its_index() -> None:
     (member,) = json.loads(to_fields(TAPE)["members"])
     members = [member, {**member, "island": "a b"}]
     assert ": members.1.island: " in refused(TapeEntry, {**to_fields(TAPE), "members": json.dumps(members)})
 
 
-def test_a_loss_may_be_unknown_and_not_infinite() -> None:
+def test_a_loss_can_be_nan_but_not_infinite() -> None:
     fields = to_fields(samples.contribution(loss=math.nan))
     assert fields["loss"] == "nan"
     assert math.isnan(from_fields(Contribution, fields).loss)
@@ -263,6 +263,6 @@ def test_announcements_spell_identities_as_contributions_do() -> None:
         ("dreaming", 0.0, False, False),
     ],
 )
-def test_who_is_waited_for(state: str, age_seconds: float, live: bool, training: bool) -> None:
+def test_which_islands_are_live_and_training(state: str, age_seconds: float, live: bool, training: bool) -> None:
     presence = Presence(samples.heartbeat("a", state), age_seconds)
     assert (presence.is_live, presence.is_training) == (live, training)

@@ -1,4 +1,4 @@
-"""How a worker that starts waits for its Redis."""
+"""A starting worker waits for its Redis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.failing import failing
 
 
 class Outage:
-    """Time, and a server that answers from `ends_at` on."""
+    """A clock, and a server that answers from `ends_at` on."""
 
     def __init__(self, ends_at: float) -> None:
         self.ends_at, self.now, self.asked = ends_at, 100.0, 0
@@ -30,24 +30,24 @@ class Outage:
         return Patience(seconds, lambda: self.now >= stops_at, lambda: self.now, self.sleep)
 
 
-def test_it_is_asked_again_until_it_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_is_repeated_until_the_server_answers(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage(ends_at=103.0)
     with caplog.at_level(logging.WARNING):
         assert outage.patience(30.0)(outage.answer) == "PONG"
     assert outage.now == 103.0
-    (said,) = caplog.messages  # once, with what went wrong and what to look at
+    (said,) = caplog.messages  # one warning, with the error and its remedy
     assert said == "redis://away does not answer (refused). Is it running? Trying again for 30 s."
 
 
 @pytest.mark.parametrize(("seconds", "tries"), [(0.0, 1), (3.0, 1 + 3 / PAUSE_SECONDS)])
-def test_in_the_end_the_error_is_what_it_was(seconds: float, tries: int) -> None:
+def test_the_last_error_is_raised_in_the_end(seconds: float, tries: int) -> None:
     outage = Outage(ends_at=1e9)
     with failing(UnreachableError):
         outage.patience(seconds)(outage.answer)
     assert (outage.asked, outage.now) == (tries, 100.0 + seconds)
 
 
-def test_each_outage_has_the_whole_of_it() -> None:
+def test_each_call_gets_the_full_time() -> None:
     outage = Outage(ends_at=102.0)
     awaited = outage.patience(3.0)
     awaited(outage.answer)
@@ -55,7 +55,7 @@ def test_each_outage_has_the_whole_of_it() -> None:
     assert awaited(outage.answer) == "PONG"
 
 
-def test_a_signal_ends_the_waiting() -> None:
+def test_a_signal_ends_the_repetitions() -> None:
     outage = Outage(ends_at=1e9)
     with pytest.raises(UnreachableError):
         outage.patience(30.0, stops_at=101.0)(outage.answer)
@@ -63,7 +63,7 @@ def test_a_signal_ends_the_waiting() -> None:
 
 
 @pytest.mark.parametrize("error", [UnknownRunError("no run"), BrokerError("wrong password")])
-def test_what_no_waiting_mends_is_said_at_once(error: BrokerError) -> None:
+def test_an_error_that_waiting_cannot_fix_is_raised_at_once(error: BrokerError) -> None:
     outage = Outage(ends_at=0.0)
 
     def answer() -> None:
@@ -75,6 +75,6 @@ def test_what_no_waiting_mends_is_said_at_once(error: BrokerError) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_a_wait_is_a_number_of_seconds(seconds: float) -> None:
+def test_wait_seconds_must_be_finite_and_not_negative(seconds: float) -> None:
     with failing(ConfigError, "config.wait-seconds"):
         AwaitedRun(wait_seconds=seconds).patience(lambda: False)

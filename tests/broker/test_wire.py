@@ -1,4 +1,4 @@
-"""Payloads: what goes in comes out, and what is hostile is refused before it takes memory."""
+"""Payloads: round trips, and hostile payloads that are refused before they take memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HONEST = {"codec": "float32", "elements": ELEMENTS, "zstd": True}
 
 
 def made(header: object, body: bytes) -> bytes:
-    """A payload with any header and body."""
+    """Return a payload with this header and body."""
     text = header if isinstance(header, bytes) else msgpack.packb(header)
     return MAGIC + len(text).to_bytes(2, "big") + text + body
 
@@ -35,21 +35,21 @@ def zstd(data: bytes, **options: Any) -> bytes:
 
 
 def streamed(data: bytes) -> bytes:
-    """A frame that does not declare its size."""
+    """Return a frame that does not declare its size."""
     compressor = zstandard.ZstdCompressor(level=1, write_content_size=False).compressobj()
     return compressor.compress(data) + compressor.flush()
 
 
 def declared(size: int, data: bytes) -> bytes:
-    """A frame that declares `size` and holds `data`, whatever its length."""
+    """Return a frame that declares `size`, and contains `data` of any length."""
     honest = zstd(data, write_checksum=False, write_content_size=True)
     start = zstandard.frame_header_size(honest)
-    # magic, a descriptor that says: eight bytes of content size, one segment (so the size is the window, too)
+    # magic, then a descriptor: eight bytes of content size, and a single segment, so the size is also the window
     return honest[:4] + bytes([0b1110_0000]) + size.to_bytes(8, "little") + honest[start:]
 
 
 def windowed(log: int, data: bytes, size: int) -> bytes:
-    """A frame that asks for a window of 2^log bytes, and declares `size`."""
+    """Return a frame that requests a window of 2^log bytes, and declares `size`."""
     honest = zstd(data)
     start = zstandard.frame_header_size(honest)
     return honest[:4] + bytes([0b1100_0000, (log - 10) << 3]) + size.to_bytes(8, "little") + honest[start:]
@@ -59,7 +59,7 @@ def refused(payload: bytes, elements: int = ELEMENTS) -> str:
     with memory_below(1 << 20), pytest.raises(WireError) as caught:
         unpack(payload, elements)
     assert len(caught.value.reason) < 300
-    assert "not enough memory" not in caught.value.reason  # the limit, and no check of ours
+    assert "not enough memory" not in caught.value.reason  # a check must refuse it, not the memory limit
     return caught.value.reason
 
 
@@ -68,7 +68,7 @@ def refused(payload: bytes, elements: int = ELEMENTS) -> str:
     st.sampled_from(sorted(CODECS)),
     st.integers(0, 3),
 )
-def test_unpack_gives_what_the_codec_rounds_to(values: list[float], name: str, level: int) -> None:
+def test_unpack_returns_the_values_as_the_codec_rounds_them(values: list[float], name: str, level: int) -> None:
     values_N = np.array(values, np.float32)
     payload = pack(values_N, name, level)
     assert len(payload) <= payload_bytes_max(values_N.size)
@@ -85,8 +85,8 @@ def test_noise_stays_below_the_bound(elements: int, level: int) -> None:
     assert unpack(payload, elements).tobytes() == values_N.tobytes()
 
 
-def test_the_made_payloads_are_as_pack_makes_them() -> None:
-    """Else the refusals below would be for another reason."""
+def test_the_helper_makes_the_same_payloads_as_pack() -> None:
+    """Otherwise the refusals below could have another reason."""
     for body in (zstd(BODY), declared(len(BODY), BODY), windowed(20, BODY, len(BODY))):
         assert unpack(made(HONEST, body), ELEMENTS).tobytes() == BODY
     assert unpack(made({**HONEST, "zstd": False}, BODY), ELEMENTS).tobytes() == BODY
@@ -176,7 +176,7 @@ def test_one_number_that_is_not_finite_is_refused(value: float, name: str, place
     assert "NaN or infinity" in refused(pack(values_N, name, 1))
 
 
-def test_what_rounding_makes_infinite_is_refused() -> None:
+def test_values_that_rounding_makes_infinite_are_refused() -> None:
     values_N: Vector = np.full(ELEMENTS, np.finfo(np.float32).max, np.float32)
     assert unpack(pack(values_N, "float32", 1), ELEMENTS).max() == values_N[0]
     assert "infinity" in refused(pack(values_N, "bfloat16", 1))
@@ -209,15 +209,15 @@ def test_a_bomb_is_refused_and_takes_no_memory(body: bytes) -> None:
     refused(made(HONEST, body))
 
 
-def test_the_measure_sees_what_a_bomb_takes() -> None:
-    """Decompressed without the checks, the same bytes do take the memory, and `memory_below` does fail."""
+def test_the_memory_limit_detects_a_decompressed_bomb() -> None:
+    """Without the checks, the same bytes decompress to too much memory, and `memory_below` fails."""
     bomb = zstd(bytes(1 << 24))
     with pytest.raises(AssertionError), memory_below(1 << 20):
         zstandard.ZstdDecompressor().decompress(bomb, max_output_size=len(BODY))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says how much a process has mapped")
-def test_the_measure_sees_what_no_allocator_of_python_gives() -> None:
+def test_the_memory_limit_detects_memory_outside_pythons_allocators() -> None:
     mmap.mmap(-1, 2 * SLACK_BYTES).close()
     with pytest.raises(OSError), memory_below(1 << 20):
         mmap.mmap(-1, 2 * SLACK_BYTES)
