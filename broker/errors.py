@@ -44,13 +44,13 @@ class ConfigError(ArchipelagoError):
 
 
 class MismatchError(ConfigError):
-    """A worker and its run disagree about `subject`; `theirs` is the run's value and `ours` the worker's."""
+    """A worker and its run disagree about `subject`. The error holds both values."""
 
     code = "config.mismatch"
 
-    def __init__(self, subject: str, theirs: object, ours: object, remedy: str, *, code: str = "") -> None:
-        self.subject, self.theirs, self.ours = subject, theirs, ours
-        super().__init__(f"the run's {subject} is {theirs}, this worker's is {ours}", remedy, code=code)
+    def __init__(self, subject: str, run_value: object, worker_value: object, remedy: str, *, code: str = "") -> None:
+        self.subject, self.run_value, self.worker_value = subject, run_value, worker_value
+        super().__init__(f"the run's {subject} is {run_value}, this worker's is {worker_value}", remedy, code=code)
 
 
 class DataError(ArchipelagoError):

@@ -202,28 +202,26 @@ class Manifest:
             if fields[key] != computed:
                 raise ValueError(f"{key}: {fields[key]:.32} is stored, {computed} was computed")
 
-    def require_same(self, ours: Manifest) -> None:
-        """Raise MismatchError, with both values, unless a worker's manifest `ours` equals this manifest of the run."""
+    def require_same(self, own: Manifest) -> None:
+        """Raise MismatchError, with both values, unless a worker's manifest `own` equals this manifest of the run."""
         remedy = "Install the run's version of archipelago, or create another run with `archipelago init`."
-        changed = configs.differences(self.config, ours.config)
+        changed = configs.differences(self.config, own.config)
         if changed:
-            raise MismatchError(
-                "config", self.config.digest(), f"{ours.config.digest()} ({'; '.join(changed)})", remedy
-            )
-        if self.tree_digest != ours.tree_digest:
-            theirs = {(t.name, t.shape) for t in self.tensors}
-            mine = {(t.name, t.shape) for t in ours.tensors}
+            raise MismatchError("config", self.config.digest(), f"{own.config.digest()} ({'; '.join(changed)})", remedy)
+        if self.tree_digest != own.tree_digest:
+            run_tensors = {(t.name, t.shape) for t in self.tensors}
+            own_tensors = {(t.name, t.shape) for t in own.tensors}
             raise MismatchError(
                 "tree of tensors",
-                f"{self.tree_digest} {sorted(theirs - mine)[:3]}",
-                f"{ours.tree_digest} {sorted(mine - theirs)[:3]}",
+                f"{self.tree_digest} {sorted(run_tensors - own_tensors)[:3]}",
+                f"{own.tree_digest} {sorted(own_tensors - run_tensors)[:3]}",
                 remedy,
             )
-        if self.corpus != ours.corpus:
+        if self.corpus != own.corpus:
             raise MismatchError(
                 f"corpus {self.corpus.name!r}",
                 f"{self.corpus.digest} ({self.corpus.bytes:,} bytes)",
-                f"{ours.corpus.digest} ({ours.corpus.bytes:,} bytes)",
+                f"{own.corpus.digest} ({own.corpus.bytes:,} bytes)",
                 "Copy the prepared corpus from the machine that created the run. Or prepare the same file on both "
                 "machines (`archipelago prepare FILE`), and create another run with its name as --data.corpus.",
             )

@@ -168,7 +168,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Standing:
+class MergerStatus:
     """The merger that serves a run, and the time since it last merged something, by the server's clock."""
 
     #: The merger that holds the lease; empty when the lease is free.
@@ -271,7 +271,7 @@ class ReaderClient(Protocol):
         """Return the merger's state at the last commit as JSON; empty before the first one."""
         ...
 
-    def standing(self) -> Standing | None:
+    def merger_status(self) -> MergerStatus | None:
         """Return which merger serves the run now; None from a broker that does not record it, as in virtual time."""
         ...
 

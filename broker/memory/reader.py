@@ -128,5 +128,5 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return run.state
 
-    def standing(self) -> None:
+    def merger_status(self) -> None:
         return None

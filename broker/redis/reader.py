@@ -29,7 +29,7 @@ from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.replies import Raw, entry_id, event_of, names_in, stream_entries, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStream
-from archipelago.broker.transport import NOTES_KEPT, REFUSALS_AMONG, START, Memory, Standing
+from archipelago.broker.transport import NOTES_KEPT, REFUSALS_AMONG, START, Memory, MergerStatus
 
 #: How long the heartbeat of a silent island is kept.
 REMEMBER_SECONDS = 24 * 3600
@@ -202,7 +202,7 @@ class RedisReader:
         with self._connection.translated():
             self._redis.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
 
-    def standing(self) -> Standing:
+    def merger_status(self) -> MergerStatus:
         keys = self._keys
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.get(keys.lease)
@@ -215,7 +215,7 @@ class RedisReader:
         epoch = (mark or b"0").partition(b" ")[0].decode("utf-8", "replace")
         last = (closed or waiting or [(None,)])[0][0]
         still = seconds + microseconds / 1e6 - entry_id(last.decode())[0] / 1e3 if last else 0.0
-        return Standing(
+        return MergerStatus(
             (holder or b"").decode("utf-8", "replace"),
             int(epoch) if epoch.isdigit() else 0,
             max(0.0, ttl_ms / 1e3),

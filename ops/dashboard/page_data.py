@@ -10,7 +10,7 @@ from typing import Any
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import MERGING, PAUSED, SETTINGS, island_field, own
 from archipelago.broker.messages import Evaluation, Note, Refusal
-from archipelago.broker.transport import Standing
+from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard.history import (
     POINTS_DRAWN,
     History,
@@ -80,7 +80,7 @@ class Reading:
         unix_seconds: The dashboard's wall clock.
         round_seconds: Time since the newest round was closed, or first seen here.
         epoch: The epoch of the merger that closed it; 0 before the first round.
-        standing: The merger that serves the run; None if it is not known.
+        merger_status: The merger that serves the run; None if it is not known.
     """
 
     view: RunView
@@ -93,7 +93,7 @@ class Reading:
     evaluations: Sequence[Evaluation] = ()
     token_books: TokenBooks | None = None
     rates: Mapping[str, Rate] = field(default_factory=dict)
-    standing: Standing | None = None
+    merger_status: MergerStatus | None = None
 
 
 def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, 
         ],
         "books": _books(view, reading.token_books),
         "events": events(reading.notes, reading.refusals),
-        "serving": serving(reading.notes, reading.epoch, reading.standing),
+        "serving": serving(reading.notes, reading.epoch, reading.merger_status),
         "control": {
             "set": dict(reading.control),
             "own": {name: float(own(config, name)) for name in SETTINGS},
@@ -210,9 +210,9 @@ def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
     return event["who"], event["kind"], event["text"].partition(": ")[2]  # Compare the text without its round.
 
 
-def serving(notes: Sequence[Note], epoch: int, standing: Standing | None = None) -> dict[str, Any]:
+def serving(notes: Sequence[Note], epoch: int, merger_status: MergerStatus | None = None) -> dict[str, Any]:
     """Return the merger that began to serve last, and whether the lease is held (None if that is not known)."""
-    held = bool(standing.holder) if standing else None
+    held = bool(merger_status.holder) if merger_status else None
     served = [note for note in notes if note.kind == "served"]
     if not served:
         return {"who": "", "since": None, "text": "", "epoch": epoch, "held": held}

@@ -168,7 +168,7 @@ class Watcher:
             unix_seconds=now,
             round_seconds=max(0.0, now - self._round_at),
             epoch=newest.epoch if newest else 0,
-            standing=transport.reader.standing(),
+            merger_status=transport.reader.merger_status(),
             control=transport.reader.control(),
             notes=transport.reader.notes(NOTES_READ),
             refusals=self._refusals.newest(),

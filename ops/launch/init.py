@@ -111,5 +111,8 @@ def require_same(found: Manifest, config: RunConfig) -> None:
         found.require_same(describe(found.run, fitting, corpus.identity))
     except MismatchError as error:
         raise MismatchError(
-            error.subject, error.theirs, error.ours, "Use the run's own settings, or name another run with --run."
+            error.subject,
+            error.run_value,
+            error.worker_value,
+            "Use the run's own settings, or name another run with --run.",
         ) from None

@@ -125,11 +125,11 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
 
 
 def _merger(health: Health) -> Text:
-    standing = health.standing
-    last = f", the last round closed {ago(standing.still_seconds)} ago" if standing.still_seconds else ""
-    if standing.holder:
-        return Text(f"{plain(standing.holder)} serves with epoch {standing.epoch}{last}")
-    past = f" (the last epoch was {standing.epoch})" if standing.epoch else ""
+    status = health.merger_status
+    last = f", the last round closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
+    if status.holder:
+        return Text(f"{plain(status.holder)} serves with epoch {status.epoch}{last}")
+    past = f" (the last epoch was {status.epoch})" if status.epoch else ""
     return Text(f"no merger serves the run{past}{last}", style="yellow")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from archipelago.broker.control import DRAIN, EXPEL, Control
 from archipelago.broker.messages import Note, Refusal
-from archipelago.broker.transport import ReaderTransport, Standing
+from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.watch.run_view import RunView
 
 REFUSALS_SHOWN = 3
@@ -22,12 +22,12 @@ class Health:
     """The facts about a run that a terminal shows in addition to its `RunView`.
 
     Attributes:
-        standing: The merger that holds the lease, and the time since the last round closed.
+        merger_status: The merger that holds the lease, and the time since the last round closed.
         control: The controls that operators have set.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
     """
 
-    standing: Standing
+    merger_status: MergerStatus
     control: Control = field(default_factory=Control)
     refusals: tuple[tuple[float, Refusal], ...] = ()
 
@@ -46,7 +46,9 @@ def read_health(transport: ReaderTransport, refusals: int = REFUSALS_SHOWN) -> H
     """Return the run's health now, with at most `refusals` refusals. Raise BrokerError."""
     found = [(at, refusal) for at, refusal in transport.reader.refusals(8 * refusals) if not refusal.repeat]
     return Health(
-        transport.reader.standing() or Standing(), Control.of(transport.reader.control()), tuple(found[-refusals:])
+        transport.reader.merger_status() or MergerStatus(),
+        Control.of(transport.reader.control()),
+        tuple(found[-refusals:]),
     )
 
 
@@ -81,8 +83,8 @@ def trouble(view: RunView, health: Health, interval: int) -> str:
         return ""
     if not view.live:
         return "no island is live"
-    if not health.control.is_paused and health.standing.still_seconds > stall_seconds(view, interval):
-        return f"nothing was merged for {health.standing.still_seconds:,.0f} s"
+    if not health.control.is_paused and health.merger_status.still_seconds > stall_seconds(view, interval):
+        return f"nothing was merged for {health.merger_status.still_seconds:,.0f} s"
     return ""
 
 
@@ -95,7 +97,7 @@ def as_json(view: RunView, health: Health, problem: str) -> dict[str, Any]:
     """Return the view and the run's health as one object for `print_json`."""
     return {
         **asdict(view),
-        "merger": asdict(health.standing),
+        "merger": asdict(health.merger_status),
         "steered": dict(health.control.fields),
         "steered_words": describe_control(health.control),
         "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in health.refusals],

@@ -199,8 +199,8 @@ def disagreement(ours: Manifest) -> MismatchError:
     with pytest.raises(MismatchError) as caught:
         MANIFEST.require_same(ours)
     assert caught.value.remedy
-    assert str(caught.value.theirs) in str(caught.value)
-    assert str(caught.value.ours) in str(caught.value)
+    assert str(caught.value.run_value) in str(caught.value)
+    assert str(caught.value.worker_value) in str(caught.value)
     return caught.value
 
 
@@ -217,10 +217,10 @@ def test_a_tree_mismatch_names_both_values() -> None:
     ours = samples.manifest(width=5)
     error = disagreement(ours)
     assert error.subject == "tree of tensors"
-    assert MANIFEST.tree_digest in str(error.theirs)
-    assert ours.tree_digest in str(error.ours)
-    assert "('embedding', (8, 4))" in str(error.theirs)
-    assert "('embedding', (8, 5))" in str(error.ours)
+    assert MANIFEST.tree_digest in str(error.run_value)
+    assert ours.tree_digest in str(error.worker_value)
+    assert "('embedding', (8, 4))" in str(error.run_value)
+    assert "('embedding', (8, 5))" in str(error.worker_value)
 
 
 @pytest.mark.parametrize(
@@ -234,15 +234,15 @@ def test_a_tree_mismatch_names_both_values() -> None:
 def test_other_tree_mismatches_are_found(ours: Manifest) -> None:
     error = disagreement(ours)
     assert error.subject == "tree of tensors"
-    assert error.theirs != error.ours
+    assert error.run_value != error.worker_value
 
 
 @pytest.mark.parametrize("ours", [Corpus("text", "1" * 32, 1000), Corpus("text", "0" * 32, 1001)])
 def test_a_corpus_mismatch_names_both_values(ours: Corpus) -> None:
     error = disagreement(replace(MANIFEST, corpus=ours))
     assert error.subject == "corpus 'text'"
-    assert error.theirs == f"{'0' * 32} (1,000 bytes)"
-    assert error.ours == f"{ours.digest} ({ours.bytes:,} bytes)"
+    assert error.run_value == f"{'0' * 32} (1,000 bytes)"
+    assert error.worker_value == f"{ours.digest} ({ours.bytes:,} bytes)"
 
 
 @pytest.mark.parametrize("run", ["", "../../etc", "a b", "x" * 65])

@@ -118,10 +118,10 @@ def test_the_first_pinned_text_registers_its_name(
     with pytest.raises(MismatchError) as raised:
         text_of(transport, "site")
     assert "site" in raised.value.subject
-    assert raised.value.theirs == first.digest
-    assert raised.value.ours not in (first.digest, "")
+    assert raised.value.run_value == first.digest
+    assert raised.value.worker_value not in (first.digest, "")
     prepared(tmp_path / "other", text.upper(), monkeypatch, "site-2")
-    assert text_of(transport, "site-2").digest == raised.value.ours
+    assert text_of(transport, "site-2").digest == raised.value.worker_value
 
 
 def test_another_text_of_the_runs_name_is_refused(

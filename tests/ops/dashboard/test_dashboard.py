@@ -28,7 +28,7 @@ from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Memory, Standing
+from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.cli import run
 from archipelago.ops.dashboard import main, metrics, page_data
 from archipelago.ops.dashboard.actions import sentence, stamped
@@ -442,8 +442,8 @@ def test_the_newest_merger_holds_the_lease() -> None:
     notes = [Note(5.0, "merger-b", "served", "epoch 2"), Note(1.0, "merger-a", "served", "epoch 1")]
     assert lease(notes, 2)["who"] == "merger-b"
     assert lease([], 0) == {"who": "", "since": None, "text": "", "epoch": 0, "held": None}
-    assert lease(notes, 2, Standing("00b81fc22d7c", 2))["held"] is True
-    assert lease(notes, 2, Standing("", 2))["held"] is False  # The merger has died without a note.
+    assert lease(notes, 2, MergerStatus("00b81fc22d7c", 2))["held"] is True
+    assert lease(notes, 2, MergerStatus("", 2))["held"] is False  # The merger has died without a note.
 
 
 def islands(**changes: Any) -> Any:

@@ -335,19 +335,19 @@ def test_standing_names_the_merger_and_the_time_since_its_last_merge(own: Server
     transport = connect(own.url, "sample")
     manifest = samples.manifest("sample")
     transport.create(manifest, samples.first_snapshots(manifest))
-    assert transport.reader.standing().holder == ""
-    assert transport.reader.standing().still_seconds == 0.0
+    assert transport.reader.merger_status().holder == ""
+    assert transport.reader.merger_status().still_seconds == 0.0
     entry = transport.island.publish(samples.contribution(), b"payload")
-    waiting = transport.reader.standing()
+    waiting = transport.reader.merger_status()
     epoch = transport.merger.acquire("00b81fc22d7c", 30.0)
     assert epoch == 1
     transport.merger.updates(0.0)
     raw.xadd("{sample:s0}:tape", {"round": 1}, id="1000-0")
-    standing = transport.reader.standing()
-    assert (standing.holder, standing.epoch) == ("00b81fc22d7c", 1)
-    assert 0 < standing.lease_seconds <= 30.0
+    status = transport.reader.merger_status()
+    assert (status.holder, status.epoch) == ("00b81fc22d7c", 1)
+    assert 0 < status.lease_seconds <= 30.0
     assert 0 <= waiting.still_seconds < 60.0
-    assert standing.still_seconds > 1e9  # The last round has a time stamp of 1970.
+    assert status.still_seconds > 1e9  # The last round has a time stamp of 1970.
     assert transport.island.holds(entry)
     transport.close()
 

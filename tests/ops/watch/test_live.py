@@ -24,7 +24,7 @@ from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Memory, Standing, Transport
+from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.watch import formatting, live, status
 from archipelago.ops.watch.health import Event, Health, describe_control, events_of, read_health, trouble
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[3]
 NOW = 1.8e9
 MANIFEST = samples.manifest()
 ROUND = samples.commit([]).tape
-FINE = Health(Standing("00b81fc22d7c", 3, 4.0, 0.5))
+FINE = Health(MergerStatus("00b81fc22d7c", 3, 4.0, 0.5))
 
 
 def view(islands: int = 3, live: int | None = None, **changes: object) -> RunView:
@@ -161,7 +161,7 @@ def test_spans_of_time_have_one_unit(seconds: float, text: str) -> None:
 
 
 def still(seconds: float, **control: str) -> Health:
-    return Health(Standing(still_seconds=seconds), Control.of(control))
+    return Health(MergerStatus(still_seconds=seconds), Control.of(control))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     found = replace(found, islands=(replace(found.islands[0], link=evil, last_refusal=evil),))
     refusal = Refusal("b", "x", 0, 7, 0, 100, evil)
     seen = replace(FINE, refusals=((NOW, refusal),), control=Control(faults={evil: evil}))
-    seen = replace(seen, standing=Standing(evil, 3, 4.0, 0.5))
+    seen = replace(seen, merger_status=MergerStatus(evil, 3, 4.0, 0.5))
     shown = LiveReading(found, seen, "", [], [], [Event(NOW, evil, "refused", evil)], NOW)
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
     console.print(formatting.render(found, seen))
@@ -230,7 +230,7 @@ def test_the_health_of_a_run(server: Server) -> None:
     transport.merger.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
     transport.reader.steer({"merging": "paused"})
     found = read_health(transport)
-    assert (found.standing.holder, found.standing.epoch, found.control.is_paused) == ("merger-1", epoch, True)
+    assert (found.merger_status.holder, found.merger_status.epoch, found.control.is_paused) == ("merger-1", epoch, True)
     assert [refusal.reason for _, refusal in found.refusals] == ["too old"]
     transport.close()
     console = Console(record=True, width=80, file=StringIO(), highlight=False)
