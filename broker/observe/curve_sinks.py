@@ -95,7 +95,7 @@ class WandbRun:
         self._run.log({self._axis: point.step, **point.known})
 
     def flush(self) -> None:
-        """Do nothing: wandb sends by itself."""
+        """Do nothing, because wandb sends points on its own thread."""
 
     def close(self) -> None:
         """End the run at the service."""

@@ -140,7 +140,7 @@ def rows(found: Found, alone_peak: int, what: str) -> list[dict[str, Any]]:
     def memory(name: str, size: int, goal: float | str = "") -> dict[str, Any]:
         return _row(f"{name}, MiB", size / 2**20, "largest fragment", largest / 2**20, size / largest, goal)
 
-    goal = GOAL_STEP if found.backend != "cpu" else ""  # on a CPU, the steps share their cores with the syncing
+    goal = GOAL_STEP if found.backend != "cpu" else ""  # On a CPU, steps and syncing share the cores.
     on, off = 1e3 * s["step_seconds_on"], 1e3 * s["step_seconds_off"]
     on_cpu, off_cpu = (
         1e3 * statistics.median(turn.cpu_seconds for turn in turns) / found.steps for turns in (found.on, found.off)

@@ -122,7 +122,7 @@ def forget_peak() -> None:
     Otherwise the memory that a compiler leaves in the allocator would hide later allocations.
     """
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # musl has no malloc_trim
+    with contextlib.suppress(AttributeError, OSError):  # The C library musl has no malloc_trim.
         ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """`archipelago bench start`: the processor time from the start of an island to the end of its first inner step.
 
-Each start is a separate island process. The first one finds empty caches; the others find what it left, like an island
+Each start is a separate island process. The first one finds empty caches; the others find its caches, like an island
 that was killed and restarts. We measure processor time because a storm restarts several islands on busy cores. The
 islands take turns with the floor: a Python that loads JAX and runs one trivial program from its cache.
 """
@@ -287,8 +287,8 @@ def rows(s: Mapping[str, Any]) -> list[dict[str, Any]]:
         row("  programs, each tried once", s["programs_cpu_seconds"]),
         row("  optimiser state, from its checkpoint", s["state_cpu_seconds"]),
         row("  the first step", s["first_step_cpu_seconds"]),
-        row("wall time of it", s["wall_seconds"]),
+        row("wall time to the end of the first step", s["wall_seconds"]),
         row("a standby, from the order on: processor time", s["standby_cpu_seconds"]),
-        row("  wall time of it", s["standby_wall_seconds"]),
+        row("  its wall time", s["standby_wall_seconds"]),
         row("processor time with empty caches", s["cold_cpu_seconds"]),
     ]

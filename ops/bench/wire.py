@@ -35,7 +35,7 @@ from archipelago.ops.settings import say
 RUN = "bench-wire"
 PRODUCERS = 8
 GOAL = 0.8
-#: The relay begins its log anew at this size, as the server rewrites its append-only file.
+#: The relay starts a new log at this size, like the server, which rewrites its append-only file.
 LOG_BYTES = 512 << 20
 
 

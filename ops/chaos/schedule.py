@@ -31,7 +31,7 @@ KINDS: dict[str, str] = {
     "stop": "SIGSTOP; SIGCONT follows after `seconds`",
     "partition": "for `seconds`, its connections stall silently and new ones are refused",
     "reset": "for `seconds`, its connections are reset and new ones are refused",
-    "half-open": "its connections go silent for ever; new ones work at once",
+    "half-open": "its connections go silent permanently; new ones work at once",
     "throttle": "for `seconds`, its link carries `value` Mbit/s each way",
     "delay": "for `seconds`, its link takes `value` seconds longer each way",
     "disk": "for `seconds`, none of its files may grow by more than `value` bytes, as on a full disk",

@@ -37,7 +37,7 @@ def _sentence(name: str, value: str) -> str:
 
 def _island_sentence(island: str, value: str) -> str:
     if value == DRAIN:
-        return f"{island} sends what it has and leaves."
+        return f"{island} sends its last contributions and leaves."
     if value == EXPEL:
         return f"{island} leaves, and its contributions are refused from now on."
     return f"{island} may join again."

@@ -71,7 +71,7 @@ class Board:
         """Return the present fault, if any. A reading that hangs is one."""
         turn = self._turn
         if self._fault is None and turn and monotonic - turn[0] > PATIENCE_SECONDS:
-            return Fault(turn[1], SILENT, "The page continues by itself.")
+            return Fault(turn[1], SILENT, "The page continues automatically.")
         return self._fault
 
     def show(self, page: dict[str, Any], reading: Reading) -> None:
@@ -137,7 +137,7 @@ class Watcher:
         try:
             reading = self.read()
         except UnreachableError as error:
-            self.board.end_reading(Fault(self.wall(), SILENT, f"{error.what}. The page continues by itself."))
+            self.board.end_reading(Fault(self.wall(), SILENT, f"{error.what}. The page continues automatically."))
         except ArchipelagoError as error:
             self.board.end_reading(Fault(self.wall(), error.what, error.remedy))
         else:

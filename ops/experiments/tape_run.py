@@ -1,7 +1,7 @@
 """Real training along a failure tape, in virtual time: islands stall, leave, return and lose slices as the tape says.
 
 One inner step of the tape is one second of the run's clock. A short stall keeps an island's state, and the events that
-it missed arrive when it goes on. After AWAY_STEPS it counts as dead, and its successor gets parameters from the merger
+it missed arrive later. After AWAY_STEPS it counts as dead, and its successor gets parameters from the merger
 and optimiser state from a peer. An island with fewer slices trains on fewer sequences a step and skips the sequences of
 the lost slices.
 """

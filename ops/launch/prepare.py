@@ -41,7 +41,7 @@ class PrepareOptions:
 
 
 def main(options: PrepareOptions) -> int:
-    """Prepare one corpus, and print what it holds."""
+    """Prepare one corpus, and print a summary."""
     from archipelago.islands.data.corpus import data_folder
 
     corpus = _prepare(options)

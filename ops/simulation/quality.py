@@ -19,7 +19,7 @@ from archipelago.ops.simulation.tape import FailureTape
 
 CHIPS = (1.2e6, 2.4e6)
 STEPS = 200
-TAPE_SECONDS = YEAR_SECONDS / 730.5  # half a day
+TAPE_SECONDS = YEAR_SECONDS / 730.5  # This is half a day.
 
 
 @dataclass(frozen=True)

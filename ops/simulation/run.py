@@ -22,7 +22,7 @@ Outages = Sequence[Sequence[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Simulate a number of days once: goodput, uptime, and on demand a tape of what the islands did."""
+    """Simulate a number of days once: goodput, uptime, and optionally a tape of the islands' states."""
 
     model: Annotated[FailureModel, tyro.conf.arg(name="")] = field(default_factory=FailureModel)
     days: float | None = None
@@ -32,9 +32,9 @@ class RunOptions:
     trace: Path | None = None
     """measured outages instead of random ones: CSV with the columns slice,failed_seconds,returned_seconds"""
     trace_slices: int = 0
-    """slices that were watched, if some of them never failed; default those that the trace names"""
+    """number of observed slices, if some of them never failed; default: those that the trace names"""
     tape: Path | None = None
-    """write what the islands did to this file, for `archipelago simulate quality`"""
+    """write a tape of the islands' states to this file, for `archipelago simulate quality`"""
     json: bool = False
     """print one JSON object"""
 

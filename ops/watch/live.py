@@ -28,7 +28,7 @@ from archipelago.ops.watch.run_view import RECENT_ROUNDS, RunView, glance
 
 READ_SECONDS = 1.0
 LINE_SECONDS = 10.0
-#: Readings between two reads of evaluations and events, which grow with the run or change seldom.
+#: Readings between two reads of evaluations and events, which grow with the run or change rarely.
 SLOW_EVERY = 10
 CLOSES_KEPT = 4096
 EVENTS_READ = 50

@@ -16,7 +16,7 @@ from archipelago.ops.watch.health import Event, Health
 from archipelago.ops.watch.run_view import RunView
 
 TICKS = "▁▂▃▄▅▆▇█"
-#: Seconds of closed rounds that one tick of the history stands for.
+#: Seconds that one tick of the history covers.
 BUCKET_SECONDS = 10.0
 EVENTS_SHOWN = 8
 #: Smaller screens leave out the accounts of tokens.

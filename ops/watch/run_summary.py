@@ -124,7 +124,7 @@ def draw(
 
 
 def draw_ratios(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a bar for each row's ratio to what it is compared with, and a mark at its goal."""
+    """Draw a bar for the ratio of each row, and a mark at its goal."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(rows)), dpi=120, layout="constrained")
     names = [f"{row.get('server', '')} {row['what']} / {row['against']}".strip() for row in rows]

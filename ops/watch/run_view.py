@@ -165,7 +165,7 @@ def summarise(
     cursors: Mapping[str, tuple[int, int]],
     memory: Memory,
 ) -> RunView:
-    """Combine what was read. `tape` holds the recent rounds, oldest first. Pure."""
+    """Combine the readings into a view. `tape` holds the recent rounds, oldest first. Pure."""
     fragments = len(manifest.fragments)
     islands = tuple(_island(presence, tape, merged, fragments) for presence in presences)
     live = [island for island in islands if island.live]

@@ -80,7 +80,7 @@ def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[s
         )
     if has_text(found.manifest):
         yield f"text:  archipelago generate {options.out} --prompt 'Once'"
-    yield f"go on from here:  archipelago up --from {options.out} --model.size {found.manifest.config.model.size}"
+    yield f"continue from here:  archipelago up --from {options.out} --model.size {found.manifest.config.model.size}"
 
 
 def require_new(out: Path) -> None:

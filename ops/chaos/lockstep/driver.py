@@ -35,7 +35,7 @@ from archipelago.ops.launch.supervisor import Child, thread_environment
 if TYPE_CHECKING:
     from archipelago.islands.models.interface import Params
 
-#: The kinds that cut a worker off from the others while it goes on computing.
+#: The kinds that cut a worker off from the others while it continues to compute.
 CUTS = frozenset({"partition", "reset", "half-open"})
 HALF_OPEN_SECONDS_MAX = 20.0
 MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108

@@ -24,7 +24,7 @@ class Estimates:
 
     Attributes:
         data_parallel: A step needs all workers, and a kill loses the steps since the last checkpoint.
-        data_parallel_elastic: Training goes on with the workers that are up; each change of size costs a pause.
+        data_parallel_elastic: Training continues with the workers that are up; each change of size costs a pause.
         diloco: A round needs H steps of each worker, and a killed worker begins its round again.
     """
 

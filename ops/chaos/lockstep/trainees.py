@@ -55,7 +55,7 @@ class Trainee(Protocol):
         """Return the state that only this worker has."""
 
     def load(self, shared: Saved, own: Saved | None) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
 
 
 @cache
@@ -136,7 +136,7 @@ class Parallel:
         return (), {}
 
     def load(self, shared: Saved, own: Saved | None) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.state = like(self.state, shared[0])
         self._batches.restore(shared[1])
 

@@ -1,6 +1,6 @@
 """A worker of a baseline. It connects to the coordinator's socket and carries out the orders that it receives.
 
-It shares vectors through memory that all workers map, and saves what a restart needs into files. Its steps have the
+It shares vectors through memory that all workers map, and saves the state for a restart into files. Its steps have the
 same minimum duration as those of an island; the exchange is hidden behind it if both fit into that time.
 """
 

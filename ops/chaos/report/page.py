@@ -85,7 +85,7 @@ def _note(storm: StormRecord, found: Figures) -> str:
     if found.standbys:
         text += (
             f" Standby processes: {found.standbys}. They had loaded everything and became islands that were started "
-            f"again ({found.standbys_used} times). Their own time is not allocated; what they cost the islands counts."
+            f"again ({found.standbys_used} times). Their own time is not allocated, but their cost to islands counts."
         )
     return f'<p class="note">{text}</p>'
 

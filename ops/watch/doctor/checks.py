@@ -175,7 +175,7 @@ def persistence(facts: ServerFacts) -> Finding:
             fault, kept = "none", "nothing on disk"
         return warning(
             f"persistence.{fault}",
-            f"The server keeps no append-only file: it keeps {kept}. A restart of it sets the run back.",
+            f"The server keeps no append-only file: it keeps {kept}. A restart of the server sets the run back.",
             "CONFIG SET appendonly yes, and set it in the configuration file. `merger --resume` recovers a run.",
         )
     if fsync == "no":

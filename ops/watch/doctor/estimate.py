@@ -116,7 +116,7 @@ def lines(found: Estimate, whose: str) -> list[tuple[str, str]]:
                  f"{size(found.load.up)}/s up, {size(found.load.down)}/s down"),
     ]  # fmt: skip
     if not (found.link.up and found.link.down):
-        return out  # the link was not measured
+        return out  # The link was not measured.
     out.append(("hidden", _hidden(per_round)))
     for other in thin:
         instead = "it is not needed" if per_round.fits else "the island would use it"

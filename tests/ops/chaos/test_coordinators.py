@@ -33,11 +33,11 @@ from tests.tiers import examples
 NAMES = ("a", "b", "c")
 PARALLEL: tuple[Method, ...] = ("data-parallel", "elastic data-parallel")
 SAVE_EVERY, INTERVAL = 4, 3
+#: Settings whose folders do not exist. All tests share them, so that programs are compiled once.
 SETTINGS = GroupSettings(
     "data-parallel", "{}", NAMES, dict.fromkeys(NAMES, 0.1), "/somewhere", "/else",
     baselines.DILOCO_RATE, baselines.DILOCO_MOMENTUM,
 )  # fmt: skip
-"""kept nowhere; and what is compiled for one test serves another"""
 
 
 def coordinator(method: Method) -> Coordinator:

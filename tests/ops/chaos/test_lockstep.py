@@ -245,7 +245,7 @@ def test_unknown_workers_and_noise_are_ignored(address: str, coordinator: Coordi
 
 
 def ledger() -> Ledger:
-    """Return two workers' steps of 1 s from 10 s on. At 15 s they roll back to the state of 12 s, and go on at 17 s."""
+    """Return two workers' steps of 1 s from 10 s on. At 15 s they return to the state of 12 s, and continue at 17 s."""
     found = Ledger()
     for n in range(1, 6):
         steps = [Step(9.0 + n, name) for name in "ab"]
