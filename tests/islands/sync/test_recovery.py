@@ -102,26 +102,22 @@ WITH_INF = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf) if x.dtype ==
         (b"", "handover.zstd"),
         (b"no zstd at all", "handover.zstd"),
         (PAYLOAD[:-1], "handover.zstd"),
-        (PAYLOAD[:7], "handover.zstd"),
         (PAYLOAD + b"more", "handover.zstd"),
         (compressed(raw(STATE)[:-4]), "handover.shape"),
-        (compressed(raw(STATE) + b"\0\0\0\0"), "handover.shape"),
         (compressed(raw(begin(tiny.CONFIG.inner, fresh(scale=6)).optimizer)), "handover.shape"),
         (compressed(raw(WITH_NAN)), "handover.not-finite"),
         (compressed(raw(WITH_INF)), "handover.not-finite"),
         (zstandard.ZstdCompressor(write_content_size=False).compress(raw(STATE)), "handover.shape"),
     ],
-    ids=["empty", "text", "cut", "header only", "with trailing bytes", "short", "long", "another tree", "nan", "inf",
+    ids=["empty", "text", "cut", "with trailing bytes", "short", "another tree", "nan", "inf",
          "of unknown size"],
 )  # fmt: skip
-def test_state_of_another_model_is_refused(payload: bytes, code: str) -> None:
+def test_malformed_state_is_refused(payload: bytes, code: str) -> None:
     with failing(WireError, code):
         decode(announced(payload), payload, LIKE, require_sound)
 
 
-@pytest.mark.parametrize(
-    "payload", [PAYLOAD[:-1], PAYLOAD[:-1] + b"?", PAYLOAD + b"?"], ids=["cut", "changed", "longer"]
-)
+@pytest.mark.parametrize("payload", [PAYLOAD[:-1] + b"?", PAYLOAD + b"?"], ids=["changed", "longer"])
 def test_a_payload_that_differs_from_its_announcement_is_refused(payload: bytes) -> None:
     with failing(WireError, "handover.digest"):
         decode(HANDOVER, payload, LIKE, require_sound)
