@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING, CHANGELOG and docs: links, anchors, paths and verbs exist."""
+"""Tests of README, CONTRIBUTING, CHANGELOG and docs: all links, anchors, paths and verbs in them exist."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def code_of(page: Path) -> list[str]:
-    """Return the page's code, blocks and spans."""
+    """Return the code blocks and code spans of the page."""
     return [block or span for block, span in _CODE.findall(text_of(page))]
 
 
@@ -73,7 +73,7 @@ def verbs_of(page: Path) -> set[tuple[str, str]]:
 
 @pages
 def test_verbs_exist(page: Path) -> None:
-    """The log quotes commands as they were on its days, and the changelog names those that were removed."""
+    """The log and the changelog are not checked, because they name commands that have since changed."""
     if page.name in HISTORY:
         return
     for verb, word in verbs_of(page):
@@ -96,7 +96,7 @@ def test_paths_in_this_repository_exist(page: Path) -> None:
     [VERBS, CODECS, MODELS, MERGE_RULES, OUTER, [key for name, key in vars(Keys("RUN")).items() if name != "tag"]],
     ids=["verbs", "codecs", "models", "merge rules", "outer rules", "keys"],
 )
-def test_the_reference_lists_all(names: Iterable[str]) -> None:
+def test_the_reference_lists_all_names(names: Iterable[str]) -> None:
     listed = {word for code in code_of(ROOT / "docs" / "reference.md") for word in (code, *code.split())}
     assert not set(names) - listed
 

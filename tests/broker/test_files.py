@@ -1,4 +1,4 @@
-"""Files are replaced whole: content, permissions, and what a failed write leaves."""
+"""Tests of atomic writes: content, permissions, and the state after a failed write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_content_replaces_the_old_one(tmp_path: Path, content: bytes | str) 
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
-def test_permissions_are_the_usual_ones_or_private(tmp_path: Path) -> None:
+def test_permissions_are_the_default_or_private(tmp_path: Path) -> None:
     usual = tmp_path / "by open"
     usual.touch()
     write_atomically(tmp_path / "file", "")
@@ -28,9 +28,7 @@ def test_permissions_are_the_usual_ones_or_private(tmp_path: Path) -> None:
     assert (tmp_path / "secret").stat().st_mode & 0o777 == PRIVATE
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
