@@ -134,7 +134,7 @@ def test_differences_of_several_settings_and_of_none() -> None:
 
 
 def test_the_digest_is_the_same_in_every_process() -> None:
-    code = "from broker.config import RunConfig; print(RunConfig().digest())"
+    code = "from archipelago.broker.config import RunConfig; print(RunConfig().digest())"
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     root = Path(__file__).parents[2]
     found = subprocess.run(

@@ -16,7 +16,7 @@ from archipelago.broker.failpoints import FAILPOINTS, VARIABLE, failpoint, parse
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("broker", "islands", "merger", "ops")
 WALK = """
-from broker.failpoints import failpoint
+from archipelago.broker.failpoints import failpoint
 for n in range(3):
     failpoint("publish.placed")
     failpoint("publish.done")
