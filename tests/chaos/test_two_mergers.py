@@ -26,7 +26,7 @@ from tests.conftest import Until
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
-TAKEOVERS = 50
+TAKEOVERS = 20
 STANDBYS = 2
 RUN = "two-mergers"
 

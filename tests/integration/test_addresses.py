@@ -283,7 +283,9 @@ def archipelago(corpus: OpenCorpus, tmp_path: Path) -> Iterator[Callable[..., su
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @pytest.mark.full
