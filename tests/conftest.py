@@ -96,7 +96,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 #: Above this much memory a worker drops its compiled programs. JAX reloads most of them from the session's cache.
-MEMORY_BYTES_MAX = 1 << 30
+MEMORY_BYTES_MAX = 640 << 20
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,6 +34,7 @@ def quiet(_: Point) -> None:
     pass
 
 
+@pytest.mark.full
 def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunConfig, corpus: OpenCorpus) -> None:
     """With rate 1 and no momentum, the parameters become the replica's own for every H."""
     # With this interval, both ways run the same compiled program.
