@@ -19,7 +19,9 @@ from typing import Annotated, Any, TypeVar
 import platformdirs
 import tyro
 
+from archipelago.broker import invitation as invitations
 from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError
+from archipelago.broker.invitation import Invitation, Role
 from archipelago.broker.observe import logs
 from archipelago.broker.redis.transport import RedisTransport, connect
 
@@ -164,8 +166,10 @@ class RunAddress:
     """The options with which a command finds its run.
 
     Attributes:
-        url: The URL of the Redis: redis://HOST:PORT, rediss://… or unix://…. The default is $ARCHIPELAGO_URL.
-        run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run of that Redis.
+        url: The URL of the Redis (redis://HOST:PORT, rediss://… or unix://…), or a join file that `archipelago invite`
+            made. The default is $ARCHIPELAGO_URL.
+        run: The name of the run. The default is $ARCHIPELAGO_RUN, the run of the join file, or the only run of that
+            Redis.
     """
 
     url: Annotated[str | None, tyro.conf.Positional] = None
@@ -174,6 +178,10 @@ class RunAddress:
     def connect(self) -> RedisTransport:
         """Connect to the run."""
         return connect_to(self.url, self.run)
+
+    def invitation(self) -> Invitation | None:
+        """Return the content of the join file, if one was given instead of a URL."""
+        return invitation_at(self.url or os.environ.get(URL_VARIABLE, ""))
 
 
 @dataclass(frozen=True)
@@ -200,8 +208,12 @@ class AwaitedRun(RunAddress):
 def connect_to(url: str | None, run: str | None) -> RedisTransport:
     """Connect to the run that the arguments or the environment name; without a name, to the only run there is.
 
+    Args:
+        url: The URL, or the path of a join file.
+        run: The name of the run.
+
     Raises:
-        ConfigError: No URL was given, or there is not exactly one run to choose.
+        ConfigError: No URL was given, the join file cannot be used, or there is not exactly one run to choose.
     """
     url = url or os.environ.get(URL_VARIABLE)
     if not url:
@@ -209,6 +221,8 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
             "no Redis URL was given", f"Give it (redis://HOST:PORT) as an argument, or in ${URL_VARIABLE}."
         )
     run = run or os.environ.get(RUN_VARIABLE)
+    if invited := invitation_at(url):
+        return connect(invited.url, _run_of(invited, run), invited)
     if run:
         return connect(url, run)
     finder = connect(url, "any")
@@ -220,3 +234,43 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         here = f"there are {len(runs)} runs ({', '.join(runs)})" if runs else "there is no run"
         raise ConfigError(f"{here} at that Redis", "Choose one with --run, or create one with `archipelago init`.")
     return connect(url, runs[0])
+
+
+def invitation_at(address: str) -> Invitation | None:
+    """Return the content of a join file; None for an address that is a URL.
+
+    Raises:
+        ConfigError: The file cannot be used, or the invitation has expired.
+    """
+    if not address or not invitations.is_join_file(address):
+        return None
+    found = invitations.read(Path(address))
+    if found.has_expired(time.time()):
+        ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.expires))
+        raise ConfigError(
+            f"the invitation of {found.name!r} to the run {found.run!r} ended at {ended}",
+            "Ask for a new one: `archipelago invite NAME --replace`.",
+            code="invitation.expired",
+        )
+    return found
+
+
+def _run_of(invited: Invitation, run: str | None) -> str:
+    if run not in (None, invited.run):
+        raise ConfigError(
+            f"the join file is for the run {invited.run!r}, not for {run!r}",
+            f"Leave out --run and ${RUN_VARIABLE}, or use the join file of that run.",
+            code="invitation.other-run",
+        )
+    return invited.run
+
+
+def require_role(invited: Invitation | None, role: Role) -> None:
+    """Raise ConfigError if there is an invitation, and it is one for another role."""
+    if invited is not None and invited.role != role:
+        raise ConfigError(
+            f"the join file of {invited.name!r} is one of a{'n' * (invited.role[0] in 'aeiou')} {invited.role}, "
+            f"so it cannot run {'an' if role[0] in 'aeiou' else 'a'} {role}",
+            f"Ask for another: `archipelago invite NAME --role {role}`.",
+            code="invitation.other-role",
+        )

@@ -24,7 +24,14 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.options import WorkerOptions
-from archipelago.broker.process import AwaitedRun, guarded, keep_compiled, print_json, stop_on_signals
+from archipelago.broker.process import (
+    AwaitedRun,
+    guarded,
+    keep_compiled,
+    print_json,
+    require_role,
+    stop_on_signals,
+)
 from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.standby import READY, await_assignment
 
@@ -39,7 +46,7 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """Join a run and train. An island needs only the Redis URL, and the run's name if that Redis has several runs."""
 
     name: str | None = None
-    """name of this island; random by default; a given name stays the same over restarts"""
+    """name of this island; default: the one in its join file, else random; a given name stays the same over restarts"""
     folder: Path | None = None
     """folder of the island's checkpoints; default runs/RUN/islands/NAME"""
     corpus: str | None = None
@@ -122,15 +129,29 @@ def _require_valid(options: IslandOptions) -> None:
 
 
 def _island(options: IslandOptions, stopped: Callable[[], bool], prepared: PreparedIsland | None = None) -> int:
-    name = checked_name(
-        options.name or f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}", "the island name"
-    )
+    name = _name(options)
     origin = options.log_as(name, options.run, island=name)
     _require_valid(options)
     summary = _run(options, name, stopped, origin, prepared)
     if options.json:
         print_json(summary)
     return 0
+
+
+def _name(options: IslandOptions) -> str:
+    """Return the island's name. An invited island has the name in its join file, as only that may write as it."""
+    invited = options.invitation()
+    require_role(invited, "island")
+    if invited is None:
+        random = f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}"
+        return checked_name(options.name or random, "the island name")
+    if options.name not in (None, invited.name):
+        raise ConfigError(
+            f"the join file is the one of the island {invited.name!r}, not of {options.name!r}",
+            "Leave out --name, or use the join file of that island.",
+            code="invitation.other-name",
+        )
+    return invited.name
 
 
 def _run(

@@ -19,6 +19,7 @@ from archipelago.broker.process import (
     keep_compiled,
     keep_freed_memory,
     print_json,
+    require_role,
     stop_on_signals,
 )
 from archipelago.broker.transport import ReaderTransport
@@ -54,6 +55,7 @@ def main(options: MergerOptions) -> int:
     origin = options.log_as("merger", options.run)
     if options.lease_seconds < LEASE_SECONDS_MIN:
         raise ConfigError(f"--lease-seconds cannot be {options.lease_seconds}", f"Give at least {LEASE_SECONDS_MIN}.")
+    require_role(options.invitation(), "merger")
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run

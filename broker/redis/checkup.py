@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from redis.connection import SSLConnection
+
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.connection import RedisConnection
@@ -86,7 +88,7 @@ class RedisCheckup:
     @property
     def has_tls(self) -> bool:
         """Whether the connection is encrypted."""
-        return "SSL" in self._redis.connection_pool.connection_class.__name__
+        return issubclass(self._redis.connection_pool.connection_class, SSLConnection)
 
     # -- speed ------------------------------------------------------------------------------------------------------
 

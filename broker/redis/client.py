@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import PythonRespSerializer
+from redis.connection import PythonRespSerializer, SSLConnection
 from redis.retry import Retry
 
 RedisClient = redis.Redis
@@ -25,8 +25,31 @@ SILENT_SECONDS = 8
 CUTOFF_BYTES = 6000
 
 
-def client_at(url: str) -> RedisClient:
+class PinnedConnection(SSLConnection):
+    """A TLS connection to a server whose certificate comes from one authority, and from no authority of the system.
+
+    The library can only add an authority to those of the system. `tests/broker/redis/test_private_api.py` checks that
+    it still calls the private method below.
+
+    Args:
+        authority: The certificate of the authority, as PEM.
+    """
+
+    def __init__(self, authority: str, **options: Any) -> None:
+        super().__init__(**options)
+        # It requires a certificate, and checks the name of the host.
+        self._context = ssl.create_default_context(cadata=authority)
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        return self._context.wrap_socket(sock, server_hostname=self.host)
+
+
+def client_at(url: str, authority: str = "") -> RedisClient:
     """Return a client of that address, not yet connected.
+
+    Args:
+        url: The address.
+        authority: The only certificate authority to trust, as PEM; empty for those of the system and of the URL.
 
     Raises:
         ValueError, TypeError: The address or one of its options cannot be used.
@@ -45,9 +68,12 @@ def client_at(url: str) -> RedisClient:
         **({} if url.startswith("unix:") else tcp),
     )
     pool = client.connection_pool
+    if authority and url.startswith("rediss:"):
+        pool.connection_class = PinnedConnection
+        pool.connection_kwargs["authority"] = authority
     try:
         pool.connection_class(**pool.connection_kwargs)  # this does not connect, but it checks the options
-    except redis.RedisError as error:
+    except (redis.RedisError, ssl.SSLError) as error:
         raise ValueError(str(error)) from None
     if url.startswith("rediss:"):
         _require_credentials(pool.connection_kwargs)

@@ -48,12 +48,13 @@ class RedisConnection:
         redis: The client of redis-py. Its annotations mix sync and async answers, so it is untyped here.
     """
 
-    def __init__(self, client: RedisClient, run: str, where: str = "the Redis") -> None:
+    def __init__(self, client: RedisClient, run: str, where: str = "the Redis", *, is_invited: bool = False) -> None:
         self.run = run
         self.where = where
         self.keys = Keys(run)
         self.redis: Any = client
-        self._failures = Failures(where, client.connection_pool.connection_kwargs.get("password"))
+        password = client.connection_pool.connection_kwargs.get("password")
+        self._failures = Failures(where, password, is_invited=is_invited)
         self.has_info = True
         self._unreadable: set[str] = set()
 

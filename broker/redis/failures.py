@@ -31,21 +31,31 @@ class Failures:
     Args:
         where: The server's address without its password, as messages name it.
         password: Removed from the texts of errors; servers quote commands that they do not know.
+        is_invited: Whether user and password come from a join file.
     """
 
-    def __init__(self, where: str, password: str | None) -> None:
+    def __init__(self, where: str, password: str | None, *, is_invited: bool = False) -> None:
         self.where = where
         self._password = password
+        self._is_invited = is_invited
 
     @contextmanager
     def translated(self) -> Iterator[None]:
         """Raise our error in place of the client library's."""
         try:
             yield
-        except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        except redis.exceptions.NoPermissionError as error:
+            raise BrokerError(
+                f"{self.where} does not permit this ({self._text(error)})",
+                "`archipelago doctor` shows what this user may do. Ask an administrator of the Redis for more rights.",
+                code="broker.permission",
+            ) from error
+        except redis.AuthenticationError as error:
             raise BrokerError(
                 f"{self.where} refuses access ({self._text(error)})",
-                "Check user and password in the URL: redis://USER:PASSWORD@HOST:PORT.",
+                "The invitation may have been revoked, or replaced by a newer one: ask whoever invited you."
+                if self._is_invited
+                else "Check user and password in the URL: redis://USER:PASSWORD@HOST:PORT.",
                 code="broker.access",
             ) from error
         except (redis.ConnectionError, redis.TimeoutError, OSError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from archipelago.broker.address import redacted, require_address
 from archipelago.broker.errors import BadUrlError, BrokerError
+from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.chunks import ChunkStore
@@ -20,12 +21,14 @@ from archipelago.broker.redis.updates import UpdatesStream
 from archipelago.broker.transport import Image
 
 
-def connect(url: str, run: str) -> RedisTransport:
+def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTransport:
     """Connect to one run, which need not exist yet.
 
     Args:
         url: `redis://`, `rediss://`, `unix://` or, for a fake server within this process, `fakeredis://NAME`.
         run: The name of the run.
+        invitation: The join file that holds this URL, if one does. Its certificate authority is then the only one that
+            is trusted, and its keys sign and check messages.
 
     Raises:
         BadUrlError, UnreachableError, ServerTooOldError
@@ -34,7 +37,8 @@ def connect(url: str, run: str) -> RedisTransport:
         return RedisTransport(fake_client(url.removeprefix("fakeredis://") or "default"), run)
     try:
         require_address(url)
-        transport = RedisTransport(client_at(url), run, redacted(url))
+        authority = invitation.ca_certificate if invitation else ""
+        transport = RedisTransport(client_at(url, authority), run, redacted(url), invitation)
         try:
             transport.connection.require_version()
         except BrokerError:
@@ -53,9 +57,12 @@ def connect(url: str, run: str) -> RedisTransport:
 class RedisTransport:
     """See `broker.transport.Transport`. Threads may share it, because each call takes a connection from a pool."""
 
-    def __init__(self, client: RedisClient, run: str, where: str = "the Redis") -> None:
+    def __init__(
+        self, client: RedisClient, run: str, where: str = "the Redis", invitation: Invitation | None = None
+    ) -> None:
         self.run = run
-        self.connection = RedisConnection(client, run, where)
+        self.invitation = invitation
+        self.connection = RedisConnection(client, run, where, is_invited=invitation is not None)
         stored = StoredRun(self.connection)
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
         self.updates = UpdatesStream(self.connection, chunks)

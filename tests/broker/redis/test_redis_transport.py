@@ -275,11 +275,13 @@ def test_a_wrong_password_is_an_access_error(server: Server, user: str) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_a_user_without_permission_gets_an_access_error(transport: RedisTransport, server: Server, raw: Any) -> None:
+def test_a_user_without_permission_gets_an_error_of_its_own(
+    transport: RedisTransport, server: Server, raw: Any
+) -> None:
     raw.acl_setuser("reader", enabled=True, reset=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+info"])
     reader = connect(f"redis://reader:{SECRET}@127.0.0.1:{server.port}", transport.run)
     try:
-        with failing(BrokerError, "broker.access"):
+        with failing(BrokerError, "broker.permission"):
             reader.reader.manifest()
     finally:
         reader.close()
