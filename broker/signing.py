@@ -1,0 +1,229 @@
+"""Signatures of messages: Ed25519 over canonical bytes, and SHA-256 of payloads.
+
+Every member of a run has a key pair. An island signs its contributions, heartbeats, actions and handovers. The mergers
+of a run share one key pair, and sign the manifest, events, snapshots, differences, the tape and their own state. The
+requests of operators are not signed. Only the rules of the Redis protect them.
+
+A signature covers this version of the format, the run, the kind of message, its sender and its fields. So a signed
+message proves nothing in another run, place or role. Stamps (`broker.stamps`) make replayed messages recognisable.
+
+All functions here are pure, except that `generate` draws a random key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Literal, Protocol
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from archipelago.broker.errors import ConfigError, WireError
+
+Kind = Literal[
+    "contribution",
+    "heartbeat",
+    "actions",
+    "handover",
+    "manifest",
+    "event",
+    "fragment",
+    "difference",
+    "outer",
+    "tape",
+    "state",
+]
+CONTEXT: Final = b"archipelago signature 1"
+#: The sender of everything that the mergers of a run sign. No island can have this name.
+MERGER: Final = "@merger"
+SIGNATURE, PAYLOAD_DIGEST, SIGNER = "signature", "payload_sha256", "signer"
+#: Fields that a signature does not cover. The payload is covered by its digest, and its chunks may move.
+NOT_COVERED: Final = frozenset(
+    {b"signature", b"payload", b"chunks", b"chunks_name", b"previous_chunks", b"previous_chunks_name"}
+)
+KEY_BYTES: Final = 32
+SIGNATURE_DIGITS: Final = 128
+
+#: The fields of an entry or hash as the server returns them.
+Raw = Mapping[bytes, bytes]
+
+
+class SignatureError(WireError):
+    """A message is not signed by the member that should have signed it. It is ignored or refused."""
+
+    code = "signature"
+
+
+# -- keys ----------------------------------------------------------------------------------------------------------
+
+
+def generate() -> tuple[bytes, bytes]:
+    """Return a new private key and its public key, each as 32 raw bytes."""
+    private = Ed25519PrivateKey.generate().private_bytes_raw()
+    return private, public_key(private)
+
+
+def public_key(private: bytes) -> bytes:
+    """Return the public key of a private key, each as 32 raw bytes."""
+    public = Ed25519PrivateKey.from_private_bytes(private).public_key()
+    return public.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+
+
+# -- canonical bytes -----------------------------------------------------------------------------------------------
+
+
+def canonical(run: str, kind: Kind, sender: str, about: str, fields: Raw) -> bytes:
+    """Return the bytes that a signature signs. Different arguments never give the same bytes.
+
+    Args:
+        run: The name of the run.
+        kind: The kind of the message.
+        sender: The island that signs, or MERGER.
+        about: The place of the message where its fields do not name it, such as the fragment and version of a
+            difference; empty otherwise.
+        fields: All fields of the message that the signature covers.
+    """
+    head = (CONTEXT, run.encode(), kind.encode(), sender.encode(), about.encode())
+    return _lengths_first([*head, *(part for name in sorted(fields) for part in (name, fields[name]))])
+
+
+def _lengths_first(parts: Iterable[bytes]) -> bytes:
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def covered(raw: Raw) -> Raw:
+    """Return the fields that a signature covers."""
+    return {name: value for name, value in raw.items() if name not in NOT_COVERED}
+
+
+def payload_digest(payload: bytes | memoryview) -> str:
+    """Return the SHA-256 digest of a payload, as 64 hexadecimal digits."""
+    return hashlib.sha256(payload).hexdigest()
+
+
+def sign(private: bytes, message: bytes) -> str:
+    """Return the signature of the message, as 128 hexadecimal digits."""
+    return Ed25519PrivateKey.from_private_bytes(private).sign(message).hex()
+
+
+def is_signed(public: bytes, message: bytes, signature: bytes) -> bool:
+    """Return whether the owner of that public key has made the signature (hexadecimal digits) of the message."""
+    if len(signature) != SIGNATURE_DIGITS:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(bytes.fromhex(signature.decode("ascii")), message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+# -- signing in a run ----------------------------------------------------------------------------------------------
+
+
+class Signing(Protocol):
+    """How one process signs what it writes and checks what it reads."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether messages must be signed."""
+        ...
+
+    def signed(
+        self, kind: Kind, fields: Mapping[str, str], *, about: str = "", payload: bytes | None = None, sender: str = ""
+    ) -> dict[str, str]:
+        """Return the fields of a message with the fields that sign it.
+
+        Args:
+            kind: The kind of the message.
+            fields: All its fields, without its payload.
+            about: See `canonical`.
+            payload: Its payload, if it has one.
+            sender: The island that sent the message first, if a merger signs in its place.
+
+        Raises:
+            ConfigError: This process has no key to sign with (`signature.no-key`).
+        """
+        ...
+
+    def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
+        """Raise SignatureError unless `sender` has signed the fields. Nothing else may look at them before."""
+        ...
+
+    def verify_payload(self, raw: Raw, payload: bytes) -> None:
+        """Raise SignatureError unless the verified fields announce this payload."""
+        ...
+
+
+class SigningOff:
+    """The Signing of a run whose members are not invited: nothing is signed and everything is accepted."""
+
+    is_on = False
+
+    def signed(
+        self, kind: Kind, fields: Mapping[str, str], *, about: str = "", payload: bytes | None = None, sender: str = ""
+    ) -> dict[str, str]:
+        return dict(fields)
+
+    def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
+        pass
+
+    def verify_payload(self, raw: Raw, payload: bytes) -> None:
+        pass
+
+
+class SigningOn:
+    """The Signing of one member of a run.
+
+    Args:
+        run: The name of the run.
+        name: The member's name, or MERGER for all mergers.
+        private: The private key; None for a member that only reads.
+        merger_key: The public key of the run's mergers, from the join file.
+        key_of: Returns the public key of an island of that name; None if it is no member.
+    """
+
+    is_on = True
+
+    def __init__(
+        self, run: str, name: str, private: bytes | None, merger_key: bytes, key_of: Callable[[str], bytes | None]
+    ) -> None:
+        self._run = run
+        self._name = name
+        self._private = None if private is None else Ed25519PrivateKey.from_private_bytes(private)
+        self._merger_key = merger_key
+        self._key_of = key_of
+
+    def signed(
+        self, kind: Kind, fields: Mapping[str, str], *, about: str = "", payload: bytes | None = None, sender: str = ""
+    ) -> dict[str, str]:
+        if self._private is None:
+            raise ConfigError(
+                f"{self._name} has no key to sign with, and the run {self._run!r} requires signatures",
+                "Use the join file of an island or of a merger.",
+                code="signature.no-key",
+            )
+        out = dict(fields)
+        if payload is not None:
+            out[PAYLOAD_DIGEST] = payload_digest(payload)
+        if sender and sender != self._name:
+            out[SIGNER] = self._name
+        raw = {name.encode(): value.encode() for name, value in out.items()}
+        message = canonical(self._run, kind, sender or self._name, about, covered(raw))
+        return {**out, SIGNATURE: self._private.sign(message).hex()}
+
+    def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
+        signature = raw.get(SIGNATURE.encode())
+        if signature is None:
+            raise SignatureError(f"{sender} did not sign it", code="signature.missing")
+        by_merger = sender == MERGER or raw.get(SIGNER.encode()) == MERGER.encode()
+        key = self._merger_key if by_merger else self._key_of(sender)
+        if key is None:
+            raise SignatureError(f"{sender} is not an island that was invited", code="signature.unknown")
+        if not is_signed(key, canonical(self._run, kind, sender, about, covered(raw)), signature):
+            raise SignatureError(f"the signature is not one of {sender}", code="signature.wrong")
+
+    def verify_payload(self, raw: Raw, payload: bytes) -> None:
+        if raw.get(PAYLOAD_DIGEST.encode(), b"").decode("ascii", "replace") != payload_digest(payload):
+            raise SignatureError("the payload is not the signed one", code="signature.payload")

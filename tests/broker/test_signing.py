@@ -1,0 +1,206 @@
+"""Signatures, canonical bytes and stamps, without a server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.messages import Heartbeat, Presence
+from archipelago.broker.signing import (
+    MERGER,
+    SIGNATURE,
+    Kind,
+    SignatureError,
+    SigningOff,
+    SigningOn,
+    canonical,
+    generate,
+    public_key,
+)
+from archipelago.broker.stamps import EventOrder, FragmentOrder, HeartbeatOrder, Stamps, stamp_of
+from tests.failing import failing
+from tests.samples import heartbeat
+from tests.tiers import examples
+
+OSLO, OSLO_PUBLIC = generate()
+ROME, ROME_PUBLIC = generate()
+RUN_KEY, RUN_PUBLIC = generate()
+KEYS = {"oslo": OSLO_PUBLIC, "rome": ROME_PUBLIC}
+FIELDS = {"island": "oslo", "round": "7", "loss": "1.5"}
+Raw = dict[bytes, bytes]
+Fields = st.dictionaries(st.binary(max_size=6), st.binary(max_size=6), max_size=4)
+
+
+def signing(name: str = "oslo", private: bytes | None = OSLO, run: str = "demo") -> SigningOn:
+    return SigningOn(run, name, private, RUN_PUBLIC, KEYS.get)
+
+
+def stored(fields: Mapping[str, str], **more: bytes) -> Raw:
+    """The fields as a server returns them."""
+    return {k.encode(): v.encode() for k, v in fields.items()} | {k.encode(): v for k, v in more.items()}
+
+
+def test_a_signed_message_is_accepted_and_carries_its_fields() -> None:
+    raw = stored(signing().signed("contribution", FIELDS, payload=b"gradient"), payload=b"gradient", chunks=b"3")
+    signing("rome", ROME).verify("contribution", "oslo", raw)
+    signing("rome", ROME).verify_payload(raw, b"gradient")
+    assert FIELDS.items() <= {k.decode(): v.decode() for k, v in raw.items()}.items()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "sender", "about", "run"),
+    [
+        ("signature.wrong", "heartbeat", "oslo", "", "demo"),
+        ("signature.wrong", "contribution", "rome", "", "demo"),
+        ("signature.wrong", "contribution", MERGER, "", "demo"),
+        ("signature.wrong", "contribution", "oslo", "1/2", "demo"),
+        ("signature.wrong", "contribution", "oslo", "", "other"),
+        ("signature.unknown", "contribution", "paris", "", "demo"),
+    ],
+)
+def test_a_signature_holds_for_one_kind_sender_place_and_run(
+    code: str, kind: Kind, sender: str, about: str, run: str
+) -> None:
+    raw = stored(signing().signed("contribution", FIELDS))
+    with failing(SignatureError, code):
+        signing(run=run).verify(kind, sender, raw, about=about)
+
+
+@settings(max_examples=examples(200))
+@given(
+    change=st.sampled_from([*FIELDS, "payload_sha256", SIGNATURE, "new"]),
+    value=st.binary(max_size=130),
+)
+def test_any_changed_field_is_noticed(change: str, value: bytes) -> None:
+    raw = stored(signing().signed("contribution", FIELDS, payload=b"gradient"))
+    changed = {**raw, change.encode(): value}
+    if changed == raw or (change == SIGNATURE and value.lower() == raw[SIGNATURE.encode()]):
+        return
+    with pytest.raises(SignatureError):
+        signing().verify("contribution", "oslo", changed)
+
+
+@pytest.mark.parametrize("gone", [*FIELDS, "payload_sha256"])
+def test_a_missing_field_is_noticed(gone: str) -> None:
+    raw = stored(signing().signed("contribution", FIELDS, payload=b"gradient"))
+    del raw[gone.encode()]
+    with failing(SignatureError, "signature.wrong"):
+        signing().verify("contribution", "oslo", raw)
+
+
+def test_an_unsigned_message_and_another_payload_are_refused() -> None:
+    with failing(SignatureError, "signature.missing"):
+        signing().verify("contribution", "oslo", stored(FIELDS))
+    raw = stored(signing().signed("contribution", FIELDS, payload=b"gradient"))
+    with failing(SignatureError, "signature.payload"):
+        signing().verify_payload(raw, b"another")
+    with failing(SignatureError, "signature.payload"):
+        signing().verify_payload(stored(FIELDS), b"gradient")
+
+
+@settings(max_examples=examples(200))
+@given(one=Fields, other=Fields, head=st.tuples(*[st.sampled_from(["", "a", "ab", "b"])] * 3))
+def test_different_messages_have_different_canonical_bytes(one: Raw, other: Raw, head: tuple[str, str, str]) -> None:
+    run, sender, about = head
+    kinds: tuple[Kind, Kind] = ("tape", "event")
+    texts = {
+        canonical(r, kind, s, a, fields)
+        for r, kind, s, a, fields in itertools.product({run, "a"}, kinds, {sender, "a"}, {about, "a"}, [one, other])
+    }
+    assert len(texts) == len({run, "a"}) * 2 * len({sender, "a"}) * len({about, "a"}) * (1 + (one != other))
+
+
+@settings(max_examples=examples(100))
+@given(raw=Fields)
+def test_arbitrary_fields_never_verify_and_raise_no_other_error(raw: Raw) -> None:
+    with pytest.raises(SignatureError):
+        signing().verify("event", MERGER, {**raw, b"signature": raw.get(b"", b"\xff" * 128)})
+
+
+def test_all_mergers_share_one_key_and_may_sign_for_an_island() -> None:
+    merger = signing(MERGER, RUN_KEY)
+    signing().verify("tape", MERGER, stored(merger.signed("tape", FIELDS)))
+    again = stored(merger.signed("contribution", FIELDS, payload=b"gradient", sender="oslo"))
+    signing("rome", ROME).verify("contribution", "oslo", again)
+    with failing(SignatureError, "signature.wrong"):
+        signing().verify("contribution", "rome", again)
+    forged = stored(signing("rome", ROME).signed("contribution", {**FIELDS, "signer": MERGER}))
+    with failing(SignatureError, "signature.wrong"):
+        signing().verify("contribution", "oslo", forged)
+
+
+def test_a_member_without_a_key_cannot_sign() -> None:
+    with failing(ConfigError, "signature.no-key"):
+        signing("viewer", None).signed("heartbeat", FIELDS)
+
+
+def test_keys_and_signatures_are_reproducible() -> None:
+    assert public_key(OSLO) == OSLO_PUBLIC
+    assert signing().signed("event", FIELDS) == signing().signed("event", FIELDS)
+
+
+def test_without_signing_everything_passes() -> None:
+    off = SigningOff()
+    assert off.signed("contribution", FIELDS, payload=b"x", sender="oslo") == FIELDS
+    off.verify("contribution", "oslo", stored(FIELDS))
+    off.verify_payload({}, b"x")
+
+
+# -- stamps --------------------------------------------------------------------------------------------------------
+
+
+def test_stamps_grow_although_the_clock_goes_back() -> None:
+    times = iter([100.0, 50.0, 200.0])
+    stamps = Stamps(lambda: next(times))
+    found = [stamp_of({b"stamp": stamps.next(3).encode()}) for _ in range(3)]
+    assert found == sorted(set(found))
+    assert found[2] == (3, 200_000_000)
+
+
+@pytest.mark.parametrize("text", [b"", b"1", b"-1-2", b"1-2-3", b"\xff-1", b"1" * 40 + b"-1"])
+def test_a_damaged_stamp_is_an_error(text: bytes) -> None:
+    with failing(SignatureError, "signature.stamp"):
+        stamp_of({b"stamp": text})
+
+
+def test_a_replayed_event_is_not_accepted_from_any_position() -> None:
+    order = EventOrder()
+    order.begin("5-0", (1, 10))
+    order.accept("5-0", "6-0", (1, 11))
+    order.accept("6-0", "7-0", (2, 3))
+    for stamp in [(2, 3), (1, 12), (1, 11)]:
+        with failing(SignatureError, "signature.replayed"):
+            order.accept("7-0", "8-0", stamp)
+    order.accept("5-0", "6-0", (1, 11))  # the reader went back, because it could not handle the event
+
+
+def test_an_old_snapshot_is_accepted_only_after_a_resume() -> None:
+    order = FragmentOrder()
+    order.accept(0, (1, 5))
+    order.accept(0, (1, 5))
+    order.accept(1, (1, 2))
+    with failing(SignatureError, "signature.replayed"):
+        order.accept(0, (1, 4))
+    order.forget()
+    order.accept(0, (1, 4))
+
+
+def presence(beat: Heartbeat, age: float) -> Presence:
+    return Presence(beat, age)
+
+
+def test_a_repeated_heartbeat_grows_old_although_its_key_is_refreshed() -> None:
+    now = 0.0
+    order = HeartbeatOrder(lambda: now)
+    beat = heartbeat("oslo")
+    assert order.accept(presence(beat, 1.0), (0, 5)).age_seconds == 1.0
+    now = 30.0
+    assert order.accept(presence(beat, 1.0), (0, 5)).age_seconds == 30.0
+    assert order.accept(presence(beat, 1.0), (0, 6)).age_seconds == 1.0
+    with failing(SignatureError, "signature.replayed"):
+        order.accept(presence(beat, 1.0), (0, 5))
