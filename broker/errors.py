@@ -101,6 +101,15 @@ class FencedError(BrokerError):
     code = "broker.fenced"
 
 
+#: Codes of refusals that end by themselves or by an operator's act, without a change of the run.
+OUTAGES = frozenset(["broker.refused-disk", "broker.refused-memory", "broker.refused-replica"])
+
+
+def is_outage(error: BrokerError) -> bool:
+    """Return whether the server is away or refuses all writes, so that a merger can only wait."""
+    return isinstance(error, UnreachableError) or error.code in OUTAGES
+
+
 class DivergedError(ArchipelagoError):
     """An island's loss is NaN or infinite. Its contributions are refused, so they cannot harm the run."""
 

@@ -21,7 +21,9 @@ from archipelago.broker.errors import WireError
 
 Message = TypeVar("Message")
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-Count = Annotated[int, Ge(0), Le(1 << 62)]
+#: The largest count. Counters stay there instead of growing past it.
+COUNT_MAX = 1 << 62
+Count = Annotated[int, Ge(0), Le(COUNT_MAX)]
 Seconds = Annotated[float, Ge(0.0), Le(1e9)]
 UnixSeconds = Annotated[float, Ge(0.0), Le(1e12)]
 Text = Annotated[str, MaxLen(512)]

@@ -212,8 +212,12 @@ class ReaderClient(Protocol):
         """Return every island that sent a heartbeat during the last day, by name."""
         ...
 
+    def unreadable(self) -> dict[str, str]:
+        """Return the records that this connection could not read and skipped, each with the reason."""
+        ...
+
     def books(self) -> Books:
-        """Return the run's counters."""
+        """Return the run's counters. One that cannot be read is 0."""
         ...
 
     def backlog(self) -> int:

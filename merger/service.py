@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, is_outage
 from archipelago.broker.messages import Call, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
@@ -33,6 +33,8 @@ LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5
 BLOCK_SECONDS = 0.25
 RETRY_SECONDS = 0.5
+#: How often a merger loads the run again, without closing a round in between, because of an error that is no outage.
+FAULTS_MAX = 10
 #: Payload bytes that are read at once. Each payload is added to its round's sum and dropped, so memory stays bounded.
 READ_BYTES = 64 << 20
 READ_COUNT_MAX = 64
@@ -285,15 +287,20 @@ class Merger:
 
 
 def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> None:
-    """Serve until `stopped`, through outages, and as a standby while another merger holds the lease.
+    """Serve until `stopped`, through outages and repairs, and as a standby while another merger holds the lease.
 
     Args:
         merger: The merger. It has neither acquired the lease nor loaded.
         stopped: Whether to stop.
         pause: Waits that many seconds between two tries.
+
+    Raises:
+        UnknownRunError: The run was deleted.
+        ConfigError: The run has lost what nothing can restore.
+        BrokerError: The same fault came back after FAULTS_MAX repairs.
     """
     merger.warm_up()  # before it takes the lease, so that a standby is ready when it is needed
-    loaded, trouble = False, ""
+    loaded, troubles = False, Troubles()
     while not stopped():
         try:
             if not merger.epoch and not merger.acquire():
@@ -301,25 +308,62 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
                 continue
             if not loaded:
                 merger.load()
-                loaded, trouble = True, ""
+                loaded = True
                 closed = merger.state.closed
                 log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
-            merger.turn()
+            if merger.turn():
+                troubles.end()
         except FencedError as error:
+            loaded, merger.epoch = False, 0
+            if not _serves_again(merger, pause):
+                log.warning("another merger holds the lease and serves this run; this one leaves (%s)", error.what)
+                merger.controls.note("left", "another merger serves")
+                return
             log.warning("%s", error)
-            merger.controls.note("left", "another merger serves")
-            return
         except UnknownRunError:
             raise
-        except BrokerError as error:  # an outage or full memory, after which we can continue
-            if error.what != trouble:  # an outage is logged once, however long it lasts
-                log.warning("%s", error)
-            trouble = error.what
+        except BrokerError as error:  # an outage, full memory or damage, after which we can continue
             # We cannot know which writes arrived. We load what Redis holds, in an epoch that fences writes in flight.
             loaded, merger.epoch = False, 0
-            pause(RETRY_SECONDS)
+            pause(troubles.seconds(error))
     if merger.epoch:
         _leave(merger, loaded)
+
+
+class Troubles:
+    """Counts the errors since the last closed round, so that neither an outage nor damage makes a merger spin."""
+
+    def __init__(self) -> None:
+        self._last, self._faults = "", 0
+
+    def seconds(self, error: BrokerError) -> float:
+        """Return how long to wait before the next try. The pauses grow, except in an outage, which ends by itself.
+
+        Raises:
+            BrokerError: This error, because a fault that is no outage came back after FAULTS_MAX repairs.
+        """
+        if error.what != self._last:  # an outage is logged once, however long it lasts
+            log.warning("%s", error, extra={"code": error.code})
+        self._last = error.what
+        if is_outage(error):
+            return RETRY_SECONDS
+        self._faults += 1
+        if self._faults > FAULTS_MAX:
+            raise error
+        return float(RETRY_SECONDS * min(1 << (self._faults - 1), 32))
+
+    def end(self) -> None:
+        """Forget the errors, because a round has closed."""
+        self._last, self._faults = "", 0
+
+
+def _serves_again(merger: Merger, pause: Callable[[float], None]) -> bool:
+    """Take the lease again after a write was fenced. This fails if another merger holds it."""
+    for _ in range(2):  # once more, because another client may have disturbed the first attempt
+        if merger.acquire():
+            return True
+        pause(0.0)
+    return False
 
 
 def _leave(merger: Merger, loaded: bool) -> None:

@@ -69,6 +69,9 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return [Presence(beat, now - seen) for _, (beat, seen) in sorted(run.islands.items())]
 
+    def unreadable(self) -> dict[str, str]:
+        return {}
+
     def books(self) -> Books:
         with self._broker.opened(self._run) as run:
             return Books(**run.books)

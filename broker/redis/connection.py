@@ -24,6 +24,8 @@ ATTEMPTS = 16
 PAGE = 256
 #: The oldest Redis that has the commands that streams need.
 OLDEST = (6, 2)
+#: Damaged records are named once each, up to this number.
+UNREADABLE_MAX = 1000
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -56,7 +58,8 @@ class RedisConnection:
         password = client.connection_pool.connection_kwargs.get("password")
         self._failures = Failures(where, password, is_invited=is_invited)
         self.has_info = True
-        self._unreadable: set[str] = set()
+        #: What this connection could not read, by name, with the reason. At most UNREADABLE_MAX are remembered.
+        self.unreadable: dict[str, str] = {}
 
     def translated(self) -> AbstractContextManager[None]:
         """Raise our errors in place of the client library's."""
@@ -101,9 +104,9 @@ class RedisConnection:
 
     def warn_once(self, what: str, error: WireError) -> None:
         """Log that `what` cannot be read, once for each such text."""
-        if what not in self._unreadable:
-            log.warning("%s cannot be read: %s", what, error.reason)
-        self._unreadable.add(what)
+        if what not in self.unreadable and len(self.unreadable) < UNREADABLE_MAX:
+            log.warning("%s cannot be read: %s", what, error.reason, extra={"code": "broker.unreadable"})
+            self.unreadable[what] = error.reason
 
     @contextmanager
     def forgiving(self, key: str, kind: str) -> Iterator[None]:

@@ -5,16 +5,21 @@ Every write watches the epoch's key and is one transaction, so Redis itself refu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import redis
 
 from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.failures import is_full
+from archipelago.broker.redis.replies import epoch_in
 from archipelago.broker.redis.stored_run import StoredRun
 
+#: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
+LEASE_SECONDS_MAX = 24 * 3600
 OVERTAKEN, EXPIRED = -1, 0
 _EXTEND = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return -1 end
@@ -40,10 +45,9 @@ class Lease:
         self._stored.require()
         try:
             with self._connection.watching(self._keys.lease, self._keys.epoch) as pipe:
-                owner = pipe.get(self._keys.lease)
-                if owner is not None and owner != holder.encode():
+                if self._is_held_by_another(pipe, holder):
                     return None
-                epoch = max(self._epoch, int((pipe.get(self._keys.epoch) or b"0").split()[0])) + 1
+                epoch = self._next_epoch(pipe)
                 failpoint("acquire.before")
                 self._holder = holder
                 pipe.multi()
@@ -55,6 +59,19 @@ class Lease:
         self._epoch = epoch
         failpoint("acquire.done")
         return epoch
+
+    def _is_held_by_another(self, pipe: Any, holder: str) -> bool:
+        owner = _read(lambda: pipe.get(self._keys.lease))
+        if owner is None or owner == holder.encode():
+            return False
+        return 0 <= int(pipe.pttl(self._keys.lease)) <= LEASE_SECONDS_MAX * 1000
+
+    def _next_epoch(self, pipe: Any) -> int:
+        """Return an epoch after all known ones. The tape knows the last one if the epoch's key was lost or damaged."""
+        stored = epoch_in(_read(lambda: pipe.get(self._keys.epoch)))
+        newest = _read(lambda: pipe.xrevrange(self._keys.tape, count=1))
+        taped = epoch_in(newest[0][1].get(b"epoch")) if newest else 0
+        return max(self._epoch, stored, taped) + 1
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
         try:
@@ -99,26 +116,42 @@ class Lease:
         """
         try:
             with self._connection.watching(self._keys.epoch) as pipe:
-                if pipe.get(self._keys.epoch) != self.mark(epoch):
+                if _read(lambda: pipe.get(self._keys.epoch)) != self.mark(epoch):
                     raise DisturbedError
                 if after_round is not None:
-                    self._require_round(pipe.hget(self._keys.books, "round"), after_round)
+                    self._require_round(pipe, after_round)
                 pipe.multi()
                 yield pipe
                 pipe.execute()
         except DisturbedError:
             raise self.overtaken(epoch) from None
 
-    def _require_round(self, stored: bytes | None, expected: int) -> None:
-        if int(stored or 0) != expected:
+    def _require_round(self, pipe: Any, expected: int) -> None:
+        """Raise BrokerError unless `expected` is the last round of its fragment."""
+        fragment = (expected - 1) % len(self._stored.sizes())
+        stored = _read(lambda: pipe.hget(self._keys.fragment(fragment), "round"))
+        if stored != str(expected).encode():
+            found = (stored or b"no").decode("utf-8", "replace")[:20]
             raise BrokerError(
-                f"{self._connection.where} holds round {int(stored or 0)} although round {expected} was closed last",
-                "It restarted without its newest writes; the merger continues from what is there.",
+                f"{self._connection.where} holds {found} round of fragment {fragment} although round {expected} was "
+                "closed last",
+                "It was restarted without its newest writes, or they were damaged; the merger loads the run again.",
                 code="broker.other-round",
             )
 
     def overtaken(self, epoch: int) -> FencedError:
         """Return the error of a write in an older epoch."""
         return FencedError(
-            f"another merger took the lease after epoch {epoch}", "It serves this run now; this merger leaves."
+            f"epoch {epoch} of this merger has ended: another merger took the lease, or the epoch's key was changed",
+            "This merger takes the lease again unless another one holds it.",
         )
+
+
+def _read(get: Callable[[], Any]) -> Any:
+    """Return what the call returns, or None if the key holds another type of value."""
+    try:
+        return get()
+    except redis.ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        return None

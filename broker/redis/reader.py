@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -14,6 +13,7 @@ from archipelago.broker.messages import (
     Evaluation,
     Event,
     Heartbeat,
+    Message,
     Note,
     Pending,
     Presence,
@@ -26,7 +26,17 @@ from archipelago.broker.messages import (
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.data_hash import parse_cursors
-from archipelago.broker.redis.replies import Raw, entry_id, event_of, names_in, stream_entries, text_fields
+from archipelago.broker.redis.replies import (
+    Raw,
+    counts_in,
+    entry_id,
+    epoch_in,
+    event_of,
+    fields_of,
+    names_in,
+    stream_entries,
+    text_fields,
+)
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStream
 from archipelago.broker.transport import NOTES_KEPT, REFUSALS_AMONG, START, Memory, MergerStatus
@@ -60,13 +70,17 @@ class RedisReader:
     def manifest(self) -> Manifest:
         return self._stored.manifest()
 
+    def unreadable(self) -> dict[str, str]:
+        return dict(self._connection.unreadable)
+
     def merger_state(self) -> str:
-        with self._connection.translated():
-            return (self._redis.get(self._keys.state) or b"").decode()
+        found = b""
+        with self._connection.forgiving(self._keys.state, "a string"):
+            found = self._redis.get(self._keys.state) or b""
+        return found.decode("utf-8", "replace")
 
     def last_event(self) -> str:
-        with self._connection.translated():
-            newest = self._redis.xrevrange(self._keys.snapshots, count=1)
+        newest = self._entries(self._keys.snapshots, 1)
         return newest[0][0].decode() if newest else START
 
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
@@ -75,18 +89,21 @@ class RedisReader:
             with self._connection.translated():
                 block = block_ms(deadline - time.monotonic())
                 found = list(stream_entries(self._redis.xread({self._keys.snapshots: after}, count=count, block=block)))
-            out = [(entry, event) for entry, raw in found if (event := event_of(entry, raw)) is not None]
+            out = [(entry, event) for entry, raw in found if (event := self._event(entry, raw)) is not None]
             if out or not found:
                 return out
             after = found[-1][0]  # this version can read none of these events
 
     def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
-        with self._connection.translated():
-            for _ in range(8):
+        for _ in range(8):
+            raw: Raw = {}
+            with self._connection.forgiving(self._keys.fragment(fragment), "a hash"):
                 raw = self._redis.hgetall(self._keys.fragment(fragment))
-                if not raw:
-                    raise self._stored.unknown()
-                snapshot = from_fields(Snapshot, text_fields(raw))
+            if not raw:
+                self._stored.require()
+                raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
+            snapshot = from_fields(Snapshot, text_fields(raw))
+            with self._connection.translated():
                 try:
                     payload = self._chunks.fetch(raw, snapshot.bytes)
                 except WireError:
@@ -94,25 +111,27 @@ class RedisReader:
                 if account:
                     self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
                 return snapshot, payload
-        raise WireError(f"fragment {fragment} cannot be read whole")
+        raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
 
     def presences(self) -> list[Presence]:
-        with self._connection.translated():
+        names: list[str] = []
+        with self._connection.forgiving(self._keys.islands, "a set"):
             names = names_in(self._redis.smembers(self._keys.islands))
+        with self._connection.translated():
             with self._redis.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.hgetall(self._keys.island(name))
                     pipe.pttl(self._keys.island(name))
-                answers = pipe.execute()
+                answers = pipe.execute(raise_on_error=False)
             out, forgotten = [], []
             for index, name in enumerate(names):
                 raw, ttl_ms = answers[2 * index], answers[2 * index + 1]
                 if not raw:
                     forgotten.append(name)
                     continue
-                try:
-                    heartbeat = from_fields(Heartbeat, text_fields(raw))
-                except WireError as error:  # an unreadable heartbeat must not hide the other islands
+                try:  # an unreadable heartbeat must not hide the other islands
+                    heartbeat = from_fields(Heartbeat, fields_of(raw))
+                except WireError as error:
                     self._connection.warn_once(f"the heartbeat of {name}", error)
                     continue
                 out.append(Presence(heartbeat, REMEMBER_SECONDS - ttl_ms / 1000))
@@ -121,15 +140,21 @@ class RedisReader:
         return out
 
     def books(self) -> Books:
-        with self._connection.translated():
-            return from_fields(Books, text_fields(self._redis.hgetall(self._keys.books)))
+        found: Raw = {}
+        with self._connection.forgiving(self._keys.books, "a hash"):
+            found = self._redis.hgetall(self._keys.books)
+        counts, faults = counts_in(text_fields(found))
+        for name in faults:
+            self._connection.warn_once(f"the count {name!r} in the books", WireError("it is not a number"))
+        return Books(**counts)
 
     def backlog(self) -> int:
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.xlen(self._keys.updates)
             pipe.hget(self._keys.books, "kept")
-            length, kept = pipe.execute()
-        return max(0, int(length) - int(kept or 0))
+            length, kept = pipe.execute(raise_on_error=False)
+        counts, _ = counts_in({"kept": kept.decode("utf-8", "replace")} if isinstance(kept, bytes) else {})
+        return max(0, (length if isinstance(length, int) else 0) - counts.get("kept", 0))
 
     def pending(self) -> Pending:
         count = tokens = 0
@@ -139,18 +164,19 @@ class RedisReader:
         return Pending(count, tokens)
 
     def cursors(self) -> dict[str, tuple[int, int]]:
-        with self._connection.translated():
-            return parse_cursors(self._connection, text_fields(self._redis.hgetall(self._keys.data)))
+        found: Raw = {}
+        with self._connection.forgiving(self._keys.data, "a hash"):
+            found = self._redis.hgetall(self._keys.data)
+        return parse_cursors(self._connection, text_fields(found))
 
     def tape(self, count: int) -> list[TapeEntry]:
         return self._newest(self._keys.tape, TapeEntry, count)
 
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
-        with self._connection.translated():
-            newest = self._redis.xrevrange(self._keys.snapshots, count=REFUSALS_AMONG) if count else []
+        newest = self._entries(self._keys.snapshots, REFUSALS_AMONG) if count else []
         out: list[tuple[float, Refusal]] = []
         for entry, raw in newest:
-            event = event_of(entry.decode(), raw) if raw.get(b"kind") == REFUSED else None
+            event = self._event(entry.decode(), raw) if raw.get(b"kind") == REFUSED else None
             if isinstance(event, Refusal):
                 out.append((entry_id(entry.decode())[0] / 1000, event))
             if len(out) == count:
@@ -164,24 +190,34 @@ class RedisReader:
         return text_fields(found)
 
     def notes(self, count: int) -> list[Note]:
-        found: list[tuple[bytes, Raw]] = []
-        with self._connection.forgiving(self._keys.notes, "a stream"):
-            found = self._redis.xrevrange(self._keys.notes, count=count) if count else []
-        out = []
-        for entry, raw in reversed(found):
-            try:
-                out.append(from_fields(Note, text_fields(raw)))
-            except WireError as error:
-                self._connection.warn_once(f"note {entry.decode()}", error)
-        return out
+        return self._newest(self._keys.notes, Note, count)
 
     def evaluations(self) -> list[Evaluation]:
         return self._newest(self._keys.evaluations, Evaluation, EVALUATIONS_KEPT)
 
-    def _newest(self, key: str, kind: type[Any], count: int) -> list[Any]:
-        with self._connection.translated():
-            found = self._redis.xrevrange(key, count=count)
-        return [from_fields(kind, text_fields(raw)) for _, raw in reversed(found)]
+    def _newest(self, key: str, kind: type[Message], count: int) -> list[Message]:
+        """Return the newest entries of a stream as messages, oldest first. Those that cannot be read are skipped."""
+        out = []
+        for entry, raw in reversed(self._entries(key, count) if count else []):
+            try:
+                out.append(from_fields(kind, text_fields(raw)))
+            except WireError as error:
+                self._connection.warn_once(f"entry {entry.decode()} of {key}", error)
+        return out
+
+    def _entries(self, key: str, count: int) -> list[tuple[bytes, Raw]]:
+        """Return the newest entries of a stream, newest first; none if the key holds no stream."""
+        found: list[tuple[bytes, Raw]] = []
+        with self._connection.forgiving(key, "a stream"):
+            found += self._redis.xrevrange(key, count=count)
+        return found
+
+    def _event(self, entry: str, raw: Raw) -> Event | None:
+        try:
+            return event_of(raw)
+        except WireError as error:
+            self._connection.warn_once(f"event {entry}", error)
+            return None
 
     def steer(self, changes: Mapping[str, str]) -> None:
         self._stored.require()
@@ -211,13 +247,11 @@ class RedisReader:
             pipe.xrevrange(keys.tape, count=1)
             pipe.xrange(keys.updates, count=1)
             pipe.time()
-            holder, ttl_ms, mark, closed, waiting, (seconds, microseconds) = pipe.execute()
-        epoch = (mark or b"0").partition(b" ")[0].decode("utf-8", "replace")
+            *found, (seconds, microseconds) = pipe.execute(raise_on_error=False)
+        # A key of another type answers with an error, which counts as no answer.
+        holder, ttl_ms, mark, closed, waiting = (None if isinstance(each, Exception) else each for each in found)
         last = (closed or waiting or [(None,)])[0][0]
         still = seconds + microseconds / 1e6 - entry_id(last.decode())[0] / 1e3 if last else 0.0
         return MergerStatus(
-            (holder or b"").decode("utf-8", "replace"),
-            int(epoch) if epoch.isdigit() else 0,
-            max(0.0, ttl_ms / 1e3),
-            max(0.0, still),
+            (holder or b"").decode("utf-8", "replace"), epoch_in(mark), max(0.0, (ttl_ms or 0) / 1e3), max(0.0, still)
         )

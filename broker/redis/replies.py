@@ -5,22 +5,23 @@ All functions are pure.
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import EVENTS, Event, from_fields
+from archipelago.broker.messages import COUNT_MAX, EVENTS, Books, Event, from_fields
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.transport import START
 
 #: The consumer group of the updates stream.
 GROUP = "merger"
+#: A larger epoch is damage. Every take-over counts one.
+EPOCH_MAX = 1 << 53
 
 #: The fields of an entry or hash as the server returns them.
 Raw = Mapping[bytes, bytes]
-
-log = logging.getLogger(__name__)
 
 
 def text_fields(raw: Raw) -> dict[str, str]:
@@ -37,6 +38,15 @@ def entry_id(entry: str) -> tuple[int, int]:
     """Return the id of a stream entry as two numbers, which sort as Redis sorts ids."""
     milliseconds, _, number = entry.partition("-")
     return int(milliseconds), int(number or 0)
+
+
+def epoch_in(mark: bytes | None) -> int:
+    """Return the number with which the epoch's key begins; 0 if there is none, or no merger can have written it."""
+    try:
+        epoch = int((mark or b"0").split()[0])
+    except (ValueError, IndexError):
+        return 0
+    return epoch if 0 <= epoch <= EPOCH_MAX else 0
 
 
 def next_id(entry: str) -> str:
@@ -56,15 +66,33 @@ def stream_entries(found: Any) -> Iterator[tuple[str, Raw]]:
             yield entry.decode(), raw or {}
 
 
-def event_of(entry: str, raw: Raw) -> Event | None:
-    """Return the event in an entry; None for an unknown kind, which a newer merger may send, and for damaged fields."""
+def event_of(raw: Raw) -> Event | None:
+    """Return the event in an entry; None for an unknown kind, which a newer merger may send. Raises WireError."""
     fields = text_fields(raw)
     kind = EVENTS.get(fields.get("kind", ""))
-    try:
-        return from_fields(kind, fields) if kind else None
-    except WireError as error:
-        log.warning("event %s cannot be read: %s", entry, error.reason)
-        return None
+    return from_fields(kind, fields) if kind else None
+
+
+def fields_of(answer: Any) -> dict[str, str]:
+    """Return the fields of a hash from its reply. Raises WireError for a key of another type, which is an error."""
+    if isinstance(answer, Exception):
+        raise WireError("it is not a hash")
+    return text_fields(answer)
+
+
+def counts_in(fields: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
+    """Return the counters of the books, and the names of those that are no numbers, which count as 0.
+
+    A counter that is too large counts as the largest one.
+    """
+    counts, faults = {}, []
+    for name in (f.name for f in dataclasses.fields(Books) if f.name in fields):
+        text = fields[name]
+        if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII):
+            counts[name] = min(int(text), COUNT_MAX)
+        else:
+            faults.append(name)
+    return counts, faults
 
 
 def group_of(groups: Any) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from archipelago.broker.errors import UnknownRunError
+from archipelago.broker.errors import BrokerError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.failures import is_wrong_kind
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import names_in, text_fields
 from archipelago.broker.wire import payload_bytes_max
@@ -19,26 +20,33 @@ class StoredRun:
 
     def names(self) -> list[str]:
         """Return the names of all runs at the server. A name is registered before its run is created."""
-        with self._connection.translated():
+        names: list[str] = []
+        with self._connection.forgiving(REGISTRY, "a set"):
             names = names_in(self._connection.redis.smembers(REGISTRY))
-            with self._connection.redis.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.exists(Keys(name).manifest)
-                exist = pipe.execute()
+        with self._connection.translated(), self._connection.redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.exists(Keys(name).manifest)
+            exist = pipe.execute()
         return [name for name, exists in zip(names, exist, strict=True) if exists]
 
     def manifest(self) -> Manifest:
-        """Return the manifest. Raises UnknownRunError."""
-        with self._connection.translated():
-            raw = self._connection.redis.hgetall(self._connection.keys.manifest)
+        """Return the manifest. Raises UnknownRunError, or ConfigError for a damaged one (`config.manifest`)."""
+        try:
+            with self._connection.translated():
+                raw = self._connection.redis.hgetall(self._connection.keys.manifest)
+        except BrokerError as error:
+            if not is_wrong_kind(error):
+                raise
+            raw = {b"run": b""}  # refused below, as any other damaged manifest
         if not raw:
             raise self.unknown()
         return Manifest.from_fields(text_fields(raw))
 
     def require(self) -> None:
-        """Raise UnknownRunError unless the run exists."""
+        """Raise UnknownRunError unless the run exists. A run that has lost only its manifest exists."""
+        keys = self._connection.keys
         with self._connection.translated():
-            known = self._connection.redis.exists(self._connection.keys.manifest)
+            known = self._connection.redis.exists(keys.manifest, keys.state, keys.fragment(0))
         if not known:
             raise self.unknown()
 
