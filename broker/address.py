@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 
 def require_address(url: str) -> None:
@@ -27,3 +27,17 @@ def redacted(url: str) -> str:
     if at and not url.startswith("unix:///"):
         url = f"{scheme}{slashes}{user.partition(':')[0] + ':' if ':' in user else ''}***@{after}"
     return re.sub(r"(password=)[^&#]*", r"\1***", url, flags=re.IGNORECASE)
+
+
+def with_user(url: str, user: str, password: str) -> str:
+    """Return the URL with another user and password, and without the options that name files of this machine."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    left_out = ("username", "password", "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password")
+    options = urlencode([(name, value) for name, value in parse_qsl(parts.query) if name not in left_out])
+    return parts._replace(netloc=f"{quote(user, '')}:{quote(password, '')}@{host}", query=options).geturl()
+
+
+def option(url: str, name: str) -> str:
+    """Return an option of the URL, such as `ssl_ca_certs`; empty if it does not have it."""
+    return dict(parse_qsl(urlsplit(url).query)).get(name, "")

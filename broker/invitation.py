@@ -28,6 +28,8 @@ from archipelago.broker.redis.keys import is_name
 
 Role = Literal["island", "merger", "operator", "viewer"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
+#: The role in the join file of whoever invites others. It is no member: its user of the Redis may do everything there.
+ADMIN: Final = "admin"
 #: The ending of the names of join files.
 SUFFIX: Final = ".join"
 #: The field of the hash of members with the public key that all mergers of the run share. No member can have this name.
@@ -50,7 +52,7 @@ class Invitation:
         name: The name of the member, which is the island's name.
         role: What the member may do.
         private_key: The key that the member signs with, in base64: an island's own, or the one that all mergers of the
-            run share. Empty for the other roles.
+            run share, which `admin` hands on to them. Empty for the other roles.
         merger_key: The public key of the run's mergers, in base64.
         ca_certificate: The certificate authority that signed the server's certificate, as PEM. Empty if the system's
             authorities apply, or without TLS.
@@ -60,7 +62,7 @@ class Invitation:
     url: str = field(repr=False)
     run: str
     name: str
-    role: Role
+    role: Role | Literal["admin"]
     private_key: str = field(default="", repr=False)
     merger_key: str = ""
     ca_certificate: str = field(default="", repr=False)
@@ -90,7 +92,8 @@ class Invitation:
         for name in (self.run, self.name):
             if not is_name(name):
                 raise WireError(f"{name!r:.80} is not a name")
-        _require_role(self.role)
+        if self.role != ADMIN:
+            _require_role(self.role)
         _require_expiry(self.expires)
         for key in (self.private_key, self.merger_key):
             if key:

@@ -269,8 +269,7 @@ def require_role(invited: Invitation | None, role: Role) -> None:
     """Raise ConfigError if there is an invitation, and it is one for another role."""
     if invited is not None and invited.role != role:
         raise ConfigError(
-            f"the join file of {invited.name!r} is one of a{'n' * (invited.role[0] in 'aeiou')} {invited.role}, "
-            f"so it cannot run {'an' if role[0] in 'aeiou' else 'a'} {role}",
+            f"the join file of {invited.name!r} is for the role {invited.role}, so no {role} can use it",
             f"Ask for another: `archipelago invite NAME --role {role}`.",
             code="invitation.other-role",
         )

@@ -37,6 +37,7 @@ class Keys:
         self.tag = f"{{{run}:s0}}"
         self.islands = f"{run}:islands"
         self.manifest = f"{self.tag}:manifest"
+        self.members = f"{self.tag}:members"
         self.data = f"{self.tag}:data"
         self.actions = f"{self.tag}:actions"
         self.requests = f"{self.tag}:asks"

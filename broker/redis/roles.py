@@ -1,0 +1,195 @@
+"""What each role may do in Redis, as rules of its access control lists (ACL). All functions are pure.
+
+| role | reads | writes |
+| --- | --- | --- |
+| viewer | the run | nothing |
+| operator | the run | requests to the run, notes, evaluations |
+| island | the run | its own keys; it can append to its own streams, but not delete from them |
+| merger | the run | the run, except the records of its members |
+
+Only an administrator can invite members and create runs. Every role reads the whole run, including what other islands
+have sent, and the names of all runs at the server.
+
+A server before Redis 7 can neither tell reading from writing nor give rights on some keys only. There, a role may use
+each of its commands on each of its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+from archipelago.broker.invitation import Role
+from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.replies import GROUP
+
+#: The first version whose rules tell reading from writing and have selectors.
+SELECTORS: Final = (7, 0)
+#: The first version that has the command with which the client library introduces itself.
+SETINFO: Final = (7, 2)
+
+#: Commands without keys. None of them changes anything at the server.
+_KEYLESS: Final = ("PING", "TIME", "INFO", "MULTI", "EXEC", "DISCARD", "UNWATCH")
+_READS: Final = (
+    "WATCH", "EXISTS", "TYPE", "TTL", "PTTL", "GET", "STRLEN", "GETRANGE", "HGET", "HMGET", "HGETALL", "HEXISTS",
+    "HLEN", "HSTRLEN", "SMEMBERS", "SISMEMBER", "SCARD", "XRANGE", "XREVRANGE", "XREAD", "XLEN", "XPENDING",
+    "XINFO|GROUPS", "XINFO|STREAM",
+)  # fmt: skip
+_KEY_WRITES: Final = ("SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST")
+_HASH_WRITES: Final = ("HSET", "HSETNX", "HDEL", "HINCRBY")
+_SET_WRITES: Final = ("SADD", "SREM")
+_STREAM_WRITES: Final = (
+    "XADD", "XDEL", "XTRIM", "XACK", "XREADGROUP", "XGROUP|CREATE", "XGROUP|SETID", "XGROUP|DESTROY", "XCLAIM",
+    "XAUTOCLAIM",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The right to use some commands on some keys.
+
+    Attributes:
+        commands: The commands, with `|SUBCOMMAND` where only that is meant.
+        keys: Patterns of keys.
+        is_read: Whether the commands only read the keys.
+    """
+
+    commands: tuple[str, ...]
+    keys: tuple[str, ...]
+    is_read: bool = False
+
+
+def user_of(run: str, name: str) -> str:
+    """Return the name of a member's Redis user. A name cannot contain `~`, so no two members share a user."""
+    return f"{run}~{name}"
+
+
+def grants(role: Role, keys: Keys, name: str) -> list[Grant]:
+    """Return what a role may do, the reading grant first.
+
+    Args:
+        role: The role.
+        keys: The keys of the run.
+        name: The name of the member.
+    """
+    reading = Grant(_READS, (f"{keys.tag}:*", f"{keys.run}:*", REGISTRY), is_read=True)
+    return [reading, *_WRITES[role](keys, name)]
+
+
+def _viewer(_keys: Keys, _name: str) -> list[Grant]:
+    return []
+
+
+def _operator(keys: Keys, _name: str) -> list[Grant]:
+    return [Grant(("HSET", "HDEL"), (keys.control,)), Grant(("XADD",), (keys.notes, keys.evaluations))]
+
+
+def _island(keys: Keys, name: str) -> list[Grant]:
+    tag = keys.tag
+    return [
+        Grant(("XADD",), (f"{tag}:updates:{name}", f"{tag}:actions:{name}", f"{tag}:notes:{name}")),
+        Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
+        Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), f"{tag}:leases:{name}")),
+        Grant(("SADD",), (f"{tag}:islands",)),
+        # The first to write a field keeps it.
+        Grant(("HSETNX",), (keys.restored, f"{tag}:corpora")),
+        # Islands hand each other the state of their optimisers. Whoever takes it checks it.
+        Grant(("HSETNX", "HSET", "HDEL", "EXPIRE"), (keys.requests,)),
+        Grant(("HSET", "DEL", "UNLINK", "EXPIRE"), (f"{tag}:handover:*",)),
+    ]
+
+
+def _merger(keys: Keys, _name: str) -> list[Grant]:
+    everything = (*_KEY_WRITES, *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL")
+    # All keys of the run except `members`: only an administrator decides who belongs to a run.
+    but_members = (f"{keys.tag}:[^m]*", f"{keys.tag}:m:*", keys.manifest)
+    return [Grant(everything, but_members), Grant(("SADD",), (REGISTRY,))]
+
+
+_WRITES: Final = {"viewer": _viewer, "operator": _operator, "island": _island, "merger": _merger}
+
+
+def rules(role: Role, run: str, name: str, version: tuple[int, ...]) -> list[str]:
+    """Return the arguments of ACL SETUSER, without those about the password.
+
+    Args:
+        role: The role.
+        run: The name of the run.
+        name: The name of the member.
+        version: The version of the server, as Redis counts it.
+    """
+    keys = Keys(run)
+    reading, *writing = grants(role, keys, name)
+    keyless = [*_KEYLESS, *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
+    begin = ["reset", "on", "resetchannels", "-@all"]
+    if version >= SELECTORS:
+        root = [*_allowed(keyless), *_allowed(reading.commands), *(f"%R~{key}" for key in reading.keys)]
+        return begin + root + [_selector(grant) for grant in writing]
+    commands = chain(keyless, *(grant.commands for grant in (reading, *writing)))
+    patterns = chain(_early_reads(role, keys, reading), *(grant.keys for grant in writing))
+    return [*begin, *_allowed(dict.fromkeys(commands)), *(f"~{key}" for key in dict.fromkeys(patterns))]
+
+
+def is_exact(version: tuple[int, ...]) -> bool:
+    """Return whether a server of that version can enforce the roles exactly."""
+    return version >= SELECTORS
+
+
+def _early_reads(role: Role, keys: Keys, reading: Grant) -> Sequence[str]:
+    """Return the keys that a role reads at a server that cannot tell reading from writing.
+
+    An island reads only what it needs there, because it could also write it.
+    """
+    if role != "island":
+        return reading.keys
+    tag = keys.tag
+    families = ("fragment", "difference", "m", "c", "updates", "leases", "handover")
+    single = (keys.manifest, keys.control, keys.snapshots, keys.data, keys.books, keys.members)
+    return (*single, *(f"{tag}:{family}:*" for family in families), keys.island("*"), REGISTRY)
+
+
+def _allowed(commands: Sequence[str] | dict[str, None]) -> Iterator[str]:
+    return (f"+{command.lower()}" for command in commands)
+
+
+def _selector(grant: Grant) -> str:
+    return f"({' '.join([*_allowed(grant.commands), *(f'~{key}' for key in grant.keys)])})"
+
+
+# -- examples of commands ---------------------------------------------------------------------------------------------
+
+#: Arguments that make each command complete, with `*` in place of the key.
+_ARGUMENTS: Final[dict[str, str]] = {
+    "SET": "* x", "EXPIRE": "* 1", "PEXPIRE": "* 1", "GETRANGE": "* 0 1", "HGET": "* x", "HMGET": "* x",
+    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "XRANGE": "* - +", "XREVRANGE": "* + -",
+    "XREAD": "STREAMS * 0", "XPENDING": f"* {GROUP}", "HSET": "* x x", "HSETNX": "* x x", "HDEL": "* x",
+    "HINCRBY": "* x 1", "SADD": "* x", "SREM": "* x", "XADD": "* ID x x", "XDEL": "* 0-1", "XTRIM": "* MAXLEN 1",
+    "XACK": f"* {GROUP} 0-1", "XREADGROUP": f"GROUP {GROUP} {GROUP} STREAMS * >",
+    "XGROUP|CREATE": f"* {GROUP} 0 MKSTREAM", "XGROUP|SETID": f"* {GROUP} 0", "XGROUP|DESTROY": f"* {GROUP}",
+    "XCLAIM": f"* {GROUP} {GROUP} 1 0-1", "XAUTOCLAIM": f"* {GROUP} {GROUP} 1 0-1",
+    "EVAL": "CODE 1 *",
+}  # fmt: skip
+_PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1"}
+
+
+def needed_commands(role: Role, keys: Keys, name: str) -> list[tuple[Any, ...]]:
+    """Return one complete command for every right of a role. They are for asking a server whether it permits them."""
+    out: list[tuple[Any, ...]] = [(command,) for command in ("PING", "TIME", "INFO")]
+    for grant in grants(role, keys, name):
+        for command in grant.commands:
+            if command != "WATCH":  # it cannot be queued in a transaction
+                out += [example(command, key_like(pattern)) for pattern in grant.keys]
+    return out
+
+
+def example(command: str, key: str) -> tuple[str, ...]:
+    """Return a complete command on a key."""
+    words = _ARGUMENTS.get(command, "*").split()
+    return (*command.split("|"), *(key if word == "*" else _PLACEHOLDERS.get(word, word) for word in words))
+
+
+def key_like(pattern: str) -> str:
+    """Return a key that matches a pattern."""
+    return pattern.replace("[^m]", "x").replace("*", "checkup:0")

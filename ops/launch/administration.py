@@ -1,0 +1,238 @@
+"""Invite members to a run and revoke them, with the connection of an administrator of its Redis."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from archipelago.broker import invitation as invitations
+from archipelago.broker import signing
+from archipelago.broker.address import option, with_user
+from archipelago.broker.control import DRAIN, EXPEL, island_field
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.invitation import ADMIN, SUFFIX, Invitation, Member, Members, Role, key_text, raw_key
+from archipelago.broker.redis import roles
+from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.redis.membership import Kept
+from archipelago.broker.redis.transport import RedisTransport
+
+ADMIN_FILE: Final = f"{ADMIN}{SUFFIX}"
+PASSWORD_BYTES: Final = 32
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Whom to invite.
+
+    Attributes:
+        name: The name of the member.
+        role: What it may do.
+        expires: The Unix time at which its membership ends; None for never.
+        user: The name of its Redis user; empty for the one that we choose.
+        password: The password of a user that was created elsewhere; empty to create the user here.
+        url: The URL under which the member reaches the Redis; empty for the administrator's own.
+    """
+
+    name: str
+    role: Role
+    expires: float | None = None
+    user: str = ""
+    password: str = ""
+    url: str = ""
+
+
+class DeniedError(ConfigError):
+    """The Redis does not let this connection create users. `rules` are the arguments of ACL SETUSER."""
+
+    def __init__(self, user: str, rules: list[str]) -> None:
+        self.user, self.rules = user, rules
+        super().__init__(
+            "this Redis does not let this user create other users",
+            f"Create the user {user} with the rules above where the Redis is managed, and then give its password: "
+            "`--password-file FILE`. Or use the URL of an administrator.",
+            code="invitation.denied",
+        )
+
+
+class Administrator:
+    """Changes who belongs to a run.
+
+    Args:
+        transport: A connection to the run as an administrator.
+        url: The URL of that connection.
+        folder: The run's folder. Its file `admin.join` keeps the private key of the run's mergers.
+    """
+
+    def __init__(self, transport: RedisTransport, url: str, folder: Path) -> None:
+        self._transport, self._membership = transport, transport.membership
+        self.run = transport.run
+        self._url = url
+        self.file = folder / ADMIN_FILE
+        self._version = self._membership.version()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the server can enforce the roles exactly."""
+        return roles.is_exact(self._version)
+
+    def members(self) -> Members:
+        """Return all members."""
+        return self._membership.all()
+
+    def rules(self, name: str, role: Role) -> list[str]:
+        """Return the arguments of ACL SETUSER for a member, without its password."""
+        return roles.rules(role, self.run, name, self._version)
+
+    def user_of(self, name: str) -> str:
+        """Return the name of the Redis user that a member has, or would get."""
+        member = self.members().by_name.get(name)
+        return (member.user if member else "") or roles.user_of(self.run, name)
+
+    # -- the mergers' key ---------------------------------------------------------------------------------------------
+
+    def open(self) -> bool:
+        """Create the key of the run's mergers unless there is one. Return whether it was created now.
+
+        From then on the run is signed. The private key and the URL are kept in the file `admin.join`.
+        """
+        private, announced = self._kept_key(), self.members().merger_key
+        created = not announced and not private
+        if created:
+            private = key_text(signing.generate()[0])
+        if private:
+            self._keep(private, public_text(private))
+            announced = self._membership.offer_merger_key(public_text(private))
+            if announced != public_text(private):
+                raise ConfigError(
+                    f"the run {self.run!r} has another merger key than {self.file}",
+                    "Use the file of whoever made the run's first invitation. If the run is a new one with an old "
+                    "name, move this file away.",
+                    code="invitation.other-merger-key",
+                )
+        return created
+
+    def _kept_key(self) -> str:
+        """Return the private key of the run's mergers; empty if this folder does not have it."""
+        if not self.file.exists():
+            return ""
+        kept = invitations.read(self.file)
+        return kept.private_key if kept.run == self.run else ""
+
+    def _keep(self, private: str, public: str) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        invitations.write(self.file, Invitation(
+            self._url, self.run, ADMIN, ADMIN, private, public, self._authority(),
+        ))  # fmt: skip
+
+    def _authority(self) -> str:
+        """Return the certificate of the authority that this connection trusts, as PEM; empty for the system's."""
+        invited = self._transport.invitation
+        if invited is not None:
+            return invited.ca_certificate
+        path = option(self._url, "ssl_ca_certs")
+        try:
+            return Path(path).read_text(encoding="ascii") if path else ""
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read the certificate {path}: {error}", "Check ssl_ca_certs.") from error
+
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def invite(self, guest: Guest, *, may_replace: bool = False) -> Invitation:
+        """Make someone a member, and return the invitation.
+
+        Args:
+            guest: Whom to invite.
+            may_replace: Whether a member of that name gets new credentials. The old ones end.
+
+        Raises:
+            ConfigError: There is a member of that name, or the key of the mergers is elsewhere.
+            DeniedError: The server does not let us create its user.
+        """
+        name = checked_name(guest.name, "the name")
+        members = self.members()
+        if not may_replace and (name in members.by_name or name in members.faults):
+            raise ConfigError(
+                f"{name!r} is a member of the run {self.run!r} already",
+                "Give --replace to replace its credentials (its present join file then ends), or choose another name.",
+                code="invitation.exists",
+            )
+        self.open()
+        private, public = self._keys_for(guest.role)
+        user = guest.user or roles.user_of(self.run, name)
+        password = guest.password or secrets.token_urlsafe(PASSWORD_BYTES)
+        rules = self.rules(name, guest.role)
+        if not guest.password and not self._membership.set_user(user, password, rules):
+            raise DeniedError(user, rules)
+        self._membership.put(name, Member(guest.role, public, guest.expires, user))
+        self._welcome(name)
+        return Invitation(
+            with_user(guest.url or self._url, user, password), self.run, name, guest.role, private,
+            self.members().merger_key, self._authority(), guest.expires,
+        )  # fmt: skip
+
+    def _keys_for(self, role: Role) -> tuple[str, str]:
+        """Return the private and the public key of a new member; both are empty for a role that signs nothing."""
+        if role == "island":
+            private, public = signing.generate()
+            return key_text(private), key_text(public)
+        if role != "merger":
+            return "", ""
+        kept = self._kept_key()
+        if not kept:
+            raise ConfigError(
+                f"the private key of the mergers of the run {self.run!r} is not in {self.file}",
+                "Invite mergers from where the run's first invitation was made, or copy that file from there.",
+                code="invitation.no-merger-key",
+            )
+        return kept, public_text(kept)
+
+    def _welcome(self, name: str) -> None:
+        """Take back that an island of that name was drained or expelled."""
+        if self._transport.reader.control().get(island_field(name)) in (DRAIN, EXPEL):
+            self._transport.reader.steer({island_field(name): ""})
+
+    def revoke(self, name: str) -> bool | None:
+        """End a membership: its user, its connections and its record. An island is expelled, too.
+
+        Returns:
+            Whether the user is gone; None if the server does not let us delete it.
+
+        Raises:
+            ConfigError: There is no such member.
+        """
+        members, user = self.members(), self.user_of(name)
+        was_user = self._membership.remove_user(user)
+        if name not in (*members.by_name, *members.faults) and not was_user:
+            raise ConfigError(
+                f"the run {self.run!r} has no member {name!r}",
+                f"Its members are {', '.join(sorted(members.by_name)) or 'nobody'}.",
+                code="invitation.no-member",
+            )
+        member = members.by_name.get(name)
+        if member is None or member.role == "island":
+            self._transport.reader.steer({island_field(name): EXPEL})
+        self._membership.remove(name)
+        return None if was_user is None else True
+
+    def remove_expired(self, now: float) -> list[str]:
+        """Remove the members whose time has ended, and return their names. Their islands are not expelled."""
+        gone = sorted(name for name, member in self.members().by_name.items() if member.has_expired(now))
+        for name in gone:
+            self._membership.remove_user(self.user_of(name))
+            self._membership.remove(name)
+        return gone
+
+    def keep_users(self) -> Kept:
+        """Let the server write its users to its disk, and return where they are."""
+        return self._membership.keep()
+
+    def is_open(self) -> bool:
+        """Return whether clients without a password may do anything at this server."""
+        return self._membership.is_open()
+
+
+def public_text(private: str) -> str:
+    """Return the public key of a private key, both in base64."""
+    return key_text(signing.public_key(raw_key(private)))

@@ -1,0 +1,246 @@
+"""`archipelago invite`: make a member of a run, with credentials of its own; or list the members."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Final
+
+import tyro
+from rich.table import Table
+
+from archipelago.broker import invitation as invitations
+from archipelago.broker.address import require_address
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.invitation import SUFFIX, Invitation, Members, Role
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, invitation_at, print_json
+from archipelago.broker.redis import roles
+from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, DeniedError, Guest
+from archipelago.ops.settings import say, table_console
+from archipelago.ops.watch.doctor.checks import is_local
+
+STANDARD_OUTPUT: Final = "-"
+_UNITS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+#: The command that each role can use first.
+_FIRST_VERB: Final = {"island": "island", "merger": "merger", "operator": "status", "viewer": "status"}
+
+
+@dataclass(frozen=True)
+class AdministratorOptions:
+    """The options with which `invite` and `revoke` find the run."""
+
+    name: Annotated[str, tyro.conf.Positional] = ""
+    """the member's name; an island trains under it"""
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """an administrator's URL, or the file admin.join; default $ARCHIPELAGO_URL, or FOLDER/RUN/admin.join"""
+    run: str | None = None
+    """name of the run; default $ARCHIPELAGO_RUN, or the only one there is"""
+    folder: Path = Path("runs")
+    """folder with the folders of all runs; RUN/admin.join in it keeps the private key of the run's mergers"""
+    json: bool = False
+    """print one JSON object"""
+
+    @contextmanager
+    def administrator(self) -> Iterator[Administrator]:
+        """Yield the administrator of the run."""
+        address = self.url or os.environ.get(URL_VARIABLE) or self._kept()
+        invited = invitation_at(address)
+        transport = connect_to(address, self.run)
+        try:
+            transport.reader.manifest()  # only a run that exists can have members
+            url = invited.url if invited else address
+            yield Administrator(transport, url, self.folder / transport.run)
+        finally:
+            transport.close()
+
+    def _kept(self) -> str:
+        run = self.run or os.environ.get(RUN_VARIABLE, "*")
+        found = sorted(self.folder.glob(f"{run}/{ADMIN_FILE}"))
+        if len(found) != 1:
+            which = f"there are {len(found)} files" if found else "there is no file"
+            raise ConfigError(
+                f"no Redis URL was given, and {which} {self.folder / run / ADMIN_FILE}",
+                f"Give an administrator's URL (redis://USER:PASSWORD@HOST:PORT), as an argument or in ${URL_VARIABLE}.",
+                code="invitation.no-admin",
+            )
+        return str(found[0])
+
+
+@dataclass(frozen=True)
+class InviteOptions(AdministratorOptions):
+    """Invite a member to a run: create a Redis user with the rights of its role, and write its join file.
+
+    The join file is secret, and stands in for the URL in every verb: `archipelago island demo.oslo.join`. The first
+    invitation turns signatures on: from then on, the run's mergers and islands need invitations. Without a name, it
+    lists the members.
+    """
+
+    role: Role = "island"
+    """what the member may do: train, merge, steer (operator) or only look (viewer)"""
+    expires: str | None = None
+    """when the membership ends, such as 12h, 7d or 4w from now; default: never"""
+    out: Path | None = None
+    """the join file; default RUN.NAME.join; `-` writes it to standard output"""
+    replace: bool = False
+    """replace the credentials of a member; the old ones end at once"""
+    address: str | None = None
+    """the URL under which the member reaches this Redis, if it is not the administrator's; without user and password"""
+    print_rules: bool = False
+    """print the rules for the user, for a Redis whose users are managed elsewhere, and change nothing"""
+    user: str = ""
+    """with --password-file: the name of the user that was created elsewhere"""
+    password_file: Path | None = None
+    """create no user; write the join file of one that was created elsewhere, with the password in this file"""
+
+
+def main(options: InviteOptions) -> int:
+    """Invite a member, or list the members."""
+    options = _without_name(options)
+    expires = expiry(options.expires, time.time())
+    with options.administrator() as administrator:
+        for name in administrator.remove_expired(time.time()):
+            say(f"the membership of {name!r} has ended: its user and its record are removed")
+        if not options.name:
+            _list(administrator.members(), options)
+            return 0
+        if options.print_rules:
+            _print_rules(administrator, options)
+            return 0
+        file = options.out or Path(f"{administrator.run}.{options.name}{SUFFIX}")
+        if not options.replace and str(file) != STANDARD_OUTPUT and file.exists():
+            raise ConfigError(
+                f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.file"
+            )
+        is_first = administrator.open()
+        try:
+            invited = administrator.invite(_guest(options, expires), may_replace=options.replace)
+        except DeniedError as error:
+            _print_rules(administrator, options)
+            raise error from None
+        _hand_out(invited, file, options)
+        if options.json or str(file) == STANDARD_OUTPUT:
+            return 0
+        if is_first:
+            _explain_first(administrator)
+        for warning in warnings(administrator, invited, created=options.password_file is None):
+            say(f"  warning: {warning}")
+    return 0
+
+
+def _without_name(options: InviteOptions) -> InviteOptions:
+    """Treat the first word as the address if it cannot be a name."""
+    if "/" in options.name or options.name.endswith(SUFFIX):
+        return replace(options, name="", url=options.name)
+    return options
+
+
+def expiry(text: str | None, now: float) -> float | None:
+    """Return the Unix time at which a membership ends. Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
+    if not match or not int(match[1]):
+        raise ConfigError(
+            f"--expires cannot be {text!r:.40}", "Give a time such as 30m, 12h, 7d or 4w.", code="invitation.expires"
+        )
+    return now + int(match[1]) * _UNITS[match[2]]
+
+
+def _guest(options: InviteOptions, expires: float | None) -> Guest:
+    password = ""
+    if options.password_file is not None:
+        try:
+            password = options.password_file.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cannot read the password in {options.password_file}: {error}", "Check --password-file."
+            ) from error
+        if not password:
+            raise ConfigError(f"{options.password_file} is empty", "Write the password of the user into it.")
+    if options.address is not None:
+        try:
+            require_address(options.address)
+        except ValueError as error:
+            raise ConfigError(f"--address cannot be used: {error}", "Write rediss://HOST:PORT.") from None
+    return Guest(options.name, options.role, expires, options.user, password, options.address or "")
+
+
+def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
+    if str(file) == STANDARD_OUTPUT:
+        sys.stdout.write(invited.to_json())
+        sys.stdout.flush()
+        return
+    invitations.write(file, invited)
+    if options.json:
+        print_json({"run": invited.run, "name": invited.name, "role": invited.role, "file": str(file),
+                    "expires": invited.expires})  # fmt: skip
+        return
+    until = f" until {_time(invited.expires)}" if invited.expires is not None else ""
+    say(f"{invited.name!r} is invited to the run {invited.run!r} as {invited.role}{until}")
+    say(f"  {file} holds its password{' and its private key' if invited.private_key else ''}: send it secretly")
+    say("  on its machine:")
+    print(f"archipelago {_FIRST_VERB[invited.role]} {shlex.quote(str(file))}")  # noqa: T201 - the result
+
+
+def _explain_first(administrator: Administrator) -> None:
+    say(f"  this was the first invitation to {administrator.run!r}: from now on its mergers and islands sign what they")
+    say("  send, and processes without a join file are refused. Invite the merger too, and restart it with its file:")
+    say(f"    archipelago invite merger --role merger --run {administrator.run}")
+    say(f"  {administrator.file} keeps the private key of the mergers, and the URL of the administrator")
+
+
+def warnings(administrator: Administrator, invited: Invitation, *, created: bool) -> Iterator[str]:
+    """Yield what makes an invitation weaker than it should be."""
+    host = invited.url.rpartition("@")[2]
+    local = invited.url.startswith("unix:") or is_local(re.sub(r"[:/][^\]]*$", "", host))
+    if local:
+        yield "its URL works on this machine only; give --address rediss://HOST:PORT for members elsewhere"
+    elif not invited.url.startswith("rediss:"):
+        yield "its URL has no TLS (rediss://), so everyone on the way can read its password"
+    if administrator.is_open():
+        yield "the Redis has the user `default` without a password: roles bind nobody until it is off or has one"
+    if not administrator.is_exact and invited.role in ("island", "operator"):
+        yield (
+            f"a Redis before 7 cannot tell reading from writing: this {invited.role} can overwrite what it can read. "
+            "Signatures show forgeries, but do not undo them"
+        )
+    if created and administrator.keep_users() == "nowhere":
+        yield "this Redis forgets its users when it restarts; give it an `aclfile`, or invite again after a restart"
+
+
+def _print_rules(administrator: Administrator, options: InviteOptions) -> None:
+    user = options.user or roles.user_of(administrator.run, options.name)
+    rules = administrator.rules(options.name, options.role)
+    if options.json:
+        print_json({"user": user, "rules": rules})
+    else:
+        print(f"user: {user}\nrules: {' '.join(rules)}")  # noqa: T201 - the result
+
+
+def _list(members: Members, options: InviteOptions) -> None:
+    if options.json:
+        print_json({name: {"role": member.role, "expires": member.expires, "user": member.user}
+                    for name, member in members.by_name.items()})  # fmt: skip
+        return
+    if not members.by_name and not members.faults:
+        say("the run has no members yet: archipelago invite NAME --role island")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("member", "role", "until", "user"):
+        table.add_column(column)
+    for name, member in sorted(members.by_name.items()):
+        table.add_row(name, member.role, "–" if member.expires is None else _time(member.expires), member.user)
+    for name, fault in members.faults.items():
+        table.add_row(name, "unreadable", fault, "")
+    table_console().print(table)
+
+
+def _time(unix: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))

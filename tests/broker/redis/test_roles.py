@@ -1,0 +1,148 @@
+"""Tests of the rules of each role, at real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import redis
+
+from archipelago.broker.invitation import ROLES, Role
+from archipelago.broker.redis import roles
+from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.membership import Membership
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from tests.servers import redis_program
+
+KEYS = Keys("demo")
+NAME = "oslo"
+TAG = KEYS.tag
+#: Keys of the run by the name that the table below uses.
+PLACES = {
+    "own stream": f"{TAG}:updates:{NAME}", "own actions": f"{TAG}:actions:{NAME}", "own chunk": f"{TAG}:c:{NAME}:1.0:0",
+    "own heartbeat": KEYS.island(NAME), "own leases": f"{TAG}:leases:{NAME}",
+    "other stream": f"{TAG}:updates:bergen", "other chunk": f"{TAG}:c:bergen:1.0:0",
+    "other heartbeat": KEYS.island("bergen"), "other leases": f"{TAG}:leases:bergen",
+    "similar stream": f"{TAG}:updates:{NAME}2", "similar chunk": f"{TAG}:c:{NAME}2:1.0:0",
+    "merger chunk": f"{TAG}:m:f0.1:0", "snapshots": KEYS.snapshots, "tape": KEYS.tape, "state": KEYS.state,
+    "books": KEYS.books, "fragment": KEYS.fragment(0), "difference": KEYS.difference(0, 1), "outer": KEYS.outer(0),
+    "lease": KEYS.lease, "epoch": KEYS.epoch, "manifest": KEYS.manifest, "members": KEYS.members, "data": KEYS.data,
+    "control": KEYS.control, "notes": KEYS.notes, "evaluations": KEYS.evaluations, "islands": f"{TAG}:islands",
+    "registry": REGISTRY, "other run": Keys("other").books, "similar run": Keys("demo2").books, "own key": "mine",
+}  # fmt: skip
+WRITES = (
+    "SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST", "HSET", "HSETNX", "HDEL", "HINCRBY", "SADD", "SREM",
+    "XADD", "XDEL", "XTRIM", "XACK", "XREADGROUP", "XGROUP|CREATE", "XGROUP|SETID", "XGROUP|DESTROY", "XCLAIM",
+    "XAUTOCLAIM", "EVAL",
+)  # fmt: skip
+_VALUES = {"SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST"}
+_PARTS = _VALUES | {"HSET", "HSETNX", "HDEL", "HINCRBY", "SADD", "SREM"}
+_ALL = set(WRITES)
+_RUN = set(PLACES) - {"members", "own key", "other run", "similar run", "registry", "own heartbeat", "other heartbeat"}
+#: The writing commands that each role may use, by place. Everything else must be refused.
+ALLOWED: dict[Role, dict[str, set[str]]] = {
+    "viewer": {},
+    "operator": {"control": {"HSET", "HDEL"}, "notes": {"XADD"}, "evaluations": {"XADD"}},
+    "island": {
+        "own stream": {"XADD"}, "own actions": {"XADD"}, "own chunk": _VALUES, "own heartbeat": _PARTS,
+        "own leases": _PARTS, "islands": {"SADD"},
+    },
+    "merger": {**dict.fromkeys(_RUN, _ALL), "registry": {"SADD"}},
+}  # fmt: skip
+#: Commands about the whole server. No role may use any of them.
+SERVER_COMMANDS = [
+    ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("SCAN", "0"), ("DBSIZE",), ("RANDOMKEY",), ("CONFIG", "GET", "*"),
+    ("CONFIG", "SET", "maxmemory", "1"), ("ACL", "LIST"), ("ACL", "SETUSER", "x"), ("ACL", "WHOAMI"), ("SHUTDOWN",),
+    ("DEBUG", "SLEEP", "0"), ("CLIENT", "KILL", "TYPE", "normal"), ("CLIENT", "LIST"), ("MONITOR",), ("SAVE",),
+    ("BGREWRITEAOF",), ("REPLICAOF", "a", "1"), ("SWAPDB", "0", "1"), ("FUNCTION", "FLUSH"), ("SCRIPT", "FLUSH"),
+    ("PUBLISH", "a", "b"), ("SUBSCRIBE", "a"), ("COPY", "a", "b"), ("SORT", "a"), ("SELECT", "1"),
+    ("MOVE", KEYS.books, "1"), ("RENAME", KEYS.books, "a"), ("MIGRATE", "h", "1", KEYS.books, "0", "1"),
+    ("DUMP", KEYS.books), ("OBJECT", "FREQ", KEYS.books), ("MEMORY", "DOCTOR"), ("LATENCY", "RESET"),
+    ("WAIT", "1", "1"),
+]  # fmt: skip
+
+
+class Place(NamedTuple):
+    """A server, and an administrator's client of it."""
+
+    server: Server
+    admin: Any
+
+
+@pytest.fixture(scope="module", params=["valkey", "redis 7"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("roles")
+    program = redis_program(folder) if request.param == "redis 7" else None
+    with (
+        start_server(folder / "redis", program, append_only=False) as server,
+        redis.Redis.from_url(server.url, protocol=2) as admin,
+    ):
+        yield Place(server, admin)
+
+
+def version(place: Place) -> tuple[int, ...]:
+    transport = connect(place.server.url, "demo")
+    try:
+        return Membership(transport.connection).version()
+    finally:
+        transport.close()
+
+
+def member(place: Place, role: Role, version: tuple[int, ...]) -> Callable[..., bool]:
+    """Create a member of that role. The returned function asks the server whether the member may run a command."""
+    begin, *rest = roles.rules(role, "demo", NAME, version)
+    user = roles.user_of("demo", NAME)
+    place.admin.execute_command("ACL", "SETUSER", user, begin, *rest)
+    return lambda *command: place.admin.execute_command("ACL", "DRYRUN", user, *command) == b"OK"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_may_write_what_the_table_says_and_nothing_else(place: Place, role: Role) -> None:
+    may = member(place, role, version(place))
+    for where, key in PLACES.items():
+        found = {command for command in WRITES if may(*roles.example(command, key))}
+        allowed = ALLOWED[role].get(where, set())
+        assert found == allowed, (where, found ^ allowed)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_no_role_may_administer_the_server(place: Place, role: Role) -> None:
+    may = member(place, role, version(place))
+    assert [command for command in SERVER_COMMANDS if may(*command)] == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_reads_its_run_and_no_other(place: Place, role: Role) -> None:
+    may = member(place, role, version(place))
+    for where, key in PLACES.items():
+        expected = where not in ("other run", "similar run", "own key")
+        for command in ("GET", "HGETALL", "XRANGE", "EXISTS", "XREAD"):
+            assert may(*roles.example(command, key)) == expected, (where, command)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["own rules", "rules for Redis 6.2"])
+@pytest.mark.parametrize("role", ROLES)
+def test_every_right_that_a_role_needs_is_granted(place: Place, role: Role, early: bool) -> None:
+    may = member(place, role, (6, 2) if early else version(place))
+    needed = roles.needed_commands(role, KEYS, NAME)
+    if early and role == "island":  # it reads less there, because it could write what it reads
+        needed = [
+            command for command in needed if f"{TAG}:checkup:0" not in command and "demo:checkup:0" not in command
+        ]
+    assert [command for command in needed if not may(*command)] == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_before_redis_7_no_role_touches_other_runs_or_the_server(place: Place, role: Role) -> None:
+    may = member(place, role, (6, 2))
+    assert [command for command in SERVER_COMMANDS if may(*command)] == []
+    for key in ("mine", Keys("other").books, Keys("demo2").books):
+        assert not any(may(*roles.example(command, key)) for command in WRITES)
+    for where in ("state", "epoch", "lease", "tape", "outer") if role == "island" else ():
+        assert not any(may(*roles.example(command, PLACES[where])) for command in WRITES)
+
+
+def test_users_of_different_members_differ() -> None:
+    assert roles.user_of("a.b", "c") != roles.user_of("a", "b.c")
