@@ -156,6 +156,10 @@ class MergeConfig:
             the run.
         clip: Clip the norm of a contribution to this multiple of the running median. Norms are compared after division
             by learning rate times steps. 0 turns clipping off.
+        share_cap: No island weighs more than this many times the mean of the other islands of its round. Raise it for a
+            fleet in which one island does much more work than the others.
+        scores: Lower the weight of islands whose contributions point elsewhere than those of the others, and clip norms
+            that stay above the usual one. It needs three islands.
     """
 
     __pydantic_config__ = _STRICT
@@ -164,6 +168,8 @@ class MergeConfig:
     staleness: Literal["none", "polynomial"] = "polynomial"
     normalise: bool = True
     clip: Annotated[float, Ge(0.0)] = 3.0
+    share_cap: Annotated[float, Ge(1.0)] = 2.0
+    scores: bool = True
 
 
 @dataclass(frozen=True)

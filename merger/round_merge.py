@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -33,8 +33,12 @@ from archipelago.broker.wire import Body, digest, unpack_encoded
 from archipelago.merger import merge_rules, outer, weights
 from archipelago.merger.merge_rules import Group
 from archipelago.merger.outer import OuterOptimizer, Round
+from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow, RunningMean
+
+#: Contributions of one island that can wait for one round. An honest island sends one for each version that it holds.
+WAITING_MAX = 32
 
 Vector = jax.Array | NDArray[np.float32]
 
@@ -49,6 +53,9 @@ class Addend:
         norm: Its L2 norm before clipping.
         clip: The factor that it was multiplied by.
         path: The length of the path that its norm is compared by (`weights.path`).
+        weight: Its weight, before the round is known.
+        body: Its values as its codec encoded them. They are kept until the round closes, because the final weights
+            depend on all contributions.
     """
 
     entry: str
@@ -56,6 +63,8 @@ class Addend:
     norm: float
     clip: float
     path: float
+    weight: float = field(compare=False)
+    body: Body = field(compare=False, repr=False)
 
 
 class RoundSum:
@@ -93,6 +102,8 @@ class RoundSum:
     def add(self, entry: str, contribution: Contribution, body: Body) -> None:
         """Decode a contribution into the sum. Raises WireError, and adds nothing, if a value is NaN or too large."""
         c = contribution
+        if sum(a.contribution.island == c.island for a in self.addends) >= WAITING_MAX:
+            raise WireError(f"{WAITING_MAX} contributions of {c.island} wait already", code="wire.waiting")
         own = weights.effective((c.tokens, c.steps, self.version - c.base), self._config)
         largest = max(own, self._largest)
         weight, keep = own / largest, self._largest / largest
@@ -104,7 +115,7 @@ class RoundSum:
             found = f"the norm is {taken.norm:.1e}" if math.isfinite(taken.norm) else "a value is NaN or infinite"
             raise WireError(f"{found}; norms up to {merge_rules.NORM_MAX:.0e} can be merged", code="wire.norm")
         self._largest, self.total_weight = largest, keep * self.total_weight + weight
-        self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path))
+        self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path, own, body))
 
     def warm_up(self, body: Body) -> None:
         """Compile the program that adds a contribution of that codec. The sum stays as it is."""
@@ -114,6 +125,40 @@ class RoundSum:
     def merged(self, gain: float) -> jax.Array:
         """Return the merged outer gradient (float32 [N]), times `gain`."""
         return merge_rules.finish(self._acc, self._groups, total_weight=self.total_weight or 1.0, gain=gain)
+
+    def judged(self, known: Mapping[str, Score], live: int) -> Judgement:
+        """Compare the contributions with each other. `known` are the scores before the round."""
+        sent = [
+            Sent(
+                island=a.contribution.island,
+                staleness=self.version - a.contribution.base,
+                tokens=a.contribution.tokens,
+                norm=a.norm / a.path,
+                loss=a.contribution.loss,
+                digest=a.contribution.digest,
+                body=a.body,
+            )
+            for a in self.addends
+        ]
+        return judge(known, sent, tuple((group.start, group.length) for group in self._groups), live)
+
+    def reweigh(self, factors: Sequence[float], limits: Sequence[float]) -> None:
+        """Add all contributions again, with a factor on the weight of each and another limit to its norm over path.
+
+        Nothing is added again, and the sum keeps its bits, where all factors are 1 and no norm is over its limit.
+        """
+        clipped = [a.norm * a.clip > limit * a.path for a, limit in zip(self.addends, limits, strict=True)]
+        if all(factor == 1.0 for factor in factors) and not any(clipped):
+            return
+        final = [a.weight * factor for a, factor in zip(self.addends, factors, strict=True)]
+        largest = max(final)
+        self._acc, self.total_weight = merge_rules.begin(self._groups), 0.0
+        for i, addend in enumerate(self.addends):
+            weight, limit = final[i] / largest, min(self._limit, limits[i]) * addend.path
+            if weight > 0.0:
+                taken = merge_rules.accumulate(self._acc, addend.body, self._groups, weight=weight, limit=limit)
+                self._acc, self.total_weight = taken.acc, self.total_weight + weight
+                self.addends[i] = replace(addend, clip=taken.clip)
 
 
 @dataclass(frozen=True)
@@ -125,6 +170,7 @@ class MergedRound:
         staleness: The running mean of staleness factors after the round.
         members: The contributions, with their weights, as the tape records them.
         gain: The factor on the merged outer gradient.
+        scores: The islands' scores after the round.
         difference: The body that takes islands to the new version; empty where full snapshots go down.
     """
 
@@ -132,6 +178,7 @@ class MergedRound:
     staleness: RunningMean
     members: tuple[Member, ...]
     gain: float
+    scores: Mapping[str, Score]
     difference: bytes = b""
 
 
@@ -194,12 +241,14 @@ class RoundMerge:
             wire=config.wire,
             outer=optimizer,
             now=now,
+            scores=state.scores,
         )
 
     def advance(self, state: RunState, number: int, merged: MergedRound, round_sum: RoundSum) -> None:
         """Advance the run's state by a merged round, except its timings, which come from clocks."""
         p = self.manifest.fragment_of(number)
         state.staleness, state.norms[p] = merged.staleness, merged.state.norms
+        state.scores = dict(merged.scores)
         state.after_round(number, [addend.contribution for addend in round_sum.addends])
 
 
@@ -213,38 +262,63 @@ def merge_round(
     wire: WireConfig,
     outer: OuterOptimizer,
     now: Round,
+    scores: Mapping[str, Score] | None = None,
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
 
-    A round without contributions changes nothing: momentum must not move a run that no island trains.
+    A round in which nothing has any weight changes nothing: momentum must not move a run that no island trains.
 
     Args:
         fragment: The fragment before the round.
         staleness: The running mean of staleness factors before the round.
-        round_sum: The contributions.
+        round_sum: The contributions. They are added again if their final weights differ from those of the sum.
         live: The number of live islands.
         config: The merge rules.
         wire: The codecs, by which published parameters are rounded.
         outer: The outer optimiser.
         now: The progress of the run; participation is filled in here.
+        scores: The islands' scores before the round.
     """
-    addends, version = round_sum.addends, round_sum.version
-    if not addends:
+    version, known = round_sum.version, dict(scores or {})
+    judged = round_sum.judged(known, live) if config.scores else unjudged(known, len(round_sum.addends))
+    if not any(judged.factors):
         published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
-        return MergedRound(_with_published(fragment, published_N), staleness, (), 0.0, difference)
-    present = len({addend.contribution.island for addend in addends})
-    islands = max(live, present)
+        members = tuple(_member(addend, version, 0.0) for addend in round_sum.addends)
+        kept = _with_published(fragment, published_N)
+        return MergedRound(kept, staleness, members, 0.0, judged.scores, difference)
+    factors = _final_factors(round_sum, judged.factors, config.share_cap)
+    round_sum.reweigh(factors, judged.limits)
+    addends = round_sum.addends
     parts = [(a.contribution.tokens, a.contribution.steps, version - a.contribution.base) for a in addends]
-    weighed = weights.weigh(parts, config, staleness)
-    now = now._replace(participation=present / islands, islands=float(present))
+    weighed = weights.weigh(parts, config, staleness, factors)
+    now = _participation(now, addends, judged.factors, live)
     params_N, outer_state = outer.step(fragment.params_N, fragment.outer, round_sum.merged(weighed.gain), now)
     norms = fragment.norms
-    for addend in addends:
-        norms = norms.with_norm(addend.norm * addend.clip / addend.path)
+    for addend, factor in zip(addends, factors, strict=True):
+        norms = norms.with_norm(addend.norm * addend.clip / addend.path) if factor else norms
     members = tuple(_member(a, version, share) for a, share in zip(addends, weighed.shares, strict=True))
     published_N, difference = publish(wire, fragment.published_N, params_N)
     state = FragmentState(params_N, outer_state, norms, published_N)
-    return MergedRound(state, weighed.running, members, weighed.gain, difference)
+    return MergedRound(state, weighed.running, members, weighed.gain, judged.scores, difference)
+
+
+def _final_factors(round_sum: RoundSum, judged: Sequence[float], cap: float) -> list[float]:
+    """Return the factor on each contribution's weight: its island's, then the cap among those that have any weight."""
+    some = [(i, addend) for i, addend in enumerate(round_sum.addends) if judged[i] > 0.0]
+    lowered = weights.capped([a.weight * judged[i] for i, a in some], [a.contribution.island for _, a in some], cap)
+    factors = [0.0] * len(judged)
+    for (i, _), factor in zip(some, lowered, strict=True):
+        factors[i] = judged[i] * factor
+    return factors
+
+
+def _participation(now: Round, addends: Sequence[Addend], judged: Sequence[float], live: int) -> Round:
+    """Fill in how many islands take part in the round. An island counts by its factor, as if the rest were absent."""
+    factors = {a.contribution.island: factor for a, factor in zip(addends, judged, strict=True)}
+    absent = sum(1.0 - factor for factor in factors.values())
+    present = len(factors) - absent
+    islands = max(live, len(factors)) - absent
+    return now._replace(participation=present / islands, islands=present)
 
 
 def _with_published(fragment: FragmentState, published_N: jax.Array) -> FragmentState:

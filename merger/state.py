@@ -13,6 +13,7 @@ from archipelago.broker.control import read_fields, read_settings
 from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Contribution
+from archipelago.merger.scores import Score
 from archipelago.merger.weights import NormWindow, RunningMean
 
 #: How many incarnations of islands are remembered. Those that were silent longest are forgotten first.
@@ -102,6 +103,7 @@ class RunState:
         cursors: The pass and sequence at which reading of each shard of the corpus resumes.
         step_seconds: Each island's seconds per inner step, as it last reported.
         island_tokens: Merged tokens of each island, summed over the fragments.
+        scores: How well each island's contributions agree with those of the others (`merger.scores`).
         covered: The last round in a finished checkpoint.
         steered: The operator's settings that the last closed round used in place of the config's (`broker.control`).
         control: The operator's requests that were acted on last.
@@ -117,6 +119,7 @@ class RunState:
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
     step_seconds: dict[str, float] = field(default_factory=dict)
     island_tokens: dict[str, int] = field(default_factory=dict)
+    scores: dict[str, Score] = field(default_factory=dict)
     covered: int = 0
     steered: dict[str, float] = field(default_factory=dict)
     control: dict[str, str] = field(default_factory=dict)
@@ -158,6 +161,7 @@ class RunState:
             "timing": asdict(self.timing),
             "norms": {p: list(window.norms) for p, window in self.norms.items()},
             "seen": {key: [s.floor, *sorted(s.above)] for key, s in self.seen.items()},
+            "scores": {island: score.to_list() for island, score in self.scores.items()},
         }
         return json.dumps(values)
 
@@ -183,6 +187,7 @@ class RunState:
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
                 step_seconds={str(island): float(seconds) for island, seconds in values["step_seconds"].items()},
                 island_tokens={str(island): int(tokens) for island, tokens in values["island_tokens"].items()},
+                scores={str(island): Score.from_list(score) for island, score in values["scores"].items()},
                 covered=int(values["covered"]),
                 steered=read_settings(values["steered"]),
                 control=read_fields(values["control"]),

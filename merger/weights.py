@@ -32,6 +32,8 @@ INTERVALS_MOST = 4
 RATE_LEAST = 1e-3
 #: The weight of a contribution without tokens. One with a single token in a single step weighs 1.
 _IDLE = 1e-9
+#: A weight above its bound by less than this share is within it, because sums are rounded.
+_ROUNDING = 1e-9
 
 #: What decides one contribution's weight: tokens ≥ 0, inner steps ≥ 1, staleness ≥ 0 in versions.
 Part = tuple[int, int, int]
@@ -103,6 +105,31 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in scaled]
 
 
+def capped(weights: Sequence[float], islands: Sequence[str], cap: float) -> list[float]:
+    """Return the factor on each weight by which no island weighs more than `cap` times the mean of the others.
+
+    The largest islands are lowered to one common level, so that all of them meet the bound exactly. A factor is exactly
+    1.0 where nothing is lowered. The order of the weights changes no bit.
+
+    Args:
+        weights: The weights of the contributions, not negative.
+        islands: The island of each contribution.
+        cap: At least 1. An island's share is then at most cap / (M - 1 + cap) of M islands.
+    """
+    totals = {name: math.fsum(w for w, i in zip(weights, islands, strict=True) if i == name) for name in set(islands)}
+    ordered, others = sorted(totals.values(), reverse=True), len(totals) - 1
+    if others < 1:
+        return [1.0] * len(weights)
+    level = math.inf
+    for lowered, largest in enumerate(ordered):
+        # If the first `lowered` islands weigh v each and the others R together, the bound v <= cap * mean of the others
+        # of such an island is an equality for this v.
+        level = cap * math.fsum(ordered[lowered:]) / (others + cap * (1 - lowered))
+        if largest <= level * (1.0 + _ROUNDING):
+            break
+    return [level / totals[i] if totals[i] > level * (1.0 + _ROUNDING) else 1.0 for i in islands]
+
+
 def gain(mean_staleness_factor: float, running: RunningMean) -> float:
     """Return the factor on a round: its mean s over the running mean of earlier rounds, at most GAIN_MAX."""
     return min(mean_staleness_factor / running.value, GAIN_MAX)
@@ -114,8 +141,16 @@ def effective(part: Part, config: MergeConfig) -> float:
     return max(raw_weight(tokens, steps), _IDLE) * STALENESS[config.staleness](staleness)
 
 
-def weigh(parts: Sequence[Part], config: MergeConfig, running: RunningMean) -> Weighed:
+def weigh(
+    parts: Sequence[Part], config: MergeConfig, running: RunningMean, factors: Sequence[float] | None = None
+) -> Weighed:
     """Return the shares and the gain of one round.
+
+    Args:
+        parts: The contributions.
+        config: The merge rules.
+        running: The running mean of earlier rounds.
+        factors: A factor in [0, 1] on the weight of each part, not all 0; default 1.
 
     The gain is `gain(mean s, running)`, where the mean is weighted by `raw_weight`. When `config.normalise` is off, the
     gain is the mean s itself, so stale rounds take smaller steps.
@@ -126,7 +161,8 @@ def weigh(parts: Sequence[Part], config: MergeConfig, running: RunningMean) -> W
     if not parts:
         raise ValueError("a round without contributions has no weights")
     s = STALENESS[config.staleness]
-    raw = _scaled([raw_weight(tokens, steps) for tokens, steps, _ in parts])
+    kept = factors or [1.0] * len(parts)
+    raw = _scaled([raw_weight(tokens, steps) * factor for (tokens, steps, _), factor in zip(parts, kept, strict=True)])
     stale = [weight * s(staleness) for weight, (_, _, staleness) in zip(raw, parts, strict=True)]
     mean = math.fsum(stale) / math.fsum(raw)
     return Weighed(

@@ -213,6 +213,9 @@ def islands(
     slowed: int = 1,
     sending: float = 0.0,
     late: float = 0.0,
+    attack: str = "",
+    hostile: int = 0,
+    apart: bool = False,
 ) -> tuple[list[Point], VirtualRun]:
     """Play a run of islands to its end.
 
@@ -225,6 +228,9 @@ def islands(
         slowed: How many islands are slow.
         sending: How long each contribution of a slow island is on its way, in steps of a fast island.
         late: How long each event of the merger is on its way to every island, in steps of a fast island.
+        attack: What hostile islands do (`hostile.FORGERIES`).
+        hostile: How many islands, from the first on, are hostile. Tokens count those of the others.
+        apart: Each island reads a part of the text of its own.
 
     Returns:
         The evaluations, and the finished run.
@@ -233,12 +239,14 @@ def islands(
     is_slow = [count - number <= slowed < count for number in range(count)]
     seconds = [s * slow if slow_one else s for s, slow_one in zip(paces(count), is_slow, strict=True)]
     steps, on_the_way = compiled(config.model, config.inner), [sending * slow_one for slow_one in is_slow]
-    run = VirtualRun(config, corpus, steps, seconds, sending_seconds=on_the_way, late_seconds=late)
+    attacks = {f"island-{number}": attack for number in range(hostile)}
+    run = VirtualRun(config, corpus, steps, seconds, sending_seconds=on_the_way, late_seconds=late,
+                     attacks=attacks, apart=count * apart)  # fmt: skip
     trained: dict[str, int] = {}
     points: list[Point] = []
 
     def note() -> None:
-        trained.update({name: island.totals.tokens for name, island in run.islands.items()})
+        trained.update({name: island.totals.tokens for name, island in run.islands.items() if name not in run.attacks})
         points.append(point(sum(trained.values()), published(run.transport, run.manifest)[0]))
         (progress or _quiet)(points[-1])
 
@@ -249,7 +257,7 @@ def islands(
         note()
     last = dict(run.islands)
     run.finish()
-    trained.update({name: island.totals.tokens for name, island in last.items()})
+    trained.update({name: island.totals.tokens for name, island in last.items() if name not in run.attacks})
     note()
     return points, run
 

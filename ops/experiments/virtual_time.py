@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -20,11 +20,13 @@ from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
+from archipelago.ops.experiments.hostile import HostileClient, compiled_wrong
 
 
 @dataclass
@@ -70,8 +72,8 @@ class DelayedReader:
 
 
 @dataclass(frozen=True)
-class DelayedTransport:
-    """An island's connection with a `DelayedReader`."""
+class ChangedTransport:
+    """An island's connection, of which a part is replaced, such as by a `DelayedReader`."""
 
     run: str
     island: IslandClient
@@ -97,6 +99,8 @@ class VirtualRun:
         sending_seconds: How long each contribution of each island is on its way, one after another. Their rounds close
             without them, and the contributions are merged stale.
         late_seconds: How long each event of the merger is on its way.
+        attacks: The attack of each hostile island, by its name (`hostile.FORGERIES`).
+        apart: Island i of `apart` reads only the i-th part of the text, cut into that many; 0: all read all of it.
     """
 
     def __init__(
@@ -110,11 +114,14 @@ class VirtualRun:
         run: str = "virtual",
         sending_seconds: Sequence[float] = (),
         late_seconds: float = 0.0,
+        attacks: Mapping[str, str] | None = None,
+        apart: int = 0,
     ) -> None:
         self.clock = clock or VirtualClock()
         broker = MemoryBroker(self.clock)
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
         self._corpus, self._steps, self._late_seconds = corpus, steps, late_seconds
+        self.attacks, self._apart = dict(attacks or {}), apart
         self.transport = self._connect()
         self.manifest: Manifest = describe(run, config, corpus.identity)
         self.transport.create(self.manifest, first_snapshots(self.manifest))
@@ -148,14 +155,20 @@ class VirtualRun:
         transport: IslandTransport = self._connect()
         if self._late_seconds:
             delayed = DelayedReader(transport.reader, self.clock, self._late_seconds)
-            transport = DelayedTransport(transport.run, transport.island, cast(ReaderClient, delayed))
+            transport = ChangedTransport(transport.run, transport.island, cast(ReaderClient, delayed))
+        attack = self.attacks.get(name, "")
+        if attack:
+            hostile = HostileClient(transport.island, self.manifest, attack, seed=self._born)
+            transport = ChangedTransport(transport.run, cast(IslandClient, hostile), transport.reader)
         self._born += 1
         incarnation = f"v{self._born}"
         shards = shard_order(self.manifest.config.data.shards, self.manifest.config.seed)
         link = Link(transport, self.manifest, f"{name}/{incarnation}", shards, clock=self.clock, wall=self.clock)
         arrivals = link.join()
-        batches = Batches(self._corpus.train, self.manifest.config, link.lease, fallback=self._born)
-        island = Island(name, self.manifest, self._steps, batches, link, arrivals, self.clock, incarnation)
+        batches = Batches(self._text(), self.manifest.config, link.lease, fallback=self._born)
+        config = self.manifest.config
+        steps = compiled_wrong(config.model, config.inner) if attack == "labels" else self._steps
+        island = Island(name, self.manifest, steps, batches, link, arrivals, self.clock, incarnation)
         rejoin = Rejoin(transport, None, island, arrivals, seconds=0.0)
         rejoin.ask(peers=moments == "peer")
         island.beat("joining")
@@ -169,6 +182,15 @@ class VirtualRun:
         self._step_seconds[name] = step_seconds
         self._schedule(island, self.clock.now)
         return island
+
+    def _text(self) -> Tokens:
+        """Return the text of the island that joins now."""
+        train, apart = self._corpus.train, self._apart
+        if not apart:
+            return train
+        length = len(train) // apart
+        begin = (self._born - 1) % apart * length
+        return train[begin : begin + length]
 
     def remove_island(self, name: str, *, farewell: bool) -> None:
         """Let an island leave as on SIGTERM (with a farewell), or vanish as on SIGKILL."""

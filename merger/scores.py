@@ -1,0 +1,347 @@
+"""Scores: whether an island's contributions point where those of the other islands point, and are about as long.
+
+When a round closes, a sample of the elements of every contribution is compared. An island's *agreement* is the upper
+median of its cosines with the other islands. A minority cannot lend itself a good one, however well its members agree
+with each other. The usual agreement of the round is the upper median over the islands.
+
+An island's score is its agreement over the usual one, both averaged over recent rounds. The weight of its contributions
+is multiplied by a factor of the score. The factor is exactly 1 for honest islands, also for slow ones and for those
+with other data. It is 0 for an island whose contributions have nothing to do with those of the others, or point the
+other way, and it returns to 1 when the island behaves. An island whose norms stay far above the usual one has them
+clipped to the usual one.
+
+With fewer than three islands nobody knows who is right, and nothing changes. Contributions that are two or more
+versions stale point nowhere in particular even if they are honest, so they are neither judged nor judge others.
+
+The sample is chosen by the digests of all contributions of the round. An island cannot know it before it sends.
+Nothing here depends on the rule by which contributions are merged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from archipelago.broker.codecs import codec as codec_of
+from archipelago.broker.wire import Body
+
+#: About how many elements of a contribution are compared, in windows of this many; a smaller fragment as a whole.
+SAMPLE, WINDOW = 1 << 16, 1 << 10
+#: Decay per round of all averages, which remember about ten rounds.
+DECAY = 0.9
+#: From this score on an island has its whole weight, and up to the lower one it has none.
+SCORE_FULL, SCORE_NONE = 0.3, 0.1
+#: Elements of an outer gradient are not independent: as many as these count as one when noise is estimated.
+DEPENDENT = 10
+#: A round counts if its usual agreement is this many standard deviations of noise.
+ROUND_CLEAR = 2.0
+#: An island is judged once the sum of usual agreements is this many standard deviations of noise.
+SCORE_CLEAR = 8.0
+#: A contribution whose agreement is below minus this share of the usual one is left out of its round at once.
+AWAY = 0.3
+#: Norms that stay above this multiple of the usual one are clipped to the usual one.
+NORM_LARGE = 1.5
+#: A norm counts as at most this multiple in the average.
+NORM_MOST = 3.0
+#: Contributions up to this staleness are compared.
+FRESH = 1
+#: Fewer islands than this cannot outvote one.
+JUDGES_LEAST = 3
+#: Islands whose scores are remembered. Those that were judged least recently are forgotten first.
+SCORES_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Score:
+    """What is remembered of one island.
+
+    Attributes:
+        agreement: Decayed sum of its agreement with the others.
+        usual: Decayed sum of the agreement that an honest island with as many tokens is expected to have.
+        noise: Decayed sum of the variance of the agreement of unrelated contributions.
+        norm: Its norm, relative to the usual one of the round, averaged.
+        loss: Its claimed loss, relative to the usual one of the round, averaged. It is for display only.
+        rounds: How many rounds it was compared in.
+        lowered: In how many of its last rounds in a row its weight was lowered.
+    """
+
+    agreement: float = 0.0
+    usual: float = 0.0
+    noise: float = 0.0
+    norm: float = 1.0
+    loss: float = 1.0
+    rounds: int = 0
+    lowered: int = 0
+
+    @property
+    def value(self) -> float:
+        """The score: 1 is usual, 0 unrelated, negative opposite. It is 1 while there is too little evidence."""
+        if self.usual <= 0.0 or self.usual < SCORE_CLEAR * math.sqrt(self.noise):
+            return 1.0
+        return self.agreement / self.usual
+
+    @property
+    def factor(self) -> float:
+        """The factor on the weight of the island's contributions, in [0, 1]."""
+        return min(1.0, max(0.0, (self.value - SCORE_NONE) / (SCORE_FULL - SCORE_NONE)))
+
+    def after(self, agreement: float, usual: float, variance: float) -> Score:
+        """Return the score with one more comparison of directions in it."""
+        return replace(
+            self,
+            agreement=DECAY * self.agreement + agreement,
+            usual=DECAY * self.usual + usual,
+            noise=DECAY * DECAY * self.noise + variance,
+        )
+
+    def with_ratios(self, norm: float, loss: float) -> Score:
+        """Return the score with one more norm and loss in its averages, which begin at 1 with the weight of a round."""
+        new = max(1.0 - DECAY, 1.0 / (self.rounds + 2))
+        norm, loss = min(norm, NORM_MOST), min(loss, NORM_MOST) if math.isfinite(loss) else self.loss
+        return replace(
+            self,
+            norm=self.norm + new * (norm - self.norm),
+            loss=self.loss + new * (loss - self.loss),
+            rounds=self.rounds + 1,
+        )
+
+    def to_list(self) -> list[float]:
+        """Return the values for JSON."""
+        return [self.agreement, self.usual, self.noise, self.norm, self.loss, self.rounds, self.lowered]
+
+    @classmethod
+    def from_list(cls, values: Sequence[float]) -> Score:
+        """Return the score that `to_list` wrote. Raises ValueError or TypeError for other values."""
+        agreement, usual, noise, norm, loss, rounds, lowered = values
+        averages = float(agreement), float(usual), float(noise), float(norm), float(loss)
+        if not all(map(math.isfinite, averages)):
+            raise ValueError(f"a score that is not finite: {values!r:.100}")
+        return cls(*averages, int(rounds), int(lowered))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is judged of one contribution.
+
+    Attributes:
+        island: The island that sent it.
+        staleness: Versions between its base and the fragment.
+        tokens: The tokens behind it.
+        norm: Its norm over the length of its path (`weights.path`).
+        loss: The loss that it claims.
+        digest: The digest of its payload.
+        body: The contribution as its codec encoded it.
+    """
+
+    island: str
+    staleness: int
+    tokens: int
+    norm: float
+    loss: float
+    digest: str
+    body: Body
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What follows for a round.
+
+    Attributes:
+        factors: The factor on the weight of each contribution.
+        limits: The largest norm over path of each contribution; infinite where norms are usual.
+        scores: The scores after the round.
+    """
+
+    factors: tuple[float, ...]
+    limits: tuple[float, ...]
+    scores: Mapping[str, Score]
+
+
+#: The start and the length of each tensor in a fragment's vector.
+Spans = tuple[tuple[int, int], ...]
+
+
+def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: int) -> Judgement:
+    """Compare the contributions of a round with each other.
+
+    Args:
+        known: The scores before the round.
+        sent: The contributions.
+        spans: The tensors of the fragment.
+        live: The number of live islands.
+    """
+    islands = {one.island for one in sent}
+    if max(live, len(islands)) < JUDGES_LEAST:
+        return unjudged(known, len(sent))
+    fresh = [one for one in sent if one.staleness <= FRESH]
+    names = sorted({one.island for one in fresh})
+    scores, away, norms = dict(known), set[str](), _Norms.of(fresh, names)
+    if len(names) >= JUDGES_LEAST:
+        scores, away = _compared(scores, fresh, names, spans)
+        for name in names:
+            ratios = scores[name].with_ratios(norms.ratio(name), _ratio_of_losses(fresh, name))
+            is_lowered = name in away or ratios.factor < 1.0
+            scores[name] = replace(ratios, lowered=ratios.lowered + 1 if is_lowered else 0)
+    factors = [0.0 if one.island in away else scores.get(one.island, Score()).factor for one in sent]
+    limits = [norms.limit(one) if scores.get(one.island, Score()).norm > NORM_LARGE else math.inf for one in sent]
+    newest = dict(list(scores.items())[-SCORES_MAX:])
+    return Judgement(tuple(factors), tuple(limits), newest)
+
+
+def unjudged(known: Mapping[str, Score], count: int) -> Judgement:
+    """Return what follows for a round of `count` contributions in which nobody judges."""
+    return Judgement((1.0,) * count, (math.inf,) * count, known)
+
+
+def _compared(
+    scores: dict[str, Score], fresh: Sequence[Sent], names: Sequence[str], spans: Spans
+) -> tuple[dict[str, Score], set[str]]:
+    """Return the scores after a comparison of directions, and the islands that point clearly away."""
+    seed = hashlib.sha256(" ".join(sorted(one.digest for one in fresh)).encode()).digest()
+    rows = [one.tokens * direction(one.body, spans, seed) for one in fresh]
+    of = [_unit(sum(row for row, one in zip(rows, fresh, strict=True) if one.island == name)) for name in names]
+    cosines = np.stack(of) @ np.stack(of).T
+    # Rounding hides in which order a machine sums.
+    agreements = [round(upper_median(np.delete(row, i)), 4) for i, row in enumerate(cosines)]
+    usual, variance = upper_median(agreements), DEPENDENT / max(1, of[0].size)
+    tokens = {name: sum(one.tokens for one in fresh if one.island == name) for name in names}
+    shares = {name: expected(tokens[name], upper_median(list(tokens.values()))) for name in names}
+    out, away = dict(scores), set()
+    for name, agreement in zip(names, agreements, strict=True):
+        before = out.pop(name, Score())  # inserted again at the end, which keeps the order of last use
+        is_clear = usual >= ROUND_CLEAR * math.sqrt(variance)
+        out[name] = before.after(agreement, usual * shares[name], variance) if is_clear else before
+        if agreement < -AWAY * usual and usual >= SCORE_CLEAR * math.sqrt(variance):
+            away.add(name)
+    return out, away
+
+
+def expected(tokens: float, usual_tokens: float) -> float:
+    """Return the share of the usual agreement that an honest contribution of that many tokens has.
+
+    A contribution of few steps is mostly noise: its cosine to others falls with the root of its tokens.
+    """
+    return math.sqrt(min(1.0, tokens / max(1.0, usual_tokens)))
+
+
+def upper_median(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return the median, and the larger of both in the middle. With two values that is the larger one."""
+    return float(sorted(values, reverse=True)[(len(values) - 1) // 2])
+
+
+@dataclass(frozen=True)
+class _Norms:
+    """The norms over path of a round's islands, made comparable, and the usual one."""
+
+    by_island: Mapping[str, float]
+    usual: float
+    usual_tokens: float
+
+    @classmethod
+    def of(cls, fresh: Sequence[Sent], names: Sequence[str]) -> _Norms:
+        if not names:
+            return cls({}, 0.0, 1.0)
+        usual_tokens = upper_median([one.tokens for one in fresh])
+        own = {
+            name: max(one.norm * expected(one.tokens, usual_tokens) for one in fresh if one.island == name)
+            for name in names
+        }
+        return cls(own, upper_median(list(own.values())), usual_tokens)
+
+    def ratio(self, name: str) -> float:
+        return self.by_island[name] / self.usual if self.usual > 0.0 else 1.0
+
+    def limit(self, one: Sent) -> float:
+        return self.usual / expected(one.tokens, self.usual_tokens) if self.usual > 0.0 else math.inf
+
+
+def _ratio_of_losses(fresh: Sequence[Sent], name: str) -> float:
+    """Return the island's claimed loss relative to the usual one; NaN if one of them was not measured."""
+    known = [one.loss for one in fresh if math.isfinite(one.loss) and one.loss > 0.0]
+    own = [one.loss for one in fresh if one.island == name and math.isfinite(one.loss)]
+    return max(0.0, own[-1]) / upper_median(known) if known and own else math.nan
+
+
+# -- the sample -------------------------------------------------------------------------------------------------------
+
+
+def direction(body: Body, spans: Spans, seed: bytes) -> NDArray[np.float64]:
+    """Return a sample of a contribution, in which every tensor has the norm that its size deserves, as a unit vector.
+
+    Args:
+        body: The contribution.
+        spans: The tensors of the fragment.
+        seed: Chooses the elements. Samples with equal seeds can be compared.
+    """
+    plan = _plan(spans)
+    random = np.random.PCG64(int.from_bytes(seed, "big")).random_raw(sum(plan.windows))
+    starts = [start + int(raw) % room for (start, room), raw in zip(plan.rooms, random, strict=True)]
+    placed = jax.device_put((body.parts, np.asarray(starts, np.int32)), jax.local_devices(backend="cpu")[0])
+    sampled = np.asarray(_sample(*placed, codec=body.codec, spans=spans), np.float64)
+    at = 0
+    for size, share in zip(plan.sizes, plan.shares, strict=True):
+        sampled[at : at + size] = share * _unit(sampled[at : at + size])
+        at += size
+    return _unit(sampled)
+
+
+def _unit(x_N: Any) -> NDArray[np.float64]:
+    norm = float(np.sqrt(np.sum(np.square(x_N))))
+    return np.asarray(x_N / norm if norm > 0.0 and math.isfinite(norm) else np.zeros_like(x_N))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a fragment is sampled.
+
+    Attributes:
+        windows: For each tensor, how many windows are taken; 0 takes the whole tensor.
+        rooms: For each window, the start of its tensor and in how many places of it the window can begin.
+        sizes: For each tensor, how many elements are taken.
+        shares: For each tensor, its norm in the sample.
+    """
+
+    windows: tuple[int, ...]
+    rooms: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    shares: tuple[float, ...]
+
+
+@cache
+def _plan(spans: Spans) -> _Plan:
+    elements = sum(length for _, length in spans)
+    windows = tuple(
+        0 if elements <= SAMPLE or length <= WINDOW else max(1, round(SAMPLE / WINDOW * length / elements))
+        for _, length in spans
+    )
+    rooms = tuple(
+        (start, length - WINDOW + 1)
+        for (start, length), count in zip(spans, windows, strict=True)
+        for _ in range(count)
+    )
+    sizes = tuple(count * WINDOW or length for (_, length), count in zip(spans, windows, strict=True))
+    return _Plan(windows, rooms, sizes, tuple(math.sqrt(length / max(1, elements)) for _, length in spans))
+
+
+@partial(jax.jit, static_argnames=("codec", "spans"))
+def _sample(parts: Any, starts_W: jax.Array, *, codec: str, spans: Spans) -> jax.Array:
+    elements = max((start + length for start, length in spans), default=0)
+    values_N = codec_of(codec).restore(parts, elements, jnp)
+    pieces, at = [], 0
+    for (start, length), count in zip(spans, _plan(spans).windows, strict=True):
+        if count:
+            begins_WxE = starts_W[at : at + count, None] + jnp.arange(WINDOW, dtype=jnp.int32)
+            pieces.append(values_N[begins_WxE.reshape(-1)])
+            at += count
+        else:
+            pieces.append(values_N[start : start + length])
+    return jnp.concatenate(pieces) if pieces else jnp.zeros(0, jnp.float32)
