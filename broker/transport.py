@@ -115,6 +115,29 @@ class Commit:
 
 
 @dataclass(frozen=True)
+class Repair:
+    """Parts of a run that a merger has rebuilt. Those that are None or missing stay as they are.
+
+    Attributes:
+        state: The merger's other state, as JSON.
+        fragments: The snapshots of fragments, with their payloads.
+        outers: The version of a fragment, and its exact parameters and outer optimiser state.
+        cursors: The resume positions of all started shards.
+        books: Counters by name.
+    """
+
+    state: str | None = None
+    fragments: Mapping[int, tuple[Snapshot, bytes]] = field(default_factory=dict)
+    outers: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
+    cursors: Mapping[str, tuple[int, int]] | None = None
+    books: Mapping[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to write."""
+        return self != Repair()
+
+
+@dataclass(frozen=True)
 class Image:
     """The contents of a checkpoint: all data that an empty Redis needs to continue the run.
 
@@ -391,8 +414,27 @@ class MergerClient(Protocol):
         """Return these entries of the updates stream with their payloads, merged or not. A missing one has a fault."""
         ...
 
-    def outer(self, fragment: int) -> bytes:
-        """Return the fragment's `outer` of the last commit; empty before the first one."""
+    def outer(self, fragment: int, version: int | None = None) -> bytes:
+        """Return the fragment's `outer` of the last commit; empty before the first one.
+
+        Raises:
+            WireError: It is damaged, or of another version than the given one.
+        """
+        ...
+
+    def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
+        """Move keys aside that hold another type of value than the run's, and write a lost manifest again.
+
+        Returns:
+            The keys that were damaged.
+
+        Raises:
+            UnknownRunError: The run was deleted, or another one has taken its name (`broker.other-run`).
+        """
+        ...
+
+    def write_back(self, epoch: int, repair: Repair) -> None:
+        """Write parts of the run that this merger has rebuilt."""
         ...
 
     def announce(self, epoch: int, event: Call | Resume | Marker) -> None:

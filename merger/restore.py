@@ -3,35 +3,77 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.transport import Image, MergerTransport
-from archipelago.broker.wire import digest_of, pack, unpack
+from archipelago.broker.transport import START, MergerTransport, Repair
+from archipelago.broker.wire import digest, digest_of, pack, unpack
 from archipelago.merger import outer
+from archipelago.merger.admission import version_after
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.replay import DifferenceError, replay_round
-from archipelago.merger.round_merge import RoundMerge, new_state
+from archipelago.merger.rebuild import fragment_of, rebuild, with_norms
+from archipelago.merger.replay import DifferenceError
+from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.state import FragmentState, RunState
-from archipelago.merger.weights import NormWindow
 
-#: More rounds than any tape holds.
-WHOLE_TAPE = 1 << 20
+#: More events than the broker keeps.
+EVENTS_SEARCHED = 1 << 16
+REMEDY = (
+    "Run `archipelago merger --run {run} --folder FOLDER` with the folder of its checkpoints, "
+    "or begin another run with `archipelago init`."
+)
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A run between two rounds."""
+    """A run between two rounds.
+
+    Attributes:
+        repair: What Redis has lost, or holds differently, and must be written back.
+    """
 
     state: RunState
     fragments: list[FragmentState]
     snapshots: list[Snapshot]
+    repair: Repair = field(default_factory=Repair)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What Redis holds of a run, as far as it can be read.
+
+    Attributes:
+        state: The merger's state; a fresh one if it cannot be read.
+        fault: Why the state cannot be read.
+        closed: The last closed round, on which most of the records agree.
+        published: The snapshot of each fragment and its parameters (float32 [N]); None if it is lost.
+        fragments: Each fragment whose own state can be read; None if it is lost.
+    """
+
+    state: RunState
+    fault: ConfigError | None
+    closed: int
+    published: list[tuple[Snapshot, bytes] | None]
+    fragments: list[FragmentState | None]
+
+    @property
+    def lost_state(self) -> bool:
+        """Whether the state cannot be used."""
+        return self.fault is not None or self.state.closed != self.closed
+
+    @property
+    def lost(self) -> list[int]:
+        """The fragments of which anything is lost."""
+        both = enumerate(zip(self.published, self.fragments, strict=True))
+        return [p for p, (published, fragment) in both if published is None or fragment is None]
 
 
 def load(
@@ -40,7 +82,10 @@ def load(
     store: CheckpointStore | None,
     between: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Load the run as its last commit left it.
+    """Load the run as its last commit left it, and rebuild what Redis has lost.
+
+    The state, the newest snapshots and the tape each know the last closed round. What disagrees with the others, or
+    cannot be read, is rebuilt from a checkpoint and the tape, to the same bits.
 
     Args:
         transport: The connection to the run.
@@ -49,52 +94,84 @@ def load(
         between: Called after each fragment, because large fragments take long to load and the lease must be renewed.
 
     Raises:
-        ConfigError: Redis has lost the merger's state, and no checkpoint can restore it (`config.lost-state`).
+        ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`, `config.lost-fragment`).
     """
-    state, fault = _state(transport)
-    snapshots, fragments, lost = [], [], []
-    for p in range(len(rules.manifest.fragments)):
-        snapshot, payload = transport.reader.fragment(p)
-        snapshots.append(snapshot)
-        try:
-            outer_state = transport.merger.outer(p)
-            if snapshot.version and not (outer_state and state.closed):
-                raise WireError("it is missing" if state.closed else "the merger's state is missing")
-            fragments.append(_fragment(rules, p, payload, outer_state))
-        except WireError as error:
-            log.warning(
-                "the outer state of fragment %s cannot be read from Redis (%s)",
-                p,
-                error.reason,
-                extra={"code": "restore.lost-outer"},
-            )
-            lost.append(p)
-            fragments.append(_fragment(rules, p, payload, b""))
-        between()
-    found = Loaded(state, [_with_norms(f, state, p) for p, f in enumerate(fragments)], snapshots)
-    if not (lost or fault):
-        return found
+    found = _found(transport, rules, between)
+    if not (found.lost or found.lost_state):
+        return Loaded(found.state, _whole(found.fragments), [snapshot for snapshot, _ in _whole(found.published)])
     recovered = _recovered(transport, rules, store, found)
-    if recovered is not None:
-        return recovered
-    if fault:
-        raise fault
-    if not state.closed:
-        raise ConfigError(
-            f"Redis has lost the merger's state of run {rules.manifest.run!r}, and no checkpoint can restore it",
-            "Start the merger with the --folder that holds its checkpoints, or begin another run.",
-            code="config.lost-state",
-        )
-    log.warning(
-        "fragments %s continue from their published parameters with fresh outer momentum",
-        lost,
-        extra={"code": "restore.fresh"},
-    )
-    return found
+    return recovered if recovered is not None else _from_what_is_left(transport, rules, found)
+
+
+def _found(transport: MergerTransport, rules: RoundMerge, between: Callable[[], None]) -> Found:
+    state, fault = _state(transport)
+    published = [_published(transport, rules, p) for p in range(len(rules.manifest.fragments))]
+    closed = _last_round(transport, None if fault else state.closed, published)
+    fragments: list[FragmentState | None] = []
+    for p, held in enumerate(published):
+        version = version_after(closed, p, len(published))
+        if held is not None and (held[0].round, held[0].version) != (round_of(version, p, len(published)), version):
+            _log_lost(f"the snapshot of fragment {p}", f"it is of round {held[0].round}, and round {closed} was closed")
+            published[p] = held = None
+        fragments.append(_stored_fragment(transport, rules, p, held[1] if held else None, version, state))
+        between()
+    return Found(state, fault, closed, published, fragments)
+
+
+def _published(transport: MergerTransport, rules: RoundMerge, p: int) -> tuple[Snapshot, bytes] | None:
+    """Return the newest snapshot of a fragment and its payload, or None if it is lost or damaged."""
+    try:
+        snapshot, payload = transport.reader.fragment(p)
+        if snapshot.fragment != p or digest(payload) != snapshot.digest:
+            raise WireError("its payload is not the published one")
+        params_N = unpack(payload, rules.manifest.sizes[p])
+        if snapshot.held and digest_of(params_N) != snapshot.held:
+            raise WireError("its parameters are not the published ones")
+    except WireError as error:
+        _log_lost(f"the snapshot of fragment {p}", error.reason)
+        return None
+    return snapshot, payload
+
+
+def round_of(version: int, p: int, fragments: int) -> int:
+    """Return the round that published this version of fragment `p`; 0 for version 0."""
+    return p + 1 + (version - 1) * fragments if version else 0
+
+
+def _last_round(
+    transport: MergerTransport, stated: int | None, published: Sequence[tuple[Snapshot, bytes] | None]
+) -> int:
+    """Return the last closed round: what two of the state, the snapshots and the tape agree on, or else the newest."""
+    snapshots = max((held[0].round for held in published if held is not None), default=None)
+    tape = transport.reader.tape(1)
+    votes = [v for v in (stated, snapshots, tape[0].round if tape else None) if v is not None]
+    return max(votes, key=lambda vote: (votes.count(vote), vote), default=0)
+
+
+def _stored_fragment(
+    transport: MergerTransport, rules: RoundMerge, p: int, payload: bytes | None, version: int, state: RunState
+) -> FragmentState | None:
+    """Return a fragment with its stored outer state, or None if that is lost."""
+    try:
+        outer_state = transport.merger.outer(p, version) if version else b""
+        if version and not outer_state:
+            raise WireError("it is missing")
+        return with_norms(fragment_of(rules, p, payload, outer_state), state, p)
+    except WireError as error:
+        _log_lost(f"the outer state of fragment {p}", error.reason)
+        return None
+
+
+def _log_lost(what: str, why: str) -> None:
+    log.warning("%s cannot be read from Redis (%s)", what, why, extra={"code": "restore.lost"})
 
 
 def _code(error: ArchipelagoError) -> dict[str, str]:
     return {"code": error.code}
+
+
+def _whole(parts: Sequence[T | None]) -> list[T]:
+    return [part for part in parts if part is not None]
 
 
 def _state(transport: MergerTransport) -> tuple[RunState, ConfigError | None]:
@@ -105,24 +182,11 @@ def _state(transport: MergerTransport) -> tuple[RunState, ConfigError | None]:
         return RunState(), error
 
 
-def _fragment(rules: RoundMerge, p: int, payload: bytes, outer_state: bytes) -> FragmentState:
-    """Return a fragment from its published payload and its own state. Raises WireError if they do not fit the run."""
-    size = rules.manifest.sizes[p]
-    fresh = new_state(unpack(payload, size), rules.outer)
-    if not outer_state:
-        return fresh
-    params_N, state = outer.load(fresh.outer, outer_state, size)
-    wire = rules.manifest.config.wire
-    exact = wire.full == "float32" and not wire.sends_differences
-    return FragmentState(params_N, state, NormWindow(), params_N if exact else fresh.params_N)
-
-
-def _with_norms(fragment: FragmentState, state: RunState, p: int) -> FragmentState:
-    return replace(fragment, norms=state.norms.get(p, NormWindow()))
+# -- rebuild -----------------------------------------------------------------------------------------------------------
 
 
 def _recovered(
-    transport: MergerTransport, rules: RoundMerge, store: CheckpointStore | None, found: Loaded
+    transport: MergerTransport, rules: RoundMerge, store: CheckpointStore | None, found: Found
 ) -> Loaded | None:
     """Return the run from the newest checkpoint and the tape after it, or None if these cannot restore it."""
     try:
@@ -133,8 +197,8 @@ def _recovered(
     if image is None:
         return None
     try:
-        state, fragments = rebuild(rules, image, transport)
-        _require_published(rules, transport, state, fragments)
+        state, fragments = rebuild(rules, image, transport, found.closed)
+        _require_published(rules, found, state, fragments)
     except (DifferenceError, WireError, ConfigError) as error:
         log.warning("checkpoint %s and the tape cannot restore the run: %s", image.number, error, extra=_code(error))
         return None
@@ -143,51 +207,103 @@ def _recovered(
         image.number,
         extra={"code": "restore.rebuilt"},
     )
-    known = found.state.closed == state.closed  # the state in Redis also has refusals and timings
-    return Loaded(found.state if known else state, fragments, found.snapshots)
+    if not found.lost_state:
+        state = found.state  # the state in Redis also has refusals and timings
+    return _repaired(transport, rules, found, state, fragments)
 
 
-def rebuild(rules: RoundMerge, image: Image, transport: MergerTransport) -> tuple[RunState, list[FragmentState]]:
-    """Return the run at the end of the tape: the checkpoint, and the replay of all later rounds.
+def _repaired(
+    transport: MergerTransport, rules: RoundMerge, found: Found, state: RunState, fragments: list[FragmentState]
+) -> Loaded:
+    """Return the run with a repair that writes back whatever was not found."""
+    announced = _announced(transport, found)
+    snapshots, lost, outers = [], {}, {}
+    for p, fragment in enumerate(fragments):
+        held = found.published[p]
+        version = version_after(found.closed, p, len(fragments))
+        if held is None:
+            held = lost[p] = _snapshot(rules, p, fragment, version, announced.get((p, version)), state)
+        snapshots.append(held[0])
+        if version and found.fragments[p] is None:
+            outers[p] = (version, outer.dump(fragment.params_N, fragment.outer))
+    return Loaded(state, fragments, snapshots, Repair(state.to_json() if found.lost_state else None, lost, outers))
+
+
+def _announced(transport: MergerTransport, found: Found) -> dict[tuple[int, int], Snapshot]:
+    """Return the announcements of the versions that are lost, as far as they are still among the newest events."""
+    if None not in found.published:
+        return {}
+    entries = transport.reader.events(START, 0.0, EVENTS_SEARCHED)
+    return {(event.fragment, event.version): event for _, event in entries if isinstance(event, Snapshot)}
+
+
+def _snapshot(
+    rules: RoundMerge, p: int, fragment: FragmentState, version: int, announced: Snapshot | None, state: RunState
+) -> tuple[Snapshot, bytes]:
+    wire, held_N = rules.manifest.config.wire, np.asarray(fragment.published_N)
+    payload = pack(held_N, wire.full, wire.full_zstd_level)
+    number = round_of(version, p, len(rules.manifest.fragments))
+    base = announced or Snapshot(number, p, version, state.step if version else 0, wire.full, 0, "", "")
+    size = base.difference_bytes if base.held == digest_of(held_N) else 0
+    held = digest_of(held_N) if version else ""
+    return replace(base, bytes=len(payload), digest=digest(payload), held=held, difference_bytes=size), payload
+
+
+def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Found) -> Loaded:
+    """Return the run without a checkpoint, as close to what was as Redis allows.
 
     Raises:
-        DifferenceError: The tape has a gap, an entry is missing, or a bit differs.
-        WireError: The image is not of this run.
+        ConfigError: The state, or all of a fragment, is lost.
     """
-    state = RunState.from_json(image.state)
-    fragments = of_image(rules, image)
-    state.covered = state.closed
-    for tape in transport.reader.tape(WHOLE_TAPE):
-        if tape.round > state.closed:
-            p = rules.manifest.fragment_of(tape.round)
-            deliveries = transport.merger.read([member.entry for member in tape.members])
-            fragments[p] = replay_round(rules, state, fragments[p], tape, deliveries)
-    return state, fragments
-
-
-def of_image(rules: RoundMerge, image: Image) -> list[FragmentState]:
-    """Return the fragments in a checkpoint. Raises WireError if it is not of this run (`wire.other-run`)."""
-    if image.manifest.to_fields() != rules.manifest.to_fields():
-        raise WireError(f"checkpoint {image.number} is of another run", code="wire.other-run")
-    state = RunState.from_json(image.state)
-    both = zip(image.snapshots, image.outers, strict=True)
-    return [_with_norms(_fragment(rules, p, payload, o), state, p) for p, ((_, payload), o) in enumerate(both)]
-
-
-def _require_published(
-    rules: RoundMerge, transport: MergerTransport, state: RunState, fragments: list[FragmentState]
-) -> None:
-    """Raise DifferenceError unless the fragments are those that were published."""
-    full, newest = rules.manifest.config.wire.full, 0
-    for p, fragment in enumerate(fragments):
-        snapshot, payload = transport.reader.fragment(p)
-        seen_N = unpack(pack(np.asarray(fragment.published_N), full, 0), rules.manifest.sizes[p])
-        if digest_of(seen_N) != digest_of(unpack(payload, rules.manifest.sizes[p])):
-            raise DifferenceError(
-                f"fragment {p} differs from what round {snapshot.round} published", code="replay.published"
+    run, closed = rules.manifest.run, found.closed
+    if found.lost_state and closed:
+        why = found.fault.what if found.fault else f"it is of round {found.state.closed}, and round {closed} was closed"
+        raise ConfigError(
+            f"Redis has lost the merger's state of run {run!r} ({why}), and no checkpoint can restore it",
+            REMEDY.format(run=run),
+            code="config.merger-state" if found.fault else "config.lost-state",
+        )
+    fragments, fresh = [], []
+    for p, (held, fragment) in enumerate(zip(found.published, found.fragments, strict=True)):
+        if fragment is None and held is None:
+            raise ConfigError(
+                f"Redis has lost fragment {p} of run {run!r}, and no checkpoint can restore it",
+                REMEDY.format(run=run),
+                code="config.lost-fragment",
             )
-        newest = max(newest, snapshot.round)
-    if state.closed != newest:
+        if fragment is None and held is not None:
+            fresh.append(p)
+            fragment = with_norms(fragment_of(rules, p, held[1], b""), found.state, p)
+        fragments.append(fragment)
+    if fresh:
+        log.warning(
+            "fragments %s continue from their published parameters with fresh outer momentum",
+            fresh,
+            extra={"code": "restore.fresh"},
+        )
+    if again := [p for p, held in enumerate(found.published) if held is None]:
+        log.warning(
+            "fragments %s are published again from the merger's exact parameters",
+            again,
+            extra={"code": "restore.published"},
+        )
+    state = RunState() if found.lost_state else found.state  # before the first round, the state is a fresh one
+    return _repaired(transport, rules, found, state, _whole(fragments))
+
+
+def _require_published(rules: RoundMerge, found: Found, state: RunState, fragments: Sequence[FragmentState]) -> None:
+    """Raise DifferenceError unless the rebuilt run ends with the last closed round, and equals what was published."""
+    full = rules.manifest.config.wire.full
+    for p, (held, fragment) in enumerate(zip(found.published, fragments, strict=True)):
+        if held is None:
+            continue
+        size = rules.manifest.sizes[p]
+        seen_N = unpack(pack(np.asarray(fragment.published_N), full, 0), size)
+        if digest_of(seen_N) != digest_of(unpack(held[1], size)):
+            raise DifferenceError(
+                f"fragment {p} differs from what round {held[0].round} published", code="replay.published"
+            )
+    if state.closed != found.closed:
         raise DifferenceError(
-            f"the tape ends with round {state.closed}, and round {newest} was published", code="replay.published"
+            f"the tape ends with round {state.closed}, and round {found.closed} was closed", code="replay.published"
         )

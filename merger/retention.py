@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from archipelago.broker.messages import Marker
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
-from archipelago.merger.restore import WHOLE_TAPE
+from archipelago.merger.rebuild import WHOLE_TAPE
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import OperatorControls
 
@@ -66,6 +66,8 @@ class Retention:
         covered: list[str] = []
         for entry in self.transport.reader.tape(WHOLE_TAPE):
             entries = tuple(member.entry for member in entry.members)
+            if entry.round > state.closed:
+                continue  # no merger has written it: the state would know the round
             if entry.round > state.covered:
                 self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
             else:

@@ -10,6 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import RoundRecord, build_commit
 from archipelago.merger.outer import Round
 from archipelago.merger.record import Recorder
-from archipelago.merger.restore import load
+from archipelago.merger.restore import Loaded, load
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge, new_state, publish
 from archipelago.merger.rounds import Close, Rounds
@@ -114,7 +115,9 @@ class Merger:
         """Forget everything, and load the run as its last commit left it."""
         self._instance = self.transport.reader.instance()  # first: if the broker dies while we read, we read again
         checkpointer = self.retention.checkpointer
+        self._put_aside()
         found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._keep_lease)
+        self._write_back(found)
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if checkpointer is not None:
             checkpointer.forget()
@@ -130,6 +133,21 @@ class Merger:
         self.controls.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
         # Last, because this event ends everything that an earlier merger announced.
         self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
+
+    def _put_aside(self) -> list[str]:
+        """Move keys of another type aside, and return those of them that an operator should know of."""
+        damaged = self.transport.merger.put_aside(self.epoch, self.manifest)
+        if damaged:
+            self.controls.note("repaired", f"moved aside or written again: {', '.join(damaged)}")
+        return damaged
+
+    def _write_back(self, found: Loaded) -> None:
+        """Write what was rebuilt, and what Redis holds differently from the merger's own state."""
+        cursors = found.state.cursors
+        changed = cursors if self.transport.reader.cursors() != cursors else None
+        repair = replace(found.repair, cursors=changed)
+        if repair:
+            self.transport.merger.write_back(self.epoch, repair)
 
     def _continue_record(self, recorder: Recorder | None) -> None:
         if recorder is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from archipelago.broker.errors import BrokerError, FencedError
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import MemoryRun, MemoryState, entry_number
 from archipelago.broker.messages import (
     Actions,
@@ -19,6 +20,7 @@ from archipelago.broker.transport import (
     START,
     Commit,
     Delivery,
+    Repair,
 )
 
 
@@ -67,9 +69,21 @@ class MemoryMerger:
             found = [(entry, run.updates.get(entry_number(entry))) for entry in entries]
             return [Delivery(e, *kept) if kept else Delivery(e, None, b"", gone) for e, kept in found]
 
-    def outer(self, fragment: int) -> bytes:
+    def outer(self, fragment: int, version: int | None = None) -> bytes:
         with self._broker.opened(self._run) as run:
             return run.outer.get(fragment, b"")
+
+    def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
+        with self._fenced(epoch):
+            return []  # a dictionary holds only the types that its annotations name
+
+    def write_back(self, epoch: int, repair: Repair) -> None:
+        with self._fenced(epoch) as run:
+            run.fragments |= repair.fragments
+            run.outer |= {p: data for p, (_, data) in repair.outers.items()}
+            run.state = run.state if repair.state is None else repair.state
+            run.cursors = run.cursors if repair.cursors is None else dict(repair.cursors)
+            run.books |= repair.books
 
     def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
         with self._fenced(epoch) as run:

@@ -71,6 +71,10 @@ class Keys:
             self.notes,
         ]
 
+    def damaged(self, key: str) -> str:
+        """Return the key to which a damaged value of `key` is moved."""
+        return f"{self.tag}:damaged:{key.removeprefix(self.tag + ':')}"
+
     def island(self, island: str) -> str:
         """Return the key of one island's heartbeat."""
         return f"{self.run}:island:{island}"

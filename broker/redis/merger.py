@@ -10,6 +10,7 @@ from typing import Any
 from archipelago.broker.corpus_shards import cursor_text
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.failpoints import failpoint
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     KINDS,
     Actions,
@@ -27,8 +28,10 @@ from archipelago.broker.redis.data_hash import HOLDER, parse_cursors
 from archipelago.broker.redis.failures import is_full, is_gone
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.reader import RedisReader
+from archipelago.broker.redis.repair import RedisRepair
 from archipelago.broker.redis.replies import (
     GROUP,
+    Raw,
     group_of,
     next_id,
     stream_entries,
@@ -36,7 +39,7 @@ from archipelago.broker.redis.replies import (
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStream
-from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery
+from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery, Repair
 
 FAKE_POLL_SECONDS = 0.005
 EVENTS_KEPT = 20_000
@@ -71,6 +74,7 @@ class RedisMerger:
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
         self.lease = Lease(connection, stored)
+        self._repair = RedisRepair(connection, stored, chunks, updates, self.lease)
 
     def acquire(self, holder: str, seconds: float) -> int | None:
         return self.lease.acquire(holder, seconds)
@@ -130,13 +134,23 @@ class RedisMerger:
 
         self._connection.attempted(self._keys.updates, begin)
 
-    def outer(self, fragment: int) -> bytes:
-        with self._connection.translated():
+    def outer(self, fragment: int, version: int | None = None) -> bytes:
+        raw: Raw = {}
+        with self._connection.forgiving(self._keys.outer(fragment), "a hash"):
             raw = self._redis.hgetall(self._keys.outer(fragment))
+        with self._connection.translated():
             try:
+                if raw and version not in (None, int(raw[b"version"])):
+                    raise WireError(f"the stored outer state of fragment {fragment} is not of version {version}")
                 return self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else b""
             except (KeyError, ValueError):
                 raise WireError(f"the stored outer state of fragment {fragment} is damaged") from None
+
+    def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
+        return self._repair.put_aside(epoch, manifest)
+
+    def write_back(self, epoch: int, repair: Repair) -> None:
+        self._repair.write_back(epoch, repair)
 
     # -- writes -----------------------------------------------------------------------------------------------------
 

@@ -62,9 +62,9 @@ from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import at_once
+from archipelago.merger.rebuild import rebuild
 from archipelago.merger.record import read
 from archipelago.merger.replay import replay_round
-from archipelago.merger.restore import rebuild
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
 from archipelago.merger.state import FragmentState, RunState

@@ -16,8 +16,8 @@ from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.transport import Delivery
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import RETRY_SECONDS
+from archipelago.merger.rebuild import rebuild
 from archipelago.merger.replay import DifferenceError
-from archipelago.merger.restore import rebuild
 from archipelago.merger.service import Merger, serve
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED

@@ -1,0 +1,150 @@
+"""Repair the keys of a run: move aside what holds another type of value, and write back what a merger has rebuilt.
+
+Redis does not undo a transaction of which one command fails. The commands of a commit that write the state and the
+fragments cannot fail on a key of another type, because they replace it. All other keys can be derived from these, so
+a merger that loads the run again completes whatever such a transaction has left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from archipelago.broker.corpus_shards import cursor_text
+from archipelago.broker.errors import ConfigError, UnknownRunError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import to_fields
+from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.data_hash import parse_cursors
+from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.lease import Lease
+from archipelago.broker.redis.replies import names_in, text_fields
+from archipelago.broker.redis.stored_run import StoredRun
+from archipelago.broker.redis.updates import UpdatesStream
+from archipelago.broker.transport import Repair
+
+#: A value that was moved aside is kept this long, and only the newest one of each key.
+DAMAGED_SECONDS = 7 * 24 * 3600
+
+log = logging.getLogger(__name__)
+
+
+def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, str]:
+    """Return the type of value that each lasting key of a run holds, as the command TYPE names it."""
+    kinds = {
+        "hash": [
+            keys.manifest, keys.data, keys.requests, keys.restored, keys.control, keys.books,
+            *(keys.fragment(p) for p in range(fragments)), *(keys.outer(p) for p in range(fragments)),
+            *map(keys.island, islands),
+        ],
+        "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, keys.actions, keys.updates],
+        "string": [keys.state, keys.epoch, keys.lease],
+        "set": [keys.islands, REGISTRY],
+    }  # fmt: skip
+    return {key: kind for kind, of_kind in kinds.items() for key in of_kind}
+
+
+class RedisRepair:
+    """The repairs of one merger. Each is one transaction, fenced by the epoch."""
+
+    def __init__(
+        self,
+        connection: RedisConnection,
+        stored: StoredRun,
+        chunks: ChunkStore,
+        updates: UpdatesStream,
+        lease: Lease,
+    ) -> None:
+        self._connection = connection
+        self._redis, self._keys = connection.redis, connection.keys
+        self._stored, self._chunks, self._updates, self._lease = stored, chunks, updates, lease
+
+    def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
+        wrong = self._of_another_type(manifest)
+        lacks_manifest = not self._has(manifest) or self._keys.manifest in wrong
+        if not wrong and not lacks_manifest:
+            return []
+        with self._lease.fenced(epoch) as pipe:
+            for key in wrong:
+                if not key.startswith(self._keys.tag):  # it may be on another node of a cluster than the others
+                    continue
+                pipe.rename(key, self._keys.damaged(key))
+                pipe.pexpire(self._keys.damaged(key), DAMAGED_SECONDS * 1000)
+            if lacks_manifest:
+                pipe.delete(self._keys.manifest)
+                pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
+        with self._connection.translated():
+            for key in wrong:
+                if not key.startswith(self._keys.tag):
+                    self._redis.delete(key)
+            self._redis.sadd(REGISTRY, self._connection.run)
+        for key in wrong:
+            log.warning("%s held another type of value and was moved aside", key, extra={"code": "repair.wrong-type"})
+        if lacks_manifest:
+            log.warning("the run had lost its manifest, which was written again", extra={"code": "repair.manifest"})
+        return sorted({*wrong, *([self._keys.manifest] if lacks_manifest else [])})
+
+    def _of_another_type(self, manifest: Manifest) -> list[str]:
+        islands: list[str] = []
+        with self._connection.forgiving(self._keys.islands, "a set"):
+            islands = names_in(self._redis.smembers(self._keys.islands))
+        kinds = kinds_of(self._keys, len(manifest.fragments), islands)
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            for key in kinds:
+                pipe.type(key)
+            found = pipe.execute()
+        return [
+            key for (key, kind), type_ in zip(kinds.items(), found, strict=True) if type_.decode() not in (kind, "none")
+        ]
+
+    def _has(self, manifest: Manifest) -> bool:
+        """Return whether the run has a manifest that can be read. Raises UnknownRunError if it is another one."""
+        try:
+            stored = self._stored.manifest()
+        except UnknownRunError:
+            self._stored.require()
+            return False
+        except ConfigError:
+            return False
+        if stored.to_fields() != manifest.to_fields():
+            raise UnknownRunError(
+                f"another run has taken the name {self._connection.run!r} at {self._connection.where}",
+                "Start this merger again to serve that one.",
+                code="broker.other-run",
+            )
+        return True
+
+    def write_back(self, epoch: int, repair: Repair) -> None:
+        with self._connection.translated():
+            placed = {
+                p: (self._chunks.place(f"f{p}.{s.version}.e{epoch}", payload), s)
+                for p, (s, payload) in repair.fragments.items()
+            }
+            outers = {
+                p: (self._chunks.place(f"o{p}.{version}.e{epoch}", data), version, len(data))
+                for p, (version, data) in repair.outers.items()
+            }
+            stale = self._stale_cursors(repair.cursors)
+        with self._lease.fenced(epoch) as pipe:
+            for p, (where, snapshot) in placed.items():
+                self._chunks.keep(pipe, self._keys.fragment(p), to_fields(snapshot), where)
+            for p, (where, version, size) in outers.items():
+                fields = {"version": str(version), "bytes": str(size)}
+                self._chunks.keep(pipe, self._keys.outer(p), fields, where)
+            if repair.state is not None:
+                pipe.set(self._keys.state, repair.state)
+            if stale:
+                pipe.hdel(self._keys.data, *stale)
+            if repair.cursors:
+                cursors = {shard: cursor_text(cursor) for shard, cursor in repair.cursors.items()}
+                pipe.hset(self._keys.data, mapping=cursors)
+            if repair.books:
+                pipe.hset(self._keys.books, mapping=repair.books)
+
+    def _stale_cursors(self, cursors: Mapping[str, tuple[int, int]] | None) -> list[str]:
+        """Return the stored cursors that the merger's state does not have."""
+        if cursors is None:
+            return []
+        found = parse_cursors(self._connection, text_fields(self._redis.hgetall(self._keys.data)))
+        return sorted(found.keys() - cursors.keys())
