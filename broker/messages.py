@@ -220,6 +220,7 @@ class Heartbeat:
         moments: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.
         uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
         downlink_bytes_per_second: The same for downloads.
+        ignored: Announcements that no merger of the run can have sent.
     """
 
     __pydantic_config__ = _CONFIG
@@ -247,6 +248,7 @@ class Heartbeat:
     moments: Text = "fresh"
     uplink_bytes_per_second: Measure = math.nan
     downlink_bytes_per_second: Measure = math.nan
+    ignored: Count = 0
 
 
 #: The merger does not wait for an island whose last heartbeat is older than this.

@@ -231,6 +231,10 @@ class ReaderClient(Protocol):
         """Return the newest full snapshot, never torn. `account` adds its size to the downloaded bytes in the books."""
         ...
 
+    def heads(self) -> list[Snapshot | None]:
+        """Return the header of each fragment's newest full snapshot; None for one that cannot be read."""
+        ...
+
     def presences(self) -> list[Presence]:
         """Return every island that sent a heartbeat during the last day, by name."""
         ...

@@ -57,6 +57,7 @@ class IslandCollector:
             ("backlog_contributions", "Contributions that wait to be sent.", beat.backlog),
             ("sent_contributions_total", "Contributions that the broker has acknowledged.", beat.sent),
             ("refused_contributions_total", "Contributions that the merger has refused.", beat.refused),
+            ("ignored_events_total", "Announcements that no merger of the run can have sent.", beat.ignored),
             ("sent_bytes_total", "Payload bytes sent.", beat.bytes_up),
             ("received_bytes_total", "Payload bytes received.", beat.bytes_down),
             ("link_up", "1 while the broker answers, else 0.", float(not island.link.trouble)),

@@ -192,7 +192,8 @@ class Island:
         self.pacer.dispatched(
             n, self.clock()
         )  # noted first, because on a CPU the call below may do the arithmetic itself
-        self.inner, losses_n = self.steps(self.inner, batch, jax.device_put(np.int32(self.ledger.global_step)))
+        schedule_step = min(self.ledger.global_step, self.config.inner.steps)  # the schedule is constant after its end
+        self.inner, losses_n = self.steps(self.inner, batch, jax.device_put(np.int32(schedule_step)))
         tokens = n * self.config.tokens_per_step
         self.ledger.stepped(n, tokens)
         self.totals.steps += n
@@ -334,6 +335,7 @@ def _heartbeat(island: Island, state: str) -> Heartbeat:
         moments=island.moments,
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
+        ignored=link.inbox.ignored,
     )
 
 

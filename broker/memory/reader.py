@@ -64,6 +64,10 @@ class MemoryReader:
                 run.books["bytes_down"] += len(payload)
             return snapshot, payload
 
+    def heads(self) -> list[Snapshot | None]:
+        with self._broker.opened(self._run) as run:
+            return [run.fragments[p][0] if p in run.fragments else None for p in range(len(run.manifest.fragments))]
+
     def presences(self) -> list[Presence]:
         now = self._broker.clock()
         with self._broker.opened(self._run) as run:

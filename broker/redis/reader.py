@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -112,6 +114,24 @@ class RedisReader:
                     self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
                 return snapshot, payload
         raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
+
+    def heads(self) -> list[Snapshot | None]:
+        names = [f.name for f in dataclasses.fields(Snapshot)]
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            for p in range(len(self._stored.sizes())):
+                pipe.hmget(self._keys.fragment(p), names)
+            answers = pipe.execute(raise_on_error=False)
+        return [self._head(p, names, values) for p, values in enumerate(answers)]
+
+    def _head(self, p: int, names: Sequence[str], values: Any) -> Snapshot | None:
+        if isinstance(values, Exception):  # another type under that key
+            return None
+        found = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
+        try:
+            return from_fields(Snapshot, text_fields(found))
+        except WireError as error:
+            self._connection.warn_once(f"the header of fragment {p}", error)
+            return None
 
     def presences(self) -> list[Presence]:
         names: list[str] = []

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import START, IslandTransport
+from archipelago.islands.sync.announcements import Heads, fault_in, judged, last_round
 from archipelago.islands.sync.outbox import Outbox
 from archipelago.islands.sync.snapshots import Arrival, Snapshots
 from archipelago.islands.sync.uplink import Uplink
 
 EVENTS_AT_ONCE = 256
 
+log = logging.getLogger(__name__)
+
 
 class Inbox:
     """Announcements and snapshots of one island, received by one thread and taken by the training thread.
 
-    A snapshot is handed over only after the announcements of all rounds up to its own.
+    A snapshot is handed over only after the announcements of all rounds up to its own. Announcements that no merger
+    of this run can have sent are ignored (see `announcements`).
     """
 
     def __init__(
@@ -36,7 +42,10 @@ class Inbox:
             clock: Monotonic seconds.
         """
         self._transport = transport
+        self._manifest = manifest
         self._fragments = range(len(manifest.fragments))
+        #: How many rounds can be open at once.
+        self.window = min(manifest.config.sync.window, len(manifest.fragments))
         self._outbox = outbox
         self._clock = clock
         self.snapshots = Snapshots(transport, manifest, uplink, clock, self.listen)
@@ -45,6 +54,10 @@ class Inbox:
         #: The last closed round that this thread knows of. The ledger's own `closed` follows it, one step boundary
         #: later, when the training thread takes the same events.
         self.heard_round = 0
+        #: How many announcements were ignored.
+        self.ignored = 0
+        self._faults: set[str] = set()
+        self._heads: Heads | None = None
         self._after = START
         self._events: deque[Event] = deque()
         self._arrivals: dict[int, Arrival] = {}
@@ -80,7 +93,11 @@ class Inbox:
         self.listen(0.0 if self._wanted - self._early.keys() else block_seconds)
         for p in sorted(self._wanted):
             newest = self.snapshots.newest(p)
-            arrival = self._early.pop(p, None) or self.snapshots.download(p)
+            arrival = self._early.pop(p, None) or self.snapshots.download(p, self._fresh_heads)
+            if arrival is None:  # the version that was announced does not exist
+                self._wanted.discard(p)
+                self._return_to_last_round()
+                continue
             if arrival.snapshot.round > self.heard_round:
                 self._early[p] = arrival  # held until all earlier events are processed
                 continue
@@ -92,26 +109,67 @@ class Inbox:
             self.listen()
 
     def listen(self, block_seconds: float = 0.0) -> None:
-        """Read new events."""
+        """Read new events, and ignore those that no merger of this run can have sent."""
         news = self._transport.reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
+        self._heads = None  # headers are read at most once for these events
         for entry, event in news:
-            self._hear(event)
-            with self._lock:
-                self._events.append(event)
+            self._judge(event)
             self._after = entry  # last, so that an event whose handling failed is read again
         if self._must_resend and len(news) < EVENTS_AT_ONCE:  # every decision from before the restart has been read
             self._outbox.resend_lost()
             self._must_resend = False
+
+    def _judge(self, event: Event) -> None:
+        fault = fault_in(event, self._manifest)
+        events: tuple[Event, ...] = ()
+        if not fault:
+            events, fault = judged(event, self.heard_round, self.window, self._known_heads)
+        if fault:
+            self._ignore(fault)
+        for each in events:
+            self._hear(each)
+            # The training thread needs no identities, and may take these events much later.
+            kept = replace(each, merged="") if isinstance(each, Snapshot) else each
+            with self._lock:
+                self._events.append(kept)
+
+    def _ignore(self, fault: str) -> None:
+        """Count an event that is ignored, and log the first one with this fault."""
+        self.ignored += 1
+        if fault not in self._faults:
+            log.warning("ignoring announcements: %s", fault)
+        self._faults.add(fault)
+
+    def _known_heads(self) -> Heads:
+        """Return headers of the fragments that are newer than the events in hand."""
+        self._heads = self._heads or self._transport.reader.heads()
+        return self._heads
+
+    def _fresh_heads(self) -> Heads:
+        self._heads = self._transport.reader.heads()
+        return self._heads
+
+    def _return_to_last_round(self) -> None:
+        """Go back to the last round whose snapshot is stored, if this island believed in a later one."""
+        self.listen()
+        stored = last_round(self._fresh_heads())
+        if stored is not None and stored < self.heard_round:
+            self._ignore("a snapshot that is not stored")
+            resume = Resume(stored, 0)
+            self._hear(resume)
+            with self._lock:
+                self._events.append(resume)
 
     def _hear(self, event: Event) -> None:
         match event:
             case Snapshot():
                 self.heard_round = max(self.heard_round, event.round)
                 self._wanted.add(event.fragment)
-                self.snapshots.announce(event)
                 early = self._early.get(event.fragment)
                 if early is not None and early.snapshot.round < event.round:
                     del self._early[event.fragment]
+                    self.snapshots.drop(event.fragment)
+                self.snapshots.announce(replace(event, merged=""))
                 self._outbox.resolve(event.identities)
             case Marker(number=number):
                 self._outbox.mark(number)
@@ -120,15 +178,25 @@ class Inbox:
             case Resume(round=number):
                 self._must_resend = True
                 if number != self.heard_round:
-                    self._go_back()
+                    self._go_back(number)
                 self.heard_round = number
             case _:
                 pass
 
-    def _go_back(self) -> None:
-        """Fetch all fragments again, because the broker has lost rounds or announcements."""
-        self._wanted.update(self._fragments)
-        self._early.clear()
-        self.snapshots.forget()
+    def _go_back(self, number: int) -> None:
+        """Go back to a round, and fetch each fragment again that differs from what has arrived.
+
+        The broker has lost rounds or announcements, or this island believed in rounds that have not closed.
+        """
+        heads = self._known_heads()  # first, because nothing may be forgotten if this fails
+        self.snapshots.forget_announcements()
+        current = {p for p in self._fragments if self.snapshots.is_current(p, heads)}
         with self._lock:
-            self._arrivals.clear()
+            later = {p for p, arrival in self._arrivals.items() if arrival.snapshot.round > number}
+            changed = set(self._fragments) - current | later | self._early.keys()
+            for p in changed:
+                self._arrivals.pop(p, None)
+        self._early.clear()
+        for p in changed:
+            self.snapshots.forget(p)
+        self._wanted |= changed

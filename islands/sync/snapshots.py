@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Snapshot
+from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest, digest_of, unpack
+from archipelago.islands.sync.announcements import Heads, believable_step, snapshot_fault
 from archipelago.islands.sync.uplink import Uplink
+
+#: How many of the newest rounds on the tape may confirm a step, so that one unreadable entry hides nothing.
+TAPE_ENTRIES = 4
 
 log = logging.getLogger(__name__)
 
@@ -54,25 +58,53 @@ class Snapshots:
         self._listen = listen
         self.bytes_down = 0
         self.held: dict[int, Arrival] = {}
+        #: The largest global step that this island believes in.
+        self.step = 0
         self._announced: dict[int, dict[int, Snapshot]] = {}
+        self._known: dict[int, tuple[int, str]] = {}  # version and digest of each fragment that arrived last
 
     def announce(self, snapshot: Snapshot) -> None:
-        """Note a version that the merger announced."""
-        self._announced.setdefault(snapshot.fragment, {})[snapshot.version] = snapshot
+        """Note a version that the merger announced, unless an equal or newer one has arrived."""
+        p, version = snapshot.fragment, snapshot.version
+        if version > self._known.get(p, (-1, ""))[0]:
+            self._announced.setdefault(p, {})[version] = snapshot
 
     def newest(self, p: int) -> int:
         """Return the newest announced version of a fragment that was not downloaded, or 0."""
         return max(self._announced.get(p, {}), default=0)
 
-    def forget(self) -> None:
-        """Forget everything, because the run went back and its version numbers will be used again."""
-        self.held.clear()
+    def forget(self, p: int) -> None:
+        """Forget a fragment, so that its newest version is downloaded in full even if it has arrived before."""
+        self.held.pop(p, None)
+        self._known.pop(p, None)
+        self._announced.pop(p, None)
+
+    def drop(self, p: int) -> None:
+        """Note that the last arrival of a fragment was not handed over. Differences may still build on it."""
+        self._known.pop(p, None)
+
+    def forget_announcements(self) -> None:
+        """Forget all announced versions, because the run went back and their numbers will be used again."""
         self._announced.clear()
 
-    def download(self, p: int) -> Arrival:
-        """Download the newest version of a fragment."""
+    def is_current(self, p: int, heads: Heads) -> bool:
+        """Return whether the newest version of a fragment has arrived already."""
+        head = heads[p]
+        return head is not None and self._known.get(p) == (head.version, head.digest)
+
+    def download(self, p: int, read_heads: Callable[[], Heads]) -> Arrival | None:
+        """Download the newest version of a fragment. Returns None if it has arrived before.
+
+        Args:
+            p: The fragment.
+            read_heads: Returns the newest headers of all fragments. Called only before a download in full.
+        """
         began, before = self._clock(), self.bytes_down
-        arrival = self._by_differences(p) or self.fetch(p)
+        arrival = self._by_differences(p)
+        if arrival is None and p in self._known and self.is_current(p, read_heads()):
+            self._announced.pop(p, None)
+            return None
+        arrival = arrival or self.fetch(p)
         self._uplink.received(self.bytes_down - before, self._clock() - began)
         return arrival
 
@@ -81,16 +113,38 @@ class Snapshots:
         snapshot, payload = self._transport.reader.fragment(p, account=True)
         if digest(payload) != snapshot.digest or snapshot.fragment != p:
             raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
+        if fault := snapshot_fault(snapshot, self._manifest):
+            raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
         self.bytes_down += len(payload)
         return self._hold(p, Arrival(snapshot, unpack(payload, self._manifest.sizes[p])))
 
     def _hold(self, p: int, arrival: Arrival) -> Arrival:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
+        arrival = replace(arrival, snapshot=self._with_believable_step(arrival.snapshot))
         if self._manifest.config.wire.sends_differences:
             self.held[p] = arrival
+        self._known[p] = (arrival.snapshot.version, arrival.snapshot.digest)
         announced = self._announced.get(p, {})
         self._announced[p] = {version: s for version, s in announced.items() if version > arrival.snapshot.version}
         return arrival
+
+    def _with_believable_step(self, snapshot: Snapshot) -> Snapshot:
+        config = self._manifest.config
+        step = believable_step(snapshot, self.step, config.inner.steps, config.sync.interval, self._newest_rounds)
+        if step < min(snapshot.step, config.inner.steps):
+            log.warning("ignoring step %s of fragment %s, which the tape does not confirm", snapshot.step,
+                        snapshot.fragment)  # fmt: skip
+        self.step = max(self.step, step)
+        return replace(snapshot, step=step)
+
+    def _newest_rounds(self) -> Sequence[TapeEntry]:
+        try:
+            return self._transport.reader.tape(TAPE_ENTRIES)
+        except UnreachableError:
+            raise
+        except (BrokerError, WireError) as error:
+            log.warning("the tape cannot be read: %s", error.what)
+            return []
 
     def _by_differences(self, p: int) -> Arrival | None:
         """Build the newest announced version from the held one and all differences since.

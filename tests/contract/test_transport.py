@@ -176,6 +176,14 @@ def test_a_newer_snapshot_replaces_the_older_one(transport: Transport) -> None:
     assert (snapshot.version, payload) == (2, LARGE[::-1])
 
 
+def test_headers_of_all_fragments_are_read_without_payloads(transport: Transport) -> None:
+    first = samples.first_snapshots(transport.reader.manifest())
+    assert transport.reader.heads() == [snapshot for snapshot, _ in first]
+    commit = samples.commit([], LARGE, 1)
+    transport.merger.commit(acquire_lease(transport), commit)
+    assert transport.reader.heads() == [commit.snapshot, first[1][0]]
+
+
 def test_a_refusal_is_an_event_and_ends_the_contribution(transport: Transport, connections: Connect) -> None:
     transport.island.publish(samples.contribution(), b"payload")
     epoch = acquire_lease(transport)

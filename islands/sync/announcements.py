@@ -1,0 +1,120 @@
+"""Checks of the merger's announcements, before an island acts on them. All functions are pure.
+
+An announcement is only a hint: a damaged or forged one must neither end an island nor make it ignore the honest ones
+that follow. `fault_in` compares it with the manifest. `judged` compares its round with the rounds before it. Rounds
+close in order, so an island believes the next round at once. It believes any other round only as far as the hashes of
+the fragments confirm it, which a merger writes in the same transaction as the announcement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Call, Event, Marker, Resume, Snapshot, TapeEntry
+from archipelago.broker.wire import payload_bytes_max
+
+#: The newest header of each fragment; None for one that cannot be read.
+Heads = Sequence[Snapshot | None]
+#: A snapshot's global step may exceed the one before it by this many sync intervals without a confirmation.
+STEP_INTERVALS = 4
+
+
+class Verdict(NamedTuple):
+    """What an island does about an announcement.
+
+    Attributes:
+        events: The events to process in its place, in order.
+        fault: Why it is ignored; empty if it is not.
+    """
+
+    events: tuple[Event, ...] = ()
+    fault: str = ""
+
+
+def fault_in(event: Event, manifest: Manifest) -> str:
+    """Return why no merger of this run can have sent this event; empty if one can."""
+    match event:
+        case Call(round=number, fragment=p):
+            return "" if p == manifest.fragment_of(number) else "a call of a fragment that its round does not sync"
+        case Snapshot():
+            return snapshot_fault(event, manifest)
+        case _:
+            return ""
+
+
+def snapshot_fault(snapshot: Snapshot, manifest: Manifest) -> str:
+    """Return why no merger of this run can have published this snapshot; empty if one can."""
+    number, p = snapshot.round, snapshot.fragment
+    if p >= len(manifest.fragments):
+        return "a snapshot of a fragment that the run does not have"
+    is_first = number == 0 and snapshot.version == 0
+    if not is_first and (number == 0 or p != manifest.fragment_of(number)):
+        return "a snapshot of a fragment that its round does not sync"
+    if not is_first and snapshot.version != manifest.version_after(number):
+        return "a snapshot of a version that its round does not give"
+    if max(snapshot.bytes, snapshot.difference_bytes) > payload_bytes_max(manifest.sizes[p]):
+        return "a snapshot that is larger than its fragment"
+    return ""
+
+
+def last_round(heads: Heads) -> int | None:
+    """Return the last round whose snapshot is stored; None if no header can be read."""
+    return max((head.round for head in heads if head is not None), default=None)
+
+
+def judged(event: Event, heard: int, window: int, read_heads: Callable[[], Heads]) -> Verdict:
+    """Return what an island does about an event without a fault, after it has heard of round `heard`.
+
+    Args:
+        event: The event.
+        heard: The last closed round that the island believes in.
+        window: How many rounds can be open at once.
+        read_heads: Returns headers of the fragments that were read after the event. Called only if the round is not
+            the expected one.
+    """
+    match event:
+        case Snapshot(round=number) if number > heard + 1:
+            head = read_heads()[event.fragment]
+            is_stored = head is not None and head.round >= number
+            return Verdict((event,)) if is_stored else Verdict(fault="a snapshot of a round that has not closed")
+        case Snapshot(round=number) if number <= heard:
+            stored = last_round(read_heads())
+            if stored is None or stored >= heard:
+                return Verdict((event,))
+            # The island believed in rounds that have not closed. It goes back to the last one that has.
+            found = (event,) if number <= stored else ()
+            return Verdict((Resume(stored, 0), *found))
+        case Call(round=number) if number > heard + window:
+            return Verdict(fault="a call of a round that cannot be open")
+        case Resume(round=number) if number != heard:
+            stored = last_round(read_heads())
+            is_possible = number <= (heard if stored is None else stored)
+            return Verdict((event,)) if is_possible else Verdict(fault="a return to a round that has not closed")
+        case Marker(round=number) if number > heard:
+            return Verdict(fault="a checkpoint of a round that has not closed")
+        case _:
+            return Verdict((event,))
+
+
+def believable_step(
+    snapshot: Snapshot, known: int, steps: int, interval: int, newest_rounds: Callable[[], Sequence[TapeEntry]]
+) -> int:
+    """Return a snapshot's global step as far as it can be believed.
+
+    One damaged number must not end the training of an island, so a step at the end of the run, or far ahead of the
+    one before it, must be on the tape too.
+
+    Args:
+        snapshot: The snapshot.
+        known: The largest step that the island believes in.
+        steps: The length of the run in steps.
+        interval: The steps between two syncs of a fragment.
+        newest_rounds: Returns the newest entries of the tape. Called only for a step that needs it.
+    """
+    step = min(snapshot.step, steps)
+    if step < steps and step <= known + STEP_INTERVALS * interval:
+        return step
+    confirmed = max((entry.step for entry in newest_rounds()), default=0)
+    return min(step, max(known, confirmed))

@@ -1,0 +1,231 @@
+"""Announcements that no merger can have sent are ignored, and islands recover from those that they believed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archipelago.broker.messages import Call, Event, Marker, Refusal, Resume, Snapshot
+from archipelago.islands.sync.announcements import Verdict, believable_step, fault_in, judged
+from tests import samples
+from tests.islands.sync.test_link import Harness, received
+from tests.tiers import examples
+
+MANIFEST = samples.manifest()
+FIRST = samples.first_snapshots(MANIFEST)[0][0]
+HUGE = 1 << 62
+
+
+def snapshot(number: int, **changes: Any) -> Snapshot:
+    """Return the snapshot of a round of the sample run, which has two fragments."""
+    good = replace(FIRST, round=number, fragment=(number - 1) % 2, version=(number + 1) // 2)
+    return replace(good, **changes)
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return Harness(MANIFEST, samples.first_snapshots(MANIFEST))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 100])
+def test_what_a_merger_sends_has_no_fault(number: int) -> None:
+    events: list[Event] = [
+        snapshot(number),
+        Call(number, (number - 1) % 2),
+        Resume(number, 1),
+        Marker(1, number),
+        FIRST,
+    ]
+    assert [fault_in(event, MANIFEST) for event in events] == [""] * 5
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        snapshot(1, fragment=4000),
+        snapshot(1, fragment=1),
+        snapshot(1, version=2),
+        snapshot(1, bytes=HUGE),
+        snapshot(1, difference_bytes=1 << 30),
+        snapshot(0, fragment=0, version=1),
+        snapshot(HUGE, version=1),
+        Call(1, 1),
+        Call(2, 4000),
+    ],
+    ids=str,
+)
+def test_what_contradicts_the_manifest_has_a_fault(event: Event) -> None:
+    assert fault_in(event, MANIFEST)
+
+
+def heads(*rounds: int) -> Sequence[Snapshot | None]:
+    return [replace(FIRST, fragment=p, round=number) for p, number in enumerate(rounds)]
+
+
+@pytest.mark.parametrize(
+    ("event", "stored", "expected"),
+    [
+        (snapshot(11), (9, 10), "accepted"),  # the next round needs no confirmation
+        (snapshot(13), (13, 12), "accepted"),  # announcements in between were lost
+        (snapshot(13), (9, 10), "ignored"),
+        (snapshot(10), (9, 10), "accepted"),
+        (snapshot(6), (5, 6), "goes back"),
+        (snapshot(8), (5, 6), "goes back without it"),
+        (Call(12, 1), (9, 10), "accepted"),
+        (Call(13, 0), (9, 10), "ignored"),
+        (Resume(10, 1), (9, 10), "accepted"),
+        (Resume(8, 1), (9, 10), "accepted"),
+        (Resume(12, 1), (11, 12), "accepted"),
+        (Resume(HUGE, 1), (9, 10), "ignored"),
+        (Marker(1, 10), (9, 10), "accepted"),
+        (Marker(1, HUGE), (9, 10), "ignored"),
+    ],
+    ids=str,
+)
+def test_an_island_at_round_ten_believes(event: Event, stored: tuple[int, int], expected: str) -> None:
+    verdict = judged(event, 10, 2, lambda: heads(*stored))
+    back = Resume(max(stored), 0)
+    wanted = {"accepted": (event,), "ignored": (), "goes back": (back, event), "goes back without it": (back,)}
+    assert verdict.events == wanted[expected]
+    assert bool(verdict.fault) == (expected == "ignored")
+
+
+def test_without_any_readable_header_only_expected_rounds_are_believed() -> None:
+    def nothing() -> list[None]:
+        return [None, None]
+
+    assert judged(snapshot(11), 10, 2, nothing) == Verdict((snapshot(11),))
+    assert judged(snapshot(13), 10, 2, nothing).fault
+    assert judged(Resume(8, 1), 10, 2, nothing).events
+    assert judged(Resume(12, 1), 10, 2, nothing).fault
+
+
+@pytest.mark.parametrize(
+    ("step", "known", "on_tape", "expected"),
+    [
+        (120, 100, None, 120),
+        (500, 100, 500, 500),
+        (500, 100, 300, 300),
+        (500, 100, 0, 100),
+        (HUGE, 100, 0, 100),
+        (HUGE, 100, HUGE, 1000),
+        (1000, 990, 0, 990),  # one number alone does not end the run
+        (1000, 990, 1000, 1000),
+    ],
+)
+def test_a_step_far_ahead_needs_the_tape(step: int, known: int, on_tape: int | None, expected: int) -> None:
+    def tape() -> list[Any]:
+        assert on_tape is not None, "the tape is read although the step needs no confirmation"
+        return [replace(samples.commit([]).tape, step=on_tape)]
+
+    assert believable_step(snapshot(1, step=step), known, 1000, 24, tape) == expected
+
+
+# -- an island's inbox -------------------------------------------------------------------------------------------------
+
+
+def forge(harness: Harness, *events: Event) -> None:
+    run = harness.broker.runs["sample"]
+    for event in events:
+        run.announce(event)
+
+
+def test_forged_announcements_stop_no_merge(harness: Harness) -> None:
+    link = harness.link()
+    forge(harness, snapshot(1, fragment=4000), snapshot(HUGE - 1), Call(HUGE, 1), Resume(HUGE, 1), Marker(1, HUGE))
+    harness.close(1, 7.0)
+    link.pump()
+    events, (arrival,) = received(link)
+    assert [event.round for event in events] == [1]
+    assert arrival.params_N[0] == 7.0
+    assert (link.inbox.heard_round, link.inbox.ignored) == (1, 5)
+    assert (link.failure, link.trouble) == (None, "")
+
+
+def test_an_island_returns_from_rounds_that_have_not_closed(harness: Harness) -> None:
+    link = harness.link()
+    harness.close(1, 1.0)
+    forge(harness, *(snapshot(number, step=1000) for number in range(2, 40)))
+    link.pump()
+    assert link.inbox.heard_round == 1
+    events, _ = received(link)
+    assert events[-1] == Resume(1, 0)
+    harness.close(2, 2.0)
+    link.pump()
+    events, arrivals = received(link)
+    assert [(a.snapshot.round, a.snapshot.step, a.params_N[0]) for a in arrivals][-1:] == [(2, 4, 2.0)]
+    assert link.inbox.heard_round == 2
+
+
+def test_an_honest_announcement_ends_the_belief_in_later_rounds(harness: Harness) -> None:
+    link = harness.link()
+    link.inbox.heard_round = 1000
+    harness.close(1, 1.0)
+    link.pump()
+    events, arrivals = received(link)
+    assert [type(event) for event in events] == [Resume, Snapshot]
+    assert [a.params_N[0] for a in arrivals] == [1.0]
+    assert link.inbox.heard_round == 1
+
+
+def test_a_flood_of_impossible_rounds_costs_one_read_of_the_headers(harness: Harness) -> None:
+    link = harness.link()
+    reads: list[int] = []
+    read = harness.faulty.reader.heads
+
+    def counted() -> list[Snapshot | None]:
+        reads.append(1)
+        return read()
+
+    harness.faulty.reader.heads = counted  # type: ignore[method-assign]
+    forge(harness, *(snapshot(number) for number in range(1000, 1200)))
+    link.pump()
+    assert (link.inbox.ignored, len(reads)) == (200, 1)
+
+
+def test_an_unreadable_header_of_a_fragment_stops_nothing(harness: Harness) -> None:
+    link = harness.link()
+    del harness.broker.runs["sample"].fragments[1]
+    forge(harness, snapshot(100))
+    harness.close(1, 1.0)
+    link.pump()
+    assert [a.params_N[0] for a in received(link)[1]] == [1.0]
+
+
+COUNTS = st.one_of(st.integers(0, 12), st.integers(0, HUGE))
+NAMES = st.sampled_from(["a", "b"])
+FORGED = st.one_of(
+    st.builds(Call, COUNTS.map(lambda n: max(1, n)), COUNTS),
+    st.builds(
+        Snapshot, COUNTS, COUNTS, COUNTS, COUNTS, st.just("int4"), COUNTS, st.just(FIRST.digest),
+        st.text("ab/x01 ", max_size=30), st.sampled_from(["", FIRST.digest]), COUNTS,
+    ),
+    st.builds(snapshot, st.integers(1, 12), step=COUNTS),
+    st.builds(Refusal, NAMES, st.just("x"), COUNTS, COUNTS, COUNTS, COUNTS, st.text(max_size=9), st.booleans()),
+    st.builds(Resume, COUNTS, COUNTS),
+    st.builds(Marker, COUNTS.map(lambda n: max(1, n)), COUNTS),
+)  # fmt: skip
+
+
+@settings(max_examples=examples(400))
+@given(st.lists(st.lists(FORGED, max_size=6), max_size=6))
+def test_an_island_follows_honest_rounds_among_forged_announcements(forged: list[list[Event]]) -> None:
+    harness = Harness(MANIFEST, samples.first_snapshots(MANIFEST))
+    link = harness.link()
+    for number, events in enumerate(forged, 1):
+        forge(harness, *events)
+        harness.close(number, float(number))
+        link.pump()
+    harness.close(len(forged) + 1, 99.0)
+    link.pump()
+    link.pump()  # an island that was misled fetches what it missed at its next pump
+    assert (link.failure, link.trouble) == (None, "")
+    assert link.inbox.heard_round == len(forged) + 1
+    arrived = {a.snapshot.fragment: a for a in received(link)[1]}
+    assert arrived[len(forged) % 2].params_N[0] == 99.0
+    assert max(a.snapshot.step for a in arrived.values()) <= MANIFEST.config.inner.steps
