@@ -337,10 +337,13 @@ def _sample(parts: Any, starts_W: jax.Array, *, codec: str, spans: Spans) -> jax
     elements = max((start + length for start, length in spans), default=0)
     values_N = codec_of(codec).restore(parts, elements, jnp)
     pieces, at = [], 0
+
+    def window(begin: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(values_N, (begin,), (WINDOW,))
+
     for (start, length), count in zip(spans, _plan(spans).windows, strict=True):
         if count:
-            begins_WxE = starts_W[at : at + count, None] + jnp.arange(WINDOW, dtype=jnp.int32)
-            pieces.append(values_N[begins_WxE.reshape(-1)])
+            pieces.append(jax.vmap(window)(starts_W[at : at + count]).reshape(-1))
             at += count
         else:
             pieces.append(values_N[start : start + length])

@@ -20,8 +20,11 @@ from archipelago.ops.plots import can_draw, pyplot
 from archipelago.ops.settings import say, table_console
 
 AGAINST = "loss to that of data-parallel at the same tokens"
+AGAINST_ABSENT = "loss to that of the run without the hostile islands, or without the merger's rule"
 #: Two runs are compared when their tokens differ by at most this share. Islands end within a few steps of each other.
 SAME_TOKENS = 0.03
+#: The settings of the merger's rule against hostile islands.
+_RULES = ("merge.scores", "merge.share_cap")
 #: The most rows that a picture has room for.
 ROWS_MAX = 60
 #: Characters of a line of the title, and of a line that names the parts of the labels.
@@ -101,13 +104,28 @@ def grouped(records: Iterable[Record]) -> list[Row]:
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
-    """Return the best data-parallel row with the same number of islands and of tokens."""
+    """Return the row that a row is compared with.
+
+    For a row with hostile islands this is the run in which they are absent, and for an honest row with the merger's
+    scores the same row without them. All others are compared with the best data-parallel row with the same number of
+    islands and of tokens.
+    """
+    honest = [other for other in rows if not other.settings["hostile"] and _identity(other) == _identity(row)]
+    if row.settings["hostile"] or row.settings.get("merge.scores"):
+        return next((other for other in honest if not other.settings.get("merge.scores")), None)
     same = [
         other for other in rows
         if other.settings["kind"] == "parallel" and other.settings["islands"] == row.settings["islands"]
         and abs(other.tokens / row.tokens - 1) <= SAME_TOKENS
     ]  # fmt: skip
     return min(same, key=lambda other: other.mean, default=None)
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    """Return what a row shares with the row that it is compared with: all but the attack and the merger's rule."""
+    others = {k: v for k, v in row.settings.items() if k not in ("islands", "hostile", "attack", *_RULES)}
+    honest = row.settings["islands"] - row.settings["hostile"]
+    return honest, sorted(others.items(), key=str)
 
 
 def _order(row: Row) -> tuple[Any, ...]:
@@ -136,7 +154,7 @@ def _plain(row: Row, rows: Sequence[Row], varying: Sequence[str]) -> dict[str, A
 def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     own = [name.removeprefix("outer.") for name in varying]
-    heads = [*own, "seeds", "tokens", "bits per byte", "to parallel", "on the test text", "s"]
+    heads = [*own, "seeds", "tokens", "bits per byte", "to baseline", "on the test text", "s"]
     for head in heads:
         table.add_column(head, justify="right" if head not in ("kind", "rule") else "left")
     for row in found:
@@ -152,14 +170,15 @@ def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
 def _draw(path: Path, study: Study, rows: Sequence[Row], varying: Sequence[str]) -> None:
     plt = pyplot()
     compared = [(row, row.ratios(baseline(row, rows))) for row in sorted(rows, key=_order)]
-    shown, what = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX], AGAINST
+    shown = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX]
+    what = AGAINST_ABSENT if any(row.settings["hostile"] for row, _ in shown) else AGAINST
     if not shown:  # The study has no baselines.
         ended = [(row, [loss for loss in row.losses.values() if math.isfinite(loss)]) for row, _ in compared]
         shown, what = [(row, losses) for row, losses in ended if losses][:ROWS_MAX], "held-out bits per byte"
     height = 4.5 if study.x else max(2.5, 0.25 * len(shown) + 1.5)
     figure, axes = plt.subplots(figsize=(8, height), dpi=120, layout="constrained")
     (_lines if study.x else _dots)(axes, study, shown, varying)
-    if what == AGAINST and not study.x:
+    if what in (AGAINST, AGAINST_ABSENT) and not study.x:
         axes.axvline(1.0, linewidth=1, color="black", alpha=0.5)
     (axes.set_ylabel if study.x else axes.set_xlabel)(what)
     figure.suptitle(textwrap.fill(study.about or study.name, TITLE_WIDTH), fontsize="medium")

@@ -12,6 +12,9 @@
     sending = 0                         # for how many steps each contribution of these is on its way
     late = 0                            # for how many steps each event of the merger is on its way to an island
     chips = 0                           # islands fail as on a simulated tape of this many chips; 0: they do not fail
+    hostile = 0                         # how many islands are hostile
+    attack = "flip"                     # what they do, see ops/experiments/hostile.py
+    apart = false                       # each island reads a part of the text of its own
     seeds = [0]                         # instead of the study's
     "outer.rule" = ["sgd", "nesterov"]  # a setting
 

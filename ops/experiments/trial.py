@@ -39,7 +39,10 @@ TAPE_SECONDS = 12 * 3600.0
 #: The values of a trial other than its settings and its seed, with their defaults.
 OWN: Mapping[str, Any] = {
     "kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0, "sending": 0.0, "late": 0.0,
+    "hostile": 0, "attack": "", "apart": False,
 }  # fmt: skip
+#: What hostile islands do: `hostile.FORGERIES` names the same.
+ATTACKS = ("flip", "noise", "scale", "collude", "labels", "claims")
 #: Settings by dotted name, such as `outer.rule`.
 Settings = Mapping[str, Any]
 
@@ -58,6 +61,9 @@ class Trial:
         chips: Islands leave and join as on a simulated tape of this many chips, and train on as many tokens as without.
         sending: How long each contribution of a slow island is on its way, in steps of a fast island.
         late: How long each event of the merger is on its way to each island, in steps of a fast island.
+        hostile: How many of the islands are hostile.
+        attack: What they do, a name of `hostile.FORGERIES`.
+        apart: Each island reads a part of the text of its own.
     """
 
     kind: str
@@ -69,6 +75,9 @@ class Trial:
     chips: float = 0.0
     sending: float = 0.0
     late: float = 0.0
+    hostile: int = 0
+    attack: str = ""
+    apart: bool = False
 
     @classmethod
     def of(
@@ -82,6 +91,9 @@ class Trial:
         chips: float = 0.0,
         sending: float = 0.0,
         late: float = 0.0,
+        hostile: int = 0,
+        attack: str = "",
+        apart: bool = False,
     ) -> Trial:
         """Make a trial without the values that its kind does not read, so that studies share their baselines."""
         if kind not in KINDS:
@@ -107,6 +119,7 @@ class Trial:
                 "Up to M − 1 of M islands can be slow. A tape has up to 1e8 chips and decides the speeds itself.",
                 code="study.slow",
             )
+        _require_attack(hostile, attack, islands, chips)
         matters = _MATTERS[kind]
         mine = {k: v for k, v in settings.items() if k in matters or k.partition(".")[0] in matters}
         waits = kind == "diloco" or islands == 1  # Replicas that wait for all make as many steps, but later.
@@ -115,7 +128,10 @@ class Trial:
         late = float(late) if kind == "islands" else 0.0
         chips = float(chips) if kind == "islands" else 0.0
         slowed = slowed if factor > 1.0 or sending else 1
-        return cls(kind, islands, factor, seed, tuple(sorted(mine.items())), slowed, chips, sending, late)
+        named = tuple(sorted(mine.items()))
+        hostile, attack = (hostile, attack) if kind == "islands" and hostile else (0, "")
+        apart = apart and kind == "islands"
+        return cls(kind, islands, factor, seed, named, slowed, chips, sending, late, hostile, attack, apart)
 
     @property
     def config(self) -> RunConfig:
@@ -137,8 +153,18 @@ class Trial:
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)
 
 
+def _require_attack(hostile: int, attack: str, islands: int, chips: float) -> None:
+    """Raise ConfigError for an attack that no study can have."""
+    if type(hostile) is not int or not 0 <= hostile < islands or (hostile and (chips or attack not in ATTACKS)):
+        raise ConfigError(
+            f"a study cannot have {hostile} of {islands} islands hostile with the attack {attack!r}",
+            f"At least one island is honest, none fails (chips), and the attack is one of {', '.join(ATTACKS)}.",
+            code="study.attack",
+        )
+
+
 #: Values that records leave out where they have the default.
-_OPTIONAL: Mapping[str, Any] = {name: OWN[name] for name in ("slowed", "chips", "sending", "late")}
+_OPTIONAL: Mapping[str, Any] = {name: OWN[name] for name in OWN if name not in ("kind", "islands", "slow")}
 
 
 def key_of(record: Mapping[str, Any]) -> str:
@@ -192,7 +218,8 @@ def _islands(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[s
 
     if trial.chips:
         return _along_tape(trial, config, corpus, note)
-    _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed, trial.sending, trial.late)
+    _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed, trial.sending, trial.late,
+                     trial.attack, trial.hostile, trial.apart)  # fmt: skip
     rounds, per_round = participation(run)
     mean, most = staleness(run)
     return {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}

@@ -19,7 +19,7 @@ from archipelago.broker.messages import Contribution
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
 from archipelago.merger.merge_rules import Group
-from archipelago.merger.round_merge import MergedRound, RoundSum, mean_loss, merge_round, new_state
+from archipelago.merger.round_merge import WAITING_MAX, MergedRound, RoundSum, mean_loss, merge_round, new_state
 from archipelago.merger.state import FragmentState
 from archipelago.merger.weights import NormWindow, RunningMean
 from tests import samples
@@ -212,6 +212,70 @@ def test_the_mean_loss_is_weighted_by_tokens_and_skips_nan() -> None:
     assert mean_loss(close(state(vector(0, 0)), *parts).members) == 2.5
     assert math.isnan(mean_loss(()))
     assert math.isnan(mean_loss(close(state(vector(0, 0)), parts[2]).members))
+
+
+# -- the share cap and the islands' scores ----------------------------------------------------------------------------
+
+
+def test_no_island_has_more_than_its_share_whatever_it_claims() -> None:
+    parts = [part("a", vector(8, 0), tokens=1 << 53, steps=1 << 40), *(part(i, vector(0, 4)) for i in "bcd")]
+    closed = close(state(vector(0, 0)), *parts)
+    assert [m.weight for m in closed.members] == pytest.approx([0.4, 0.2, 0.2, 0.2])  # 2 of 2 + 3
+    np.testing.assert_allclose(np.asarray(closed.state.published_N), [-0.5 * 3.2, -0.5 * 2.4], rtol=1e-6)
+    uncapped = close(state(vector(0, 0)), *parts, config=replace(MERGE, share_cap=1e30))
+    assert uncapped.members[0].weight > 0.999
+
+
+def hostile_round(*names: str) -> list[Part]:
+    """Return contributions that agree, except that of `bad`, which points the other way."""
+    common_N = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    own = {name: np.random.default_rng(ord(name[0])).standard_normal(4096).astype(np.float32) for name in names}
+    return [part(name, -common_N if name == "bad" else common_N + own[name]) for name in names]
+
+
+WIDE = (Group(0, 1024, "average"), Group(1024, 3072, "rda"))
+
+
+def test_a_round_is_as_if_the_hostile_island_were_absent() -> None:
+    zeros_N = np.zeros(4096, np.float32)
+    settings: dict[str, Any] = {"groups": WIDE, "outer": SCHEDULED}
+    attacked = close(state(zeros_N, rule=SCHEDULED), *hostile_round("d", "bad", "e", "f"), **settings)
+    without = close(state(zeros_N, rule=SCHEDULED), *hostile_round("d", "e", "f"), **settings)
+    assert [m.weight for m in attacked.members] == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
+    np.testing.assert_array_equal(np.asarray(attacked.state.published_N), np.asarray(without.state.published_N))
+    assert attacked.state.norms == without.state.norms
+    assert attacked.gain == without.gain
+    settings["config"] = replace(MERGE, scores=False)
+    off = close(state(zeros_N, rule=SCHEDULED), *hostile_round("d", "bad", "e", "f"), **settings)
+    assert off.members[1].weight == 0.25
+
+
+def test_honest_rounds_have_the_same_bits_with_and_without_the_rule() -> None:
+    parts, zeros_N = hostile_round("d", "e", "f", "g"), np.zeros(4096, np.float32)
+    on, off = (close(state(zeros_N), *parts, groups=WIDE, config=replace(MERGE, scores=s)) for s in (True, False))
+    assert digest_of(np.asarray(on.state.published_N)) == digest_of(np.asarray(off.state.published_N))
+    assert on.members == off.members
+
+
+def test_a_round_in_which_nothing_has_any_weight_changes_nothing() -> None:
+    zeros_N = np.zeros(4096, np.float32)
+    known = close(state(zeros_N), *hostile_round("d", "bad", "e", "f"), groups=WIDE).scores
+    begin = state(zeros_N, NormWindow((1.0,)))
+    closed = close(begin, part("bad", zeros_N + 1), groups=WIDE, live=4, scores=known)
+    assert [m.weight for m in closed.members] == [0.0]
+    assert closed.gain == 0.0
+    assert not np.asarray(closed.state.published_N).any()
+    assert closed.state.norms == begin.norms
+
+
+def test_one_island_cannot_fill_a_round() -> None:
+    round_sum = gather(NormWindow(), *(part("a", vector(1, 0), sequence=n) for n in range(WAITING_MAX)))
+    with failing(WireError, "wire.waiting"):
+        more = part("a", vector(1, 0), sequence=WAITING_MAX)
+        round_sum.add("more", more.contribution, encoded(more.delta_N, "float32"))
+    other = part("b", vector(1, 0))
+    round_sum.add("other", other.contribution, encoded(other.delta_N, "float32"))
+    assert len(round_sum.addends) == WAITING_MAX + 1
 
 
 # -- properties -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import archipelago.merger.state
 from archipelago.broker.errors import ConfigError
+from archipelago.merger.scores import Score
 from archipelago.merger.state import INCARNATIONS_MAX, REMEMBERED_MAX, RoundTiming, RunState, Sequences
 from archipelago.merger.weights import NormWindow, RunningMean
 from tests import samples
@@ -35,6 +36,7 @@ FULL = RunState(
     cursors={"0": (0, 96), "site/7": (2, 0)},
     step_seconds={"a": 0.25, "b": 0.1},
     island_tokens={"a": 700, "b": 300},
+    scores={"a": Score(1.5, 2.0, 0.01, 1.25, 0.9, 4, 1), "b": Score()},
     covered=5,
 )
 

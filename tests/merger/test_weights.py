@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig
@@ -25,6 +25,7 @@ from archipelago.merger.weights import (
     NormWindow,
     Part,
     RunningMean,
+    capped,
     gain,
     limit,
     path,
@@ -32,6 +33,7 @@ from archipelago.merger.weights import (
     shares,
     weigh,
 )
+from tests.tiers import examples
 
 CONFIG = MergeConfig(staleness="polynomial", normalise=True)
 PARTS = st.lists(
@@ -98,6 +100,42 @@ def test_scaling_all_weights_changes_no_share(weights: list[float], scale: float
 def test_invalid_weights_are_an_error(wrong: float) -> None:
     with pytest.raises(ValueError):
         shares([1.0, wrong])
+
+
+def test_the_share_cap_by_hand() -> None:
+    # Twice the mean of the others: of four islands, 10 against 1 + 1 + 1 becomes 2 against 3.
+    assert capped([10.0, 1.0, 1.0, 1.0], ["a", "b", "c", "d"], 2.0) == [0.2, 1.0, 1.0, 1.0]
+    # Both contributions of an island count together.
+    assert capped([6.0, 4.0, 1.0, 1.0, 1.0], ["a", "a", "b", "c", "d"], 2.0) == [0.2, 0.2, 1.0, 1.0, 1.0]
+    # Two large islands go to one level v with v = 2 * (v + 1 + 1 + 1) / 4, so v = 3.
+    lowered = capped([100.0, 50.0, 1.0, 1.0, 1.0], ["a", "b", "c", "d", "e"], 2.0)
+    assert lowered == pytest.approx([0.03, 0.06, 1.0, 1.0, 1.0], rel=1e-15)
+    assert capped([2.0, 1.0], ["a", "b"], 2.0) == [1.0, 1.0], "exactly at the bound"
+    assert capped([1e30], ["a"], 2.0) == [1.0], "an island alone has no others"
+    assert capped([7.0, 1.0, 1.0], ["a", "b", "c"], 7.0) == [1.0, 1.0, 1.0], "a larger cap allows more"
+
+
+@settings(max_examples=examples(300))
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefg"), st.floats(1e-9, 1e30)), min_size=1, max_size=14),
+    st.sampled_from([1.0, 1.5, 2.0, 16.0]),
+    st.randoms(use_true_random=False),
+)
+def test_no_island_weighs_more_than_the_cap(parts: list[tuple[str, float]], cap: float, random: Random) -> None:
+    names, weights = [name for name, _ in parts], [weight for _, weight in parts]
+    factors = capped(weights, names, cap)
+    assert all(0.0 < factor <= 1.0 for factor in factors)
+    total = math.fsum(weight * factor for weight, factor in zip(weights, factors, strict=True))
+    for name in set(names):
+        own = math.fsum(w * f for w, f, n in zip(weights, factors, names, strict=True) if n == name)
+        bound = cap / (len(set(names)) - 1 + cap)
+        assert own / total <= bound * (1 + 1e-6) or len(set(names)) == 1
+        if any(f < 1.0 for f, n in zip(factors, names, strict=True) if n == name):
+            assert own / total == pytest.approx(bound, rel=1e-6), "nobody is lowered further than needed"
+    order = list(range(len(parts)))
+    random.shuffle(order)
+    permuted = capped([weights[i] for i in order], [names[i] for i in order], cap)
+    assert permuted == [factors[i] for i in order]
 
 
 def test_weigh_by_hand() -> None:

@@ -1,0 +1,198 @@
+"""Scores: honest islands keep their weight exactly, others lose it, and nobody can win by numbers or names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from random import Random
+
+import numpy as np
+import pytest
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.wire import digest, encoded
+from archipelago.merger.scores import (
+    JUDGES_LEAST,
+    SAMPLE,
+    SCORES_MAX,
+    Judgement,
+    Score,
+    Sent,
+    direction,
+    expected,
+    judge,
+    upper_median,
+)
+
+SPANS = ((0, 2048), (2048, 64), (2112, 6080))
+SIZE = 8192
+HONEST = tuple("abcdefgh")
+
+Forge = Callable[[Vector, np.random.Generator], Vector]
+FLIP: Forge = lambda delta_N, random: -delta_N  # noqa: E731
+NOISE: Forge = lambda delta_N, random: random.standard_normal(SIZE, np.float32)  # noqa: E731
+SAME_NOISE: Forge = lambda delta_N, random: np.random.default_rng(12345).standard_normal(SIZE, np.float32)  # noqa: E731
+TRIPLE: Forge = lambda delta_N, random: 3 * delta_N  # noqa: E731
+
+
+def sent(name: str, values_N: Vector, *, tokens: int = 100, staleness: int = 0, loss: float = 2.0) -> Sent:
+    norm = float(np.linalg.norm(values_N))
+    return Sent(name, staleness, tokens, norm, loss, digest(values_N.tobytes()), encoded(values_N, "float32"))
+
+
+def contributions(
+    number: int, forged: Mapping[str, Forge], islands: tuple[str, ...] = HONEST, agreement: float = 0.3, **changes: int
+) -> list[Sent]:
+    """Return one contribution of each island to a round. Two honest ones have this cosine."""
+    random = np.random.default_rng(number)
+    common_N = random.standard_normal(SIZE, np.float32)
+    out = []
+    for name in islands:
+        own_N = random.standard_normal(SIZE, np.float32)
+        delta_N = math.sqrt(agreement) * common_N + math.sqrt(1 - agreement) * own_N
+        delta_N = forged[name](delta_N, random) if name in forged else delta_N
+        out.append(sent(name, delta_N.astype(np.float32), **changes))
+    return out
+
+
+def after(rounds: int, forged: Mapping[str, Forge], known: Mapping[str, Score] | None = None) -> Judgement:
+    """Return the last of so many rounds."""
+    judged = Judgement((), (), known or {})
+    for number in range(rounds):
+        judged = judge(judged.scores, contributions(number, forged), SPANS, len(HONEST))
+    return judged
+
+
+def test_the_upper_median_by_hand() -> None:
+    assert [upper_median(values) for values in ([3.0], [1.0, 2.0], [1.0, 5.0, 2.0], [4.0, 1.0, 2.0, 3.0])] == [
+        3,
+        2,
+        2,
+        3,
+    ]
+
+
+@pytest.mark.parametrize("agreement", [0.05, 0.3, 0.9])
+def test_honest_islands_keep_their_weight_exactly(agreement: float) -> None:
+    scores: Mapping[str, Score] = {}
+    for number in range(30):
+        judged = judge(scores, contributions(number, {}, agreement=agreement), SPANS, 8)
+        assert judged.factors == (1.0,) * 8, number
+        assert judged.limits == (math.inf,) * 8
+        scores = judged.scores
+    assert all(score.value == pytest.approx(1.0, abs=0.2) for score in scores.values())
+
+
+@pytest.mark.parametrize("forge", [FLIP, NOISE, SAME_NOISE])
+@pytest.mark.parametrize("hostile", ["a", "ab"])
+def test_hostile_islands_lose_their_weight_in_the_first_round(forge: Forge, hostile: str) -> None:
+    expected_factors = tuple(0.0 if name in hostile else 1.0 for name in HONEST)
+    assert after(1, dict.fromkeys(hostile, forge)).factors == expected_factors
+    judged = after(10, dict.fromkeys(hostile, forge))
+    assert judged.factors == expected_factors
+    assert [judged.scores[name].lowered for name in HONEST] == [10 if name in hostile else 0 for name in HONEST]
+
+
+def test_an_island_that_behaves_gets_its_weight_back() -> None:
+    bad = after(20, {"a": FLIP}).scores
+    assert bad["a"].factor == 0.0
+    good = after(20, {}, bad)
+    assert good.factors == (1.0,) * 8
+    assert good.scores["a"].lowered == 0
+
+
+def test_one_contribution_that_points_away_is_left_out_of_its_round() -> None:
+    judged = judge(after(20, {}).scores, contributions(99, {"a": FLIP}), SPANS, 8)
+    assert judged.factors == (0.0, *(1.0,) * 7)
+    assert judged.scores["a"].factor == 1.0, "its past still counts"
+
+
+def test_three_islands_can_judge_and_two_cannot() -> None:
+    for count in (2, 3):
+        names = HONEST[:count]
+        judged = judge({}, contributions(0, {"a": FLIP}, names), SPANS, count)
+        assert judged.factors == ((1.0, 1.0) if count < JUDGES_LEAST else (0.0, 1.0, 1.0))
+
+
+def test_a_lowered_island_stays_so_in_a_round_without_judges() -> None:
+    scores = after(5, {"a": FLIP}).scores
+    alone = contributions(9, {}, ("a",))
+    assert judge(scores, alone, SPANS, 8).factors == (0.0,)
+    assert judge(scores, alone, SPANS, 2).factors == (1.0,), "with two live islands nobody knows who is right"
+
+
+def test_norms_that_stay_large_are_clipped_to_the_usual_one() -> None:
+    judged = after(10, {"a": TRIPLE})
+    assert judged.factors == (1.0,) * 8
+    assert judged.limits[1:] == (math.inf,) * 7
+    usual = upper_median([one.norm for one in contributions(9, {"a": TRIPLE})])
+    assert judged.limits[0] == pytest.approx(usual)
+
+
+def test_a_slow_island_is_expected_to_agree_less() -> None:
+    assert expected(25, 100) == 0.5
+    assert expected(300, 100) == 1.0
+    scores: Mapping[str, Score] = {}
+    for number in range(20):
+        random = np.random.default_rng(number)
+        common_N = random.standard_normal(SIZE, np.float32)
+        # A sixteenth of the steps: the common part is 16 times smaller and the noise 4 times.
+        parts = [(name, 1.0, 1600) for name in HONEST[1:]] + [("a", 0.25, 100)]
+        round_ = [
+            sent(name, (0.6 * share * common_N + random.standard_normal(SIZE)).astype(np.float32), tokens=tokens)
+            for name, share, tokens in parts
+        ]
+        judged = judge(scores, round_, SPANS, 8)
+        scores = judged.scores
+        assert judged.factors == (1.0,) * 8
+
+
+def test_stale_contributions_are_neither_judged_nor_judges() -> None:
+    stale = contributions(0, {}, ("x", "y", "z"), staleness=2)
+    fresh = contributions(1, {}, ("a", "b", "c"))
+    judged = judge({}, [*stale, *fresh], SPANS, 6)
+    assert judged.factors == (1.0,) * 6
+    assert set(judged.scores) == {"a", "b", "c"}
+
+
+def test_the_order_of_arrival_changes_nothing() -> None:
+    arrived = contributions(3, {"b": NOISE, "c": TRIPLE})
+    one = judge({}, arrived, SPANS, 8)
+    places = list(range(8))
+    Random(1).shuffle(places)
+    other = judge({}, [arrived[i] for i in places], SPANS, 8)
+    assert other.factors == tuple(one.factors[i] for i in places)
+    assert other.scores == one.scores
+
+
+def test_a_large_fragment_is_sampled_where_nobody_can_know() -> None:
+    spans = ((0, 8 * SAMPLE), (8 * SAMPLE, 32))
+    random = np.random.default_rng(0)
+    one_N, other_N = (random.standard_normal(8 * SAMPLE + 32, np.float32) for _ in range(2))
+    near_N = one_N + other_N
+    first = [direction(encoded(x_N, "int4"), spans, b"first") for x_N in (one_N, near_N, other_N)]
+    assert first[0].size < 2 * SAMPLE
+    assert float(first[0] @ first[1]) == pytest.approx(math.sqrt(0.5), abs=0.03)
+    assert float(first[0] @ first[2]) == pytest.approx(0.0, abs=0.03)
+    assert not np.array_equal(first[0], direction(encoded(one_N, "int4"), spans, b"second"))
+
+
+def test_contributions_of_zeros_and_without_a_loss_are_judged_too() -> None:
+    round_ = [sent(name, np.zeros(SIZE, np.float32), loss=math.nan) for name in "abc"]
+    assert judge({}, round_, SPANS, 3).factors == (1.0, 1.0, 1.0)
+    mixed = [*contributions(0, {}), sent("z", np.zeros(SIZE, np.float32))]
+    assert judge({}, mixed, SPANS, 9).factors == (*(1.0,) * 8, 0.0)
+
+
+def test_scores_survive_json_and_are_bounded() -> None:
+    scores = after(3, {"a": NOISE}).scores
+    text = json.dumps({name: score.to_list() for name, score in scores.items()})
+    assert {name: Score.from_list(values) for name, values in json.loads(text).items()} == scores
+    crowd = {f"island-{number}": Score() for number in range(SCORES_MAX)}
+    kept = judge(crowd, contributions(0, {}), SPANS, 8).scores
+    assert len(kept) == SCORES_MAX
+    assert set(HONEST) <= set(kept)
+    for wrong in ([1.0], [math.nan, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]):
+        with pytest.raises(ValueError):
+            Score.from_list(wrong)
