@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,13 +126,13 @@ def _claims(table: dict[str, SearchStrategy[Any]]) -> SearchStrategy[tuple[tuple
     return st.lists(one, max_size=5, unique_by=lambda claim: claim[0]).map(tuple)
 
 
-def hostile_moves() -> SearchStrategy[list[Move]]:
-    """Return a strategy for a few hostile moves."""
+def hostile_moves(kinds: Collection[str] = ()) -> SearchStrategy[list[Move]]:
+    """Return a strategy for a few hostile moves of these kinds, by default of all kinds."""
     contribution = st.builds(
         Move, st.just("contribution"), _claims(CLAIMS), st.sampled_from(sorted(BODIES)), st.sampled_from([1, 1, 3, 40])
     )
     beat = st.builds(Move, st.just("heartbeat"), _claims(BEATS))
-    other = st.builds(Move, st.sampled_from(sorted(MOVES.keys() - {"contribution", "heartbeat"})))
+    other = st.builds(Move, st.sampled_from(sorted(set(kinds or MOVES) - {"contribution", "heartbeat"})))
     return st.lists(st.one_of(contribution, contribution, beat, other), min_size=1, max_size=6)
 
 

@@ -1,0 +1,112 @@
+"""The attacks by an island with credentials of its own: the server denies most of them, and the rest harm nobody."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from archipelago.broker.redis import roles
+from archipelago.broker.redis.keys import Keys
+from archipelago.ops.launch.embedded_redis import Server
+from tests.conftest import Until
+from tests.hostile.attacker import Attacker
+from tests.hostile.moves import MOVES, Move
+from tests.hostile.victims import ThreadedRun, assert_unharmed, standing
+
+NAME = "mallory"
+
+
+@pytest.fixture(scope="module")
+def threaded_run(server: Server) -> Iterator[ThreadedRun]:
+    """Return a run that all attacks of this module attack, one after the other."""
+    started = ThreadedRun(server.url, f"roles-{uuid.uuid4().hex[:8]}")
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def attacker(threaded_run: ThreadedRun) -> Iterator[Attacker]:
+    """Return an attacker that has the rights of an island, and nothing else."""
+    found = member(threaded_run, NAME)
+    yield found
+    found.close()
+
+
+def member(run: ThreadedRun, name: str) -> Attacker:
+    """Return a client with the rights of an island of the run."""
+    user, password = roles.user_of(run.run, name), secrets.token_hex(16)
+    with redis.Redis.from_url(run.url) as administrator:
+        version = tuple(map(int, administrator.info("server")["redis_version"].split(".")))
+        administrator.execute_command(
+            "ACL", "SETUSER", user, *roles.rules("island", run.run, name, version), f">{password}"
+        )
+    address = run.url.partition("@")[2]
+    return Attacker(f"redis://{user}:{password}@{address}", run.run, name, run.manifest)
+
+
+def forbidden(keys: Keys) -> list[tuple[Any, ...]]:
+    """Return commands that would harm the run, and that no island needs."""
+    tag = keys.tag
+    merger_keys = (
+        keys.manifest, keys.snapshots, keys.tape, keys.state, keys.books, keys.epoch, keys.lease, keys.control,
+        keys.data, f"{tag}:members", keys.fragment(0), keys.outer(0), keys.difference(0, 1), f"{tag}:m:f0.1:0",
+    )  # fmt: skip
+    others_keys = (
+        f"{tag}:updates:ada", f"{tag}:actions:ada", f"{tag}:leases:ada", f"{tag}:c:ada:x:0", keys.island("ada"),
+        f"{tag}:islands", f"{tag}:updates:{NAME}",
+    )  # fmt: skip
+    every = (*merger_keys, *others_keys)
+    writes = [
+        command
+        for key in every
+        for command in (
+            ("DEL", key), ("UNLINK", key), ("SET", key, "x"), ("RENAME", key, f"{tag}:c:{NAME}:x"), ("COPY", key, "x"),
+            ("XTRIM", key, "MAXLEN", 0), ("XDEL", key, "0-1"), ("XGROUP", "DESTROY", key, "merger"),
+            ("XACK", key, "merger", "0-1"), ("SREM", key, "ada"), ("RESTORE", key, 0, "x"), ("APPEND", key, "x"),
+            ("EVAL", "return redis.call('DEL', KEYS[1])", 1, key),
+        )
+    ]  # fmt: skip
+    appended = [
+        command
+        for key in (*merger_keys, *others_keys[:-2])
+        for command in (("XADD", key, "*", "x", "1"), ("HSET", key, "x", "1"), ("EXPIRE", key, "1"))
+    ]
+    server = [
+        ("FLUSHALL",), ("FLUSHDB",), ("CONFIG", "GET", "*"), ("CONFIG", "SET", "maxmemory", "1"), ("SHUTDOWN",),
+        ("ACL", "LIST"), ("ACL", "SETUSER", "x"), ("CLIENT", "KILL", "TYPE", "normal"), ("DEBUG", "SLEEP", "0"),
+        ("KEYS", "*"), ("SCAN", "0"), ("MONITOR",), ("SAVE",), ("SCRIPT", "FLUSH"), ("FUNCTION", "FLUSH"),
+        ("SWAPDB", 0, 1), ("REPLICAOF", "NO", "ONE"), ("SORT", keys.data, "STORE", "x"), ("PUBLISH", "x", "x"),
+    ]  # fmt: skip
+    return [*writes, *appended, *server]
+
+
+def test_the_server_denies_what_an_island_does_not_need(attacker: Attacker) -> None:
+    permitted = []
+    run_raw: Any = attacker.redis.execute_command
+    for command in forbidden(attacker.keys):
+        try:
+            run_raw(*command)
+        except redis.exceptions.NoPermissionError:
+            continue
+        except redis.ResponseError as error:
+            permitted.append((*command, str(error)))
+        else:
+            permitted.append(command)
+    assert not permitted
+
+
+@pytest.mark.parametrize("kind", MOVES)
+def test_what_the_server_permits_harms_nobody(
+    threaded_run: ThreadedRun, attacker: Attacker, kind: str, until: Until
+) -> None:
+    before = standing(threaded_run)
+    try:
+        MOVES[kind](attacker, Move(kind))
+    except redis.ResponseError:
+        assert kind not in ("contribution", "heartbeat"), "an island may send these"
+    assert_unharmed(threaded_run, before, until)
