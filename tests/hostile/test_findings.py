@@ -18,9 +18,10 @@ SCALE = 0.05
 
 
 @pytest.fixture
-def threaded_run(server: Server) -> Iterator[ThreadedRun]:
+def threaded_run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedRun]:
     """Return a run of its own for each attack."""
-    started = ThreadedRun(server.url, f"hostile-{uuid.uuid4().hex[:8]}")
+    folder = tmp_path_factory.mktemp("merger")
+    started = ThreadedRun(server.url, f"hostile-{uuid.uuid4().hex[:8]}", folder)
     yield started
     started.end()
 

@@ -20,9 +20,10 @@ ATTACKERS = ("mallory", "trent")
 
 
 @pytest.fixture(scope="module")
-def threaded_run(server: Server) -> Iterator[ThreadedRun]:
+def threaded_run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedRun]:
     """Return a run that all examples attack, one after the other."""
-    started = ThreadedRun(server.url, f"generated-{uuid.uuid4().hex[:8]}")
+    folder = tmp_path_factory.mktemp("merger")
+    started = ThreadedRun(server.url, f"generated-{uuid.uuid4().hex[:8]}", folder)
     yield started
     started.end()
 

@@ -22,9 +22,10 @@ NAME = "mallory"
 
 
 @pytest.fixture(scope="module")
-def threaded_run(server: Server) -> Iterator[ThreadedRun]:
+def threaded_run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedRun]:
     """Return a run that all attacks of this module attack, one after the other."""
-    started = ThreadedRun(server.url, f"roles-{uuid.uuid4().hex[:8]}")
+    folder = tmp_path_factory.mktemp("merger")
+    started = ThreadedRun(server.url, f"roles-{uuid.uuid4().hex[:8]}", folder)
     yield started
     started.end()
 

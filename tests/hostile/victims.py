@@ -11,10 +11,12 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.merger.service import Merger, serve
+from archipelago.merger.storage import MergerFolder
 from archipelago.ops.watch.health import as_json, read_health, trouble
 from archipelago.ops.watch.run_view import RunView, observe
 from tests.chaos.island_threads import IslandThreads, create
@@ -24,6 +26,8 @@ from tests.conftest import Until
 ROUNDS = 8
 #: How long a run may take for these rounds, in seconds. A refused flood may slow it, but must not stop it.
 PATIENCE_SECONDS = 30.0
+CHECKPOINT_SECONDS = 1.0
+ISLANDS = ("ada", "bea")
 
 
 class Victims(Protocol):
@@ -128,10 +132,12 @@ def assert_unharmed(victims: Victims, before: Standing, until: Until) -> Standin
 
 
 class MergerThread:
-    """A merger on a thread of the test."""
+    """A merger on a thread of the test, with checkpoints in `folder`."""
 
-    def __init__(self, url: str, run: str) -> None:
-        self.merger = Merger(connect(url, run), live_poll_seconds=0.1, lease_seconds=1.0)
+    def __init__(self, url: str, run: str, folder: Path) -> None:
+        transport = connect(url, run)
+        store = MergerFolder(folder).checkpointer(transport, transport.reader.manifest(), CHECKPOINT_SECONDS)
+        self.merger = Merger(transport, live_poll_seconds=0.1, lease_seconds=1.0, checkpointer=store)
         self.fault: BaseException | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="merger", daemon=True)
@@ -158,11 +164,11 @@ class MergerThread:
 class ThreadedRun:
     """A merger and islands on threads of the test, with a real server."""
 
-    def __init__(self, url: str, run: str, islands: tuple[str, ...] = ("ada", "bea"), width: int = 1_000) -> None:
-        self.url, self.run, self.islands = url, run, islands
-        self.manifest = create(url, run, width)
+    def __init__(self, url: str, run: str, folder: Path, islands: tuple[str, ...] = ISLANDS) -> None:
+        self.url, self.run, self.islands, self.folder = url, run, islands, folder
+        self.manifest = create(url, run, width=1_000)
         self.transport = connect(url, run)
-        self.merger = MergerThread(url, run)
+        self.merger = MergerThread(url, run, folder)
         self.threads = IslandThreads(url, self.manifest, list(islands), pause=0.02)
 
     def steps(self) -> int:
@@ -179,7 +185,7 @@ class ThreadedRun:
         self.merger.stop()
 
     def begin_merger(self) -> None:
-        self.merger = MergerThread(self.url, self.run)
+        self.merger = MergerThread(self.url, self.run, self.folder)
 
     def end(self) -> None:
         """End all threads."""
