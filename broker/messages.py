@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 from annotated_types import Ge, Le, MaxLen
 from pydantic import AfterValidator, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
+from archipelago.broker.entries import ENTRY_MAX
 from archipelago.broker.errors import WireError
 
 Message = TypeVar("Message")
@@ -280,7 +281,8 @@ class Member(Identified):
     Attributes:
         weight: The contribution's share of the round. The weights of a round sum to one.
         clip: The factor by which clipping scaled the contribution; 1 if it was not clipped.
-        entry: The entry of the updates stream that holds its fields and payload until a checkpoint covers them.
+        entry: The entry that holds its fields and payload until a checkpoint covers them, as `NAME/ID`: the island
+            whose updates stream it is in, and its id there.
     """
 
     __pydantic_config__ = _CONFIG
@@ -294,7 +296,7 @@ class Member(Identified):
     tokens: Count
     steps: Count
     loss: Measure
-    entry: Annotated[str, MaxLen(64)] = ""
+    entry: Annotated[str, MaxLen(ENTRY_MAX)] = ""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 | protocol | used by |
 | --- | --- |
 | `IslandClient` | islands: contributions, heartbeats, shard leases, optimiser state for newcomers |
-| `MergerClient` | mergers: the lease, the updates stream, commits |
+| `MergerClient` | mergers: the lease, the updates streams, commits |
 | `ReaderClient` | every process that reads a run, and operators, who steer it |
 
 A `Transport` is one connection to one run and has a client of each role. `broker.memory` implements it in dictionaries
@@ -56,10 +56,10 @@ START = "0-0"
 
 @dataclass(frozen=True)
 class Delivery:
-    """One entry of the updates stream.
+    """One entry of an updates stream.
 
     Attributes:
-        entry: The id of the entry.
+        entry: The name of the entry, as `NAME/ID`.
         contribution: The header; None if it cannot be read.
         payload: The payload, once it has been downloaded.
         fault: Why the entry cannot be merged; empty if nothing is known to be wrong.
@@ -71,6 +71,11 @@ class Delivery:
     payload: bytes = b""
     fault: str = ""
     download: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def sender(self) -> str:
+        """The island whose stream holds the entry."""
+        return self.entry.partition("/")[0]
 
     def with_payload(self) -> Delivery:
         """Return the delivery with its payload, or with the fault that the download found."""
@@ -92,7 +97,7 @@ class Commit:
         outer: The fragment's exact parameters and outer optimiser state, which only mergers read.
         state: The merger's other state, as JSON.
         tape: The round's entry on the tape.
-        entries: Entries of the updates stream that this commit merges.
+        entries: Entries of the updates streams that this commit merges.
         tokens: Tokens of the merged contributions.
         trim: Entries to delete, merged by this commit or an earlier one.
         cursors: The new resume position (pass, sequences read) of each shard that advanced.
@@ -401,9 +406,11 @@ class MergerClient(Protocol):
         ...
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        """Return entries that no merger has read yet, oldest first. Waits at most `block_seconds` for the first one.
+        """Return entries that no merger has read yet, oldest first: at most `count` of each island.
 
-        Large payloads are not downloaded yet, so that a merger can refuse a contribution by its header.
+        Waits at most `block_seconds` for the first one. An entry that names another island than the one in whose stream
+        it lies has a fault and no contribution. Large payloads are not downloaded yet, so that a merger can refuse a
+        contribution by its header.
         """
         ...
 
@@ -415,7 +422,7 @@ class MergerClient(Protocol):
         ...
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
-        """Return these entries of the updates stream with their payloads, merged or not. A missing one has a fault."""
+        """Return these entries of the updates streams with their payloads, merged or not. A missing one has a fault."""
         ...
 
     def outer(self, fragment: int, version: int | None = None) -> bytes:
@@ -446,7 +453,7 @@ class MergerClient(Protocol):
         ...
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
-        """Delete entries of the updates stream, and announce the reasons."""
+        """Delete entries of the updates streams, and announce the reasons."""
         ...
 
     def commit(self, epoch: int, commit: Commit) -> None:

@@ -184,7 +184,7 @@ class Inbox:
     def _refuse(self, delivery: Delivery, reason: Reason, state: RunState, epoch: int) -> None:
         c, text, repeat = delivery.contribution, reason.text[:REASON_CHARACTERS_MAX], reason.code == "repeat"
         if c is None:
-            refusal = Refusal("?", "?", 0, 0, 0, 0, text, repeat)
+            refusal = Refusal(delivery.sender, "?", 0, 0, 0, 0, text, repeat)
         else:
             decided = repeat and state.has_seen(c.identity)
             refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, text, repeat, decided)

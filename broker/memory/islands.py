@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from archipelago.broker.control import is_expelled, island_field
 from archipelago.broker.corpus_shards import Place, choose
-from archipelago.broker.memory.state import MemoryState, entry_number
+from archipelago.broker.memory.state import MemoryState
 from archipelago.broker.messages import (
     Actions,
     Contribution,
@@ -25,17 +25,15 @@ class MemoryIsland:
 
     def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         with self._broker.opened(self._run) as run:
-            number = run.add(
-                from_fields(Contribution, to_fields(contribution)), payload
-            )  # as a server would receive it
-            run.books["bytes_up"] += len(payload)
+            received = from_fields(Contribution, to_fields(contribution))  # as a server would receive it
+            entry = run.add(received, payload)
         if actions is not None:
             self.record_actions(actions)
-        return f"{number}-0"
+        return entry
 
     def holds(self, entry: str) -> bool:
         with self._broker.opened(self._run) as run:
-            return entry_number(entry) in run.updates
+            return run.found(entry) is not None
 
     def record_actions(self, actions: Actions) -> None:
         with self._broker.opened(self._run) as run:
@@ -57,7 +55,7 @@ class MemoryIsland:
         with self._broker.opened(self._run) as run:
             if is_expelled(run.control, me):
                 return None
-            busy = {f"{c.island}/{c.incarnation}" for c, _ in run.waiting().values()}
+            busy = {f"{e.sender}/{e.contribution.incarnation}" for e in run.waiting().values()}
             live = run.live(self._broker.clock()) | busy
             chosen = choose(shards, run.cursors, run.holders, me, lambda holder: holder not in live)
             if chosen is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -53,21 +54,33 @@ class MemoryMerger:
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
         with self._broker.opened(self._run) as run:
             if block_seconds > 0:
-                self._broker.changed.wait_for(lambda: run.next_update > run.last_read + 1, timeout=block_seconds)
-            fresh = [entry for entry in run.updates if entry > run.last_read][:count]
-            run.last_read = fresh[-1] if fresh else run.last_read
-            return [Delivery(f"{entry}-0", *run.updates[entry]) for entry in fresh]
+                self._broker.changed.wait_for(lambda: any(self._unread(run)), timeout=block_seconds)
+            taken: Counter[str] = Counter()
+            out = []
+            for number in self._unread(run):
+                sender = run.updates[number].sender
+                if taken[sender] < count:
+                    taken[sender] += 1
+                    out.append(number)
+            for number in out:
+                run.last_read[run.updates[number].sender] = number
+            return [run.delivery(number) for number in out]
 
     def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
         with self._broker.opened(self._run) as run:
-            read = [(n, w) for n, w in run.waiting().items() if entry_number(after) < n <= run.last_read]
-            return [Delivery(f"{n}-0", *waiting) for n, waiting in read[:count]]
+            first = entry_number(after.rpartition("/")[2])
+            read = [n for n, e in run.waiting().items() if first < n <= run.last_read.get(e.sender, 0)]
+            return [run.delivery(number) for number in read[:count]]
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
-        gone = "the entry is gone"
         with self._broker.opened(self._run) as run:
-            found = [(entry, run.updates.get(entry_number(entry))) for entry in entries]
-            return [Delivery(e, *kept) if kept else Delivery(e, None, b"", gone) for e, kept in found]
+            found = [(entry, run.found(entry)) for entry in entries]
+            gone = "the entry is gone"
+            return [Delivery(e, None, b"", gone) if number is None else run.delivery(number) for e, number in found]
+
+    @staticmethod
+    def _unread(run: MemoryRun) -> Iterator[int]:
+        return (number for number, entry in run.updates.items() if number > run.last_read.get(entry.sender, 0))
 
     def outer(self, fragment: int, version: int | None = None) -> bytes:
         with self._broker.opened(self._run) as run:
@@ -92,7 +105,9 @@ class MemoryMerger:
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
         with self._fenced(epoch) as run:
             for entry, refusal in refusals:
-                if entry_number(entry) not in run.kept and run.updates.pop(entry_number(entry), None) is not None:
+                number = run.found(entry)
+                if number is not None and number not in run.kept:
+                    run.books["bytes_up"] += len(run.updates.pop(number).payload)
                     run.books["refused"] += 1
                     run.books["refused_tokens"] += refusal.tokens
                     run.refused_at[run.next_event] = self._broker.clock()
@@ -103,7 +118,9 @@ class MemoryMerger:
             last = max(snapshot.round for snapshot, _ in run.fragments.values())
             if commit.after_round not in (None, last):
                 raise BrokerError(f"the last closed round is {last}, not {commit.after_round}", "Reload the state.")
-            run.kept |= {number for number in map(entry_number, commit.entries) if number in run.updates}
+            merged = {number for number in map(run.found, commit.entries) if number is not None}
+            run.books["bytes_up"] += sum(len(run.updates[number].payload) for number in merged - run.kept)
+            run.kept |= merged
             run.trim(commit.trim)
             for shard, cursor in commit.cursors.items():
                 ended = cursor[0] > run.cursors.get(shard, (0, 0))[0]

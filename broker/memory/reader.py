@@ -78,7 +78,7 @@ class MemoryReader:
 
     def books(self) -> Books:
         with self._broker.opened(self._run) as run:
-            return Books(**run.books)
+            return run.accounts()
 
     def backlog(self) -> int:
         with self._broker.opened(self._run) as run:
@@ -86,8 +86,9 @@ class MemoryReader:
 
     def pending(self) -> Pending:
         with self._broker.opened(self._run) as run:
-            waiting = run.waiting().values()
-            return Pending(len(waiting), sum(contribution.tokens for contribution, _ in waiting))
+            books = run.accounts()
+            tokens = books.published_tokens - books.merged_tokens - books.refused_tokens
+            return Pending(len(run.waiting()), tokens)
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         with self._broker.opened(self._run) as run:
@@ -129,7 +130,7 @@ class MemoryReader:
 
     def memory(self) -> Memory:
         with self._broker.opened(self._run) as run:
-            return Memory(sum(len(payload) for _, payload in run.updates.values()), 0)
+            return Memory(sum(len(entry.payload) for entry in run.updates.values()), 0)
 
     def merger_state(self) -> str:
         with self._broker.opened(self._run) as run:

@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from archipelago.broker.control import is_expelled
-from archipelago.broker.errors import UnknownRunError
+from archipelago.broker.entries import entry_name, parse_entry
+from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     Actions,
@@ -24,6 +25,16 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
+from archipelago.broker.transport import Delivery
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """A contribution in the updates stream of the island `sender`."""
+
+    sender: str
+    contribution: Contribution
+    payload: bytes
 
 
 @dataclass
@@ -32,9 +43,10 @@ class MemoryRun:
 
     Attributes:
         fragments: The newest snapshot of each fragment, with its payload.
-        updates: The entries of the updates stream, by number.
+        updates: The entries of all updates streams, by number. The numbers are those of the run, so they order the
+            entries of several streams by arrival.
         kept: The numbers of merged entries that are not yet trimmed.
-        last_read: The number of the last entry that a merger has read.
+        last_read: The number of the last entry of each island that a merger has read.
         refused_at: The time of each refusal on the broker's clock, by the number of its event.
         outer: Each fragment's `outer` of its last commit.
         islands: Each island's last heartbeat, with its time on the broker's clock.
@@ -50,10 +62,10 @@ class MemoryRun:
 
     manifest: Manifest
     fragments: dict[int, tuple[Snapshot, bytes]]
-    updates: dict[int, tuple[Contribution, bytes]] = field(default_factory=dict)
+    updates: dict[int, MemoryEntry] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     next_update: int = 1
-    last_read: int = 0
+    last_read: dict[str, int] = field(default_factory=dict)
     events: list[tuple[int, Event]] = field(default_factory=list)
     next_event: int = 1
     refused_at: dict[int, float] = field(default_factory=dict)
@@ -83,17 +95,54 @@ class MemoryRun:
         self.events.append((self.next_event, event))
         self.next_event += 1
 
-    def add(self, contribution: Contribution, payload: bytes) -> int:
-        """Append a contribution under the next number."""
-        self.updates[self.next_update] = (contribution, payload)
-        self.next_update += 1
-        self.books["published"] += 1
-        self.books["published_tokens"] += contribution.tokens
-        return self.next_update - 1
+    def add(self, contribution: Contribution, payload: bytes, sender: str = "") -> str:
+        """Append a contribution under the next number, and return the name of its entry.
 
-    def waiting(self) -> dict[int, tuple[Contribution, bytes]]:
+        Args:
+            contribution: The header.
+            payload: The payload.
+            sender: The island in whose stream it is; by default the one that the header names. Tests give another.
+        """
+        number = self.next_update
+        self.updates[number] = MemoryEntry(sender or contribution.island, contribution, payload)
+        self.next_update += 1
+        return self.name_of(number)
+
+    def name_of(self, number: int) -> str:
+        """Return the name of an entry."""
+        return entry_name(self.updates[number].sender, f"{number}-0")
+
+    def found(self, entry: str) -> int | None:
+        """Return the number of an entry; None if it is gone."""
+        try:
+            sender, id_ = parse_entry(entry)
+        except WireError:
+            return None
+        number = entry_number(id_)
+        return number if number in self.updates and self.updates[number].sender == sender else None
+
+    def delivery(self, number: int) -> Delivery:
+        """Return an entry as a merger gets it."""
+        entry, name = self.updates[number], self.name_of(number)
+        if entry.contribution.island != entry.sender:
+            return Delivery(name, None, fault=f"{entry.sender} sent it in the name of {entry.contribution.island}")
+        return Delivery(name, entry.contribution, entry.payload)
+
+    def waiting(self) -> dict[int, MemoryEntry]:
         """Return the contributions that are neither merged nor refused."""
         return {number: entry for number, entry in self.updates.items() if number not in self.kept}
+
+    def accounts(self) -> Books:
+        """Return the counters, with those that are counted in the streams."""
+        waiting = [entry for entry in self.waiting().values() if entry.contribution.island == entry.sender]
+        tokens = sum(entry.contribution.tokens for entry in waiting)
+        books = Books(**self.books)
+        return replace(
+            books,
+            kept=len(self.kept),
+            published=books.merged + books.refused + len(self.waiting()),
+            published_tokens=books.merged_tokens + books.refused_tokens + tokens,
+        )
 
     def live(self, now: float) -> set[str]:
         """Return the live islands that are not expelled, as island/incarnation."""
@@ -103,11 +152,10 @@ class MemoryRun:
 
     def trim(self, entries: Sequence[str]) -> None:
         """Delete merged entries."""
-        for number in map(entry_number, entries):
+        for number in map(self.found, entries):
             if number in self.kept:
                 self.kept.remove(number)
                 del self.updates[number]
-        self.books["kept"] = len(self.kept)
 
 
 class MemoryState:
@@ -138,6 +186,6 @@ class MemoryState:
             self.changed.notify_all()
 
 
-def entry_number(entry: str) -> int:
+def entry_number(id_: str) -> int:
     """Return the number in the id of an entry or event."""
-    return int(entry.split("-")[0])
+    return int(id_.split("-")[0])

@@ -56,7 +56,7 @@ class MemoryTransport:
             run.evaluations, run.cursors = list(image.evaluations), dict(image.cursors)
             for contribution, payload in image.pending:
                 run.add(contribution, payload)
-            run.books = asdict(image.balanced_books)
+            run.books = asdict(image.books)
 
     def close(self) -> None:
         pass

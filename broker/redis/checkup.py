@@ -250,10 +250,11 @@ class RedisCheckup:
 
 def needed_commands(keys: Keys) -> list[tuple[Any, ...]]:
     """Return every command that islands, mergers and operators use, on the keys of a run."""
-    tag, hash_, stream = keys.chunk("checkup", 0), keys.books, keys.updates
+    tag, hash_, stream = keys.chunk("checkup", 0), keys.books, keys.updates("checkup")
     return [
         ("PING",), ("INFO",), ("TIME",), ("SMEMBERS", REGISTRY), ("SADD", REGISTRY, keys.run),
-        ("SREM", keys.islands, "x"), ("GET", keys.lease), ("SET", tag, "x"), ("DEL", tag), ("UNLINK", tag),
+        ("SADD", keys.islands, "x"), ("SSCAN", keys.islands, 0), ("GET", keys.lease),
+        ("SET", tag, "x"), ("DEL", tag), ("UNLINK", tag),
         ("EXISTS", keys.manifest), ("EXPIRE", tag, 1), ("PEXPIRE", tag, 1), ("PERSIST", tag), ("PTTL", tag),
         ("STRLEN", tag), ("GETRANGE", tag, 0, 1), ("HSET", hash_, "x", "x"), ("HGET", hash_, "x"),
         ("HGETALL", keys.manifest), ("HMGET", keys.data, "x"), ("HINCRBY", hash_, "x", 1), ("HDEL", keys.data, "x"),

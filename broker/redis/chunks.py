@@ -143,6 +143,15 @@ class ChunkStore:
             return []  # forged: not worth a transaction of that size
         return [self._keys.chunk(name, index) for index in range(count)]
 
+    def size_of(self, raw: Raw) -> int:
+        """Return the size in bytes of the payload that an entry holds or points to, as far as it can be true."""
+        if PAYLOAD.encode() in raw:
+            return len(raw[PAYLOAD.encode()])
+        try:
+            return max(0, min(int(raw[b"bytes"]), _pointer(raw)[1] * CHUNK_BYTES, self.payload_max()))
+        except (KeyError, ValueError, WireError):
+            return 0
+
     def found_keys(self, raw: Raw, limit: int | None = None) -> list[str]:
         """Return the same as `keys_of`; nothing for a pointer that cannot be read."""
         try:

@@ -170,7 +170,7 @@ class RedisConnection:
             after = found[-1][0].decode()
 
     def tolerant(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Return the answers to reading commands; None where the stream or its group is missing.
+        """Return the answers to reading commands; None where the stream or its group is missing, or is no stream.
 
         This is a pipeline without a transaction: a server at its memory limit refuses every transaction, and its
         merger must still see which entries it can trim.
@@ -180,7 +180,7 @@ class RedisConnection:
                 getattr(pipe, name)(*arguments)
             answers = pipe.execute(raise_on_error=False)
         for answer in answers:
-            if isinstance(answer, Exception) and not re.search("NOGROUP|no such key", str(answer)):
+            if isinstance(answer, Exception) and not re.search("NOGROUP|no such key|WRONGTYPE", str(answer)):
                 raise answer
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 

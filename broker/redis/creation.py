@@ -15,19 +15,20 @@ from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import chunks_name
 from archipelago.broker.redis.keys import REGISTRY
-from archipelago.broker.redis.merger import TAPE_KEPT, outer_fields
+from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, outer_fields
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT
 from archipelago.broker.redis.replies import GROUP
+from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import Image
 
 
 class Creation:
     """Creates the run of one connection."""
 
-    def __init__(self, connection: RedisConnection, chunks: ChunkStore) -> None:
+    def __init__(self, connection: RedisConnection, chunks: ChunkStore, updates: UpdatesStreams) -> None:
         self._connection = connection
         self._keys = connection.keys
-        self._chunks = chunks
+        self._chunks, self._updates = chunks, updates
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self._make(manifest, snapshots)
@@ -47,14 +48,13 @@ class Creation:
                 self._connection.redis.sadd(REGISTRY, self._connection.run)
                 placed = [self._chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
                 fill = self.prepared(image) if image else None
+                # Keys remain if someone deleted only the manifest by hand.
+                past = self._keys.of_the_past(len(snapshots), self._updates.names())
                 pipe.multi()
-                pipe.delete(
-                    *self._keys.of_the_past(len(snapshots))
-                )  # keys remain if someone deleted only the manifest by hand
+                pipe.delete(*past)
                 for (snapshot, _), where in zip(snapshots, placed, strict=True):
                     self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
                 pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
-                pipe.xgroup_create(self._keys.updates, GROUP, id="0", mkstream=True)
                 if fill:
                     fill(pipe)
                 pipe.execute()
@@ -75,8 +75,11 @@ class Creation:
         def fill(pipe: Any) -> None:
             for p, fields, where in outers:
                 self._chunks.keep(pipe, self._keys.outer(p), fields, where)
+            for name in sorted({contribution.island for contribution, _ in pending}):
+                pipe.xgroup_create(self._keys.updates(name), GROUP, id="0", mkstream=True)
+                pipe.sadd(self._keys.islands, name)
             for contribution, where in pending:
-                pipe.xadd(self._keys.updates, {**to_fields(contribution), **where})
+                pipe.xadd(self._keys.updates(contribution.island), {**to_fields(contribution), **where})
                 self._chunks.settle(pipe, where)
             self._fill(pipe, image)
 
@@ -85,7 +88,8 @@ class Creation:
     def _fill(self, pipe: Any, image: Image) -> None:
         """Write all parts of a checkpoint that have no payload."""
         pipe.set(self._keys.state, image.state)
-        pipe.hset(self._keys.books, mapping={**to_fields(image.balanced_books), "round": image.round})
+        counts = {name: value for name, value in to_fields(image.books).items() if name in (*COUNTED, "bytes_down")}
+        pipe.hset(self._keys.books, mapping={**counts, "round": image.round})
         if requests := fields_in(image.state):
             pipe.hset(self._keys.control, mapping=requests)
         if image.cursors:

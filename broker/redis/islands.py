@@ -8,6 +8,7 @@ from typing import Any
 
 from archipelago.broker.control import is_expelled, island_field
 from archipelago.broker.corpus_shards import Place, choose
+from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import Actions, Contribution, Handover, Heartbeat, from_fields, to_fields
@@ -17,7 +18,7 @@ from archipelago.broker.redis.data_hash import CORPUS, HOLDER, parse_cursors
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import text_fields
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import UpdatesStream
+from archipelago.broker.redis.updates import UpdatesStreams
 
 #: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600
@@ -31,7 +32,7 @@ class RedisIsland:
         connection: RedisConnection,
         stored: StoredRun,
         chunks: ChunkStore,
-        updates: UpdatesStream,
+        updates: UpdatesStreams,
         reader: RedisReader,
     ) -> None:
         self._connection = connection
@@ -43,20 +44,19 @@ class RedisIsland:
             where = self._chunks.place(chunks_name(contribution), payload)
             failpoint("publish.placed")
             with self._redis.pipeline(transaction=True) as pipe:
-                pipe.xadd(self._keys.updates, {**to_fields(contribution), **where})
+                pipe.xadd(self._keys.updates(contribution.island), {**to_fields(contribution), **where})
+                pipe.sadd(self._keys.islands, contribution.island)
                 self._chunks.settle(pipe, where)
-                pipe.hincrby(self._keys.books, "published", 1)
-                pipe.hincrby(self._keys.books, "published_tokens", contribution.tokens)
-                pipe.hincrby(self._keys.books, "bytes_up", len(payload))
                 if actions is not None:
                     pipe.xadd(self._keys.actions, to_fields(actions))
                 entry: bytes = pipe.execute()[0]
         failpoint("publish.done")
-        return entry.decode()
+        return entry_name(contribution.island, entry.decode())
 
     def holds(self, entry: str) -> bool:
+        sender, id_ = parse_entry(entry)
         with self._connection.translated():
-            return bool(self._redis.xrange(self._keys.updates, entry, entry))
+            return bool(self._redis.xrange(self._keys.updates(sender), id_, id_))
 
     def record_actions(self, actions: Actions) -> None:
         with self._connection.translated():

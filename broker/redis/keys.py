@@ -7,6 +7,7 @@ heartbeats have no tag, because they never change in a transaction with other ke
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from archipelago.broker.errors import ConfigError
 
@@ -35,7 +36,7 @@ class Keys:
     def __init__(self, run: str) -> None:
         self.run = checked_name(run, "the run name")
         self.tag = f"{{{run}:s0}}"
-        self.islands = f"{run}:islands"
+        self.islands = f"{self.tag}:islands"
         self.manifest = f"{self.tag}:manifest"
         self.members = f"{self.tag}:members"
         self.data = f"{self.tag}:data"
@@ -45,7 +46,6 @@ class Keys:
         self.evaluations = f"{self.tag}:evaluations"
         self.control = f"{self.tag}:control"
         self.notes = f"{self.tag}:notes"
-        self.updates = f"{self.tag}:updates"
         self.snapshots = f"{self.tag}:snapshots"
         self.tape = f"{self.tag}:tape"
         self.lease = f"{self.tag}:lease"
@@ -53,15 +53,21 @@ class Keys:
         self.state = f"{self.tag}:state"
         self.books = f"{self.tag}:books"
 
-    def of_the_past(self, fragments: int) -> list[str]:
+    def of_the_past(self, fragments: int, islands: Iterable[str]) -> list[str]:
         """Return the keys that must not exist when the run begins.
+
+        Args:
+            fragments: The number of fragments.
+            islands: The names of the islands of an earlier run of that name.
 
         The epoch is not among them: a merger of an earlier run of that name may still be alive.
         """
         outers = [self.outer(fragment) for fragment in range(fragments)]
-        merger = [self.updates, self.snapshots, self.tape, self.state, self.books, *outers]
+        merger = [self.snapshots, self.tape, self.state, self.books, *outers]
         return [
             *merger,
+            *(self.updates(name) for name in islands),
+            self.islands,
             self.data,
             self.evaluations,
             self.actions,
@@ -74,6 +80,10 @@ class Keys:
     def damaged(self, key: str) -> str:
         """Return the key to which a damaged value of `key` is moved."""
         return f"{self.tag}:damaged:{key.removeprefix(self.tag + ':')}"
+
+    def updates(self, island: str) -> str:
+        """Return the key of the stream of one island's contributions."""
+        return f"{self.tag}:updates:{island}"
 
     def island(self, island: str) -> str:
         """Return the key of one island's heartbeat."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.corpus_shards import cursor_text
@@ -12,6 +11,7 @@ from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
+    COUNT_MAX,
     KINDS,
     Actions,
     Call,
@@ -23,25 +23,26 @@ from archipelago.broker.messages import (
     to_fields,
 )
 from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.connection import RedisConnection, block_ms
+from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.consumer import UpdatesConsumer
 from archipelago.broker.redis.data_hash import HOLDER, parse_cursors
-from archipelago.broker.redis.failures import is_full, is_gone
+from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.repair import RedisRepair
 from archipelago.broker.redis.replies import (
     GROUP,
     Raw,
-    group_of,
+    counts_in,
     next_id,
-    stream_entries,
     text_fields,
 )
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import FoundEntry, UpdatesStream
+from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
 from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery, Repair
 
-FAKE_POLL_SECONDS = 0.005
+#: The fields of `Books` that mergers count. The others are counted in the streams.
+COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
 EVENTS_KEPT = 20_000
 TAPE_KEPT = 4096
 #: A difference expires after this time. An island that is further behind downloads the full snapshot.
@@ -49,10 +50,9 @@ DIFFERENCE_SECONDS = 3600
 # The deletions come first. They free the memory that a full server needs for the last command.
 _TRIM = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-for i = 3, #ARGV do redis.call('XDEL', KEYS[2], ARGV[i]) end
-for i = 5, #KEYS do redis.call('UNLINK', KEYS[i]) end
-if ARGV[2] ~= '' then redis.call('XTRIM', KEYS[4], 'MINID', ARGV[2]) end
-if #ARGV > 2 then redis.call('HINCRBY', KEYS[3], 'kept', 2 - #ARGV) end
+for i = 3, #ARGV do redis.call('XDEL', KEYS[i], ARGV[i]) end
+for i = #ARGV + 1, #KEYS do redis.call('UNLINK', KEYS[i]) end
+if ARGV[2] ~= '' then redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2]) end
 return 1
 """
 
@@ -67,12 +67,13 @@ class RedisMerger:
         connection: RedisConnection,
         stored: StoredRun,
         chunks: ChunkStore,
-        updates: UpdatesStream,
+        updates: UpdatesStreams,
         reader: RedisReader,
     ) -> None:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
+        self._consumer = UpdatesConsumer(connection, stored, updates)
         self.lease = Lease(connection, stored)
         self._repair = RedisRepair(connection, stored, chunks, updates, self.lease)
 
@@ -86,53 +87,10 @@ class RedisMerger:
         self.lease.release(epoch)
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        deadline = time.monotonic() + block_seconds
-        while True:
-            found = self._read_updates(">", count, deadline - time.monotonic())
-            if found or time.monotonic() >= deadline:
-                return found
-            time.sleep(FAKE_POLL_SECONDS)  # only fakeredis returns from a blocking XREADGROUP too early
+        return self._consumer.new(block_seconds, count)
 
     def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
-        return self._read_updates(after, count, 0)
-
-    def _read_updates(self, after: str, count: int, block_seconds: float) -> list[Delivery]:
-        block = block_ms(block_seconds)
-        try:
-            with self._connection.translated():
-                found = self._redis.xreadgroup(GROUP, GROUP, {self._keys.updates: after}, count=count, block=block)
-        except BrokerError as error:
-            if not is_gone(error):
-                raise
-            self._stored.require()
-            self._create_group()
-            return []
-        with self._connection.translated():
-            return [self._updates.delivery(entry, raw) for entry, raw in stream_entries(found)]
-
-    def _create_group(self) -> None:
-        """Create the consumer group again after someone deleted it by hand, perhaps with its stream.
-
-        The new group delivers all remaining entries again, because it does not know which of them were merged. So the
-        books count no entry as kept, and count each remaining entry as published. The merger refuses those that were
-        merged already as repeats.
-        """
-
-        def begin(pipe: Any) -> None:
-            if pipe.exists(self._keys.updates) and group_of(pipe.xinfo_groups(self._keys.updates)):
-                return  # another process has created it
-            books, left = self._reader.books(), list(self._updates.waiting())  # without a group, every entry waits
-            tokens = sum(contribution.tokens for contribution in left if contribution)
-            balanced = {
-                "kept": 0,
-                "published": books.merged + books.refused + len(left),
-                "published_tokens": books.merged_tokens + books.refused_tokens + tokens,
-            }
-            pipe.multi()
-            pipe.xgroup_create(self._keys.updates, GROUP, id="0", mkstream=True)
-            pipe.hset(self._keys.books, mapping=balanced)
-
-        self._connection.attempted(self._keys.updates, begin)
+        return self._consumer.unacknowledged(after, count)
 
     def outer(self, fragment: int, version: int | None = None) -> bytes:
         raw: Raw = {}
@@ -162,15 +120,21 @@ class RedisMerger:
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
         found = self._updates.look([entry for entry, _ in refusals])
+        # An entry that was merged or refused before is left out.
+        refused = {entry: refusal for entry, refusal in refusals if found[entry].waiting}
+        counts = {
+            "refused": len(refused),
+            "refused_tokens": sum(refusal.tokens for refusal in refused.values()),
+            "bytes_up": sum(self._chunks.size_of(found[entry].raw or {}) for entry in refused),
+        }
+        books = self._books()
         failpoint("refuse.before")
         with self.lease.fenced(epoch) as pipe:
-            for entry, refusal in refusals:
-                if not found[entry].waiting:
-                    continue  # it was merged or refused before
-                pipe.xack(self._keys.updates, GROUP, entry)
-                self._delete(pipe, entry, found[entry])
-                pipe.hincrby(self._keys.books, "refused", 1)
-                pipe.hincrby(self._keys.books, "refused_tokens", refusal.tokens)
+            for key, ids in by_stream(refused, self._keys.updates).items():
+                pipe.xack(key, GROUP, *ids)
+            self._delete(pipe, refused, found)
+            self._count(pipe, books, counts)
+            for refusal in refused.values():
                 self._announce(pipe, refusal)
         failpoint("refuse.done")
 
@@ -181,6 +145,7 @@ class RedisMerger:
             old_outer = self._chunks.found_keys(self._redis.hgetall(self._keys.outer(p)))
             found = self._updates.look([*commit.entries, *commit.trim])
             ended = self._ended(commit.cursors)
+            books = self._books()
             snapshot_at = self._chunks.place(f"f{p}.{version}.e{epoch}", commit.payload)
             failpoint("commit.placed-snapshot")
             outer_at = self._chunks.place(f"o{p}.{version}.e{epoch}", commit.outer)
@@ -195,7 +160,7 @@ class RedisMerger:
                 differ(pipe)
             if old_outer:  # no other process reads these chunks
                 pipe.unlink(*old_outer)
-            self._merge(pipe, commit, found)
+            self._merge(pipe, commit, found, books)
             self._move_on(pipe, commit.cursors, ended)
             pipe.set(self._keys.state, commit.state)
             pipe.xadd(self._keys.tape, to_fields(commit.tape), maxlen=TAPE_KEPT)
@@ -216,20 +181,29 @@ class RedisMerger:
 
         return differ
 
-    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry]) -> None:
+    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry], books: Mapping[str, int]) -> None:
         """Acknowledge merged entries, delete entries that are no longer needed, and update the books."""
         fresh = [entry for entry in dict.fromkeys(commit.entries) if found[entry].raw is not None]
-        if commit.entries:
-            pipe.xack(self._keys.updates, GROUP, *commit.entries)
+        for key, ids in by_stream(commit.entries, self._keys.updates).items():
+            pipe.xack(key, GROUP, *ids)
         gone = [entry for entry in dict.fromkeys(commit.trim) if found[entry].kept or entry in fresh]
         # A consumer group that was created again would deliver these merged entries once more, so they are deleted.
         gone += [entry for entry in fresh if not found[entry].given and entry not in gone]
-        for entry in gone:
-            self._delete(pipe, entry, found[entry])
-        pipe.hincrby(self._keys.books, "merged", len(commit.entries))
-        pipe.hincrby(self._keys.books, "merged_tokens", commit.tokens)
-        newly = sum(found[entry].waiting for entry in fresh)  # a repeated commit must not count entries twice
-        pipe.hincrby(self._keys.books, "kept", newly - len(gone))
+        self._delete(pipe, gone, found)
+        size = sum(self._chunks.size_of(found[entry].raw or {}) for entry in fresh if found[entry].waiting)
+        counts = {"merged": len(commit.entries), "merged_tokens": commit.tokens, "bytes_up": size}
+        self._count(pipe, books, counts)
+
+    def _books(self) -> dict[str, int]:
+        """Return the counters as they are now. Only the merger that holds the lease changes them."""
+        with self._connection.translated():
+            found = self._redis.hmget(self._keys.books, COUNTED)
+        counts, _ = counts_in({n: v.decode("utf-8", "replace") for n, v in zip(COUNTED, found, strict=True) if v})
+        return dict.fromkeys(COUNTED, 0) | counts
+
+    def _count(self, pipe: Any, books: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """Add to the counters. They stop at COUNT_MAX, beyond which no process could read them."""
+        pipe.hset(self._keys.books, mapping={n: min(COUNT_MAX, books[n] + count) for n, count in counts.items()})
 
     def _ended(self, cursors: Mapping[str, tuple[int, int]]) -> list[str]:
         """Return the shards whose pass ends with these cursors."""
@@ -249,39 +223,31 @@ class RedisMerger:
     # -- merged entries ---------------------------------------------------------------------------------------------
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
-        out = []
-        with self._connection.translated():
-            for entry in entries:
-                found = self._redis.xrange(self._keys.updates, entry, entry)
-                gone = Delivery(entry, None, fault="the entry is gone")
-                out.append(self._updates.delivery(entry, found[0][1]).with_payload() if found else gone)
-        return out
+        return [self._updates.read(entry) for entry in entries]
 
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         found = self._updates.look(entries)
-        gone = {entry: found[entry] for entry in found if found[entry].kept}
+        gone = [entry for entry in found if found[entry].kept]
         minid = "" if actions_until == START else next_id(actions_until)
         failpoint("trim.before")
         try:
             with self.lease.fenced(epoch) as pipe:
-                for entry in gone:
-                    self._delete(pipe, entry, gone[entry])
-                if gone:
-                    pipe.hincrby(self._keys.books, "kept", -len(gone))
+                self._delete(pipe, gone, found)
                 if minid:
                     pipe.xtrim(self._keys.actions, minid=minid, approximate=False)
         except BrokerError as error:
             if not is_full(error):
                 raise
-            self._trim_when_full(epoch, gone, minid)
+            self._trim_when_full(epoch, gone, found, minid)
         failpoint("trim.done")
 
-    def _trim_when_full(self, epoch: int, gone: Mapping[str, FoundEntry], minid: str) -> None:
+    def _trim_when_full(self, epoch: int, gone: Sequence[str], found: Mapping[str, FoundEntry], minid: str) -> None:
         """Trim by a script. A server at its memory limit refuses every transaction, but only trimming frees memory."""
-        chunks = [chunk for found in gone.values() for chunk in self._chunks.found_keys(found.raw or {})]
-        keys = [self._keys.epoch, self._keys.updates, self._keys.books, self._keys.actions, *chunks]
+        chunks = [chunk for entry in gone for chunk in self._chunks.found_keys(found[entry].raw or {})]
+        where = [(key, id_) for key, ids in by_stream(gone, self._keys.updates).items() for id_ in ids]
+        keys = [self._keys.epoch, self._keys.actions, *(key for key, _ in where), *chunks]
         with self._connection.translated():
-            done = self._redis.eval(_TRIM, len(keys), *keys, self.lease.mark(epoch), minid, *gone)
+            done = self._redis.eval(_TRIM, len(keys), *keys, self.lease.mark(epoch), minid, *(id_ for _, id_ in where))
         if not done:
             raise self.lease.overtaken(epoch)
 
@@ -298,9 +264,11 @@ class RedisMerger:
 
     # -- entries ----------------------------------------------------------------------------------------------------
 
-    def _delete(self, pipe: Any, entry: str, found: FoundEntry) -> None:
-        pipe.xdel(self._keys.updates, entry)
-        if chunks := self._chunks.found_keys(found.raw or {}):
+    def _delete(self, pipe: Any, entries: Iterable[str], found: Mapping[str, FoundEntry]) -> None:
+        entries = list(entries)
+        for key, ids in by_stream(entries, self._keys.updates).items():
+            pipe.xdel(key, *ids)
+        if chunks := [chunk for entry in entries for chunk in self._chunks.found_keys(found[entry].raw or {})]:
             pipe.unlink(*chunks)
 
     def _announce(self, pipe: Any, event: Event) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
+    COUNT_MAX,
     KINDS,
     Books,
     Evaluation,
@@ -35,12 +36,11 @@ from archipelago.broker.redis.replies import (
     epoch_in,
     event_of,
     fields_of,
-    names_in,
     stream_entries,
     text_fields,
 )
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import UpdatesStream
+from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import NOTES_KEPT, REFUSALS_AMONG, START, Memory, MergerStatus
 
 #: How long the heartbeat of a silent island is kept.
@@ -54,7 +54,7 @@ class RedisReader:
     """See `broker.transport.ReaderClient`."""
 
     def __init__(
-        self, connection: RedisConnection, stored: StoredRun, chunks: ChunkStore, updates: UpdatesStream
+        self, connection: RedisConnection, stored: StoredRun, chunks: ChunkStore, updates: UpdatesStreams
     ) -> None:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
@@ -134,20 +134,17 @@ class RedisReader:
             return None
 
     def presences(self) -> list[Presence]:
-        names: list[str] = []
-        with self._connection.forgiving(self._keys.islands, "a set"):
-            names = names_in(self._redis.smembers(self._keys.islands))
+        names = self._updates.names()
         with self._connection.translated():
             with self._redis.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.hgetall(self._keys.island(name))
                     pipe.pttl(self._keys.island(name))
                 answers = pipe.execute(raise_on_error=False)
-            out, forgotten = [], []
+            out = []
             for index, name in enumerate(names):
                 raw, ttl_ms = answers[2 * index], answers[2 * index + 1]
                 if not raw:
-                    forgotten.append(name)
                     continue
                 try:  # an unreadable heartbeat must not hide the other islands
                     heartbeat = from_fields(Heartbeat, fields_of(raw))
@@ -155,33 +152,29 @@ class RedisReader:
                     self._connection.warn_once(f"the heartbeat of {name}", error)
                     continue
                 out.append(Presence(heartbeat, REMEMBER_SECONDS - ttl_ms / 1000))
-            if forgotten:
-                self._redis.srem(self._keys.islands, *forgotten)
         return out
 
     def books(self) -> Books:
-        found: Raw = {}
+        raw: Raw = {}
         with self._connection.forgiving(self._keys.books, "a hash"):
-            found = self._redis.hgetall(self._keys.books)
-        counts, faults = counts_in(text_fields(found))
+            raw = self._redis.hgetall(self._keys.books)
+        counts, faults = counts_in(text_fields(raw))
         for name in faults:
             self._connection.warn_once(f"the count {name!r} in the books", WireError("it is not a number"))
-        return Books(**counts)
+        stored, found = Books(**counts), self._updates.tally()
+        return dataclasses.replace(
+            stored,
+            kept=found.kept,
+            published=min(COUNT_MAX, stored.merged + stored.refused + found.waiting),
+            published_tokens=min(COUNT_MAX, stored.merged_tokens + stored.refused_tokens + found.waiting_tokens),
+        )
 
     def backlog(self) -> int:
-        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.xlen(self._keys.updates)
-            pipe.hget(self._keys.books, "kept")
-            length, kept = pipe.execute(raise_on_error=False)
-        counts, _ = counts_in({"kept": kept.decode("utf-8", "replace")} if isinstance(kept, bytes) else {})
-        return max(0, (length if isinstance(length, int) else 0) - counts.get("kept", 0))
+        return self._updates.backlog()
 
     def pending(self) -> Pending:
-        count = tokens = 0
-        for contribution in self._updates.waiting():
-            count += 1
-            tokens += contribution.tokens if contribution else 0
-        return Pending(count, tokens)
+        found = self._updates.tally()
+        return Pending(found.waiting, found.waiting_tokens)
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         found: Raw = {}
@@ -265,13 +258,12 @@ class RedisReader:
             pipe.pttl(keys.lease)
             pipe.get(keys.epoch)
             pipe.xrevrange(keys.tape, count=1)
-            pipe.xrange(keys.updates, count=1)
             pipe.time()
             *found, (seconds, microseconds) = pipe.execute(raise_on_error=False)
         # A key of another type answers with an error, which counts as no answer.
-        holder, ttl_ms, mark, closed, waiting = (None if isinstance(each, Exception) else each for each in found)
-        last = (closed or waiting or [(None,)])[0][0]
-        still = seconds + microseconds / 1e6 - entry_id(last.decode())[0] / 1e3 if last else 0.0
+        holder, ttl_ms, mark, closed = (None if isinstance(each, Exception) else each for each in found)
+        last = entry_id(closed[0][0].decode())[0] if closed else self._updates.first_arrival()
+        still = seconds + microseconds / 1e6 - last / 1e3 if last is not None else 0.0
         return MergerStatus(
             (holder or b"").decode("utf-8", "replace"), epoch_in(mark), max(0.0, (ttl_ms or 0) / 1e3), max(0.0, still)
         )

@@ -19,9 +19,9 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import names_in, text_fields
+from archipelago.broker.redis.replies import text_fields
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import UpdatesStream
+from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import Repair
 
 #: A value that was moved aside is kept this long, and only the newest one of each key.
@@ -32,13 +32,14 @@ log = logging.getLogger(__name__)
 
 def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, str]:
     """Return the type of value that each lasting key of a run holds, as the command TYPE names it."""
+    islands = list(islands)
     kinds = {
         "hash": [
             keys.manifest, keys.data, keys.requests, keys.restored, keys.control, keys.books,
             *(keys.fragment(p) for p in range(fragments)), *(keys.outer(p) for p in range(fragments)),
             *map(keys.island, islands),
         ],
-        "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, keys.actions, keys.updates],
+        "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, keys.actions, *map(keys.updates, islands)],
         "string": [keys.state, keys.epoch, keys.lease],
         "set": [keys.islands, REGISTRY],
     }  # fmt: skip
@@ -53,7 +54,7 @@ class RedisRepair:
         connection: RedisConnection,
         stored: StoredRun,
         chunks: ChunkStore,
-        updates: UpdatesStream,
+        updates: UpdatesStreams,
         lease: Lease,
     ) -> None:
         self._connection = connection
@@ -86,10 +87,7 @@ class RedisRepair:
         return sorted({*wrong, *([self._keys.manifest] if lacks_manifest else [])})
 
     def _of_another_type(self, manifest: Manifest) -> list[str]:
-        islands: list[str] = []
-        with self._connection.forgiving(self._keys.islands, "a set"):
-            islands = names_in(self._redis.smembers(self._keys.islands))
-        kinds = kinds_of(self._keys, len(manifest.fragments), islands)
+        kinds = kinds_of(self._keys, len(manifest.fragments), self._updates.names())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for key in kinds:
                 pipe.type(key)

@@ -55,6 +55,24 @@ def next_id(entry: str) -> str:
     return f"{milliseconds}-{number + 1}"
 
 
+def previous_id(entry: str) -> str:
+    """Return the greatest id that is smaller than that one; START has none before it."""
+    milliseconds, number = entry_id(entry)
+    if number:
+        return f"{milliseconds}-{number - 1}"
+    return f"{milliseconds - 1}-{(1 << 64) - 1}" if milliseconds else START
+
+
+def entries_by_stream(found: Any) -> Iterator[tuple[str, str, Raw]]:
+    """Yield the key, the id and the fields of each entry that a read of several streams returned."""
+    if not found:
+        return
+    for key, entries in found.items() if isinstance(found, dict) else found:
+        flat = entries[0] if entries and isinstance(entries[0], list) else entries
+        for entry, raw in flat:
+            yield key.decode(), entry.decode(), raw or {}
+
+
 def stream_entries(found: Any) -> Iterator[tuple[str, Raw]]:
     """Yield the entries of one stream from a list of pairs (the reply in RESP2) or a map (the reply in RESP3)."""
     if not found:

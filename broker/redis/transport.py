@@ -18,7 +18,7 @@ from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import UpdatesStream
+from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import Image
 
 
@@ -67,11 +67,11 @@ class RedisTransport:
         self.membership = Membership(self.connection)
         stored = StoredRun(self.connection)
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
-        self.updates = UpdatesStream(self.connection, chunks)
+        self.updates = UpdatesStreams(self.connection, chunks)
         self.reader = RedisReader(self.connection, stored, chunks, self.updates)
         self.island = RedisIsland(self.connection, stored, chunks, self.updates, self.reader)
         self.merger = RedisMerger(self.connection, stored, chunks, self.updates, self.reader)
-        self.creation = Creation(self.connection, chunks)
+        self.creation = Creation(self.connection, chunks, self.updates)
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self.creation.create(manifest, snapshots)

@@ -1,22 +1,39 @@
-"""The updates stream, which holds contributions until they are merged and a checkpoint covers them."""
+"""The updates streams, which hold contributions until they are merged and a checkpoint covers them.
+
+Each island has a stream of its own, so an entry's stream says who sent it, and a flood stays in its sender's stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
 from archipelago.broker.redis.connection import PAGE, RedisConnection
-from archipelago.broker.redis.replies import GROUP, Raw, entry_id, last_delivered, next_id, text_fields
-from archipelago.broker.transport import Delivery
+from archipelago.broker.redis.replies import (
+    GROUP,
+    Raw,
+    entry_id,
+    group_of,
+    last_delivered,
+    names_in,
+    next_id,
+    text_fields,
+)
+from archipelago.broker.transport import START, Delivery
+
+#: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
+ISLANDS_MAX = 2048
 
 
 @dataclass(frozen=True)
 class FoundEntry:
-    """The present state of one entry of the updates stream.
+    """The present state of one entry of an updates stream.
 
     Attributes:
         raw: The fields; None if the entry is deleted.
@@ -35,61 +52,163 @@ class FoundEntry:
         return self.raw is not None and not self.waiting
 
 
-class UpdatesStream:
-    """Reads the updates stream of one run."""
+#: The state of an entry whose name cannot be read.
+NO_ENTRY = FoundEntry(None, waiting=False, given=True)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The number of entries of all streams.
+
+    Attributes:
+        waiting: Entries that are neither merged nor refused.
+        waiting_tokens: The tokens of those that can be read.
+        kept: Entries that are merged and not yet trimmed.
+    """
+
+    waiting: int
+    waiting_tokens: int
+    kept: int
+
+
+class UpdatesStreams:
+    """Reads the updates streams of one run."""
 
     def __init__(self, connection: RedisConnection, chunks: ChunkStore) -> None:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._chunks = chunks
 
-    def waiting(self) -> Iterator[Contribution | None]:
-        """Yield the contributions that are neither merged nor refused, oldest first; None for an unreadable entry."""
-        # The group's position is read first, so that an entry that a merger takes meanwhile still counts as waiting.
-        with self._connection.translated():
-            last = last_delivered(self._connection.tolerant(("xinfo_groups", self._keys.updates))[0])
-            unacknowledged = self._unacknowledged()
-        for entry, raw in self._connection.pages(self._keys.updates):
-            if entry_id(entry) > last or entry in unacknowledged:
-                try:
-                    yield from_fields(Contribution, text_fields(raw))
-                except WireError:
-                    yield None
+    def names(self) -> list[str]:
+        """Return the names of the islands that may have streams, sorted; ISLANDS_MAX at most."""
+        found: set[bytes] = set()
+        cursor = 0
+        with self._connection.forgiving(self._keys.islands, "a set"):
+            while len(found) < ISLANDS_MAX:
+                cursor, some = self._redis.sscan(self._keys.islands, cursor, count=ISLANDS_MAX)
+                found.update(some)
+                if not int(cursor):
+                    break
+        return names_in(found)[:ISLANDS_MAX]
 
-    def _unacknowledged(self) -> set[str]:
-        """Return the entries that a merger has read, but neither merged nor refused."""
-        out: set[str] = set()
-        first = "-"
+    # -- what waits -------------------------------------------------------------------------------------------------
+
+    def waiting(self) -> Iterator[Contribution | None]:
+        """Yield the contributions that are neither merged nor refused, island by island; None for an unreadable one."""
+        for name, id_, raw in self._waiting(self.names()):
+            yield self.delivery(name, id_, raw or {}).contribution
+
+    def tally(self) -> Tally:
+        """Count the entries of all streams, one by one where they wait."""
+        names = self.names()
+        count = tokens = there = 0
+        for name, id_, raw in self._waiting(names):
+            contribution = self.delivery(name, id_, raw or {}).contribution
+            count += 1
+            there += raw is not None
+            tokens += contribution.tokens if contribution else 0
+        return Tally(count, tokens, max(0, sum(self._each("xlen", names).values()) - there))
+
+    def backlog(self) -> int:
+        """Return how many entries are neither merged nor refused, without reading them where the server knows it."""
+        names = self.names()
+        groups = self._each("xinfo_groups", names)
+        count = 0
+        for name in groups:
+            found = group_of(groups[name])
+            behind = found.get("lag")  # Redis 6.2 does not know it, nor any server after some deletions
+            if not isinstance(behind, int):
+                behind = sum(
+                    1 for _ in self._connection.pages(self._keys.updates(name), _text(last_delivered(groups[name])))
+                )
+            count += behind + int(found.get("pending", 0))
+        return count
+
+    def first_arrival(self) -> int | None:
+        """Return when the oldest entry of all streams arrived, in milliseconds of the server's clock."""
+        oldest = self._each("xrange", self.names(), "-", "+", 1).values()
+        return min((entry_id(found[0][0].decode())[0] for found in oldest if found), default=None)
+
+    def _waiting(self, names: Sequence[str]) -> Iterator[tuple[str, str, Raw | None]]:
+        # The groups' positions are read first, so that an entry that a merger takes meanwhile still counts as waiting.
+        for name, groups in self._each("xinfo_groups", names).items():
+            key, last = self._keys.updates(name), last_delivered(groups)
+            for page in self._unacknowledged(name):
+                ids = [id_ for id_ in page if entry_id(id_) <= last]
+                with self._connection.translated():
+                    answers = self._connection.tolerant(*(("xrange", key, id_, id_) for id_ in ids))
+                for id_, found in zip(ids, answers, strict=True):
+                    yield name, id_, found[0][1] if found else None
+            for id_, raw in self._connection.pages(key, _text(last)):
+                yield name, id_, raw
+
+    def _unacknowledged(self, name: str) -> Iterator[list[str]]:
+        """Yield pages of the entries that a merger has read, but neither merged nor refused."""
+        first, key = "-", self._keys.updates(name)
         while True:
-            found = self._connection.tolerant(("xpending_range", self._keys.updates, GROUP, first, "+", PAGE))[0]
+            with self._connection.translated():
+                found = self._connection.tolerant(("xpending_range", key, GROUP, first, "+", PAGE))[0]
             ids = [row["message_id"].decode() for row in found or ()]
-            out.update(ids)
+            yield ids
             if len(ids) < PAGE:
-                return out
+                return
             first = next_id(ids[-1])
+
+    def _each(self, command: str, names: Sequence[str], *arguments: Any) -> dict[str, Any]:
+        """Return the answer of a reading command for each stream that exists."""
+        commands = [(command, self._keys.updates(name), *arguments) for name in names]
+        with self._connection.translated():
+            answers = self._connection.tolerant(*commands) if commands else []
+        return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
+
+    # -- single entries ---------------------------------------------------------------------------------------------
 
     def look(self, entries: Iterable[str]) -> dict[str, FoundEntry]:
         """Return the present state of these entries. Only the merger that holds the lease changes it."""
-        key, wanted = self._keys.updates, list(dict.fromkeys(entries))
-        there = [("xrange", key, entry, entry) for entry in wanted]
-        unacknowledged = [("xpending_range", key, GROUP, entry, entry, 1) for entry in wanted]
+        out, wanted = {}, {}
+        for entry in entries:
+            try:
+                wanted[entry] = parse_entry(entry)
+            except WireError as error:
+                self._connection.warn_once(f"entry {entry:.40}", error)
+                out[entry] = NO_ENTRY
+        if not wanted:
+            return out
+        groups = self._each("xinfo_groups", sorted({name for name, _ in wanted.values()}))
+        there = [("xrange", self._keys.updates(name), id_, id_) for name, id_ in wanted.values()]
+        pending = [("xpending_range", self._keys.updates(name), GROUP, id_, id_, 1) for name, id_ in wanted.values()]
         with self._connection.translated():
-            groups, *answers = self._connection.tolerant(("xinfo_groups", key), *there, *unacknowledged)
-        last = last_delivered(groups)
-        out = {}
-        for entry, found, pending in zip(wanted, answers, answers[len(wanted) :], strict=False):
-            waiting = bool(pending) or (bool(found) and entry_id(entry) > last)
-            out[entry] = FoundEntry(found[0][1] if found else None, waiting, entry_id(entry) <= last)
+            answers = self._connection.tolerant(*there, *pending)
+        for (entry, (name, id_)), found, unacknowledged in zip(
+            wanted.items(), answers[: len(wanted)], answers[len(wanted) :], strict=True
+        ):
+            given = entry_id(id_) <= last_delivered(groups.get(name))
+            waiting = bool(unacknowledged) or (bool(found) and not given)
+            out[entry] = FoundEntry(found[0][1] if found else None, waiting, given)
         return out
 
-    def delivery(self, entry: str, raw: Raw) -> Delivery:
+    def read(self, entry: str) -> Delivery:
+        """Return an entry with its payload, or a delivery with a fault."""
+        gone = Delivery(entry, None, fault="the entry is gone")
+        try:
+            name, id_ = parse_entry(entry)
+        except WireError:
+            return gone
+        with self._connection.translated():
+            found = self._redis.xrange(self._keys.updates(name), id_, id_)
+        return self.delivery(name, id_, found[0][1]).with_payload() if found else gone
+
+    def delivery(self, sender: str, id_: str, raw: Raw) -> Delivery:
         """Return an entry as a delivery. Its payload is downloaded later, unless it is stored in the entry."""
+        entry = entry_name(sender, id_)
         if not raw:
             return Delivery(entry, None, fault="the entry was deleted before it was merged")
         try:
             contribution = from_fields(Contribution, text_fields(raw))
         except WireError as error:
             return Delivery(entry, None, fault=error.reason)
+        if contribution.island != sender:
+            return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
         if (inline := raw.get(PAYLOAD.encode())) is not None:
             return Delivery(entry, contribution, inline)
         return Delivery(entry, contribution, download=partial(self._download, raw, contribution.bytes))
@@ -97,3 +216,19 @@ class UpdatesStream:
     def _download(self, raw: Raw, size: int) -> bytes:
         with self._connection.translated():
             return self._chunks.fetch(raw, size)
+
+
+def by_stream(entries: Iterable[str], key: Callable[[str], str]) -> Mapping[str, list[str]]:
+    """Return the ids of the entries by the key of their stream. Entries whose names cannot be read are left out."""
+    out: dict[str, list[str]] = {}
+    for entry in dict.fromkeys(entries):
+        try:
+            name, id_ = parse_entry(entry)
+        except WireError:
+            continue
+        out.setdefault(key(name), []).append(id_)
+    return out
+
+
+def _text(id_: tuple[int, int]) -> str:
+    return f"{id_[0]}-{id_[1]}" if id_ != (0, 0) else START

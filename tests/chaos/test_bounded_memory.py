@@ -147,7 +147,7 @@ class BoundedRun:
 
     def waiting(self) -> set[Identity]:
         """Return the contributions in the stream."""
-        rows = [fields for _, fields in self.raw.xrange(self.keys.updates)]
+        rows = [fields for name in self.run.islands for _, fields in self.raw.xrange(self.keys.updates(name))]
         return {(r[b"island"].decode(), r[b"incarnation"].decode(), int(r[b"sequence"])) for r in rows}
 
     def merged(self) -> set[Identity]:

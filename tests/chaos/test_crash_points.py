@@ -169,7 +169,7 @@ def chunks(client: Any, run: str) -> tuple[set[str], set[str]]:
 def pointed_to(client: Any, run: str) -> set[str]:
     """Return the chunks to which an entry, a fragment or an outer state refers."""
     keys = Keys(run)
-    rows = [fields for _, fields in client.xrange(keys.updates)]
+    rows = [fields for name in ISLANDS for _, fields in client.xrange(keys.updates(name))]
     rows += [client.hgetall(key) for p in range(2) for key in (keys.fragment(p), keys.outer(p))]
     found = [(row[b"chunks_name"].decode(), int(row[b"chunks"])) for row in rows if b"chunks_name" in row]
     return {keys.chunk(name, index) for name, count in found for index in range(count)}

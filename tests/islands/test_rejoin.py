@@ -345,7 +345,7 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
     assert nxt is not None
     assert nxt.shard not in held
     identities = {p.contribution.identity_text for p in sent}
-    published = {str(c.identity_text) for c, _ in again.broker.runs["tiny"].updates.values()}
+    published = {entry.contribution.identity_text for entry in again.broker.runs["tiny"].updates.values()}
     assert identities <= published
 
 

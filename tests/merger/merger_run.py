@@ -159,7 +159,7 @@ class MergerRun:
         pending = self.broker.runs["sample"].waiting().values()
         assert books.published == len(self.sent) == books.merged + books.refused + len(pending)
         assert books.published_tokens == sum(c.tokens for c, _ in self.sent)
-        tokens = books.merged_tokens + books.refused_tokens + sum(c.tokens for c, _ in pending)
+        tokens = books.merged_tokens + books.refused_tokens + sum(entry.contribution.tokens for entry in pending)
         assert books.published_tokens == tokens
         members = [m for entry in self.transport.reader.tape(10_000) for m in entry.members]
         assert (books.merged, books.merged_tokens) == (len(members), sum(m.tokens for m in members))

@@ -459,7 +459,7 @@ def test_no_request_stops_the_merger_or_breaks_a_replay(requests: list[dict[str,
         if number % 2 == 0:
             merger = run.merger(checkpointer=run.checkpointer(Shelf()))
     run.balance()
-    sent = {f"{number}-0": each for number, each in enumerate(run.sent, 1)}
+    sent = {f"{each[0].island}/{number}-0": each for number, each in enumerate(run.sent, 1)}
     rounds = [(e, [Delivery(m.entry, *sent[m.entry]) for m in e.members]) for e in run.transport.reader.tape(1000)]
     _, fragments = replayed(run, rounds)
     for p in range(2):

@@ -10,7 +10,8 @@ import numpy as np
 
 from archipelago.broker.control import is_expelled
 from archipelago.broker.corpus_shards import parse_places
-from archipelago.broker.messages import LIVE_SECONDS, Contribution, Member, Refusal, Resume, Snapshot, TapeEntry
+from archipelago.broker.memory.state import entry_number
+from archipelago.broker.messages import LIVE_SECONDS, Books, Contribution, Member, Refusal, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.outbox import ContributionHeader
@@ -73,6 +74,8 @@ class Invariants:
         self.epoch = 0
         self.acknowledged.clear()
         self.merged: set[str] = set()
+        accounts = run.accounts() if run else Books()
+        self.accepted, self.accepted_tokens = accounts.published, accounts.published_tokens
         self.tokens: Counter[tuple[str, int]] = Counter()
         self.uncovered: deque[tuple[int, list[int]]] = deque()
         self.cursors: dict[str, tuple[int, int]] = dict(run.cursors) if run else {}
@@ -89,6 +92,8 @@ class Invariants:
         """The broker has accepted a contribution."""
         self.entries[entry] = (contribution, payload)
         self.acknowledged[contribution.identity_text] = None
+        self.accepted += 1
+        self.accepted_tokens += contribution.tokens
 
     def wrote(self, epoch: int) -> None:
         """The broker has accepted a write of a merger with that epoch."""
@@ -118,7 +123,7 @@ class Invariants:
         if before in ("", by):
             return
         run, (island, _, incarnation) = self.simulation.run, before.partition("/")
-        busy = {f"{c.island}/{c.incarnation}" for number, (c, _) in run.updates.items() if number not in run.kept}
+        busy = {f"{entry.sender}/{entry.contribution.incarnation}" for entry in run.waiting().values()}
         assert before not in busy, f"{by} leases shard {shard}, while contributions of {before} wait"
         beat, seen = run.islands.get(island, (None, 0.0))
         heard = beat is not None and beat.incarnation == incarnation and beat.state != "left"
@@ -139,12 +144,11 @@ class Invariants:
         run = self.simulation.run
         if run is None:
             return
-        waiting = [contribution for number, (contribution, _) in run.updates.items() if number not in run.kept]
+        waiting = [entry.contribution for entry in run.waiting().values()]
         books = run.books
-        assert books["published"] == books["merged"] + books["refused"] + len(waiting), (books, len(waiting))
+        assert self.accepted == books["merged"] + books["refused"] + len(waiting), (books, len(waiting))
         pending = sum(contribution.tokens for contribution in waiting)
-        assert books["published_tokens"] == books["merged_tokens"] + books["refused_tokens"] + pending, books
-        assert books["kept"] == len(run.kept)
+        assert self.accepted_tokens == books["merged_tokens"] + books["refused_tokens"] + pending, books
         self._read_tape(run)
         self._check_kept(run)
         self._check_resumes(run)
@@ -164,7 +168,7 @@ class Invariants:
             self.tape_epoch = 0 if again else entry.epoch
             for member in entry.members:
                 self._merge(entry, member, again)
-            self.uncovered.append((entry.round, [int(m.entry.split("-")[0]) for m in entry.members]))
+            self.uncovered.append((entry.round, [entry_number(m.entry.rpartition("/")[2]) for m in entry.members]))
             self._check_snapshot(run, entry)
 
     def _known(self, run: Any) -> int:
@@ -255,7 +259,7 @@ class Invariants:
         run = self.simulation.run
         if run is None:
             return
-        told = {contribution.identity_text for contribution, _ in run.updates.values()} | self.merged
+        told = {entry.contribution.identity_text for entry in run.updates.values()} | self.merged
         for _, event in run.events:
             told |= event.identities if isinstance(event, Snapshot) else set()
             told |= {event.identity_text} if isinstance(event, Refusal) else set()
@@ -279,7 +283,8 @@ class Invariants:
         covered = max((merger.state.covered for merger in serving), default=0)
         tape = self.simulation.run.tape if self.simulation.rates.checkpoints else ()
         needed = {m.entry for entry in tape if entry.round > covered for m in entry.members}
-        return [number for number in self.simulation.run.kept if f"{number}-0" not in needed]
+        run = self.simulation.run
+        return [number for number in run.kept if run.name_of(number) not in needed]
 
     def unresolved(self) -> set[str]:
         """Return what islands have sent and not yet seen resolved."""

@@ -195,8 +195,8 @@ class Simulation:
         run.updates = {number + updates: kept for number, kept in run.updates.items()}
         run.next_update += updates
         run.next_event = events
-        for number, (contribution, payload) in run.updates.items():
-            self.invariants.published(f"{number}-0", contribution, payload)
+        for number, entry in run.updates.items():
+            self.invariants.published(run.name_of(number), entry.contribution, entry.payload)
         self.invariants.forget()
 
     def damage(self) -> None:

@@ -23,6 +23,7 @@ import redis
 
 from archipelago.broker.address import redacted
 from archipelago.broker.corpus_shards import Place
+from archipelago.broker.entries import parse_entry
 from archipelago.broker.errors import (
     ArchipelagoError,
     BadUrlError,
@@ -357,7 +358,7 @@ def test_only_the_password_of_an_address_is_redacted(url: str, shown: str) -> No
 def test_the_fields_of_a_contribution_are_text(transport: RedisTransport, raw: Any) -> None:
     for payload in (b"\xff" * 100, LARGE):
         transport.island.publish(samples.contribution(payload, island="a.b-c_9"), payload)
-    inline, pointer = (fields for _, fields in raw.xrange(Keys(transport.run).updates))
+    inline, pointer = (fields for _, fields in raw.xrange(Keys(transport.run).updates("a.b-c_9")))
     assert inline.pop(b"payload") == b"\xff" * 100
     assert pointer[b"chunks"] == b"3"
     assert list(pointer)[: len(inline)] == list(inline)  # The readable fields come first.
@@ -456,7 +457,7 @@ def test_a_large_payload_is_downloaded_only_on_request(transport: RedisTransport
 def test_a_deleted_pending_entry_can_be_refused(transport: RedisTransport, raw: Any, epoch: int) -> None:
     transport.island.publish(samples.contribution(), b"payload")
     (delivery,) = with_payloads(transport.merger.updates(0.0))
-    raw.xdel(Keys(transport.run).updates, delivery.entry)
+    raw.xdel(Keys(transport.run).updates("a"), parse_entry(delivery.entry)[1])
     (again,) = transport.merger.unacknowledged()
     assert (again.entry, again.contribution, again.payload) == (delivery.entry, None, b"")
     assert "deleted" in again.fault
@@ -486,7 +487,7 @@ FORGERIES: dict[str, dict[Any, Any]] = {
 def test_a_forged_entry_is_delivered_with_its_fault_and_can_be_refused(
     transport: RedisTransport, raw: Any, epoch: int, fields: dict[Any, Any]
 ) -> None:
-    raw.xadd(Keys(transport.run).updates, fields)
+    raw.xadd(Keys(transport.run).updates("a"), fields)
     transport.island.publish(samples.contribution(sequence=1), b"payload")
     forged, honest = with_payloads(transport.merger.updates(0.0))
     assert forged.fault
@@ -498,7 +499,8 @@ def test_a_forged_entry_is_delivered_with_its_fault_and_can_be_refused(
 
 
 def test_a_forged_number_of_chunks_costs_nothing_to_refuse(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    raw.xadd(Keys(transport.run).updates, {**FIELDS, "chunks": str(1 << 20)})
+    transport.island.heartbeat(samples.heartbeat())
+    raw.xadd(Keys(transport.run).updates("a"), {**FIELDS, "chunks": str(1 << 20)})
     (forged,) = with_payloads(transport.merger.updates(0.0))
     before = raw.info("stats")["total_net_input_bytes"]
     transport.merger.refuse(epoch, [(forged.entry, REFUSAL)])
@@ -526,7 +528,7 @@ def test_a_destroyed_group_is_created_again_without_loss(transport: RedisTranspo
     for contribution in sent[:2]:
         transport.island.publish(contribution, b"payload")
     transport.merger.updates(0.0, count=1)
-    raw.xgroup_destroy(Keys(transport.run).updates, "merger")
+    raw.xgroup_destroy(Keys(transport.run).updates("a"), "merger")
     for contribution in sent[2:]:
         transport.island.publish(contribution, b"payload")
     found: list[Contribution | None] = []
@@ -557,10 +559,11 @@ def test_a_waiting_reader_survives_the_loss_of_its_group(
         except BaseException as error:  # noqa: BLE001 - shown by the assertion below
             failed.append(error)
 
+    connections().island.heartbeat(samples.heartbeat())
     reader = threading.Thread(target=read)
     reader.start()
     until(lambda: raw.info("clients")["blocked_clients"] == 1, "the reader to wait")
-    destroy(raw, Keys(transport.run).updates)
+    destroy(raw, Keys(transport.run).updates("a"))
     connections().island.publish(samples.contribution(), b"payload")
     reader.join()
     assert failed == []
@@ -571,7 +574,7 @@ def test_a_deleted_stream_starts_empty(transport: RedisTransport, raw: Any, epoc
     entry = transport.island.publish(samples.contribution(), b"payload")
     transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([entry]))
-    raw.delete(Keys(transport.run).updates)
+    raw.delete(Keys(transport.run).updates("a"))
     assert (transport.reader.backlog(), transport.reader.pending()) == (0, Pending(0, 0))
     assert transport.merger.updates(0.0) == []
     assert transport.merger.unacknowledged() == []
@@ -584,7 +587,7 @@ def test_a_new_group_receives_the_kept_entries_again(transport: RedisTransport, 
     merged, waiting = (transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(2))
     transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([merged]))
-    raw.xgroup_destroy(Keys(transport.run).updates, "merger")
+    raw.xgroup_destroy(Keys(transport.run).updates("a"), "merger")
     assert transport.reader.pending() == Pending(2, 200)  # The next reader receives both entries.
     assert transport.merger.updates(0.0) == []
     assert [delivery.entry for delivery in transport.merger.updates(0.0)] == [merged, waiting]
@@ -601,13 +604,13 @@ def test_a_new_group_receives_the_kept_entries_again(transport: RedisTransport, 
 def test_an_entry_can_be_refused_without_a_group(transport: RedisTransport, raw: Any, epoch: int) -> None:
     entry = transport.island.publish(samples.contribution(), b"payload")
     transport.merger.updates(0.0)
-    raw.xgroup_destroy(Keys(transport.run).updates, "merger")
+    raw.xgroup_destroy(Keys(transport.run).updates("a"), "merger")
     transport.merger.refuse(epoch, [(entry, REFUSAL)])
     assert (transport.reader.backlog(), transport.reader.books().refused) == (0, 1)
 
 
 def test_an_unreadable_entry_is_pending_without_tokens(transport: RedisTransport, raw: Any) -> None:
-    raw.xadd(Keys(transport.run).updates, {**FIELDS, "loss": "inf"})
+    raw.xadd(Keys(transport.run).updates("a"), {**FIELDS, "loss": "inf"})
     transport.island.publish(samples.contribution(), b"payload")
     assert transport.reader.pending() == Pending(2, 100)
 
@@ -818,7 +821,7 @@ def test_an_older_merger_cannot_trim_a_full_server(transport: RedisTransport, co
     transport.merger.release(epoch)
     connections().merger.acquire("another", 60.0)
     with pytest.raises(FencedError):
-        transport.merger._trim_when_full(epoch, transport.updates.look([entry]), "")
+        transport.merger._trim_when_full(epoch, [entry], transport.updates.look([entry]), "")
     assert transport.island.holds(entry)
     assert transport.reader.books().kept == 1
 
@@ -993,7 +996,8 @@ def test_only_the_expected_keys_remain(transport: RedisTransport, raw: Any, epoc
     assert lasting_chunks(raw, run) == wanted
     names = {key.replace(run, "RUN") for key in keys(raw, run) if ":c:" not in key}
     assert names == {
-        "{RUN:s0}:manifest", "RUN:islands", "RUN:island:a", "{RUN:s0}:updates", "{RUN:s0}:snapshots", "{RUN:s0}:tape",
+        "{RUN:s0}:manifest", "{RUN:s0}:islands", "RUN:island:a", "{RUN:s0}:updates:a",
+        "{RUN:s0}:snapshots", "{RUN:s0}:tape",
         "{RUN:s0}:lease", "{RUN:s0}:epoch", "{RUN:s0}:state", "{RUN:s0}:books", "{RUN:s0}:fragment:0",
         "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "{RUN:s0}:data", "{RUN:s0}:actions",
     }  # fmt: skip

@@ -75,7 +75,7 @@ def fill(url: str) -> None:
     transport.island.heartbeat(samples.heartbeat("island-0", data="23:0:1051", last_refusal="too old"))
     assert isinstance(transport.island.lease_shard(["23"], "island-0/x"), Place)
     for sequence in range(3):
-        transport.island.publish(samples.contribution(sequence=sequence), b"payload")
+        transport.island.publish(samples.contribution(sequence=sequence, island="island-0"), b"payload")
     epoch = transport.merger.acquire("00b81fc22d7c", 60.0)
     assert epoch is not None
     transport.merger.announce(epoch, Resume(0, epoch))
