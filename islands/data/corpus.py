@@ -1,7 +1,7 @@
 """Corpora on this machine's disk: where they are, what their files say, and how they are opened.
 
 A corpus is a folder with `text.bin` (its data) and `corpus.json` (its card, which describes the data). The data is
-mapped into memory and never read whole. There are three kinds:
+mapped into memory, and read whole only once, to compare its digest with the card's. There are three kinds:
 
 - Running text holds the bytes of a text.
 - A tokenised text holds the tokens of a text, two bytes each, or four for a large vocabulary. Its folder has a
@@ -29,6 +29,7 @@ from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, Tokens, byte_tokenizer, dtype_of, from_file
+from archipelago.islands.data.verification import is_verified
 
 STDLIB, ENWIK8, DIGITS = "stdlib", "enwik8", "digits"
 #: Corpora that `archipelago prepare` makes by their name alone.
@@ -156,7 +157,8 @@ def open_corpus(name: str) -> OpenCorpus:
     """Open the corpus of that name. `stdlib` is prepared on first use.
 
     Raises:
-        DataError: It is not there (`data.missing`), or its files do not fit each other (`data.damaged`).
+        DataError: It is not there (`data.missing`), its files do not fit each other (`data.damaged`), or its data is
+            not what its card says (`data.altered`).
         ConfigError: No corpus can have that name.
     """
     if not is_prepared(name):
@@ -177,6 +179,13 @@ def open_corpus(name: str) -> OpenCorpus:
         size = (folder / TEXT_FILE).stat().st_size
         if size != card.bytes:
             raise _damaged(folder, f"{TEXT_FILE} holds {size:,} bytes, and {CARD_FILE} says {card.bytes:,}")
+        if not is_verified(folder / TEXT_FILE, card.digest):
+            raise DataError(
+                f"the corpus {name!r} holds other data than it says ({TEXT_FILE} does not have digest {card.digest})",
+                f"Delete {folder}, and run `archipelago prepare` again or copy the folder from a machine where "
+                "`archipelago doctor` accepts it.",
+                code="data.altered",
+            )
         data: Tokens = np.memmap(folder / TEXT_FILE, dtype=dtype_of(card.vocabulary), mode="r")
     except OSError as error:
         raise _damaged(folder, f"{TEXT_FILE} cannot be read: {error.strerror}") from None

@@ -36,6 +36,7 @@ from archipelago.islands.data.corpus import (
 )
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, character_start, dtype_of, pieces, train
+from archipelago.islands.data.verification import record_verified
 
 MINIMUM_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 20
@@ -144,6 +145,7 @@ def create(name: str, fill: Fill, example_bytes: int = 0, vocabulary: int = BYTE
             if vocabulary > BYTES:
                 card = _tokenise(stage, card, vocabulary)
             (stage / CARD_FILE).write_bytes(card_json(card))
+            record_verified(stage / TEXT_FILE, card.digest)
     except OSError as error:
         if card is None or not is_prepared(name):
             raise DataError(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -15,7 +20,7 @@ from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.manifest import Corpus
 from archipelago.islands.creation import require_readable
-from archipelago.islands.data import corpus, preparation, stdlib
+from archipelago.islands.data import corpus, preparation, stdlib, verification
 from tests.failing import failing
 
 LINE = "Ein Boot, zwei Häfen, drei Inseln.\n"
@@ -140,6 +145,63 @@ def test_a_text_of_another_size_is_damaged(tmp_path: Path, data: Path) -> None:
     (data / "mine" / "text.bin").unlink()
     with failing(DataError, "data.damaged"):
         corpus.open_corpus("mine")
+
+
+def test_a_text_of_the_same_size_with_other_bytes_is_refused(tmp_path: Path, data: Path) -> None:
+    preparation.prepare_text(write(tmp_path / "text.txt"), "mine")
+    path = data / "mine" / "text.bin"
+    times = path.stat()
+    middle = path.stat().st_size // 2 + 7
+    with path.open("r+b") as file:
+        file.seek(middle)
+        file.write(b"?")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as after a copy that keeps the times
+    with failing(DataError, "data.altered"):
+        corpus.open_corpus("mine")
+    write(path, TEXT)
+    assert whole(corpus.open_corpus("mine")) == TEXT.encode()
+
+
+def test_a_text_is_read_in_full_only_once(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preparation.prepare_text(write(tmp_path / "text.txt"), "mine")
+    shutil.copytree(data / "mine", data / "copy")
+    write(data / "copy" / "corpus.json", (data / "mine" / "corpus.json").read_text().replace("mine", "copy"))
+    read: list[str] = []
+    digest = verification._digest
+
+    def counted(file: BinaryIO, path: Path, clock: Callable[[], float]) -> str:
+        read.append(path.parent.name)
+        return digest(file, path, clock)
+
+    monkeypatch.setattr(verification, "_digest", counted)
+    for name in ("mine", "copy", "mine", "copy"):
+        corpus.open_corpus(name)
+    assert read == ["copy"]  # the first corpus was hashed when it was written
+    for content in ("", "{}", "[" * 2000, '{"digest": 1}'):
+        write(data / "mine" / verification.RECORD_FILE, content)
+        corpus.open_corpus("mine")
+    assert read == ["copy", *["mine"] * 4]
+
+
+def test_a_folder_that_cannot_be_written_is_verified_at_each_opening(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, content: str) -> None:
+        raise OSError(30, "Read-only file system")
+
+    preparation.prepare_text(write(tmp_path / "text.txt"), "mine")
+    (data / "mine" / verification.RECORD_FILE).unlink()
+    monkeypatch.setattr(verification, "write_atomically", refuse)
+    assert whole(corpus.open_corpus("mine")) == TEXT.encode()
+    assert not (data / "mine" / verification.RECORD_FILE).exists()
+
+
+def test_a_long_verification_shows_its_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "text.bin", bytes(20 << 20))
+    seconds = iter(range(0, 1000, 3))
+    digest = hashlib.blake2b(bytes(20 << 20), digest_size=16).hexdigest()
+    assert verification.is_verified(path, digest, lambda: next(seconds))
+    assert caplog.records
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup, ServerFacts, needed_commands
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.corpus import OpenCorpus, data_folder
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.watch.doctor import checks, estimate, main
 from archipelago.ops.watch.doctor import site as doctor_site
@@ -197,6 +197,11 @@ def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> Non
     assert doctor_site.corpus("small-text", None).code == "corpus.ok"
     other = doctor_site.corpus("small-text", Corpus("small-text", "0" * 32, 7))
     assert (other.code, "00000000" in other.what) == ("corpus.different", True)
+    path = data_folder() / "small-text" / "text.bin"
+    whole = path.read_bytes()
+    path.write_bytes(b"?" + whole[1:])
+    assert doctor_site.corpus("small-text", corpus.identity).code == "corpus.altered"
+    path.write_bytes(whole)
     missing = doctor_site.corpus("nowhere", None)
     assert (missing.code, "small-text" in missing.what) == ("corpus.missing", True)
     assert doctor_site.corpus("digits", None).code == "corpus.ok"  # `prepare digits` makes this corpus.
