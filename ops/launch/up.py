@@ -23,9 +23,11 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.merger.storage import MergerFolder
+from archipelago.ops.launch.administration import ADMIN_FILE
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable
-from archipelago.ops.launch.session import RedisSupervisor, Session, SessionOptions
+from archipelago.ops.launch.open_run import OpenRun, administrator_at, opening_of
+from archipelago.ops.launch.session import RedisSupervisor, Session, SessionOptions, island_name
 from archipelago.ops.launch.standbys import require_standbys
 from archipelago.ops.plots import can_draw
 from archipelago.ops.settings import say, to_toml
@@ -44,6 +46,10 @@ class UpOptions(WorkerOptions):
 
     url: Annotated[str | None, tyro.conf.Positional] = None
     """a Redis that is already running; without one, `up` starts its own on loopback"""
+    open_: Annotated[bool, tyro.conf.arg(name="open")] = False
+    """let other machines join: the Redis of `up` then talks TLS, and everyone needs an invitation (`invite`)"""
+    host: str | None = None
+    """with --open: an address of this machine to listen at, or the name under which others reach it; default: all"""
     run: str = "demo"
     """name of the run and of its folder"""
     islands: int = 3
@@ -95,16 +101,21 @@ def main(options: UpOptions) -> int:
     # Nothing has been started or written before this line.
     stopped = stop_on_signals()
     with ExitStack() as stack:
-        server, url = _server(options.url, folder, stack)
-        transport = connect(url, name)
+        server, url = _server(options, folder, stack)
+        invited = administrator_at(server, name, folder) if server and server.opening else None
+        transport = connect(url, name, invited)
         stack.callback(transport.close)
+        opened = OpenRun(transport, server, folder) if server and server.opening else None
+        if opened:
+            opened.begin()
         manifest, created = _find_or_create(transport, config, folder, options)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.toml", to_toml(config))
         _greet(manifest, created, server, url, folder)
+        joins = opened.invite_ours(island_name(number) for number in range(options.islands)) if opened else {}
         described = server.describe() if server else redacted(url)
         redis = RedisSupervisor(server, stack) if server else None
-        session = Session(options.session(), manifest, transport, url, folder, stopped, redis)
+        session = Session(options.session(), manifest, transport, url, folder, stopped, redis, joins)
         finished = session.train()
         report = session.report(described, with_comparison=finished and options.one_process)
     if session.seconds or run_summary.read(folder) is None:
@@ -122,6 +133,7 @@ def _require_sensible(options: UpOptions) -> None:
             f"--islands cannot be {options.islands}", f"Choose 1 to {ISLANDS_MAX}.", code="config.islands"
         )
     require_standbys(options.standbys)
+    _require_openable(options)
     if not options.evaluate_every > 0:
         raise ConfigError(
             f"--evaluate-every cannot be {options.evaluate_every}",
@@ -137,6 +149,23 @@ def _require_sensible(options: UpOptions) -> None:
         )
 
 
+def _require_openable(options: UpOptions) -> None:
+    if options.open_ and options.url:
+        raise ConfigError(
+            "--open starts a Redis of its own, so it takes no URL",
+            "Leave out one of them. With a URL, `archipelago invite` gives others their access.",
+            code="up.open-with-url",
+        )
+    if options.host is not None and not options.open_:
+        raise ConfigError("--host needs --open", "Give both, or neither.", code="up.host-without-open")
+    if not options.open_ and not options.url and (options.folder / options.run / ADMIN_FILE).exists():
+        raise ConfigError(
+            f"the members of the run {options.run!r} have invitations, and its Redis is open to them",
+            f"Continue it with `archipelago up --open --run {options.run}`.",
+            code="up.was-open",
+        )
+
+
 def _find_or_create(transport: Transport, config: RunConfig, folder: Path, options: UpOptions) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether it was created now. Checkpoints of a run are never overwritten."""
     kept = MergerFolder(folder / "merger")
@@ -148,10 +177,11 @@ def _find_or_create(transport: Transport, config: RunConfig, folder: Path, optio
     return create(transport, config, options.from_)
 
 
-def _server(url: str | None, folder: Path, stack: ExitStack) -> tuple[Server | None, str]:
-    if url:
-        return None, url
-    server = stack.enter_context(start_server(folder / "redis"))
+def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[Server | None, str]:
+    if options.url:
+        return None, options.url
+    opening = opening_of(options.host) if options.open_ else None
+    server = stack.enter_context(start_server(folder / "redis", opening=opening))
     return server, server.url
 
 
@@ -160,10 +190,18 @@ def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, f
         f"({manifest.config.model.size}) in {len(manifest.fragments)} fragments, corpus {manifest.corpus.name} "
         f"({manifest.corpus.bytes:,} bytes)")  # fmt: skip
     say(f"  redis   {server.describe() if server else redacted(url)}")
-    if server and not as_json():  # The password belongs on a terminal, not into collected logs.
+    if server and server.opening:
+        say(f"  invite  archipelago invite NAME --role island --run {manifest.run}{_in(folder)}   (makes a join file)")
+        say(f"  watch   archipelago status {folder / ADMIN_FILE}")
+    elif server and not as_json():  # The password belongs on a terminal, not into collected logs.
         say(f"  inspect {server.cli_hint()}")
         say(f"  join    archipelago island '{url}' --run {manifest.run}")
     say(f"  folder  {folder}/ (logs, config.toml, report)")
+
+
+def _in(folder: Path) -> str:
+    """Return the flag with which `invite` finds the folder, if it needs one."""
+    return "" if folder.parent == Path("runs") else f" --folder {folder.parent}"
 
 
 def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpOptions) -> None:

@@ -114,7 +114,9 @@ def _of_own_server(folder: Path) -> dict[str, Any]:
             try:
                 url = stack.enter_context(start_server(folder / "redis")).url
             except BrokerError as error:
-                raise BrokerError(error.what, "If it runs, give the URL of its Redis, which `up` prints.") from None
+                raise BrokerError(
+                    error.what, "If it runs, give the URL of its Redis, which `up` prints, or its file admin.join."
+                ) from None
         transport = connect(url, folder.resolve().name)
         stack.callback(transport.close)
         return of_watch(Watcher(transport, transport.reader.manifest()))
