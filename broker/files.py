@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,34 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = READABLE) 
         stage.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def exposure(folder: Path) -> str:
+    """Make a folder private to this user, creating it if necessary. Return why that is impossible; empty if it is not.
+
+    A folder that others could write to may hold their files already, so taking away their rights is not enough.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if fault := _fault_of(folder.stat()):
+            return fault
+        # Whoever can replace an entry of a parent can replace the folder.
+        for parent in folder.resolve().parents:
+            status = parent.stat()
+            if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+                return f"lies in {parent}, which every user can change"
+        folder.chmod(0o700)
+    except OSError as error:
+        return f"cannot be used ({error.strerror})"
+    return ""
+
+
+def _fault_of(status: os.stat_result) -> str:
+    if status.st_uid != os.getuid():
+        return "belongs to another user"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written to by other users"
+    return ""
 
 
 def sync(path: Path) -> None:

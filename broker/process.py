@@ -21,12 +21,14 @@ import tyro
 
 from archipelago.broker import invitation as invitations
 from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError
+from archipelago.broker.files import exposure
 from archipelago.broker.invitation import Invitation, Role
 from archipelago.broker.observe import logs
 from archipelago.broker.redis.transport import RedisTransport, connect
 
 URL_VARIABLE = "ARCHIPELAGO_URL"
 RUN_VARIABLE = "ARCHIPELAGO_RUN"
+CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 #: The pause before a failed call is repeated.
 PAUSE_SECONDS = 0.5
 #: Parameters of mallopt, from glibc's malloc.h.
@@ -74,27 +76,21 @@ def keep_compiled() -> None:
     """Let JAX cache compiled programs on disk, so that a restarted worker is ready within seconds.
 
     Call this before JAX is imported, because JAX reads these variables then. Cached programs are code, so a folder
-    that other users can write to is not used.
+    that another user owns or can write to is not used, even if JAX_COMPILATION_CACHE_DIR names it.
     """
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = platformdirs.user_cache_path("archipelago") / "jax"
-        if not _is_private(folder):
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen is None or "://" not in chosen:  # a bucket has rights of its own
+        folder = Path(chosen) if chosen else platformdirs.user_cache_path("archipelago") / "jax"
+        if fault := exposure(folder):
+            log.warning(
+                "compiled programs are not cached: %s %s. Delete it, or set %s to a folder of your own.",
+                folder, fault, CACHE_VARIABLE,
+            )  # fmt: skip
+            os.environ.pop(CACHE_VARIABLE, None)
             return
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+        os.environ[CACHE_VARIABLE] = str(folder)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-
-
-def _is_private(folder: Path) -> bool:
-    """Create the folder if necessary, and return whether this user owns it and no other user can enter it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid == os.getuid():
-            folder.chmod(0o700)
-            return True
-    except OSError as error:
-        log.debug("compiled programs are not cached: %s", error)
-    return False
 
 
 def keep_freed_memory() -> None:

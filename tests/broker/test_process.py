@@ -1,13 +1,16 @@
-"""A starting worker waits for its Redis."""
+"""A starting worker waits for its Redis, and caches compiled programs in a private folder only."""
 
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
+import platformdirs
 import pytest
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
-from archipelago.broker.process import PAUSE_SECONDS, AwaitedRun, Patience
+from archipelago.broker.process import CACHE_VARIABLE, PAUSE_SECONDS, AwaitedRun, Patience, keep_compiled
 from tests.failing import failing
 
 
@@ -78,3 +81,63 @@ def test_an_error_that_waiting_cannot_fix_is_raised_at_once(error: BrokerError) 
 def test_wait_seconds_must_be_finite_and_not_negative(seconds: float) -> None:
     with failing(ConfigError, "config.wait-seconds"):
         AwaitedRun(wait_seconds=seconds).patience(lambda: False)
+
+
+# -- the cache of compiled programs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    return tmp_path / "archipelago" / "jax"
+
+
+def test_a_new_cache_folder_is_private(cache: Path) -> None:
+    keep_compiled()
+    assert os.environ[CACHE_VARIABLE] == str(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_folder_that_others_can_read_becomes_private(cache: Path) -> None:
+    cache.mkdir(parents=True, mode=0o755)
+    keep_compiled()
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
+def test_a_cache_folder_that_others_can_write_to_is_not_used(
+    cache: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(mode)
+    keep_compiled()
+    assert CACHE_VARIABLE not in os.environ
+    assert len(caplog.records) == 1
+
+
+def test_a_cache_folder_that_the_user_chose_is_checked_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    keep_compiled()
+    assert CACHE_VARIABLE not in os.environ
+    monkeypatch.setenv(CACHE_VARIABLE, "gs://bucket/programs")
+    keep_compiled()
+    assert os.environ[CACHE_VARIABLE] == "gs://bucket/programs"
+
+
+def test_a_cache_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = cache.parent / "elsewhere"
+    elsewhere.mkdir(parents=True)
+    cache.symlink_to(elsewhere)
+    monkeypatch.setattr(os, "getuid", lambda: elsewhere.stat().st_uid + 1)
+    keep_compiled()
+    assert CACHE_VARIABLE not in os.environ
+
+
+def test_a_cache_folder_that_others_can_replace_is_not_used(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.parent.chmod(0o777)
+    keep_compiled()
+    assert CACHE_VARIABLE not in os.environ
