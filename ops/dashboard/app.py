@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -24,6 +23,7 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.actions import sentence, stamped
 from archipelago.ops.dashboard.assets import FILES, PAGE, chart_library
+from archipelago.ops.dashboard.hosts import HostCheck
 from archipelago.ops.dashboard.watcher import Board, Watcher, to_json
 
 BODY_BYTES_MAX = 1 << 16
@@ -44,7 +44,7 @@ def application(
     token: str,
     wall: Callable[[], float] = time.time,
     clock: Callable[[], float] = time.monotonic,
-    hosts: Sequence[str] = ("*",),
+    names: Collection[str] = ("localhost",),
 ) -> Starlette:
     """Return the web application.
 
@@ -53,8 +53,8 @@ def application(
         token: The token that changes need.
         wall: Unix seconds.
         clock: Monotonic seconds.
-        hosts: Host names that requests may carry. Other names are refused, so a page of another site whose name
-            resolves to this machine cannot read the dashboard.
+        names: Host names that requests may carry, beside addresses. Other names are refused, so a page of another
+            site whose name resolves to this machine cannot read the dashboard.
     """
     service = _Service(watch, token, wall, clock)
     library = chart_library()
@@ -69,7 +69,7 @@ def application(
         Route("/api/events", service.events),
         Route("/api/steer", service.steer, methods=["POST"]),
     ]
-    named = Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    named = Middleware(HostCheck, names=names)
     return Starlette(routes=routes, middleware=[named, Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)])
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.settings import say
 
-LOOPBACK = ("127.0.0.1", "localhost")
 TOKEN_VARIABLE = "ARCHIPELAGO_TOKEN"  # noqa: S105 - only its name
 STOP_SECONDS = 5
 
@@ -36,6 +35,8 @@ class DashOptions(RunAddress):
 
     host: str = "127.0.0.1"
     """address to listen on; 0.0.0.0 shows the run to everyone who can reach this machine"""
+    name: tuple[str, ...] = ()
+    """more host names under which browsers reach the page, such as that of a proxy; other names are refused"""
     port: int = 8765
     """port to listen on; 0 takes a free one"""
     token: str | None = None
@@ -66,7 +67,7 @@ def main(options: DashOptions) -> int:
             else:
                 say("\n".join(paths))
             return 0
-        with serving(watch, token, options.host, options.port) as address:
+        with serving(watch, token, options.host, options.port, options.name) as address:
             _greet(watch.manifest.run, address, token, options)
             while not stopped():
                 time.sleep(0.1)
@@ -103,13 +104,22 @@ def _has_screen() -> bool:
 
 
 @contextmanager
-def serving(watch: Watcher, token: str, host: str, port: int) -> Iterator[str]:
-    """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError."""
+def serving(watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = ()) -> Iterator[str]:
+    """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError.
+
+    Args:
+        watch: The watcher that reads the run.
+        token: The token that changes need.
+        host: The address or name to listen on.
+        port: The port to listen on; 0 takes a free one.
+        names: Host names that requests may carry, beside this machine's own names and addresses.
+    """
     import uvicorn
 
     from archipelago.ops.dashboard.app import application
+    from archipelago.ops.dashboard.hosts import own_names
 
-    app = application(watch, token, hosts=LOOPBACK if host in LOOPBACK else ("*",))
+    app = application(watch, token, names=own_names(host).union(names))
     with _listening(host, port) as listener:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,

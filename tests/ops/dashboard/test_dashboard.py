@@ -104,7 +104,7 @@ def watch(transport: MemoryTransport, clock: Clock) -> Watcher:
 @pytest.fixture
 def client(watch: Watcher, clock: Clock) -> Iterator[TestClient]:
     watch.update()
-    with TestClient(application(watch, TOKEN, clock, clock)) as found:
+    with TestClient(application(watch, TOKEN, clock, clock), "http://localhost") as found:
         yield found
 
 
@@ -137,13 +137,27 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
 
 def test_a_foreign_host_name_is_refused(watch: Watcher, clock: Clock) -> None:
     """Otherwise a page of that site could read the dashboard from its visitor's machine."""
-    with TestClient(application(watch, TOKEN, clock, clock, hosts=("127.0.0.1", "localhost"))) as client:
-        answers = [client.get("/api/view", headers={"host": f"{host}:8765"}) for host in ("localhost", "evil.example")]
-    assert [answer.status_code for answer in answers] == [200, 400]
+    hosts = {
+        "localhost:8765": 200, "127.0.0.1": 200, "[::1]:8765": 200, "192.0.2.7:8765": 200, "Dash.Example:80": 200,
+        "evil.example:8765": 400, "localhost.evil.example": 400, "127.0.0.1.evil.example": 400, "": 400, "[": 400,
+    }  # fmt: skip
+    with TestClient(application(watch, TOKEN, clock, clock, names=("localhost", "dash.example"))) as client:
+        answers = {host: client.get("/api/view", headers={"host": host}).status_code for host in hosts}
+    assert answers == hosts
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - the test is about this address
+def test_a_foreign_host_name_is_refused_on_every_address(watch: Watcher, host: str) -> None:
+    with serving(watch, TOKEN, host, 0, ["dash.example"]) as address:
+        port = int(address.rpartition(":")[2])
+        for name, status in (("127.0.0.1", 200), ("dash.example", 200), ("evil.example", 400)):
+            with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+                connection.request("GET", "/healthz", headers={"Host": name})
+                assert connection.getresponse().status == status
 
 
 def test_the_page_before_the_first_reading(watch: Watcher, clock: Clock) -> None:
-    with TestClient(application(watch, TOKEN, clock, clock)) as client:
+    with TestClient(application(watch, TOKEN, clock, clock), "http://localhost") as client:
         assert client.get("/api/view").json() == {"page": None, "charts": None, "fault": None}
 
 
@@ -181,7 +195,7 @@ def test_metrics_are_those_of_the_view(client: TestClient, watch: Watcher, trans
 
 
 def test_there_are_no_metrics_before_the_first_reading(watch: Watcher, clock: Clock) -> None:
-    with TestClient(application(watch, TOKEN, clock, clock)) as client:
+    with TestClient(application(watch, TOKEN, clock, clock), "http://localhost") as client:
         assert client.get("/metrics").status_code == 503
 
 
