@@ -25,11 +25,15 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,6
 #: The largest count. Counters stay there instead of growing past it.
 COUNT_MAX = 1 << 62
 Count = Annotated[int, Ge(0), Le(COUNT_MAX)]
+#: Inner steps, which a device counts in 32 bits.
+Steps = Annotated[int, Ge(0), Le((1 << 31) - 1)]
 Seconds = Annotated[float, Ge(0.0), Le(1e9)]
 UnixSeconds = Annotated[float, Ge(0.0), Le(1e12)]
 Text = Annotated[str, MaxLen(512)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 _CONFIG = ConfigDict(extra="ignore")
+#: The longest text of the identities that a round merges, in characters. The merger admits no more to one round.
+MERGED_MAX = 1 << 16
 #: The longest text of a note, in characters.
 NOTE_MAX = 500
 
@@ -81,8 +85,8 @@ class Contribution(Identified):
     fragment: Count
     base: Count
     tokens: Annotated[int, Ge(1), Le(1 << 53)]
-    steps: Annotated[int, Ge(1), Le(1 << 53)]
-    global_step: Count
+    steps: Annotated[int, Ge(1), Le((1 << 31) - 1)]
+    global_step: Steps
     loss: Measure
     step_seconds: Seconds
     farewell: bool
@@ -124,11 +128,11 @@ class Snapshot:
     round: Count
     fragment: Count
     version: Count
-    step: Count
+    step: Steps
     codec: Name
     bytes: Count
     digest: Digest
-    merged: Annotated[str, MaxLen(65536)]
+    merged: Annotated[str, MaxLen(MERGED_MAX)]
     held: Annotated[str, MaxLen(32)] = ""
     difference_bytes: Count = 0
 
@@ -232,7 +236,7 @@ class Heartbeat:
     pid: Count
     device: Text
     steps: Count
-    global_step: Count
+    global_step: Steps
     tokens: Count
     tokens_per_second: Measure
     step_seconds: Seconds
@@ -266,7 +270,9 @@ class Presence:
     @property
     def is_live(self) -> bool:
         """Whether the heartbeat is recent, and the island has not left."""
-        return self.age_seconds < LIVE_SECONDS and self.heartbeat.state in ("joining", "training", "leaving")
+        # A negative age means that the heartbeat was written with a longer life than islands give it.
+        is_recent = 0.0 <= self.age_seconds < LIVE_SECONDS
+        return is_recent and self.heartbeat.state in ("joining", "training", "leaving")
 
     @property
     def is_training(self) -> bool:
@@ -280,9 +286,12 @@ class Member(Identified):
 
     Attributes:
         weight: The contribution's share of the round. The weights of a round sum to one.
+        tokens: The tokens that it counts for: those that it claims, or fewer (`merger.claims`).
+        steps: The inner steps that it counts for, likewise.
         clip: The factor by which clipping scaled the contribution; 1 if it was not clipped.
         entry: The entry that holds its fields and payload until a checkpoint covers them, as `NAME/ID`: the island
             whose updates stream it is in, and its id there.
+        data: The places to which it moves the cursors of shards.
     """
 
     __pydantic_config__ = _CONFIG
@@ -297,6 +306,7 @@ class Member(Identified):
     steps: Count
     loss: Measure
     entry: Annotated[str, MaxLen(ENTRY_MAX)] = ""
+    data: Annotated[str, MaxLen(4096)] = ""
 
 
 @dataclass(frozen=True)

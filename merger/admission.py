@@ -7,26 +7,29 @@ downloaded. `Inbox` applies it to what arrives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution, Refusal
+from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
 from archipelago.broker.transport import Delivery, MergerTransport
-from archipelago.merger.round_merge import Addend, RoundMerge, RoundSum
+from archipelago.merger import claims
+from archipelago.merger.round_merge import WAITING_MAX, RoundMerge, RoundSum
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import EXPELLED
 
-#: An island may train batches that are larger than the run's by this factor, because weights grow with tokens squared.
-TOKENS_PER_STEP_MAX = 64
 #: A contribution may be ahead of the last closed round by this many times the number of fragments.
 ROUNDS_AHEAD_MAX = 2
 REASON_CHARACTERS_MAX = 500
+#: How many refusals of one batch are logged one by one.
+LOGGED_MAX = 20
 
 log = logging.getLogger(__name__)
+#: Returns a contribution with the claims that the merger believes, and the names of those that it lowered.
+Bounded = Callable[[Contribution], tuple[Contribution, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         return Reason("ahead", f"round {c.round} is far ahead of round {closed}, the last one closed")
     if c.base > version:
         return Reason("base", f"measured from version {c.base}, which does not exist yet (now {version})")
-    if c.tokens > c.steps * config.tokens_per_step * TOKENS_PER_STEP_MAX:
-        return Reason("tokens", f"{c.tokens} tokens in {c.steps} steps are impossible")
+    if found := claims.contradiction(c, config):
+        return Reason(*found)
     if c.codec not in (config.wire.up, config.wire.thin):
         return Reason("codec", f"this run does not use codec {c.codec[:32]!r}")
     if fault := _fault_of_places(c.data, config.data.shards):
@@ -80,6 +83,29 @@ def _fault_of_places(data: str, shards: int) -> str:
     return f"shard {beyond[0]} of {shards} does not exist" if beyond else ""
 
 
+@dataclass
+class Room:
+    """How much of the room in a fragment's next round is taken, so that its messages stay within their limits.
+
+    Attributes:
+        characters: The length of the members' identities in the snapshot's event.
+        islands: How many contributions of each island wait.
+    """
+
+    characters: int = 0
+    islands: Counter[str] = field(default_factory=Counter)
+
+    def fits(self, contribution: Contribution) -> bool:
+        """Return whether one more contribution fits."""
+        length = len(contribution.identity_text) + 1
+        return self.characters + length <= MERGED_MAX and self.islands[contribution.island] < WAITING_MAX
+
+    def put(self, contribution: Contribution) -> None:
+        """Take the room of one contribution."""
+        self.characters += len(contribution.identity_text) + 1
+        self.islands[contribution.island] += 1
+
+
 class Inbox:
     """The contributions that wait for their rounds, as one sum for each fragment.
 
@@ -87,26 +113,42 @@ class Inbox:
         transport: The connection to the run.
         rules: How rounds are merged.
         is_expelled: Whether the operator has expelled an island.
+        bounded: Returns a contribution with the claims that the merger believes, and which ones it lowered.
     """
 
-    def __init__(self, transport: MergerTransport, rules: RoundMerge, is_expelled: Callable[[str], bool]) -> None:
+    def __init__(
+        self, transport: MergerTransport, rules: RoundMerge, is_expelled: Callable[[str], bool], bounded: Bounded
+    ) -> None:
         self.transport, self.rules = transport, rules
         #: How many contributions this process has refused.
         self.refused = 0
-        self._is_expelled = is_expelled
+        #: How many contributions this process has refused or lowered, by code.
+        self.codes: Counter[str] = Counter()
+        self._is_expelled, self._bounded = is_expelled, bounded
+        self._shard_sequences = claims.shard_sequences(rules.manifest)
         self._sums: dict[int, RoundSum] = {}
+        self._rooms: dict[int, Room] = {}
+        self._identities: set[tuple[str, str, int]] = set()
+        self._entries: dict[str, None] = {}  # in the order of arrival
+        self._refusals: list[tuple[str, Refusal]] = []
 
     def clear(self) -> None:
         """Drop all waiting contributions."""
-        self._sums.clear()
+        self._refusals.clear()
+        for p in list(self._sums):
+            self._drop(p)
 
-    def addends(self) -> Iterator[Addend]:
-        """Yield all waiting contributions."""
-        return chain.from_iterable(round_sum.addends for round_sum in self._sums.values())
+    def __len__(self) -> int:
+        """Return the number of waiting contributions."""
+        return len(self._entries)
+
+    def __contains__(self, entry: str) -> bool:
+        """Return whether the contribution in that stream entry waits."""
+        return entry in self._entries
 
     def entries(self) -> list[str]:
         """Return the stream entries of all waiting contributions."""
-        return [addend.entry for addend in self.addends()]
+        return list(self._entries)
 
     def waiting_fragments(self) -> set[int]:
         """Return the fragments that contributions wait for."""
@@ -120,80 +162,128 @@ class Inbox:
         """
         mixed = [p for p, s in self._sums.items() if any(self._is_expelled(a.contribution.island) for a in s.addends)]
         for p in mixed:
-            del self._sums[p]
+            self._drop(p)
         return bool(mixed)
 
     def take(self, p: int, fragments: Sequence[FragmentState], closed: int) -> RoundSum:
         """Remove and return the sum of the fragment's next round."""
         found = self._sum(p, fragments, closed)
-        del self._sums[p]
+        self._drop(p)
         return found
 
     def receive(
-        self, delivery: Delivery, state: RunState, fragments: Sequence[FragmentState], epoch: int
-    ) -> Contribution | None:
-        """Add a contribution to its sum, or refuse it.
+        self, deliveries: Iterable[Delivery], state: RunState, fragments: Sequence[FragmentState], epoch: int
+    ) -> Iterator[Contribution]:
+        """Add contributions to their sums, and refuse the others together.
 
-        Returns:
-            The contribution when it was added.
+        Yields:
+            Each contribution that was added, with the claims that the merger believes.
         """
-        contribution = delivery.contribution
-        if contribution is None or delivery.fault:
-            self._refuse(delivery, Reason("unreadable", delivery.fault), state, epoch)
+        for delivery in deliveries:
+            reason = self._reason(delivery, state)
+            if reason is None and delivery.entry not in self._entries:
+                added = self._add(delivery, state, fragments)
+                if isinstance(added, Contribution):
+                    yield added
+                    continue
+                reason = added
+            if reason is not None:  # else a recreated consumer group delivered it again; it waits already
+                self._refuse(delivery, reason, state)
+        self._flush(epoch)
+
+    def _reason(self, delivery: Delivery, state: RunState) -> Reason | None:
+        """Return why a delivery is refused, as far as its header tells."""
+        c = delivery.contribution
+        if c is None or delivery.fault:
+            return Reason("unreadable", delivery.fault)
+        if delivery.entry in self._entries:
             return None
-        if delivery.entry in self.entries():
-            return None  # a recreated consumer group delivered it again; it waits already
-        if state.has_seen(contribution.identity) or self._is_waiting(contribution.identity):
-            self._refuse(delivery, Reason("repeat", "a repeat of a contribution that was taken already"), state, epoch)
-            return None
-        reason = self._reason(contribution, state.closed)
-        if reason is None:
-            delivery = delivery.with_payload()
-            if delivery.fault:
-                self._refuse(delivery, Reason("unreadable", delivery.fault), state, epoch)
-                return None
-            reason = self._add(delivery, contribution, state.closed, fragments)
-        if reason is None:
-            return contribution
-        self._refuse(delivery, reason, state, epoch)
-        state.see(contribution.identity)
+        if delivery.sender != c.island:
+            return Reason("sender", f"{delivery.sender} sent it in the name of {c.island}")
+        if state.has_seen(c.identity) or c.identity in self._identities:
+            return Reason("repeat", "a repeat of a contribution that was taken already")
+        if self._is_expelled(c.island):
+            return Reason("expelled", EXPELLED)
+        if reason := reason_to_refuse(c, self.rules.manifest, state.closed):
+            return reason
+        if not self._rooms.get(c.fragment, Room()).fits(c):
+            return Reason("full", f"too many contributions wait for the next round of fragment {c.fragment}")
         return None
 
-    def _reason(self, contribution: Contribution, closed: int) -> Reason | None:
-        if self._is_expelled(contribution.island):
-            return Reason("expelled", EXPELLED)
-        return reason_to_refuse(contribution, self.rules.manifest, closed)
-
-    def _add(
-        self, delivery: Delivery, contribution: Contribution, closed: int, fragments: Sequence[FragmentState]
-    ) -> Reason | None:
+    def _add(self, delivery: Delivery, state: RunState, fragments: Sequence[FragmentState]) -> Contribution | Reason:
+        """Add a contribution to its sum, and return it as it was added, or why its payload is refused."""
+        delivery = delivery.with_payload()
+        if delivery.contribution is None or delivery.fault:
+            return Reason("unreadable", delivery.fault)
+        believed, lowered = self._believed(delivery.contribution, state)
+        p = believed.fragment
         try:
-            self.rules.add(self._sum(contribution.fragment, fragments, closed), delivery)
+            self.rules.add(self._sum(p, fragments, state.closed), replace(delivery, contribution=believed))
         except WireError as error:
             return Reason(error.code, error.reason)
-        return None
+        self._rooms.setdefault(p, Room()).put(believed)
+        self._identities.add(believed.identity)
+        self._entries[delivery.entry] = None
+        self.note_lowered(believed, lowered, state)
+        return believed
+
+    def _believed(self, c: Contribution, state: RunState) -> tuple[Contribution, list[str]]:
+        bounded, lowered = self._bounded(c)
+        data = claims.believed_data(bounded, state.cursors, self.rules.manifest.config, self._shard_sequences)
+        return replace(bounded, data=data), lowered + (["data"] if data != " ".join(c.data.split()) else [])
+
+    def note_lowered(self, c: Contribution, lowered: Sequence[str], state: RunState) -> None:
+        """Count and log claims of a contribution that the merger lowered."""
+        for name in lowered:
+            code = f"claims.{name}"
+            state.count(code)
+            self.codes[code] += 1
+            if self.codes[code] <= LOGGED_MAX or self.codes[code] % 1000 == 0:
+                text = "%s claims more %s in round %s than it can have done, so the merger counts less"
+                log.warning(text, c.island, name, c.round, extra={"round": c.round, "code": code})
 
     def _sum(self, p: int, fragments: Sequence[FragmentState], closed: int) -> RoundSum:
         if p not in self._sums:
             self._sums[p] = self.rules.begin(p, fragments[p], version_after(closed, p, len(fragments)))
         return self._sums[p]
 
-    def _is_waiting(self, identity: tuple[str, str, int]) -> bool:
-        return any(addend.contribution.identity == identity for addend in self.addends())
+    def _drop(self, p: int) -> None:
+        """Forget the sum of a fragment's next round."""
+        self._rooms.pop(p, None)
+        for addend in self._sums.pop(p).addends:
+            self._identities.discard(addend.contribution.identity)
+            self._entries.pop(addend.entry, None)
 
-    def _refuse(self, delivery: Delivery, reason: Reason, state: RunState, epoch: int) -> None:
+    # -- refusals -----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, delivery: Delivery, reason: Reason, state: RunState) -> None:
+        """Note a refusal, which `_flush` sends. A repeat or a forgery does not mark the island's own contribution."""
         c, text, repeat = delivery.contribution, reason.text[:REASON_CHARACTERS_MAX], reason.code == "repeat"
-        if c is None:
+        if c is None or reason.code == "sender":
             refusal = Refusal(delivery.sender, "?", 0, 0, 0, 0, text, repeat)
         else:
             decided = repeat and state.has_seen(c.identity)
-            refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, text, repeat, decided)
-        log.warning(
-            "refused a contribution of %s to round %s: %s",
-            refusal.island,
-            refusal.round,
-            reason.text,
-            extra={"round": refusal.round, "code": f"refused.{reason.code}"},
-        )
-        self.transport.merger.refuse(epoch, [(delivery.entry, refusal)])
+            tokens = claims.refused_tokens(c, self.rules.manifest.config)
+            refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, tokens, text, repeat, decided)
+            if reason.code not in ("repeat", "unreadable"):
+                state.see(c.identity)
+        state.count(reason.code)
+        self.codes[reason.code] += 1
+        if len(self._refusals) < LOGGED_MAX:
+            log.warning(
+                "refused a contribution of %s to round %s: %s",
+                refusal.island,
+                refusal.round,
+                reason.text,
+                extra={"round": refusal.round, "code": f"refused.{reason.code}"},
+            )
+        self._refusals.append((delivery.entry, refusal))
         self.refused += 1
+
+    def _flush(self, epoch: int) -> None:
+        """Send the refusals in one call."""
+        refusals, self._refusals = self._refusals, []
+        if len(refusals) > LOGGED_MAX:
+            log.warning("refused %s more contributions", len(refusals) - LOGGED_MAX, extra={"code": "refused.more"})
+        if refusals:
+            self.transport.merger.refuse(epoch, refusals)

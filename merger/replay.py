@@ -8,13 +8,13 @@ islands, and the operator's changes. The weights, clip factors and the outer ste
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
 from archipelago.broker import control
 from archipelago.broker.errors import ArchipelagoError, WireError
-from archipelago.broker.messages import TapeEntry
+from archipelago.broker.messages import Member, TapeEntry
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of
 from archipelago.merger.round_merge import MergedRound, RoundMerge, RoundSum
@@ -25,7 +25,8 @@ class DifferenceError(ArchipelagoError):
     """A replayed round differs from the tape. `what` names the first difference.
 
     The codes are `replay.round` and `replay.fragment` (the entry is not of the run's next round), `replay.steering`,
-    `replay.contribution` (one cannot be read), and `replay.members`, `replay.member`, `replay.gain`, `replay.digest`.
+    `replay.contribution` (one cannot be read), and `replay.members`, `replay.member`, `replay.gain`, `replay.digest`,
+    `replay.step`.
     """
 
     code = "replay"
@@ -57,7 +58,9 @@ def replay_round(
             f"{where}: a contribution cannot be read ({error.reason})", code="replay.contribution"
         ) from None
     require_same(tape, merged)
-    rules.advance(state, tape.round, merged, round_sum)
+    if not state.step <= tape.step <= max([state.step, *(a.contribution.global_step for a in round_sum.addends)]):
+        raise DifferenceError(f"{where}: no member explains step {tape.step}", code="replay.step")
+    rules.advance(state, tape.round, tape.step, merged, round_sum)
     return merged.state
 
 
@@ -78,9 +81,17 @@ def merge_recorded(
     places = {member.identity_text: place for place, member in enumerate(tape.members)}
     known = [(places.get(d.contribution.identity_text, len(places)) if d.contribution else -1, d) for d in deliveries]
     round_sum = rules.begin(tape.fragment, fragment, tape.version - 1)
-    for _, delivery in sorted(known, key=lambda each: each[0]):
-        rules.add(round_sum, delivery)
+    for place, delivery in sorted(known, key=lambda each: each[0]):
+        is_on_tape = 0 <= place < len(places)
+        rules.add(round_sum, as_merged(delivery, tape.members[place]) if is_on_tape else delivery)
     return rules.close(fragment, state, round_sum, tape.live), round_sum
+
+
+def as_merged(delivery: Delivery, member: Member) -> Delivery:
+    """Return a delivery with the claims that the merger believed (`merger.claims`), which the tape records."""
+    assert delivery.contribution is not None  # noqa: S101 - only readable contributions are merged
+    believed = replace(delivery.contribution, tokens=member.tokens, steps=member.steps, data=member.data)
+    return replace(delivery, contribution=believed)
 
 
 def require_same(tape: TapeEntry, merged: MergedRound) -> None:

@@ -244,12 +244,12 @@ class RoundMerge:
             scores=state.scores,
         )
 
-    def advance(self, state: RunState, number: int, merged: MergedRound, round_sum: RoundSum) -> None:
-        """Advance the run's state by a merged round, except its timings, which come from clocks."""
+    def advance(self, state: RunState, number: int, step: int, merged: MergedRound, round_sum: RoundSum) -> None:
+        """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
         p = self.manifest.fragment_of(number)
         state.staleness, state.norms[p] = merged.staleness, merged.state.norms
         state.scores = dict(merged.scores)
-        state.after_round(number, [addend.contribution for addend in round_sum.addends])
+        state.after_round(number, step, [addend.contribution for addend in round_sum.addends])
 
 
 def merge_round(
@@ -339,6 +339,7 @@ def _member(addend: Addend, version: int, share: float) -> Member:
         steps=contribution.steps,
         loss=contribution.loss,
         entry=addend.entry,
+        data=contribution.data,
     )
 
 

@@ -7,6 +7,7 @@ contributions that departing islands sent ahead.
 
 The grace window follows Decoupled DiLoCo (arXiv 2604.21428), Eq. 3: slack = τ·T_step − (T_quorum + T_sync), and
 grace ≤ γ·slack. T_step is the time of one stride (H/P inner steps) of the fastest live island. Times are in seconds.
+Islands report their step times, and `merger.claims` decides which reports are believed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.state import RoundTiming, RunState
+from archipelago.merger.claims import believed_step_seconds
+from archipelago.merger.state import RoundTiming, RunState, put_bounded
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,12 @@ class Rounds:
         config: When rounds close.
         fragments: P, the number of fragments.
         state: The run as last committed. It owns the number of the last closed round.
+        seen_seconds: The step times of islands as the merger saw them (`merger.claims.Accounts.seen`).
     """
 
-    def __init__(self, config: SyncConfig, fragments: int, state: RunState) -> None:
+    def __init__(
+        self, config: SyncConfig, fragments: int, state: RunState, seen_seconds: Mapping[str, float] | None = None
+    ) -> None:
         self.config = config
         self.fragments = fragments
         self.window = min(config.window, fragments)  # two open rounds never share a fragment
@@ -77,7 +82,8 @@ class Rounds:
         self._state = state
         self._open: dict[int, OpenRound] = {}
         #: The last reported step time of each island, also from contributions that are not merged yet.
-        self._step_seconds = dict(state.step_seconds)
+        self.step_seconds = dict(state.step_seconds)
+        self._seen_seconds = seen_seconds
 
     @property
     def closed(self) -> int:
@@ -86,7 +92,7 @@ class Rounds:
 
     def answer(self, contribution: Contribution, now: float) -> None:
         """Note an admitted contribution. One for a closed round is late: it waits for the next round."""
-        self._step_seconds[contribution.island] = contribution.step_seconds
+        put_bounded(self.step_seconds, contribution.island, contribution.step_seconds)
         if contribution.round <= self.closed:
             return
         found = self._open.setdefault(contribution.round, OpenRound())
@@ -98,6 +104,10 @@ class Rounds:
         """Remove the answers of these islands from every quorum that is not reached yet."""
         for found in self._open.values():
             found.answered.difference_update(islands)
+
+    def reported(self, live: AbstractSet[str]) -> dict[str, float]:
+        """Return the step times that live islands report, or those of all islands if none of them has reported one."""
+        return {island: s for island, s in self.step_seconds.items() if island in live} or dict(self.step_seconds)
 
     def calls(self) -> list[int]:
         """Return the open rounds that have a contribution and were not announced, and mark them as announced."""
@@ -163,7 +173,8 @@ class Rounds:
                 found.grace_seconds = self._grace_seconds(live)
 
     def _grace_seconds(self, live: AbstractSet[str]) -> float:
-        stride = stride_seconds(self._step_seconds, live, self.config.interval, self.fragments)
+        believed = believed_step_seconds(self.reported(live), self._seen_seconds or {})
+        stride = stride_seconds(believed, live, self.config.interval, self.fragments)
         return grace_seconds(self.config.grace, slack(self.window, stride, self.timing))
 
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, is_outage
-from archipelago.broker.messages import Call, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
+from archipelago.merger import claims
 from archipelago.merger.admission import Inbox
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
+from archipelago.merger.claims import Accounts
 from archipelago.merger.committing import RoundRecord, build_commit
+from archipelago.merger.liveness import Liveness
 from archipelago.merger.outer import Round
 from archipelago.merger.record import Recorder
 from archipelago.merger.restore import Loaded, load
@@ -92,13 +95,18 @@ class Merger:
         self.live: frozenset[str] = frozenset()
         self.rules = RoundMerge.of(self.manifest)
         self.controls = OperatorControls(transport, self.config, wall)
-        self.inbox = Inbox(transport, self.rules, self.controls.refuses)
+        fragments = len(self.manifest.fragments)
+        self.accounts = Accounts(self.config, fragments)
+        self.liveness = Liveness(self.accounts)
+        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._bounded)
         self.retention = Retention(transport, checkpointer, self.controls, clock, self._cut)
-        self.rounds = Rounds(self.config.sync, len(self.manifest.fragments), self.state)
+        self.rounds = Rounds(self.config.sync, fragments, self.state, self.accounts.seen)
         self.on_round = on_round
         largest = max((payload_bytes_max(size) for size in self.manifest.sizes), default=1)
         self._read_count = max(1, min(READ_COUNT_MAX, READ_BYTES // largest))
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
+        self._closed_at = clock()
+        self._idle: frozenset[str] = frozenset()
         self._instance = ""
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -122,14 +130,17 @@ class Merger:
         if checkpointer is not None:
             checkpointer.forget()
             self._continue_record(checkpointer.recorder)
-        self.rounds = Rounds(self.config.sync, len(self.fragments), self.state)
+        now, unix_seconds = self.clock(), self.wall()
+        self.accounts.load(self.state.accounts, now, unix_seconds)
+        self._closed_at = self.accounts.last_heard_at(now)
+        self.liveness.clear()
+        self.rounds = Rounds(self.config.sync, len(self.fragments), self.state, self.accounts.seen)
         self.inbox.clear()
         self.retention.load(self.state, self.epoch)
         self._live_at = float("-inf")
         self.controls.resume_from(self.state)
         self._follow_controls()  # before the first contribution, which may come from an expelled island
-        for delivery in self._unacknowledged():
-            self._receive(delivery)
+        self._receive(self._unacknowledged())
         self.controls.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
         # Last, because this event ends everything that an earlier merger announced.
         self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
@@ -176,10 +187,7 @@ class Merger:
         self.retention.release(
             self.state, self.epoch, wait=False
         )  # first, because the next commit stores which rounds are covered
-        for delivery in (
-            self.transport.merger.updates(self._patience(block_seconds), self._read_count) or self._orphans()
-        ):
-            self._receive(delivery)
+        self._receive(self.transport.merger.updates(self._patience(block_seconds), self._read_count) or self._orphans())
         for number in self.rounds.calls():
             self.transport.merger.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
         if not self.live and self.clock() - self._heard_at < self.linger_seconds:
@@ -205,9 +213,8 @@ class Merger:
 
     def _orphans(self) -> Iterator[Delivery]:
         """Yield the entries that an overtaken merger read after we had loaded. Only this merger can finish them."""
-        known = set(self.inbox.entries())
-        if self.transport.reader.backlog() > len(known):
-            yield from (delivery for delivery in self._unacknowledged() if delivery.entry not in known)
+        if self.transport.reader.backlog() > len(self.inbox):
+            yield from (delivery for delivery in self._unacknowledged() if delivery.entry not in self.inbox)
 
     def _keep_lease(self) -> None:
         if self.clock() - self._renewed_at >= self.lease_seconds / 4:
@@ -223,9 +230,19 @@ class Merger:
     def _poll_islands(self) -> None:
         if self.clock() - self._live_at >= self.live_poll_seconds:
             self._follow_controls()
-            training = (p.heartbeat.island for p in self.transport.reader.presences() if p.is_training)
-            self.live = frozenset(island for island in training if not self.controls.refuses(island))
+            presences = [p for p in self.transport.reader.presences() if not self.controls.refuses(p.heartbeat.island)]
+            self.live = self.liveness.look(presences, self.clock(), self.state.closed)
+            self._warn_of_idle()
             self._live_at = self.clock()
+
+    def _warn_of_idle(self) -> None:
+        """Log and note when more islands are live without counting."""
+        idle = self.liveness.idle
+        if idle - self._idle:
+            text = f"rounds no longer wait for {len(idle)} islands that send heartbeats and contribute nothing"
+            log.warning("%s, such as %s", text, min(idle), extra={"code": "islands.idle"})
+            self.controls.note("idle", f"{text}, such as {min(idle)}")
+        self._idle = idle
 
     def _follow_controls(self) -> None:
         """Apply the operator's requests if they have changed."""
@@ -234,17 +251,19 @@ class Merger:
         self.rounds.config, self.rounds.is_paused = self.controls.sync(self.state), self.controls.control.is_paused
         self.rounds.forget(self.controls.control.expelled)
         if self.inbox.drop_expelled():
-            for delivery in self._orphans():
-                self._receive(delivery)
+            self._receive(self._orphans())
 
-    def _receive(self, delivery: Delivery) -> None:
-        contribution = self.inbox.receive(delivery, self.state, self.fragments, self.epoch)
-        if contribution is None:
-            return
-        self.rounds.answer(contribution, self.clock())
-        self._heard_at = self.clock()
-        # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
-        self.live = self.live - {contribution.island} if contribution.farewell else self.live | {contribution.island}
+    def _receive(self, deliveries: Iterable[Delivery]) -> None:
+        for contribution in self.inbox.receive(deliveries, self.state, self.fragments, self.epoch):
+            island, now = contribution.island, self.clock()
+            self.accounts.accept(contribution, self.state.closed, now, self.wall())
+            self.rounds.answer(contribution, now)
+            self._heard_at = now
+            # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
+            self.live = self.live - {island} if contribution.farewell else self.live | {island}
+
+    def _bounded(self, contribution: Contribution) -> tuple[Contribution, list[str]]:
+        return self.accounts.bounded(contribution, self.rounds.reported(self.live), self.clock())
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +276,9 @@ class Merger:
         merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live))
         merge_seconds = self.clock() - began
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
-        self.rules.advance(after, close.round, merged, round_sum)
+        step = self._next_step([addend.contribution for addend in round_sum.addends], after)
+        self.rules.advance(after, close.round, step, merged, round_sum)
+        after.accounts = self.accounts.stored()
         entries = tuple(addend.entry for addend in round_sum.addends)
         size = sum(addend.contribution.bytes for addend in round_sum.addends)
         trim = self.retention.keep(MergedEntries(close.round, entries, size))
@@ -266,10 +287,21 @@ class Merger:
         self.transport.merger.commit(self.epoch, commit)
         self.state, self.fragments[p], self.snapshots[p] = after, merged.state, commit.snapshot
         self.rounds.committed(after, self.clock() - began)
+        self._closed_at = began
         if steered:
             log.info("steered from round %s on: %s", close.round, steered)
             self.controls.note("steered", f"{steered} from round {close.round} on")
         self.on_round(commit.tape, commit.snapshot)
+
+    def _next_step(self, members: Sequence[Contribution], after: RunState) -> int:
+        """Return the run's step after this round. A step that no member can have reached is lowered (`claims`)."""
+        reported, elapsed = self.rounds.reported(self.live), self.clock() - self._closed_at
+        stride = self.config.sync.interval / len(self.fragments)
+        step = claims.next_step(self.state.step, members, reported, elapsed, stride)
+        for c in members:
+            if c.global_step > step:
+                self.inbox.note_lowered(c, ["step"], after)
+        return step
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

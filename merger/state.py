@@ -12,12 +12,15 @@ import jax
 from archipelago.broker.control import read_fields, read_settings
 from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.messages import Contribution
+from archipelago.broker.messages import COUNT_MAX, Contribution
+from archipelago.merger.claims import ACCOUNTS_MAX, Account
 from archipelago.merger.scores import Score
 from archipelago.merger.weights import NormWindow, RunningMean
 
 #: How many incarnations of islands are remembered. Those that were silent longest are forgotten first.
 INCARNATIONS_MAX = 4096
+#: How many incarnations of one island are remembered, so that one island cannot make the merger forget the others.
+INCARNATIONS_OF_AN_ISLAND = 64
 #: How many sequence numbers are remembered one by one. Missing ones further back count as seen.
 REMEMBERED_MAX = 1024
 
@@ -88,6 +91,19 @@ def _smoothed(mean: float | None, sample: float, smoothing: float) -> float:
     return sample if mean is None else smoothing * mean + (1.0 - smoothing) * sample
 
 
+def saturated(count: int) -> int:
+    """Return the count, or the largest one that messages carry."""
+    return min(count, COUNT_MAX)
+
+
+def put_bounded(values: dict[str, Any], island: str, value: Any) -> None:
+    """Set an island's value, and forget the islands that were set longest ago beyond ACCOUNTS_MAX."""
+    values.pop(island, None)
+    values[island] = value
+    while len(values) > ACCOUNTS_MAX:
+        del values[next(iter(values))]
+
+
 @dataclass
 class RunState:
     """The state of the run that belongs to no single fragment.
@@ -104,6 +120,8 @@ class RunState:
         step_seconds: Each island's seconds per inner step, as it last reported.
         island_tokens: Merged tokens of each island, summed over the fragments.
         scores: How well each island's contributions agree with those of the others (`merger.scores`).
+        accounts: The last accepted contribution of each island, by which its next claims are judged.
+        refused: How many contributions were refused or lowered, by code.
         covered: The last round in a finished checkpoint.
         steered: The operator's settings that the last closed round used in place of the config's (`broker.control`).
         control: The operator's requests that were acted on last.
@@ -120,6 +138,8 @@ class RunState:
     step_seconds: dict[str, float] = field(default_factory=dict)
     island_tokens: dict[str, int] = field(default_factory=dict)
     scores: dict[str, Score] = field(default_factory=dict)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
     covered: int = 0
     steered: dict[str, float] = field(default_factory=dict)
     control: dict[str, str] = field(default_factory=dict)
@@ -129,16 +149,19 @@ class RunState:
         values: dict[str, Any] = {name: v.copy() for name, v in vars(self).items() if isinstance(v, dict)}
         return replace(self, **values)
 
-    def after_round(self, number: int, merged: Sequence[Contribution]) -> None:
-        """Advance this state by a closed round with these contributions."""
-        self.closed = number
-        self.step = max([self.step, *(c.global_step for c in merged)])
-        self.tokens += sum(c.tokens for c in merged)
+    def after_round(self, number: int, step: int, merged: Sequence[Contribution]) -> None:
+        """Advance this state by a closed round with these contributions, which brings the run to global step `step`."""
+        self.closed, self.step = number, step
+        self.tokens = saturated(self.tokens + sum(c.tokens for c in merged))
         for c in sorted(merged, key=lambda c: c.identity):  # so that the result does not depend on the order of arrival
             self.see(c.identity)
-            self.step_seconds[c.island] = c.step_seconds
-            self.island_tokens[c.island] = self.island_tokens.get(c.island, 0) + c.tokens
+            put_bounded(self.step_seconds, c.island, c.step_seconds)
+            put_bounded(self.island_tokens, c.island, saturated(self.island_tokens.get(c.island, 0) + c.tokens))
             self.cursors |= advanced(self.cursors, parse_places(c.data))
+
+    def count(self, code: str) -> None:
+        """Count a contribution that was refused or lowered for the reason with that code."""
+        self.refused[code] = saturated(self.refused.get(code, 0) + 1)
 
     def has_seen(self, identity: tuple[str, str, int]) -> bool:
         """Return whether this contribution was merged or refused."""
@@ -150,7 +173,12 @@ class RunState:
         island, incarnation, sequence = identity
         key = f"{island}/{incarnation}"
         # Reinserting the key moves it to the end. The dictionary stays in order of last use, and JSON keeps the order.
+        is_new = key not in self.seen
         self.seen[key] = (self.seen.pop(key, None) or Sequences()).with_one(sequence)
+        if is_new:
+            of_island = [other for other in self.seen if other.startswith(f"{island}/")]
+            for forgotten in of_island[:-INCARNATIONS_OF_AN_ISLAND]:
+                del self.seen[forgotten]
         while len(self.seen) > INCARNATIONS_MAX:
             del self.seen[next(iter(self.seen))]
 
@@ -162,6 +190,7 @@ class RunState:
             "norms": {p: list(window.norms) for p, window in self.norms.items()},
             "seen": {key: [s.floor, *sorted(s.above)] for key, s in self.seen.items()},
             "scores": {island: score.to_list() for island, score in self.scores.items()},
+            "accounts": {island: asdict(account) for island, account in self.accounts.items()},
         }
         return json.dumps(values)
 
@@ -188,6 +217,8 @@ class RunState:
                 step_seconds={str(island): float(seconds) for island, seconds in values["step_seconds"].items()},
                 island_tokens={str(island): int(tokens) for island, tokens in values["island_tokens"].items()},
                 scores={str(island): Score.from_list(score) for island, score in values["scores"].items()},
+                accounts={str(island): Account(**account) for island, account in values["accounts"].items()},
+                refused={str(code): int(count) for code, count in values["refused"].items()},
                 covered=int(values["covered"]),
                 steered=read_settings(values["steered"]),
                 control=read_fields(values["control"]),

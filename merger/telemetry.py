@@ -119,13 +119,25 @@ class MergerCollector:
         """Yield what the merger knows now. A standby has not looked at the run, so it leaves out round and islands."""
         merger, rounds = self.merger, self.rounds
         serves = merger.epoch > 0
+        labels = {"run": merger.manifest.run}
         for name, documentation, value in (
             ("serving", "1 while this merger holds the lease, 0 as a standby.", float(serves)),
             ("epoch", "Epoch of its lease, the fencing number; 0 without one.", merger.epoch),
             ("round", "The last round that has closed.", merger.state.closed if serves else math.nan),
             ("live_islands", "Islands that rounds wait for.", len(merger.live) if serves else math.nan),
+            (
+                "idle_islands",
+                "Islands that send heartbeats and contribute nothing, so that rounds do not wait for them.",
+                len(merger.liveness.idle) if serves else math.nan,
+            ),
             ("refused_contributions_total", "Contributions that this process has refused.", merger.inbox.refused),
             ("round_age_seconds", "Time since this process closed its last round.", rounds.clock() - rounds.closed_at),
         ):
-            labels = {"run": merger.manifest.run}
             yield family(f"archipelago_merger_{name}", documentation, labels, [(labels, value)])
+        counts = [({**labels, "code": code}, count) for code, count in sorted(merger.inbox.codes.items())]
+        yield family(
+            "archipelago_merger_refusals_by_code_total",
+            "Contributions that this process has refused, or whose claims it lowered (claims.…), by reason.",
+            {**labels, "code": ""},
+            counts,
+        )

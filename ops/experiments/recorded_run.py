@@ -67,7 +67,7 @@ class RecordedRun:
         p = tape.fragment
         apply_steering(self.rules, self.state, tape, pinned)
         merged, round_sum = merge_recorded(self.rules, self.state, self.fragments[p], tape, deliveries)
-        self.rules.advance(self.state, tape.round, merged, round_sum)
+        self.rules.advance(self.state, tape.round, tape.step, merged, round_sum)
         self.fragments[p] = merged.state
 
     def _publish(self, tape: TapeEntry) -> None:

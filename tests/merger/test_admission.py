@@ -118,9 +118,10 @@ def test_a_contribution_refused_by_its_header_is_not_downloaded() -> None:
     state, rules = RunState(), RoundMerge.of(MANIFEST)
     fragments = [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
     expelled = {"b"}
-    inbox = Inbox(transport, rules, expelled.__contains__)
+    inbox = Inbox(transport, rules, expelled.__contains__, lambda contribution: (contribution, []))
     for contribution in (samples.contribution(codec="int8"), samples.contribution(island="b", sequence=1)):
-        assert inbox.receive(Delivery("1-0", contribution, download=unread), state, fragments, epoch) is None
+        delivery = Delivery(f"{contribution.island}/1-0", contribution, download=unread)
+        assert not list(inbox.receive([delivery], state, fragments, epoch))
         assert state.has_seen(contribution.identity)
     assert inbox.refused == 2
     assert inbox.entries() == []

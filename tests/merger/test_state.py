@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 import archipelago.merger.state
 from archipelago.broker.errors import ConfigError
+from archipelago.merger.claims import Account
 from archipelago.merger.scores import Score
-from archipelago.merger.state import INCARNATIONS_MAX, REMEMBERED_MAX, RoundTiming, RunState, Sequences
+from archipelago.merger.state import (
+    INCARNATIONS_MAX,
+    INCARNATIONS_OF_AN_ISLAND,
+    REMEMBERED_MAX,
+    RoundTiming,
+    RunState,
+    Sequences,
+)
 from archipelago.merger.weights import NormWindow, RunningMean
 from tests import samples
 from tests.failing import failing
@@ -37,6 +45,8 @@ FULL = RunState(
     step_seconds={"a": 0.25, "b": 0.1},
     island_tokens={"a": 700, "b": 300},
     scores={"a": Score(1.5, 2.0, 0.01, 1.25, 0.9, 4, 1), "b": Score()},
+    accounts={"a": Account("x", 6, 1e9, 9e8, 40, 1024.0)},
+    refused={"stale": 2, "claims.steps": 1},
     covered=5,
 )
 
@@ -142,7 +152,7 @@ def test_a_round_advances_the_state() -> None:
         ),
         samples.contribution(island="c", sequence=0, tokens=30, global_step=44, step_seconds=0.3, data="0:0:97"),
     ]
-    state.after_round(8, merged)
+    state.after_round(8, 44, merged)
     assert (state.closed, state.step, state.tokens, state.timing) == (8, 44, 1080, FULL.timing)
     assert state.cursors == {"0": (0, 97), "1": (1, 0)}  # cursors only advance, also to the next pass
     assert state.step_seconds == {"a": 0.25, "b": 0.2, "c": 0.3}
@@ -154,7 +164,7 @@ def test_a_round_advances_the_state() -> None:
 
 def test_an_empty_round_advances_only_the_round_number() -> None:
     state = RunState.from_json(FULL.to_json())
-    state.after_round(8, [])
+    state.after_round(8, 40, [])
     assert state == replace(FULL, closed=8)
 
 
@@ -176,9 +186,9 @@ def test_the_order_of_arrival_changes_no_bit(parts: list[tuple[str, str, int, fl
         for n, (island, life, tokens, seconds, at) in enumerate(parts)
     ]
     one, other = RunState(), RunState()
-    one.after_round(1, merged)
+    one.after_round(1, 4, merged)
     random.shuffle(merged)
-    other.after_round(1, merged)
+    other.after_round(1, 4, merged)
     assert one.to_json() == other.to_json()
 
 
@@ -203,9 +213,19 @@ def test_the_least_recent_incarnations_are_forgotten_first(monkeypatch: pytest.M
 
 def test_thousands_of_incarnations_are_remembered() -> None:
     state = RunState()
-    for life in range(INCARNATIONS_MAX + 10):
+    for island in range(INCARNATIONS_MAX + 10):
+        state.see((str(island), "x", 0))
+    assert list(state.seen) == [f"{island}/x" for island in range(10, INCARNATIONS_MAX + 10)]
+
+
+def test_the_incarnations_of_one_island_do_not_displace_others() -> None:
+    state = RunState()
+    state.see(("b", "y", 0))
+    for life in range(10 * INCARNATIONS_OF_AN_ISLAND):
         state.see(("a", str(life), 0))
-    assert list(state.seen) == [f"a/{life}" for life in range(10, INCARNATIONS_MAX + 10)]
+    assert len(state.seen) == INCARNATIONS_OF_AN_ISLAND + 1
+    assert state.has_seen(("b", "y", 0))
+    assert state.has_seen(("a", str(10 * INCARNATIONS_OF_AN_ISLAND - 1), 0))
 
 
 @given(st.lists(IDENTITIES, max_size=30), st.sets(st.integers(0, 30)))

@@ -17,6 +17,7 @@ from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.outbox import ContributionHeader
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
+from archipelago.merger.claims import BURST_INTERVALS
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
@@ -46,6 +47,8 @@ class Reader:
     is_excused: bool = False
 
 
+#: The codes of reasons for which only hostile contributions are refused.
+HOSTILE_CODES = frozenset({"tokens", "steps", "sender", "full"})
 #: A shard, and the number of a pass over it.
 Key = tuple[str, int]
 
@@ -152,6 +155,7 @@ class Invariants:
         self._read_tape(run)
         self._check_kept(run)
         self._check_resumes(run)
+        self._check_refusals()
         assert run.cursors == self.cursors, f"cursors {run.cursors} where what was merged gives {self.cursors}"
         passes = [
             run.cursors.get(str(shard), (0, 0))[0] for shard in range(self.simulation.manifest.config.data.shards)
@@ -184,10 +188,28 @@ class Invariants:
         assert merged <= trained, f"{who} trained {trained} tokens, {merged} are merged in fragment {entry.fragment}"
         if again:
             return
-        for place in parse_places(self.entries[member.entry][0].data):
+        self._check_believed(member)
+        for place in parse_places(member.data):
             self.cursors[place.shard] = max(place.cursor, self.cursors.get(place.shard, (0, 0)))
         for key, reader, position in self.said.get(identity, ()):
             self._cover(key, reader, position)
+
+    def _check_believed(self, member: Member) -> None:
+        """Check that the merger believed the claims of an honest contribution, as long as the broker loses nothing.
+
+        Only work that the merger did not see, because it was down, may count for less.
+        """
+        sent, interval = self.entries[member.entry][0], self.simulation.manifest.config.sync.interval
+        if not self.simulation.losses:
+            assert member.data == sent.data, f"lowered {sent}"
+            assert member.steps == sent.steps or sent.steps > BURST_INTERVALS * interval, f"lowered {sent}"
+            assert member.tokens == sent.tokens * member.steps // sent.steps, f"lowered {sent}"
+
+    def _check_refusals(self) -> None:
+        """Check that no merger has refused an honest contribution for what it claims."""
+        for process in self.simulation.mergers:
+            found = HOSTILE_CODES & process.merger.inbox.codes.keys()
+            assert not found, f"{process.name} refused honest contributions: {sorted(found)}"
 
     def _cover(self, key: Key, reader: Reader, position: int) -> None:
         reader.merged = max(reader.merged, position)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from tests import samples
 from tests.simulation.disks import Jobs, MergerDisk, Record
 from tests.simulation.faults import EVERYTHING, FENCED, NOTHING, Crash, FaultRates, deliver
 from tests.simulation.invariants import Invariants
-from tests.simulation.processes import RUN, IslandProcess, MergerProcess, Process
+from tests.simulation.processes import RUN, TEXT, IslandProcess, MergerProcess, Process
 
 NAMES = ("ada", "bea", "cyd", "dot", "eve")
 
@@ -48,7 +48,8 @@ def manifest_of(rule: str, outer: str, shards: int, record: bool) -> Manifest:
         adopt=AdoptConfig(rule=rule),  # type: ignore[arg-type]
         wire=WireConfig(thin="int4", down="float32", zstd_level=0),
     )
-    return samples.manifest(RUN, config)
+    manifest = samples.manifest(RUN, config)
+    return replace(manifest, corpus=replace(manifest.corpus, bytes=TEXT.size))
 
 
 def _copied(run: Any) -> Any:

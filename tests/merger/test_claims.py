@@ -1,0 +1,274 @@
+"""What islands claim is bounded by what the merger sees, and honest claims are never lowered."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig
+from archipelago.broker.corpus_shards import advanced, parse_places
+from archipelago.broker.messages import Contribution
+from archipelago.merger import claims
+from archipelago.merger.claims import (
+    ACCOUNTS_MAX,
+    BATCH_SLACK,
+    BURST_INTERVALS,
+    SPEED_MAX,
+    STEP_SECONDS_MIN,
+    STRIDES_OF_A_ROUND,
+    Account,
+    Accounts,
+    believed_data,
+    believed_step_seconds,
+    contradiction,
+    fastest_step_seconds,
+    next_step,
+    refused_tokens,
+)
+from tests import samples
+from tests.tiers import examples
+
+H, P = 24, 6
+CONFIG = RunConfig(
+    data=DataConfig(batch_size=2, sequence_length=8),
+    inner=InnerConfig(steps=1000),
+    sync=SyncConfig(interval=H, fragments=P),
+)
+BATCH = CONFIG.tokens_per_step
+STRIDE = H / P
+
+
+def claim(**changes: Any) -> Contribution:
+    return samples.contribution(**changes)
+
+
+# -- contradictions --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 10_000), st.integers(0, 10_000), st.floats(1e-3, 64.0))
+def test_no_honest_contribution_contradicts_itself(steps: int, before: int, batch: float) -> None:
+    tokens = max(1, int(steps * BATCH * batch))
+    assert contradiction(claim(steps=steps, tokens=tokens, global_step=before + steps), CONFIG) is None
+
+
+def test_impossible_claims_contradict_themselves() -> None:
+    found = [
+        contradiction(claim(tokens=1 << 53, steps=1 << 30, global_step=1 << 30), CONFIG),
+        contradiction(claim(tokens=100, steps=1 << 30, global_step=40), CONFIG),
+    ]
+    assert [reason[0] for reason in found if reason] == ["tokens", "steps"]
+
+
+def test_the_books_count_a_bounded_number_of_tokens_for_a_refused_contribution() -> None:
+    assert refused_tokens(claim(tokens=100), CONFIG) == 100
+    most = refused_tokens(claim(tokens=1 << 53), CONFIG)
+    assert most * 1_000_000 < 1 << 62
+
+
+# -- speed -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0.01, 10.0), min_size=2, max_size=9), st.floats(0.0, 1e9), st.randoms(use_true_random=False))
+def test_a_minority_moves_the_fastest_plausible_speed_only_among_honest_speeds(
+    honest: list[float], false: float, random: object
+) -> None:
+    """The others of an island are the honest ones and a smaller number of hostile ones."""
+    hostile = (len(honest) - 1) // 2
+    reported = {f"h{i}": s for i, s in enumerate(honest)} | {f"x{i}": false for i in range(hostile)}
+    fastest = fastest_step_seconds("me", reported)
+    assert STEP_SECONDS_MIN <= fastest <= max(honest) / SPEED_MAX + STEP_SECONDS_MIN
+    assert fastest >= min(min(honest) / SPEED_MAX, 1.0) or fastest == STEP_SECONDS_MIN
+
+
+def test_an_island_alone_is_bounded_only_by_the_shortest_step() -> None:
+    assert fastest_step_seconds("a", {}) == fastest_step_seconds("a", {"a": 5.0}) == STEP_SECONDS_MIN
+    assert fastest_step_seconds("a", {"b": math.nan, "c": 0.0, "d": math.inf}) == STEP_SECONDS_MIN
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 1.6), min_size=1))
+def test_honest_step_times_are_believed(reported: dict[str, float]) -> None:
+    """Islands differ 16-fold, and the merger saw each at about its speed, or jumps of the global step."""
+    for factor in (0.01, 0.5, 1.0, 2.0):
+        seen = {island: factor * seconds for island, seconds in reported.items()}
+        assert believed_step_seconds(reported, seen) == reported
+
+
+def test_false_step_times_are_not_believed() -> None:
+    reported = {"a": 1.0, "b": 1.1, "c": 1.2, "x": 1e-300}
+    assert believed_step_seconds(reported, {})["x"] == 1.1 / SPEED_MAX
+    # The island contributes like the others, so its steps cannot be that short.
+    assert believed_step_seconds(reported, {"x": 1.0})["x"] == 1.0
+    assert believed_step_seconds(reported, {"x": 1e9})["x"] == 1.1
+
+
+# -- the schedule ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(100))
+@given(st.floats(0.05, 5.0), st.lists(st.floats(1.0, 16.0), max_size=6), st.integers(1, 40))
+def test_the_schedule_follows_the_fastest_island(fast: float, slower: list[float], rounds: int) -> None:
+    reported = {"fast": fast} | {f"s{i}": fast * factor for i, factor in enumerate(slower)}
+    step = 0
+    for number in range(1, rounds + 1):
+        member = claim(island="fast", global_step=math.ceil(number * STRIDE), step_seconds=fast)
+        step = next_step(step, [member], reported, STRIDE * fast, STRIDE)
+        assert step == math.ceil(number * STRIDE)
+
+
+@given(st.integers(1, (1 << 31) - 1), st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20))
+def test_one_of_three_islands_cannot_end_the_run(claimed: int, gaps: list[float]) -> None:
+    reported = {"a": 0.5, "b": 0.6, "x": 1e-9}
+    step = 0
+    for gap in gaps:
+        members = [claim(island="x", global_step=claimed), claim(island="a", global_step=step + 1)]
+        after = next_step(step, members, reported, gap, STRIDE)
+        assert step <= after <= step + 1 + STRIDES_OF_A_ROUND * STRIDE + gap * SPEED_MAX / 0.5
+        step = after
+
+
+def test_the_schedule_catches_up_with_an_island_that_was_cut_off() -> None:
+    """It trained alone for hours at the speed of the others, and its step was lowered at first."""
+    reported = dict.fromkeys("abc", 1.0)
+    step, alone, rounds = 1000, 10_000, 0
+    while step < alone:
+        alone, rounds = alone + int(STRIDE), rounds + 1
+        step = next_step(step, [claim(island="a", global_step=alone)], reported, STRIDE, STRIDE)
+        assert rounds < 1000
+
+
+def test_after_an_outage_the_schedule_follows_at_once() -> None:
+    assert next_step(10, [claim(island="a", global_step=7210)], {"a": 0.5, "b": 0.5}, 3600.0, STRIDE) == 7210
+
+
+# -- steps and tokens ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[float, int, float]]:
+    """Draw an honest island's contributions: the gap before each, its fragment, and its batch over the run's."""
+    count = draw(st.integers(1, 20))
+    gaps = st.one_of(st.floats(0.0, 20.0), st.floats(3600.0, 90_000.0))
+    parts = st.tuples(gaps, st.integers(0, P - 1), st.floats(0.75, 2.0))
+    return draw(st.lists(parts, min_size=count, max_size=count))
+
+
+@settings(max_examples=examples(150))
+@given(histories(), st.floats(0.01, 2.0), st.floats(1.0, 16.0), st.floats(1.0, 32.0), st.sets(st.integers(0, 20)))
+def test_honest_contributions_are_never_lowered(
+    history: list[tuple[float, int, float]], seconds: float, slower: float, batch: float, restarts: set[int]
+) -> None:
+    """The island is up to 16 times as fast as the others, and mergers restart between its contributions."""
+    accounts = Accounts(CONFIG, P)
+    reported = {"a": seconds, "b": seconds * slower, "c": seconds * slower}
+    now, wall, sent = 1000.0, 5e8, [1000.0] * P
+    accounts.meet(["a"], now)
+    for index, (gap, p, factor) in enumerate(history):
+        now, wall = now + gap, wall + gap
+        if index in restarts and accounts.stored():
+            stored = accounts.stored()
+            accounts, now, sent = Accounts(CONFIG, P), 0.0, [at - now for at in sent]  # another machine's clock
+            accounts.load(stored, now, wall)
+        steps = max(1, int((now - sent[p]) / seconds))
+        tokens = max(1, int(steps * BATCH * batch * factor))
+        c = claim(fragment=p, steps=steps, tokens=tokens, global_step=steps + 10**6, step_seconds=seconds)
+        assert contradiction(c, CONFIG) is None
+        assert accounts.bounded(c, reported, now) == (c, [])
+        accounts.accept(c, index, now, wall)
+        sent[p] = now
+
+
+@given(st.integers(1, (1 << 31) - 1), st.integers(1, 1 << 53), st.lists(st.floats(0.0, 50.0), max_size=12))
+def test_false_claims_of_work_are_lowered(steps: int, tokens: int, gaps: list[float]) -> None:
+    accounts, reported, now = Accounts(CONFIG, P), {"a": 0.5, "b": 0.5, "x": 1e-300}, 0.0
+    accounts.meet(["x"], now)
+    first = claim(island="x", steps=1, tokens=BATCH, global_step=1)
+    accounts.accept(accounts.bounded(first, reported, now)[0], 0, now, 0.0)
+    for number, gap in enumerate(gaps):
+        now += gap
+        c = claim(island="x", fragment=number % P, steps=steps, tokens=tokens, global_step=steps)
+        found, _ = accounts.bounded(c, reported, now)
+        assert 1 <= found.steps <= BURST_INTERVALS * H + now * SPEED_MAX / 0.5
+        assert 1 <= found.tokens <= found.steps * BATCH * BATCH_SLACK
+        accounts.accept(found, 0, now, now)
+
+
+def test_the_oldest_accounts_are_forgotten_first() -> None:
+    accounts = Accounts(CONFIG, P)
+    for number in range(ACCOUNTS_MAX + 5):
+        accounts.accept(claim(island=f"i{number}"), 0, float(number), float(number))
+    assert len(accounts.stored()) == ACCOUNTS_MAX
+    assert accounts.round_of("i4") is None
+    assert accounts.round_of("i5") == 0
+
+
+@pytest.mark.parametrize("unix_seconds", [-1e9, 0.0, 1e12])
+def test_a_changed_clock_makes_gaps_neither_negative_nor_endless(unix_seconds: float) -> None:
+    accounts = Accounts(CONFIG, P)
+    accounts.load({"a": Account("x", 3, 1e9, 1e9, 40, 16.0)}, 50.0, unix_seconds)
+    heard = accounts.heard_at("a")
+    assert heard is not None
+    assert 50.0 - claims.ELAPSED_MAX <= heard <= 50.0
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_places_that_no_island_can_have_reached_move_nothing() -> None:
+    cursors = {"0": (2, 10), "1": (0, 0)}
+
+    def believed(data: str, tokens: int = 4 * BATCH, sequences: int = 10_000) -> str:
+        return believed_data(claim(data=data, tokens=tokens), cursors, CONFIG, sequences)
+
+    assert believed("0:2:18 1:0:3") == "0:2:18 1:0:3"
+    assert believed("0:1:end 0:2:9") == "0:1:end 0:2:9"  # nothing new
+    reach = 4 * 4 * 2 + H * 2
+    assert believed("0:99999999:end") == believed("0:3:1") == f"0:2:{10 + reach}"
+    assert believed("0:99999999:end", sequences=50) == "0:2:end"
+    assert believed("0:2:9999") == f"0:2:{10 + reach}"
+    assert believed("0:2:end") == f"0:2:{10 + reach}"
+    assert believed("0:2:end", sequences=50) == "0:2:end"
+    assert believed("site/1:0:end") == "site/1:0:end"
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 2)), min_size=1, max_size=30), st.integers(20, 400))
+def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_shard(
+    parts: list[tuple[int, int]], size: int
+) -> None:
+    """Some of its contributions get lost, and later ones catch up."""
+    cursors: dict[str, tuple[int, int]] = {}
+    position, place, c = 0, "", claim()
+    for steps, lost in parts:
+        position += 2 * steps
+        place = f"0:0:{position}" if position < size else "0:0:end"
+        c = claim(data=place, tokens=steps * BATCH)
+        if not lost:
+            cursors |= advanced(cursors, parse_places(believed_data(c, cursors, CONFIG, size // 2)))
+        assert cursors.get("0", (0, 0)) <= parse_places(place)[0].cursor
+    for _ in range(1000):
+        if cursors.get("0", (0, 0)) == (parse_places(place)[0].cursor):
+            break
+        cursors |= advanced(cursors, parse_places(believed_data(c, cursors, CONFIG, size // 2)))
+    assert cursors["0"] == parse_places(place)[0].cursor
+
+
+def test_the_shards_of_a_corpus_have_at_least_the_stated_sequences() -> None:
+    manifest = samples.manifest(config=CONFIG)
+    manifest = replace(manifest, corpus=replace(manifest.corpus, bytes=1_000_000))
+    assert 0 < claims.shard_sequences(manifest) < 1_000_000 / 8 / CONFIG.data.shards
+
+
+def test_gaps_of_an_account_are_measured_for_each_fragment() -> None:
+    """After an outage, each fragment's first contribution has the steps of the whole outage."""
+    accounts, reported = Accounts(CONFIG, P), {"a": 1.0, "b": 16.0, "c": 16.0}
+    accounts.meet(["a"], 0.0)
+    for p in range(P):
+        accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, float(p), float(p))
+    for p in range(P):
+        c = claim(fragment=p, steps=7000, tokens=7000 * BATCH, global_step=8000)
+        assert accounts.bounded(c, reported, 7200.0 + p)[1] == []
+        accounts.accept(c, 0, 7200.0 + p, 7200.0 + p)
