@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from archipelago.broker.messages import TapeEntry
 from archipelago.ops.launch.embedded_redis import Server
 from tests.conftest import Until
 from tests.hostile.attacker import Attacker
 from tests.hostile.attacks import ATTACKS, Attack, Scene
+from tests.hostile.moves import MOVES, Move, make
 from tests.hostile.process_run import ProcessRun
+from tests.hostile.victims import assert_unharmed, standing
+
+#: By this step, a run without attacks has a training loss below 2.6 nats a byte; it begins above 5.
+LEARNT_STEPS, LEARNT_LOSS = 400, 2.9
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -40,3 +49,61 @@ def test_an_attack_stops_no_process(process_run: ProcessRun, attack: Attack, unt
         attacker.close()
     assert process_run.status() == 0
     process_run.assert_running()
+
+
+def test_an_island_with_another_text_of_the_same_size_does_not_start(
+    process_run: ProcessRun, corpus_folder: Path, tmp_path: Path, until: Until
+) -> None:
+    """12. The corpus has the right size and another byte."""
+    corpora = tmp_path / "corpora"
+    shutil.copytree(corpus_folder, corpora)
+    largest = max((path for path in corpora.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.chmod(0o644)
+    text = bytearray(largest.read_bytes())
+    text[len(text) // 3] ^= 1
+    largest.write_bytes(bytes(text))
+    process_run.environment |= {"ARCHIPELAGO_DATA": str(corpora)}
+    try:
+        island = process_run.start_island("forger")
+        assert island.wait() == 2, process_run.processes.said(island)
+        doctor = process_run.processes.start(
+            "doctor", process_run.url, "--run", process_run.run, "--json", **process_run.environment
+        )
+        out, _ = doctor.communicate()
+        assert doctor.returncode == 1, out
+    finally:
+        process_run.environment |= {"ARCHIPELAGO_DATA": str(corpus_folder)}
+    process_run.assert_running()
+
+
+def test_the_newer_of_two_islands_with_one_name_stays(process_run: ProcessRun, until: Until) -> None:
+    """14. The older one leaves with a sentence, and no token is merged twice."""
+    older = process_run.members[0]
+    before = standing(process_run)
+    process_run.members[0] = process_run.start_island(process_run.islands[0])
+    until(lambda: older.poll() is not None, "the older one to leave")
+    assert "Traceback" not in process_run.processes.said(older)
+    assert_unharmed(process_run, before, until)
+
+
+def test_a_newcomer_joins_after_all_attacks(process_run: ProcessRun, until: Until) -> None:
+    """It meets what the attacks have left: requests, answers, names, notes, and claims of checkpoints."""
+    attacker = Attacker(process_run.url, process_run.run, "last")
+    make(attacker, [Move(kind) for kind in MOVES])
+    attacker.close()
+    process_run.members.append(process_run.start_island("newcomer"))
+    process_run.islands = (*process_run.islands, "newcomer")
+    process_run.await_training(until)
+    assert_unharmed(process_run, standing(process_run), until)
+
+
+def test_the_loss_is_as_without_the_attacks(process_run: ProcessRun, until: Until) -> None:
+    """The run has been attacked from its beginning, and has learnt all the same."""
+
+    def losses(entries: list[TapeEntry]) -> float:
+        known = [m.loss for entry in entries for m in entry.members if m.island in process_run.islands]
+        return fmean(loss for loss in known if not math.isnan(loss))
+
+    until(lambda: process_run.transport.reader.tape(1)[-1].step > LEARNT_STEPS, "a few hundred steps")
+    tape = process_run.transport.reader.tape(1 << 12)
+    assert losses(tape[-48:]) < LEARNT_LOSS
