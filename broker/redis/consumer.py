@@ -96,7 +96,8 @@ class UpdatesConsumer:
                     self._names.add(name)
             if not missing:
                 return
-            create = [("xgroup_create", self._keys.updates(name), GROUP, "0", True) for name in missing]
+            # Without MKSTREAM, because streams of islands that never send would take memory and time.
+            create = [("xgroup_create", self._keys.updates(name), GROUP, "0") for name in missing]
             for name, answer in zip(missing, self._answers(*create), strict=True):
                 if not isinstance(answer, Exception) or "BUSYGROUP" in str(answer):
                     self._names.add(name)

@@ -29,6 +29,8 @@ from archipelago.broker.transport import START, Delivery
 
 #: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
 ISLANDS_MAX = 2048
+#: How many pages of the set of islands are read at a time.
+NAME_PAGES_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,34 @@ class UpdatesStreams:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._chunks = chunks
+        self._names: set[str] = set()
+        self._cursor = 0
 
     def names(self) -> list[str]:
-        """Return the names of the islands that may have streams, sorted; ISLANDS_MAX at most."""
-        found: set[bytes] = set()
-        cursor = 0
+        """Return the names of the islands that have a heartbeat or a stream, sorted; ISLANDS_MAX at most.
+
+        Every island can add any number of names to the set, so a name alone counts for nothing, and the names that
+        were found stay. If the set is very long, the next call goes on where this one has stopped.
+        """
         with self._connection.forgiving(self._keys.islands, "a set"):
-            while len(found) < ISLANDS_MAX:
-                cursor, some = self._redis.sscan(self._keys.islands, cursor, count=ISLANDS_MAX)
-                found.update(some)
-                if not int(cursor):
+            for _ in range(NAME_PAGES_MAX):
+                self._cursor, some = self._redis.sscan(self._keys.islands, self._cursor, count=PAGE)
+                new = [name for name in names_in(some) if name not in self._names]
+                self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
+                if not int(self._cursor):
                     break
-        return names_in(found)[:ISLANDS_MAX]
+        return sorted(self._names)
+
+    def _existing(self, names: Sequence[str]) -> list[str]:
+        """Return those of the islands that have a heartbeat or a stream."""
+        if not names:
+            return []
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.exists(self._keys.updates(name))
+                pipe.exists(self._keys.island(name))
+            answers = pipe.execute()
+        return [name for name, *found in zip(names, answers[::2], answers[1::2], strict=True) if any(found)]
 
     # -- what waits -------------------------------------------------------------------------------------------------
 

@@ -240,8 +240,14 @@ def uncounted_entries(scene: Scene) -> None:
 
 
 def _incarnation(scene: Scene, island: str) -> str:
-    presences = scene.victims.transport.reader.presences()
-    return next(p.heartbeat.incarnation for p in presences if p.heartbeat.island == island)
+    reader = scene.victims.transport.reader
+
+    def found() -> str:
+        beats = [presence.heartbeat for presence in reader.presences()]
+        return next((beat.incarnation for beat in beats if beat.island == island), "")
+
+    scene.until(found, f"a heartbeat of {island}")
+    return found()
 
 
 ATTACKS: dict[str, Attack] = {

@@ -79,7 +79,7 @@ def forbidden(keys: Keys) -> list[tuple[Any, ...]]:
     ]
     server = [
         ("FLUSHALL",), ("FLUSHDB",), ("CONFIG", "GET", "*"), ("CONFIG", "SET", "maxmemory", "1"), ("SHUTDOWN",),
-        ("ACL", "LIST"), ("ACL", "SETUSER", "x"), ("CLIENT", "KILL", "TYPE", "normal"), ("DEBUG", "SLEEP", "0"),
+        ("ACL", "LIST"), ("ACL", "SETUSER", "x"), ("CLIENT", "KILL", "TYPE", "normal"),
         ("KEYS", "*"), ("SCAN", "0"), ("MONITOR",), ("SAVE",), ("SCRIPT", "FLUSH"), ("FUNCTION", "FLUSH"),
         ("SWAPDB", 0, 1), ("REPLICAOF", "NO", "ONE"), ("SORT", keys.data, "STORE", "x"), ("PUBLISH", "x", "x"),
     ]  # fmt: skip
