@@ -437,11 +437,15 @@ class MergerClient(Protocol):
         """Move keys aside that hold another type of value than the run's, and write a lost manifest again.
 
         Returns:
-            The keys that were damaged.
+            The names of the damaged keys, without the run's.
 
         Raises:
             UnknownRunError: The run was deleted, or another one has taken its name (`broker.other-run`).
         """
+        ...
+
+    def lost(self, closed: int) -> list[str]:
+        """Return the names of keys that must exist after round `closed` and do not."""
         ...
 
     def write_back(self, epoch: int, repair: Repair) -> None:

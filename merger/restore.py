@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -80,7 +81,7 @@ def load(
     transport: MergerTransport,
     rules: RoundMerge,
     store: CheckpointStore | None,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> Loaded:
     """Load the run as its last commit left it, and rebuild what Redis has lost.
 
@@ -103,7 +104,7 @@ def load(
     return recovered if recovered is not None else _from_what_is_left(transport, rules, found)
 
 
-def _found(transport: MergerTransport, rules: RoundMerge, between: Callable[[], None]) -> Found:
+def _found(transport: MergerTransport, rules: RoundMerge, between: Callable[[], object]) -> Found:
     state, fault = _state(transport)
     published = [_published(transport, rules, p) for p in range(len(rules.manifest.fragments))]
     closed = _last_round(transport, None if fault else state.closed, published)
@@ -227,6 +228,23 @@ def _repaired(
         if version and found.fragments[p] is None:
             outers[p] = (version, outer.dump(fragment.params_N, fragment.outer))
     return Loaded(state, fragments, snapshots, Repair(state.to_json() if found.lost_state else None, lost, outers))
+
+
+def repair_from(
+    rules: RoundMerge,
+    state: RunState,
+    fragments: Sequence[FragmentState],
+    snapshots: Sequence[Snapshot],
+    damaged: AbstractSet[str],
+) -> Repair:
+    """Return the repair of damaged keys, by their names, from the memory of the merger that serves the run."""
+    wire, lost, outers = rules.manifest.config.wire, {}, {}
+    for p, (fragment, snapshot) in enumerate(zip(fragments, snapshots, strict=True)):
+        if f"fragment:{p}" in damaged:
+            lost[p] = (snapshot, pack(np.asarray(fragment.published_N), wire.full, wire.full_zstd_level))
+        if f"outer:{p}" in damaged and snapshot.version:
+            outers[p] = (snapshot.version, outer.dump(fragment.params_N, fragment.outer))
+    return Repair(state.to_json() if state.closed else None, lost, outers, state.cursors)
 
 
 def _announced(transport: MergerTransport, found: Found) -> dict[tuple[int, int], Snapshot]:

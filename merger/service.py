@@ -26,7 +26,7 @@ from archipelago.merger.committing import RoundRecord, build_commit
 from archipelago.merger.liveness import Liveness
 from archipelago.merger.outer import Round
 from archipelago.merger.record import Recorder
-from archipelago.merger.restore import Loaded, load
+from archipelago.merger.restore import Loaded, load, repair_from
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge, new_state, publish
 from archipelago.merger.rounds import Close, Rounds
@@ -37,6 +37,8 @@ LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5
 BLOCK_SECONDS = 0.25
 RETRY_SECONDS = 0.5
+#: The keys, by the first part of their names, that a serving merger can write again.
+IN_MEMORY = frozenset(["state", "data", "snapshots", "fragment", "outer"])
 #: How often a merger loads the run again, without closing a round in between, because of an error that is no outage.
 FAULTS_MAX = 10
 #: Payload bytes that are read at once. Each payload is added to its round's sum and dropped, so memory stays bounded.
@@ -124,7 +126,7 @@ class Merger:
         self._instance = self.transport.reader.instance()  # first: if the broker dies while we read, we read again
         checkpointer = self.retention.checkpointer
         self._put_aside()
-        found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._keep_lease)
+        found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._renew)
         self._write_back(found)
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if checkpointer is not None:
@@ -146,11 +148,23 @@ class Merger:
         self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
 
     def _put_aside(self) -> list[str]:
-        """Move keys of another type aside, and return those of them that an operator should know of."""
+        """Move keys of another type aside, and return their names."""
         damaged = self.transport.merger.put_aside(self.epoch, self.manifest)
         if damaged:
             self.controls.note("repaired", f"moved aside or written again: {', '.join(damaged)}")
         return damaged
+
+    def _keep_sound(self) -> None:
+        """Write keys again that are damaged or gone. While this merger serves, its memory is what Redis should hold."""
+        damaged = {*self._put_aside(), *self.transport.merger.lost(self.state.closed)}
+        damaged = {name for name in damaged if name.partition(":")[0] in IN_MEMORY}
+        if not damaged:
+            return
+        log.warning("writing damaged keys again: %s", ", ".join(sorted(damaged)), extra={"code": "repair.again"})
+        repair = repair_from(self.rules, self.state, self.fragments, self.snapshots, damaged)
+        self.transport.merger.write_back(self.epoch, repair)
+        if "snapshots" in damaged:  # islands then send again what they may have missed the decision on
+            self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
 
     def _write_back(self, found: Loaded) -> None:
         """Write what was rebuilt, and what Redis holds differently from the merger's own state."""
@@ -217,10 +231,17 @@ class Merger:
             yield from (delivery for delivery in self._unacknowledged() if delivery.entry not in self.inbox)
 
     def _keep_lease(self) -> None:
+        """Renew the lease if it is time, and look after the keys of the run as often."""
+        if self._renewed_at != self._renew():
+            self._keep_sound()
+
+    def _renew(self) -> float:
+        """Renew the lease if it is time, and return when it was renewed last."""
         if self.clock() - self._renewed_at >= self.lease_seconds / 4:
             self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
             self._renewed_at = self.clock()
             self._require_same_broker()
+        return self._renewed_at
 
     def _require_same_broker(self) -> None:
         """Raise UnreachableError if the broker was restarted between two calls, because it may have lost writes."""

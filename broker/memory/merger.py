@@ -90,6 +90,9 @@ class MemoryMerger:
         with self._fenced(epoch):
             return []  # a dictionary holds only the types that its annotations name
 
+    def lost(self, closed: int) -> list[str]:
+        return []
+
     def write_back(self, epoch: int, repair: Repair) -> None:
         with self._fenced(epoch) as run:
             run.fragments |= repair.fragments

@@ -79,7 +79,11 @@ class Keys:
 
     def damaged(self, key: str) -> str:
         """Return the key to which a damaged value of `key` is moved."""
-        return f"{self.tag}:damaged:{key.removeprefix(self.tag + ':')}"
+        return f"{self.tag}:damaged:{self.short(key)}"
+
+    def short(self, key: str) -> str:
+        """Return the key without the name of the run."""
+        return key.removeprefix(f"{self.tag}:").removeprefix(f"{self.run}:")
 
     def updates(self, island: str) -> str:
         """Return the key of the stream of one island's contributions."""

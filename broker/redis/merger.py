@@ -107,6 +107,9 @@ class RedisMerger:
     def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
         return self._repair.put_aside(epoch, manifest)
 
+    def lost(self, closed: int) -> list[str]:
+        return self._repair.lost(closed)
+
     def write_back(self, epoch: int, repair: Repair) -> None:
         self._repair.write_back(epoch, repair)
 

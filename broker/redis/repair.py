@@ -84,7 +84,21 @@ class RedisRepair:
             log.warning("%s held another type of value and was moved aside", key, extra={"code": "repair.wrong-type"})
         if lacks_manifest:
             log.warning("the run had lost its manifest, which was written again", extra={"code": "repair.manifest"})
-        return sorted({*wrong, *([self._keys.manifest] if lacks_manifest else [])})
+        damaged = {*wrong, *([self._keys.manifest] if lacks_manifest else [])}
+        return sorted(self._keys.short(key) for key in damaged)
+
+    def lost(self, closed: int) -> list[str]:
+        fragments = range(len(self._stored.sizes()))
+        needed = [
+            *map(self._keys.fragment, fragments),
+            *(self._keys.outer(p) for p in fragments if closed > p),
+            *([self._keys.state] if closed else []),
+        ]
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            for key in needed:
+                pipe.exists(key)
+            found = pipe.execute()
+        return [self._keys.short(key) for key, exists in zip(needed, found, strict=True) if not exists]
 
     def _of_another_type(self, manifest: Manifest) -> list[str]:
         kinds = kinds_of(self._keys, len(manifest.fragments), self._updates.names())

@@ -1,0 +1,95 @@
+"""Every key of a run is deleted, emptied and overwritten, and the run goes on to the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
+
+import pytest
+
+from archipelago.broker.redis import chunks
+from archipelago.broker.redis.client import fake_client
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.repair import kinds_of
+from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.wire import digest_of, unpack
+from archipelago.ops.watch.run_view import observe
+from tests.integration.damaged_run import DAMAGES, RUN, DamagedRun, Earlier
+
+#: The rounds after which a checkpoint is taken, keys are damaged, and the run ends.
+CHECKPOINT, DAMAGED, LAST = 2, 5, 9
+#: Each key of a run, by its name in `Keys`. Keys of a family stand for all of it.
+CASES: dict[str, Callable[[Keys], str]] = {
+    **{name: attrgetter(name) for name in vars(Keys(RUN)) if name not in ("run", "tag")},
+    "updates": attrgetter("updates"),
+    "island": lambda keys: keys.island("a"),
+    "fragment": lambda keys: keys.fragment(0),
+    "outer": lambda keys: keys.outer(0),
+    "difference": lambda keys: keys.difference(0, 3),
+    "handover": lambda keys: keys.handover("a/x"),
+}
+ALL = list(itertools.product(CASES, [*DAMAGES, "earlier"]))
+_SERVERS = itertools.count()
+
+
+def test_each_key_has_a_case() -> None:
+    names = {name for name in dir(Keys) if not name.startswith("_")} | set(vars(Keys(RUN)))
+    assert names - set(CASES) == {"run", "tag", "damaged", "short", "of_the_past", "chunk"}
+
+
+def begun(client: object) -> DamagedRun:
+    """Play five rounds. The checkpoint holds the first two."""
+    run = DamagedRun(client)  # type: ignore[arg-type]
+    run.play(DAMAGED, checkpoint=CHECKPOINT)
+    return run
+
+
+@cache
+def undisturbed() -> dict[int, str]:
+    run = begun(fake_client(f"damaged-{next(_SERVERS)}"))
+    run.play(LAST)
+    return run.digests
+
+
+def damage(run: DamagedRun, name: str, how: str, earlier: Earlier | None) -> None:
+    key = CASES[name](run.keys)
+    if earlier is not None:
+        earlier.put_back()
+    else:
+        DAMAGES[how](run, key)
+
+
+def check(run: DamagedRun) -> None:
+    """Assert that the run went on to the same bits, and that every key of it is sound again."""
+    assert run.digests == undisturbed()
+    manifest = run.manifest
+    fresh = RedisTransport(run.client, RUN)
+    for p in range(2):
+        snapshot, payload = fresh.reader.fragment(p)
+        assert digest_of(unpack(payload, manifest.sizes[p])) == snapshot.held == run.digests[snapshot.round]
+    view = observe(fresh, manifest)
+    assert view.balanced
+    assert view.rounds == LAST
+    kinds = kinds_of(run.keys, 2, ["a", "b"])
+    found = {key: run.client.type(key).decode() for key in kinds}
+    assert {key: kind for key, kind in found.items() if kind not in (kinds[key], "none")} == {}
+    assert run.taken + run.merger.taken <= 5, "the merger loads the run again and again"
+
+
+@pytest.mark.parametrize("when", ["serving", "restarted"])
+@pytest.mark.parametrize(("name", "how"), ALL)
+def test_a_run_goes_on_to_the_same_bits(name: str, how: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "INLINE_BYTES", 64)  # so that all payloads lie in chunks
+    run = DamagedRun(fake_client(f"damaged-{next(_SERVERS)}"))
+    run.play(DAMAGED - 2, checkpoint=CHECKPOINT)
+    earlier = Earlier(run, CASES[name](run.keys)) if how == "earlier" else None
+    run.play(DAMAGED)
+    if when == "serving":
+        run.play(LAST, damage=lambda: damage(run, name, how, earlier))
+    else:
+        run.restart()
+        damage(run, name, how, earlier)
+        run.play(LAST)
+    check(run)
