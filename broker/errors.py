@@ -105,7 +105,7 @@ class FencedError(BrokerError):
 OUTAGES = frozenset(["broker.refused-disk", "broker.refused-memory", "broker.refused-replica"])
 
 
-def is_outage(error: BrokerError) -> bool:
+def is_outage(error: ArchipelagoError) -> bool:
     """Return whether the server is away or refuses all writes, so that a merger can only wait."""
     return isinstance(error, UnreachableError) or error.code in OUTAGES
 

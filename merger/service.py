@@ -14,8 +14,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, is_outage
-from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
+from archipelago.broker.errors import (
+    ArchipelagoError,
+    BrokerError,
+    FencedError,
+    UnknownRunError,
+    UnreachableError,
+    WireError,
+    is_outage,
+)
+from archipelago.broker.messages import COUNT_MAX, Call, Contribution, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
@@ -168,9 +176,13 @@ class Merger:
 
     def _write_back(self, found: Loaded) -> None:
         """Write what was rebuilt, and what Redis holds differently from the merger's own state."""
-        cursors = found.state.cursors
-        changed = cursors if self.transport.reader.cursors() != cursors else None
-        repair = replace(found.repair, cursors=changed)
+        cursors, books = found.state.cursors, self.transport.reader.books()
+        counted = {"merged": found.state.merged, "merged_tokens": min(COUNT_MAX, found.state.tokens)}
+        repair = replace(
+            found.repair,
+            cursors=cursors if self.transport.reader.cursors() != cursors else None,
+            books=counted if counted != {name: getattr(books, name) for name in counted} else {},
+        )
         if repair:
             self.transport.merger.write_back(self.epoch, repair)
 
@@ -393,7 +405,7 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
             log.warning("%s", error)
         except UnknownRunError:
             raise
-        except BrokerError as error:  # an outage, full memory or damage, after which we can continue
+        except (BrokerError, WireError) as error:  # an outage, full memory or damage, after which we can continue
             # We cannot know which writes arrived. We load what Redis holds, in an epoch that fences writes in flight.
             loaded, merger.epoch = False, 0
             pause(troubles.seconds(error))
@@ -407,11 +419,11 @@ class Troubles:
     def __init__(self) -> None:
         self._last, self._faults = "", 0
 
-    def seconds(self, error: BrokerError) -> float:
+    def seconds(self, error: ArchipelagoError) -> float:
         """Return how long to wait before the next try. The pauses grow, except in an outage, which ends by itself.
 
         Raises:
-            BrokerError: This error, because a fault that is no outage came back after FAULTS_MAX repairs.
+            ArchipelagoError: This error, because a fault that is no outage came back after FAULTS_MAX repairs.
         """
         if error.what != self._last:  # an outage is logged once, however long it lasts
             log.warning("%s", error, extra={"code": error.code})

@@ -112,6 +112,7 @@ class RunState:
         closed: The last round that has closed, 0 before the first.
         step: The furthest global step among merged contributions.
         tokens: Merged tokens, summed over the fragments.
+        merged: How many contributions were merged.
         staleness: The running mean of staleness factors.
         timing: Averages of how long rounds take.
         norms: The norms that clipping compares with, by fragment.
@@ -130,6 +131,7 @@ class RunState:
     closed: int = 0
     step: int = 0
     tokens: int = 0
+    merged: int = 0
     staleness: RunningMean = field(default_factory=RunningMean)
     timing: RoundTiming = field(default_factory=RoundTiming)
     norms: dict[int, NormWindow] = field(default_factory=dict)
@@ -153,6 +155,7 @@ class RunState:
         """Advance this state by a closed round with these contributions, which brings the run to global step `step`."""
         self.closed, self.step = number, step
         self.tokens = saturated(self.tokens + sum(c.tokens for c in merged))
+        self.merged = saturated(self.merged + len(merged))
         for c in sorted(merged, key=lambda c: c.identity):  # so that the result does not depend on the order of arrival
             self.see(c.identity)
             put_bounded(self.step_seconds, c.island, c.step_seconds)
@@ -209,6 +212,7 @@ class RunState:
                 closed=int(values["closed"]),
                 step=int(values["step"]),
                 tokens=int(values["tokens"]),
+                merged=int(values["merged"]),
                 staleness=RunningMean(**values["staleness"]),
                 timing=RoundTiming(**values["timing"]),
                 norms={int(p): NormWindow(tuple(norms)) for p, norms in values["norms"].items()},

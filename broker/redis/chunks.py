@@ -80,9 +80,9 @@ class ChunkStore:
         pipe.delete(key)
         pipe.hset(key, mapping={**fields, **where, **kept})
         self.settle(pipe, where)
-        for chunk in self.keys_of(old):
+        for chunk in self.found_keys(old):
             pipe.expire(chunk, PREVIOUS_SECONDS)
-        if gone := self.keys_of(old, PREVIOUS):
+        if gone := self.found_keys(old, prefix=PREVIOUS):
             pipe.unlink(*gone)
 
     def settle(self, pipe: Any, where: Mapping[str, str | bytes]) -> None:
@@ -152,10 +152,10 @@ class ChunkStore:
         except (KeyError, ValueError, WireError):
             return 0
 
-    def found_keys(self, raw: Raw, limit: int | None = None) -> list[str]:
+    def found_keys(self, raw: Raw, limit: int | None = None, prefix: str = "") -> list[str]:
         """Return the same as `keys_of`; nothing for a pointer that cannot be read."""
         try:
-            return self.keys_of(raw, limit=limit)
+            return self.keys_of(raw, prefix, limit)
         except WireError:
             return []
 

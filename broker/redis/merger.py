@@ -156,7 +156,6 @@ class RedisMerger:
             differ = self._difference(commit, epoch) if commit.difference else None
         with self.lease.fenced(epoch, commit.after_round) as pipe:
             failpoint("commit.watched")
-            pipe.hset(self._keys.books, "round", commit.tape.round)
             self._chunks.keep(pipe, self._keys.fragment(p), to_fields(commit.snapshot), snapshot_at, old_snapshot)
             self._chunks.keep(pipe, self._keys.outer(p), outer_fields(version, commit.outer), outer_at)
             if differ:
@@ -178,6 +177,7 @@ class RedisMerger:
         old_chunks = self._chunks.found_keys(self._redis.hgetall(old))
 
         def differ(pipe: Any) -> None:
+            pipe.delete(key)  # whatever lies there
             pipe.hset(key, mapping={"bytes": len(commit.difference), **where})
             pipe.expire(key, DIFFERENCE_SECONDS)
             pipe.unlink(old, *old_chunks)

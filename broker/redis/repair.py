@@ -35,7 +35,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
     islands = list(islands)
     kinds = {
         "hash": [
-            keys.manifest, keys.data, keys.requests, keys.restored, keys.control, keys.books,
+            keys.manifest, keys.members, keys.data, keys.requests, keys.restored, keys.control, keys.books,
             *(keys.fragment(p) for p in range(fragments)), *(keys.outer(p) for p in range(fragments)),
             *map(keys.island, islands),
         ],

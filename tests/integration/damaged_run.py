@@ -122,11 +122,11 @@ class DamagedRun:
     def _act(self, number: int) -> None:
         """Let each island send a heartbeat, and its contribution to a round unless Redis holds it."""
         for island in ISLANDS:
-            try:
+            with contextlib.suppress(BrokerError, WireError):  # the island tries again
                 self.transport.island.heartbeat(samples.heartbeat(island))
+        for island in ISLANDS:
+            with contextlib.suppress(BrokerError, WireError):
                 self._send(island, number)
-            except (BrokerError, WireError):
-                continue  # the island tries again
 
     def _send(self, island: str, number: int) -> None:
         entry = self.sent.get((island, number))

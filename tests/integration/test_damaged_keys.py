@@ -23,7 +23,7 @@ CHECKPOINT, DAMAGED, LAST = 2, 5, 9
 #: Each key of a run, by its name in `Keys`. Keys of a family stand for all of it.
 CASES: dict[str, Callable[[Keys], str]] = {
     **{name: attrgetter(name) for name in vars(Keys(RUN)) if name not in ("run", "tag")},
-    "updates": attrgetter("updates"),
+    "updates": lambda keys: keys.updates("a"),
     "island": lambda keys: keys.island("a"),
     "fragment": lambda keys: keys.fragment(0),
     "outer": lambda keys: keys.outer(0),
