@@ -330,7 +330,7 @@ def test_a_server_may_load_for_longer_than_the_silence_limit(monkeypatch: pytest
     """The clock advances 1 s per query. Loading may take longer than the limit, but silence may not."""
     states = iter(["silent", *["loading"] * 20, "silent", "ready"])
     ticks = iter(range(1000))
-    monkeypatch.setattr(embedded_redis, "server_state", lambda _port, _password: next(states, "silent"))
+    monkeypatch.setattr(embedded_redis, "server_state", lambda *_: next(states, "silent"))
     monkeypatch.setattr(
         embedded_redis, "time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=lambda _seconds: None)
     )
