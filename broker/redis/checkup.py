@@ -17,10 +17,11 @@ from typing import Any
 from redis.connection import SSLConnection
 
 from archipelago.broker.errors import BrokerError, UnreachableError
+from archipelago.broker.invitation import ROLES, Role
+from archipelago.broker.redis import roles
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.replies import GROUP
+from archipelago.broker.redis.keys import Keys
 
 INFO_SECTIONS = ("server", "memory", "persistence", "stats", "clients", "replication", "cluster")
 SETTINGS = ("appendonly", "appendfsync", "save", "maxmemory-policy", "client-output-buffer-limit", "maxclients")
@@ -34,6 +35,8 @@ ROOM_SHARE = 0.7
 KEY_SECONDS = 60
 #: The answers to MULTI of a server that queues commands.
 QUEUES = ("OK", b"OK")
+#: The answers to a command that a server has queued.
+QUEUED = ("QUEUED", b"QUEUED")
 
 Clock = Callable[[], float]
 
@@ -62,7 +65,8 @@ class ServerFacts:
         settings: The answers to CONFIG GET for SETTINGS.
         clock_ahead_seconds: The server's wall clock minus ours; 0 if unknown.
         needs_password: Whether a client without a password is rejected; None if unknown.
-        denied: The commands that a run needs and that this user cannot execute on its keys.
+        denied: The commands that the user's role needs on the run's keys, and that this user cannot execute.
+        excess: The commands that this user can execute although its role must not; empty for an administrator.
     """
 
     info: Mapping[str, Any]
@@ -70,13 +74,28 @@ class ServerFacts:
     clock_ahead_seconds: float
     needs_password: bool | None
     denied: tuple[str, ...]
+    excess: tuple[str, ...] = ()
 
 
 class RedisCheckup:
-    """Examines the server of a connection."""
+    """Examines the server of a connection.
 
-    def __init__(self, connection: RedisConnection, clock: Clock = time.monotonic) -> None:
+    Args:
+        connection: The connection.
+        clock: Returns seconds.
+        role: The role of its user; None for an administrator, who needs the rights of all roles.
+        name: The member's name.
+    """
+
+    def __init__(
+        self,
+        connection: RedisConnection,
+        clock: Clock = time.monotonic,
+        role: Role | None = None,
+        name: str = "checkup",
+    ) -> None:
         self._connection = connection
+        self.role, self._name = role, name
         self._redis, self._keys = connection.redis, connection.keys
         self._clock = clock
 
@@ -89,6 +108,11 @@ class RedisCheckup:
     def has_tls(self) -> bool:
         """Whether the connection is encrypted."""
         return issubclass(self._redis.connection_pool.connection_class, SSLConnection)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the role has a key that a measurement can use."""
+        return self.role not in ("viewer", "operator")
 
     # -- speed ------------------------------------------------------------------------------------------------------
 
@@ -116,7 +140,8 @@ class RedisCheckup:
         """
         if why_not := self._no_room():
             return Bandwidth(why_not=why_not)
-        key = self._keys.chunk(f"checkup.{secrets.token_hex(8)}", 0)
+        whose = f"c:{self._name}" if self.role == "island" else "m"
+        key = f"{self._keys.tag}:{whose}:checkup.{secrets.token_hex(8)}:0"
         data = secrets.token_bytes(CHUNK_BYTES)  # random bytes cannot be compressed on the way
         try:
             up = self._rate(seconds, round_trip_seconds, lambda pipe, size: pipe.set(key, data[:size], ex=KEY_SECONDS))
@@ -169,7 +194,7 @@ class RedisCheckup:
             before = wall()
             seconds, microseconds = self._redis.time()
             ahead = seconds + microseconds / 1e6 - (before + wall()) / 2
-        return ServerFacts(info, settings, ahead, self._needs_password(), self._denied())
+        return ServerFacts(info, settings, ahead, self._needs_password(), *self._rights())
 
     @contextmanager
     def _if_allowed(self) -> Iterator[None]:
@@ -206,8 +231,8 @@ class RedisCheckup:
         finally:
             stranger.disconnect()
 
-    def _denied(self) -> tuple[str, ...]:
-        """Return the needed commands that this user cannot execute.
+    def _rights(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the needed commands that this user cannot execute, and those that it can but should not.
 
         Each command is queued in a transaction, which is then discarded. Redis checks permissions when it queues a
         command, so nothing is executed, and the user needs no right to read the access rules.
@@ -215,6 +240,7 @@ class RedisCheckup:
         pool = self._redis.connection_pool
         connection = pool.get_connection()
         denied: list[str] = []
+        excess: list[str] = []
 
         def tried(*command: Any) -> Any:
             answer = self._answer(connection, *command)
@@ -228,13 +254,16 @@ class RedisCheckup:
             if tried("MULTI") in QUEUES:  # otherwise the server would execute the commands below
                 tried("EXEC")  # an empty transaction, which tests the permission for EXEC
                 if tried("MULTI") in QUEUES:
-                    for command in needed_commands(self._keys):
+                    for command in needed_commands(self._keys, self.role, self._name):
                         tried(*command)
+                    for words in roles.forbidden_commands(self.role, self._keys) if self.role else ():
+                        if self._answer(connection, *words) in QUEUED:
+                            excess.append(words[0])
                     tried("DISCARD")
         finally:
             connection.disconnect()  # the server then drops a transaction that was not discarded
             pool.release(connection)
-        return tuple(dict.fromkeys(denied))
+        return tuple(dict.fromkeys(denied)), tuple(dict.fromkeys(excess))
 
     def _answer(self, connection: Any, *command: Any) -> Any:
         """Return the answer; an error of the server is returned, not raised. Raises UnreachableError."""
@@ -248,21 +277,7 @@ class RedisCheckup:
             return error
 
 
-def needed_commands(keys: Keys) -> list[tuple[Any, ...]]:
-    """Return every command that islands, mergers and operators use, on the keys of a run."""
-    tag, hash_, stream = keys.chunk("checkup", 0), keys.books, keys.updates("checkup")
-    return [
-        ("PING",), ("INFO",), ("TIME",), ("SMEMBERS", REGISTRY), ("SADD", REGISTRY, keys.run),
-        ("SADD", keys.islands, "x"), ("SSCAN", keys.islands, 0), ("GET", keys.lease),
-        ("SET", tag, "x"), ("DEL", tag), ("UNLINK", tag),
-        ("EXISTS", keys.manifest), ("EXPIRE", tag, 1), ("PEXPIRE", tag, 1), ("PERSIST", tag), ("PTTL", tag),
-        ("STRLEN", tag), ("GETRANGE", tag, 0, 1), ("HSET", hash_, "x", "x"), ("HGET", hash_, "x"),
-        ("HGETALL", keys.manifest), ("HMGET", keys.data, "x"), ("HINCRBY", hash_, "x", 1), ("HDEL", keys.data, "x"),
-        ("XADD", stream, "*", "x", "x"), ("XRANGE", stream, "-", "+"), ("XREVRANGE", keys.tape, "+", "-"),
-        ("XREAD", "STREAMS", keys.snapshots, "0"), ("XREADGROUP", "GROUP", GROUP, GROUP, "STREAMS", stream, ">"),
-        ("XACK", stream, GROUP, "0-1"), ("XDEL", stream, "0-1"), ("XTRIM", keys.actions, "MAXLEN", 1), ("XLEN", stream),
-        ("XPENDING", stream, GROUP), ("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM"),
-        ("XINFO", "GROUPS", stream), ("EVAL", "return 1", 0), ("HSETNX", keys.data, "x", "x"),
-        ("HEXISTS", keys.data, "x"), ("HGETALL", keys.control), ("HSET", keys.control, "x", "x"),
-        ("HDEL", keys.control, "x"), ("XADD", keys.notes, "*", "x", "x"), ("XREVRANGE", keys.notes, "+", "-"),
-    ]  # fmt: skip
+def needed_commands(keys: Keys, role: Role | None = None, name: str = "checkup") -> list[tuple[Any, ...]]:
+    """Return the commands that a role needs, on the keys of a run; those of all roles if it is None."""
+    needed = (command for each in ([role] if role else ROLES) for command in roles.needed_commands(each, keys, name))
+    return list(dict.fromkeys(needed))

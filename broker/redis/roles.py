@@ -163,7 +163,8 @@ def _selector(grant: Grant) -> str:
 #: Arguments that make each command complete, with `*` in place of the key.
 _ARGUMENTS: Final[dict[str, str]] = {
     "SET": "* x", "EXPIRE": "* 1", "PEXPIRE": "* 1", "GETRANGE": "* 0 1", "HGET": "* x", "HMGET": "* x",
-    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "SSCAN": "* 0", "RENAME": "* *", "XRANGE": "* - +", "XREVRANGE": "* + -",
+    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "SSCAN": "* 0", "RENAME": "* *",
+    "XRANGE": "* - +", "XREVRANGE": "* + -",
     "XREAD": "STREAMS * 0", "XPENDING": f"* {GROUP}", "HSET": "* x x", "HSETNX": "* x x", "HDEL": "* x",
     "HINCRBY": "* x 1", "SADD": "* x", "SREM": "* x", "XADD": "* ID x x", "XDEL": "* 0-1", "XTRIM": "* MAXLEN 1",
     "XACK": f"* {GROUP} 0-1", "XREADGROUP": f"GROUP {GROUP} {GROUP} STREAMS * >",
@@ -182,6 +183,13 @@ def needed_commands(role: Role, keys: Keys, name: str) -> list[tuple[Any, ...]]:
             if command != "WATCH":  # it cannot be queued in a transaction
                 out += [example(command, key_like(pattern)) for pattern in grant.keys]
     return out
+
+
+def forbidden_commands(role: Role, keys: Keys) -> list[tuple[str, ...]]:
+    """Return complete commands that a role must not be able to use. A Redis before 7 cannot forbid all of them."""
+    others = [("HSET", keys.books), ("SET", keys.state), ("XADD", keys.snapshots), ("DEL", keys.tape),
+              ("HSET", keys.manifest)]  # fmt: skip
+    return [example(*each) for each in [*(others if role != "merger" else ()), ("HSET", keys.members)]]
 
 
 def example(command: str, key: str) -> tuple[str, ...]:

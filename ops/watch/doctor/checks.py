@@ -6,10 +6,12 @@ import ipaddress
 import math
 import re
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from archipelago.broker.invitation import Members, Role
 from archipelago.broker.redis.checkup import Bandwidth, ServerFacts
 from archipelago.broker.redis.connection import OLDEST
 from archipelago.broker.transport import MEMORY_SHARE_MAX
@@ -22,6 +24,8 @@ TIGHT_SHARE = 0.6
 #: Above this round trip, rounds wait longer for their announcements than for anything else.
 SLOW_SECONDS = 0.5
 SKEW_SECONDS = 1.0
+#: Credentials that end within this time are worth a warning.
+SOON_SECONDS = 24 * 3600
 CLIENTS_SHARE = 0.8
 #: The most connections that an island has at once: three pumps, leases, and one for queries.
 CONNECTIONS_AN_ISLAND = 6
@@ -110,8 +114,16 @@ def _megabits(bytes_a_second: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def server_checks(facts: ServerFacts, host: str, *, has_tls: bool) -> list[Finding]:
-    """Return all findings about a server, in the order of the report."""
+def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None) -> list[Finding]:
+    """Return all findings about a server, in the order of the report.
+
+    What the server does not tell to a member is not that member's business, so it is left out.
+    """
+    found = _all_server_checks(facts, host, has_tls=has_tls, user_role=role)
+    return [finding for finding in found if role is None or not finding.code.endswith(".unknown")]
+
+
+def _all_server_checks(facts: ServerFacts, host: str, *, has_tls: bool, user_role: Role | None) -> list[Finding]:
     return [
         version(facts.info),
         *role(facts.info),
@@ -122,7 +134,7 @@ def server_checks(facts: ServerFacts, host: str, *, has_tls: bool) -> list[Findi
         *evictions(facts.info),
         clients(facts),
         *buffers(facts.settings),
-        rights(facts.denied),
+        rights(facts.denied, facts.excess, user_role),
         encryption(host, has_tls=has_tls),
         password(facts.needs_password, host),
         clock(facts.clock_ahead_seconds),
@@ -275,16 +287,63 @@ def buffers(settings: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def rights(denied: Sequence[str]) -> Finding:
-    """Judge whether this user may run all commands of workers."""
-    if not denied:
-        return ok("rights", "This user may run every command that workers need on this run's keys.")
-    names = " ".join(f"+{name.lower()}" for name in denied)
-    return problem(
-        "rights.denied",
-        f"This user may not run {', '.join(denied)} on this run's keys.",
-        f"ACL SETUSER NAME {names}, with ~RUN:* ~{{RUN:* and ~archipelago:* among its keys.",
+def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None = None) -> Finding:
+    """Judge whether this user may run all commands of its role, and no others. None is an administrator."""
+    who = f"a member with the role {role} needs" if role else "workers need"
+    if denied and role:
+        return problem(
+            "rights.denied",
+            f"This user may not run {', '.join(denied)} on all keys of this run that {who}.",
+            "Ask for new credentials: `archipelago invite NAME --replace`, with the version that the run uses.",
+        )
+    if denied:
+        names = " ".join(f"+{name.lower()}" for name in denied)
+        return problem(
+            "rights.denied",
+            f"This user may not run {', '.join(denied)} on this run's keys.",
+            f"ACL SETUSER NAME {names}, with ~RUN:* ~{{RUN:* and ~archipelago:* among its keys. "
+            "`archipelago invite` makes users with exactly the rights of a role.",
+        )
+    if excess:
+        return warning(
+            "rights.wide",
+            f"This user may do more than {who}: {', '.join(excess)} on keys that others write.",
+            "Use Redis 7 or newer, or Valkey: before, a Redis cannot tell reading from writing.",
+        )
+    return ok(
+        "rights", f"This user may run every command that {who} on this run's keys{', and no others' * bool(role)}."
     )
+
+
+def credentials(role: Role, name: str, expires: float | None, now: float) -> Finding:
+    """Say whose credentials these are, and how long they last."""
+    what = f"These are the credentials of {name!r} with the role {role}."
+    if expires is None:
+        return ok("credentials", what)
+    what = f"{what[:-1]}, until {time.strftime('%Y-%m-%d %H:%M', time.localtime(expires))}."
+    if expires - now > SOON_SECONDS:
+        return ok("credentials", what)
+    ended = expires <= now
+    return Finding(
+        "problem" if ended else "warning", f"credentials.{'expired' if ended else 'expire-soon'}", what,
+        "Ask for new ones: `archipelago invite NAME --replace --expires 4w`.",
+    )  # fmt: skip
+
+
+def members(found: Members, now: float) -> Iterator[Finding]:
+    """Yield what an administrator should know about the members of a run."""
+    if ended := sorted(name for name, member in found.by_name.items() if member.has_expired(now)):
+        yield warning(
+            "members.expired",
+            f"The time of {', '.join(ended)} has ended. Mergers refuse what they send, but their users still exist.",
+            "The next `archipelago invite` or `archipelago revoke` of this run deletes them.",
+        )
+    if found.faults:
+        yield problem(
+            "members.damaged",
+            f"The records of {', '.join(sorted(found.faults))} cannot be read, so nothing of theirs is accepted.",
+            "Invite them again with --replace.",
+        )
 
 
 def encryption(host: str, *, has_tls: bool) -> Finding:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,10 @@ from rich.text import Text
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
+from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import Manifest, installed_versions
 from archipelago.broker.messages import Presence
-from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled, print_json
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.watch.doctor import checks, estimate
@@ -48,7 +50,7 @@ class DoctorOptions:
     """
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL. Without one, it checks this machine only."""
+    """URL or join file; default $ARCHIPELAGO_URL. Without one, it checks this machine only."""
     run: str | None = None
     """The run to join (default $ARCHIPELAGO_RUN, or the only run there). Without one, the settings below apply."""
     seconds: float = 4.0
@@ -87,12 +89,14 @@ def main(options: DoctorOptions) -> int:
             f"--seconds cannot be {options.seconds}", f"Choose 0 to {SECONDS_MAX:g}.", code="doctor.bad-flag"
         )
     url, run = options.url or os.environ.get(URL_VARIABLE), options.run or os.environ.get(RUN_VARIABLE)
+    invited = invitation_at(url or "")
+    url, run = (invited.url, run or invited.run) if invited else (url, run)
     out = Console(highlight=False, quiet=options.json)
     busy = Console(stderr=True, quiet=options.json)
     server = Server([])
     if url:
         with busy.status("asking the Redis, and measuring the link"):
-            server = check_server(url, run, options.seconds)
+            server = check_server(url, run, options.seconds, invited)
         out.print(section(f"redis  {redacted(url)}", server.findings), "")
     manifest = server.manifest
     config = manifest.config if manifest else config
@@ -116,10 +120,10 @@ def main(options: DoctorOptions) -> int:
     return 1 if problems else 0
 
 
-def check_server(url: str, run: str | None, seconds: float) -> Server:
+def check_server(url: str, run: str | None, seconds: float, invited: Invitation | None = None) -> Server:
     """Check a Redis. A server that does not answer is a finding too. Raise BadUrlError."""
     try:
-        transport = connect(url, run or NO_RUN)
+        transport = connect(url, run or NO_RUN, invited)
     except BadUrlError:
         raise
     except BrokerError as error:
@@ -127,7 +131,8 @@ def check_server(url: str, run: str | None, seconds: float) -> Server:
     found = Server([])
     try:
         transport = _check_run(transport, url, run, found)
-        _check_link(RedisCheckup(transport.connection), seconds, found)
+        role, name = _check_members(transport, found) if found.manifest else (None, NO_RUN)
+        _check_link(RedisCheckup(transport.connection, role=role, name=name), seconds, found)
     except BrokerError as error:
         found.findings.append(problem("reach.failed", error.what, error.remedy))
     finally:
@@ -157,16 +162,38 @@ def _check_run(transport: RedisTransport, url: str, run: str | None, found: Serv
     return transport
 
 
+def _check_members(transport: RedisTransport, found: Server) -> tuple[Role | None, str]:
+    """Find out whose credentials these are. Return the role and the name; None and any name for an administrator."""
+    members, now = transport.membership.all(), time.time()
+    invited, user = transport.invitation, RedisCheckup(transport.connection).options.get("username")
+    known = {member.user: (name, member) for name, member in members.by_name.items() if member.user}
+    if user in known:
+        name, member = known[user]
+        found.findings.append(checks.credentials(member.role, name, member.expires, now))
+        return member.role, name
+    if invited is not None and invited.role != ADMIN:
+        found.findings.append(
+            problem(
+                "credentials.no-member",
+                f"The run has no member {invited.name!r} with these credentials. Nothing of it is accepted.",
+                "Ask for new ones: `archipelago invite NAME --replace`.",
+            )
+        )
+        return invited.role, invited.name
+    found.findings += checks.members(members, now)
+    return None, NO_RUN
+
+
 def _check_link(checkup: RedisCheckup, seconds: float, found: Server) -> None:
     samples = checkup.round_trips(seconds * PING_SHARE, PINGS)
     found.round_trip_seconds = statistics.median(samples)
     found.findings.append(checks.latency(samples))
     facts = checkup.facts()
-    if seconds:
+    if seconds and checkup.may_write:
         found.link = _bandwidth(checkup, seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
         found.findings.append(checks.bandwidth(found.link))
     host = str(checkup.options.get("host", ""))
-    found.findings += checks.server_checks(facts, host, has_tls=checkup.has_tls)
+    found.findings += checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role)
 
 
 def _bandwidth(checkup: RedisCheckup, seconds: float, round_trip_seconds: float) -> Bandwidth:

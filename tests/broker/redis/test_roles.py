@@ -33,8 +33,8 @@ PLACES = {
     "registry": REGISTRY, "other run": Keys("other").books, "similar run": Keys("demo2").books, "own key": "mine",
 }  # fmt: skip
 WRITES = (
-    "SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST", "RENAME", "HSET", "HSETNX", "HDEL", "HINCRBY", "SADD", "SREM",
-    "XADD", "XDEL", "XTRIM", "XACK", "XREADGROUP", "XGROUP|CREATE", "XGROUP|SETID", "XGROUP|DESTROY", "XCLAIM",
+    "SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST", "RENAME", "HSET", "HSETNX", "HDEL", "HINCRBY", "SADD",
+    "SREM", "XADD", "XDEL", "XTRIM", "XACK", "XREADGROUP", "XGROUP|CREATE", "XGROUP|SETID", "XGROUP|DESTROY", "XCLAIM",
     "XAUTOCLAIM", "EVAL",
 )  # fmt: skip
 _VALUES = {"SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST"}

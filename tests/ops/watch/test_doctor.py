@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,19 @@ from typing import Any
 import pytest
 import redis
 
+from archipelago.broker import invitation
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.invitation import ROLES, Role
 from archipelago.broker.manifest import Corpus
+from archipelago.broker.process import connect_to
+from archipelago.broker.redis import roles
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup, ServerFacts, needed_commands
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
+from archipelago.ops.launch.administration import Administrator, Guest
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.watch.doctor import checks, estimate, main
 from archipelago.ops.watch.doctor import site as doctor_site
@@ -321,19 +327,61 @@ def test_denied_commands_are_found_by_trying_them_without_effect(own: Server, ra
 
 
 def test_every_command_of_the_transport_is_tried() -> None:
-    """Read the commands from the sources. The doctor must try each of them."""
+    """Read the commands from the sources. The doctor must try each of them, and some role must have it."""
     names = {"delete": "del", "xgroup_create": "xgroup", "xinfo_groups": "xinfo", "xpending_range": "xpending"}
     not_commands = {"execute", "pipeline", "close", "multi", "watch", "connection_pool", "reset"}
     used: set[str] = set()
     for path in (ROOT / "broker" / "redis").glob("*.py"):
         source = path.read_text(encoding="utf-8")
-        if path.name != "checkup.py":
+        if path.name not in ("checkup.py", "membership.py"):  # only an administrator uses the latter
             used |= set(re.findall(r"\b(?:pipe|pipeline|_redis|connection\.redis|self\.redis)\.([a-z_]+)\(", source))
             used |= set(re.findall(r"\(\"(x[a-z_]+)\", ", source))
     used |= {"get", "getrange"}
     assert {"xadd", "hset", "persist"} <= used
     needed = {str(command[0]).lower() for command in needed_commands(Keys("sample"))}
     assert {names.get(name, name) for name in used - not_commands} <= needed
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_doctor_checks_what_a_role_needs(own: Server, raw: Any, checkup: RedisCheckup, role: Role) -> None:
+    version = (7, 2)
+    found = member(own, raw, role, roles.rules(role, "sample", "oslo", version))
+    assert (found.denied, found.excess) == ((), ())
+    missing = [
+        rule.replace("+time", "-time").replace("+hset ", "") for rule in roles.rules(role, "sample", "oslo", version)
+    ]
+    assert "TIME" in member(own, raw, role, missing).denied
+    assert "HSET" in member(own, raw, role, ["reset", "on", "~*", "+@all"]).excess
+    early = member(own, raw, role, roles.rules(role, "sample", "oslo", (6, 2)))
+    assert bool(early.excess) == (role != "viewer")
+    raw.execute_command("ACL", "DELUSER", "guest")
+
+
+def member(own: Server, raw: Any, role: Role, rules: Sequence[str]) -> ServerFacts:
+    """Return the facts that a member finds out whose user has these rules."""
+    raw.execute_command("ACL", "SETUSER", "guest", rules[0], ">secret", *rules[1:])
+    transport = connect(re.sub(":[^:@]*@", "guest:secret@", own.url), "sample")
+    try:
+        return RedisCheckup(transport.connection, role=role, name="oslo").facts()
+    finally:
+        transport.close()
+
+
+def test_the_doctor_knows_whose_credentials_it_has(
+    call: Call, own: Server, checkup: RedisCheckup, tmp_path: Path
+) -> None:
+    transport = connect(own.url, "sample")
+    administrator = Administrator(transport, own.url, tmp_path)
+    file = tmp_path / "oslo.join"
+    invitation.write(file, administrator.invite(Guest("oslo", "island", time.time() + 3600)))
+    _, found = call(url=str(file), seconds=0.2)
+    codes = {finding["code"] for finding in found["findings"]}
+    assert {"credentials.expire-soon", "rights.ok", "bandwidth.ok"} <= codes
+    assert not any(code.endswith(".unknown") for code in codes)
+    administrator.revoke("oslo")
+    with failing(BrokerError, "broker.access"):
+        connect_to(str(file), None)
+    transport.close()
 
 
 def test_standing_names_the_merger_and_the_time_since_its_last_merge(own: Server, raw: Any) -> None:
