@@ -160,6 +160,8 @@ class MergeConfig:
             fleet in which one island does much more work than the others.
         scores: Lower the weight of islands whose contributions point elsewhere than those of the others, and clip norms
             that stay above the usual one. It needs three islands.
+        expel_after: Expel an island whose weight was lowered in this many rounds in a row. `archipelago steer` admits
+            it again. 0 expels nobody.
     """
 
     __pydantic_config__ = _STRICT
@@ -170,6 +172,7 @@ class MergeConfig:
     clip: Annotated[float, Ge(0.0)] = 3.0
     share_cap: Annotated[float, Ge(1.0)] = 2.0
     scores: bool = True
+    expel_after: Annotated[int, Ge(0)] = 0
 
 
 @dataclass(frozen=True)

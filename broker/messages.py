@@ -292,6 +292,8 @@ class Member(Identified):
         entry: The entry that holds its fields and payload until a checkpoint covers them, as `NAME/ID`: the island
             whose updates stream it is in, and its id there.
         data: The places to which it moves the cursors of shards.
+        score: How well its island's contributions agree with those of the others; 1 is usual, 0 unrelated.
+        factor: The factor on its weight that followed from the score; 1 if it was not lowered.
     """
 
     __pydantic_config__ = _CONFIG
@@ -307,6 +309,8 @@ class Member(Identified):
     loss: Measure
     entry: Annotated[str, MaxLen(ENTRY_MAX)] = ""
     data: Annotated[str, MaxLen(4096)] = ""
+    score: Measure = 1.0
+    factor: Measure = 1.0
 
 
 @dataclass(frozen=True)
@@ -377,7 +381,7 @@ class Note:
         unix_seconds: The wall clock of the process that wrote the note.
         who: An island's name, or `merger`.
         kind: For an island `joined`, `left`, `diverged`, `drained` or `expelled`. For a merger `served`, `left`,
-            `steered`, `paused`, `resumed` or `checkpoint`.
+            `lowered`, `restored`, `expelled`, `steered`, `paused`, `resumed` or `checkpoint`.
         text: At most NOTE_MAX characters.
     """
 

@@ -283,7 +283,10 @@ def merge_round(
     judged = round_sum.judged(known, live) if config.scores else unjudged(known, len(round_sum.addends))
     if not any(judged.factors):
         published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
-        members = tuple(_member(addend, version, 0.0) for addend in round_sum.addends)
+        members = tuple(
+            _member(addend, version, 0.0, score, 0.0)
+            for addend, score in zip(round_sum.addends, judged.values, strict=True)
+        )
         kept = _with_published(fragment, published_N)
         return MergedRound(kept, staleness, members, 0.0, judged.scores, difference)
     factors = _final_factors(round_sum, judged.factors, config.share_cap)
@@ -296,7 +299,10 @@ def merge_round(
     norms = fragment.norms
     for addend, factor in zip(addends, factors, strict=True):
         norms = norms.with_norm(addend.norm * addend.clip / addend.path) if factor else norms
-    members = tuple(_member(a, version, share) for a, share in zip(addends, weighed.shares, strict=True))
+    members = tuple(
+        _member(addend, version, *rest)
+        for addend, *rest in zip(addends, weighed.shares, judged.values, judged.factors, strict=True)
+    )
     published_N, difference = publish(wire, fragment.published_N, params_N)
     state = FragmentState(params_N, outer_state, norms, published_N)
     return MergedRound(state, weighed.running, members, weighed.gain, judged.scores, difference)
@@ -325,7 +331,7 @@ def _with_published(fragment: FragmentState, published_N: jax.Array) -> Fragment
     return FragmentState(fragment.params_N, fragment.outer, fragment.norms, published_N)
 
 
-def _member(addend: Addend, version: int, share: float) -> Member:
+def _member(addend: Addend, version: int, share: float, score: float, factor: float) -> Member:
     contribution = addend.contribution
     return Member(
         island=contribution.island,
@@ -340,6 +346,8 @@ def _member(addend: Addend, version: int, share: float) -> Member:
         loss=contribution.loss,
         entry=addend.entry,
         data=contribution.data,
+        score=score,
+        factor=factor,
     )
 
 

@@ -52,6 +52,8 @@ AWAY = 0.3
 NORM_LARGE = 1.5
 #: A norm counts as at most this multiple in the average.
 NORM_MOST = 3.0
+#: The operator is told of an island once its weight was lowered in this many rounds in a row.
+NOTED = 2
 #: Contributions up to this staleness are compared.
 FRESH = 1
 #: Fewer islands than this cannot outvote one.
@@ -87,12 +89,12 @@ class Score:
         """The score: 1 is usual, 0 unrelated, negative opposite. It is 1 while there is too little evidence."""
         if self.usual <= 0.0 or self.usual < SCORE_CLEAR * math.sqrt(self.noise):
             return 1.0
-        return self.agreement / self.usual
+        return round(self.agreement / self.usual, 4)
 
     @property
     def factor(self) -> float:
         """The factor on the weight of the island's contributions, in [0, 1]."""
-        return min(1.0, max(0.0, (self.value - SCORE_NONE) / (SCORE_FULL - SCORE_NONE)))
+        return round(min(1.0, max(0.0, (self.value - SCORE_NONE) / (SCORE_FULL - SCORE_NONE))), 4)
 
     def after(self, agreement: float, usual: float, variance: float) -> Score:
         """Return the score with one more comparison of directions in it."""
@@ -157,11 +159,13 @@ class Judgement:
 
     Attributes:
         factors: The factor on the weight of each contribution.
+        values: The score of each contribution's island.
         limits: The largest norm over path of each contribution; infinite where norms are usual.
         scores: The scores after the round.
     """
 
     factors: tuple[float, ...]
+    values: tuple[float, ...]
     limits: tuple[float, ...]
     scores: Mapping[str, Score]
 
@@ -194,12 +198,32 @@ def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: 
     factors = [0.0 if one.island in away else scores.get(one.island, Score()).factor for one in sent]
     limits = [norms.limit(one) if scores.get(one.island, Score()).norm > NORM_LARGE else math.inf for one in sent]
     newest = dict(list(scores.items())[-SCORES_MAX:])
-    return Judgement(tuple(factors), tuple(limits), newest)
+    values = tuple(scores.get(one.island, Score()).value for one in sent)
+    return Judgement(tuple(factors), values, tuple(limits), newest)
 
 
 def unjudged(known: Mapping[str, Score], count: int) -> Judgement:
     """Return what follows for a round of `count` contributions in which nobody judges."""
-    return Judgement((1.0,) * count, (math.inf,) * count, known)
+    return Judgement((1.0,) * count, (1.0,) * count, (math.inf,) * count, known)
+
+
+def newly_lowered(before: Mapping[str, Score], after: Mapping[str, Score]) -> list[str]:
+    """Return the islands whose weight was lowered in two rounds in a row, and not in the round before these."""
+    return [n for n, score in after.items() if score.lowered == NOTED and before.get(n, Score()).lowered == NOTED - 1]
+
+
+def restored(before: Mapping[str, Score], after: Mapping[str, Score]) -> list[str]:
+    """Return the islands that have their whole weight again."""
+    return [n for n, score in before.items() if score.lowered >= NOTED and n in after and not after[n].lowered]
+
+
+def to_expel(before: Mapping[str, Score], after: Mapping[str, Score], rounds: int) -> list[str]:
+    """Return the islands whose weight has been lowered in `rounds` more rounds in a row; none if `rounds` is 0.
+
+    An island that the operator admits again has as many rounds to improve.
+    """
+    changed = [n for n, score in after.items() if rounds and score.lowered > before.get(n, Score()).lowered]
+    return [n for n in changed if after[n].lowered % rounds == 0]
 
 
 def _compared(

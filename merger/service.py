@@ -318,9 +318,11 @@ class Merger:
         record = RoundRecord(close, self.epoch, len(self.live), steered, self.wall(), merge_seconds)
         commit = build_commit(self.manifest, record, merged, round_sum, self.state, after, trim)
         self.transport.merger.commit(self.epoch, commit)
+        before = self.state
         self.state, self.fragments[p], self.snapshots[p] = after, merged.state, commit.snapshot
         self.rounds.committed(after, self.clock() - began)
         self._closed_at = began
+        self.controls.tell_of_scores(before.scores, after.scores)
         if steered:
             log.info("steered from round %s on: %s", close.round, steered)
             self.controls.note("steered", f"{steered} from round {close.round} on")

@@ -7,14 +7,15 @@ takeovers, restarts and replays use it too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from archipelago.broker import control
 from archipelago.broker.config import RunConfig, SyncConfig
-from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control
+from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control, island_field
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import NOTE_MAX, Note
 from archipelago.broker.transport import ReaderTransport
+from archipelago.merger.scores import Score, newly_lowered, restored, to_expel
 from archipelago.merger.state import RunState
 
 EXPELLED = IN_WORDS[EXPEL]
@@ -78,6 +79,30 @@ class OperatorControls:
             self.transport.reader.note(Note(self.wall(), "merger", kind, text[:NOTE_MAX]))
         except BrokerError as error:
             log.warning("a note is lost (%s): %s", error.what, text)
+
+    def tell_of_scores(self, before: Mapping[str, Score], after: Mapping[str, Score]) -> None:
+        """Note whose weight a round has lowered or restored, and expel those whom the run's rule expels."""
+        for island in newly_lowered(before, after):
+            found = after[island]
+            self._warn_and_note(
+                "lowered",
+                f"{island}: its contributions disagree with those of the others (score {found.value:.2f}, norm "
+                f"{found.norm:.1f} and loss {found.loss:.1f} times the usual ones), so its weight is lowered",
+            )
+        for island in restored(before, after):
+            self._log_and_note("restored", f"{island}: its contributions agree with those of the others again")
+        for island in to_expel(before, after, self.config.merge.expel_after):
+            try:
+                self.transport.reader.steer({island_field(island): EXPEL})
+            except BrokerError as error:
+                log.warning("%s could not be expelled: %s", island, error.what, extra={"code": "scores.not-expelled"})
+                continue
+            text = f"{island}: its weight was lowered in {after[island].lowered} rounds in a row (merge.expel_after)"
+            self._warn_and_note("expelled", text)
+
+    def _warn_and_note(self, kind: str, text: str) -> None:
+        log.warning("%s", text, extra={"code": f"scores.{kind}"})
+        self.note(kind, text)
 
     def _note_changes(self, before: Control) -> None:
         """Note the new requests, except settings, which are noted with their round."""

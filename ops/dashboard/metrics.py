@@ -55,6 +55,8 @@ RUN_ISLAND = {
     "archipelago_run_island_live": ("live", "1 if the island sent a heartbeat lately and has not left, else 0."),
     "archipelago_run_island_last_seen_seconds": ("last_seen_seconds", "Time since its last heartbeat."),
     "archipelago_run_island_participation_ratio": ("participation", "Share of the recent rounds that merged it."),
+    "archipelago_run_island_score": ("score", "How well its work agrees with that of the others; 1 is usual."),
+    "archipelago_run_island_weight_factor": ("factor", "Factor on its weight that follows from the score."),
     "archipelago_run_island_steps_total": ("steps", "Inner steps made."),
     "archipelago_run_island_tokens_total": ("tokens", "Tokens trained on."),
     "archipelago_run_island_tokens_per_second": ("tokens_per_second", "Training speed."),

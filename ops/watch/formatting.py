@@ -15,15 +15,17 @@ from rich.text import Text
 from archipelago.ops.watch.health import Health, describe_control
 from archipelago.ops.watch.run_view import IslandView, RunView
 
-#: `part` is the share of the recent rounds that merged the island; `seen` is the time since its last heartbeat.
+#: `part` is the share of the recent rounds that merged the island; `seen` is the time since its last heartbeat. `score`
+#: is how well its contributions agree with those of the others.
 #: The names are short so that the table fits into 80 columns.
-_COLUMNS = ("island", "state", "steps", "tokens/s", "loss", "lag", "part", "queue", "up", "down", "seen")
+_COLUMNS = ("island", "state", "steps", "tokens/s", "loss", "lag", "part", "score", "queue", "up", "down", "seen")
 #: Pairs of a terminal width and the columns that are left out from that width on.
 _LEFT_OUT = (
-    (80, ()),
-    (66, ("up", "down")),
-    (58, ("up", "down", "queue", "lag")),
-    (0, (*_COLUMNS[7:10], "lag", "tokens/s")),
+    (88, ()),
+    (80, ("score",)),
+    (66, ("score", "up", "down")),
+    (58, ("score", "up", "down", "queue", "lag")),
+    (0, ("score", "queue", "up", "down", "lag", "tokens/s")),
 )
 #: From this terminal width on, the share has a bar as well.
 BARS_FROM = 96
@@ -151,6 +153,9 @@ def seconds_text(seconds: float) -> str:
 def troubles(view: RunView, health: Health | None = None, now: float | None = None) -> list[Text]:
     """Return a line for each island whose link has a problem, and for each island whose work was refused."""
     lines = [f"{i.name}: {i.link}" for i in view.islands if i.live and i.link != "ok"]
+    lowered = [island for island in view.islands if island.live and island.factor < 1.0]
+    lines += [f"{i.name}: its weight is lowered to {i.factor:.0%}, because its contributions disagree with those of "
+              f"the others (score {number(i.score, 2)})" for i in lowered]  # fmt: skip
     now = time.time() if now is None else now
     newest = {refusal.island: (at, refusal) for at, refusal in (health.refusals if health else ())}
     lines += [f"{name}: refused {ago(now - at)} ago, round {refusal.round:,}: {refusal.reason}"
@@ -214,6 +219,7 @@ def _row(island: IslandView, *, with_bar: bool = False) -> dict[str, Text | str]
         "loss": number(island.loss),
         "lag": f"{island.staleness:.2f}",
         "part": part,
+        "score": Text(number(island.score, 2), style="yellow" if island.factor < 1.0 else ""),
         "queue": str(island.backlog),
         "up": size(island.bytes_up),
         "down": size(island.bytes_down),

@@ -24,6 +24,8 @@ class IslandView:
     Attributes:
         staleness: Versions that it is behind, mean over the fragments.
         participation: Share of the recent rounds that merged it.
+        score: How well its newest merged contribution's island agrees with the others; 1 is usual, 0 unrelated.
+        factor: The factor on the weight of its newest merged contribution; below 1 it was lowered.
         merged_staleness: Mean staleness of its recent contributions when they were merged; NaN if there were none.
         tokens_merged: The merged part of its tokens, mean over the fragments.
         data: The shards that it reads, and its progress in them.
@@ -45,6 +47,8 @@ class IslandView:
     loss: float
     staleness: float
     participation: float
+    score: float
+    factor: float
     merged_staleness: float
     tokens_merged: int
     data: str
@@ -227,6 +231,8 @@ def _island(presence: Presence, tape: Sequence[TapeEntry], merged: Mapping[str, 
         loss=beat.loss,
         staleness=beat.staleness,
         participation=rounds / len(tape) if tape else 0.0,
+        score=mine[-1].score if mine else math.nan,
+        factor=mine[-1].factor if mine else math.nan,
         merged_staleness=_mean([float(member.staleness) for member in mine]),
         tokens_merged=merged.get(beat.island, 0) // fragments,
         data=beat.data,

@@ -58,7 +58,7 @@ def contributions(
 
 def after(rounds: int, forged: Mapping[str, Forge], known: Mapping[str, Score] | None = None) -> Judgement:
     """Return the last of so many rounds."""
-    judged = Judgement((), (), known or {})
+    judged = Judgement((), (), (), known or {})
     for number in range(rounds):
         judged = judge(judged.scores, contributions(number, forged), SPANS, len(HONEST))
     return judged

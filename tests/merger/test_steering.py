@@ -18,12 +18,13 @@ from archipelago.merger import outer
 from archipelago.merger.checkpointer import RETRY_SECONDS
 from archipelago.merger.rebuild import rebuild
 from archipelago.merger.replay import DifferenceError
+from archipelago.merger.scores import Score
 from archipelago.merger.service import Merger, serve
 from archipelago.merger.state import RunState
-from archipelago.merger.steering import EXPELLED
+from archipelago.merger.steering import EXPELLED, OperatorControls
 from tests.failing import failing
 from tests.intercept import Intercepted
-from tests.merger.merger_run import SIZE, MergerRun, Shelf, bits, constant, state_of
+from tests.merger.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, constant, state_of
 from tests.merger.test_replay import recorded, replayed
 from tests.tiers import examples
 
@@ -493,3 +494,21 @@ def test_a_merger_notes_that_it_serves_and_why_it_leaves() -> None:
     assert notes(run, "served") == ["epoch 1 begins after round 0"]
     assert notes(run, "left") == ["it was stopped after round 0"]
     assert {note.who for note in run.transport.reader.notes(9)} == {"merger"}
+
+
+def test_the_operator_is_told_once_of_a_lowered_weight_and_the_rule_expels() -> None:
+    run = MergerRun(replace(CONFIG, merge=replace(CONFIG.merge, expel_after=4)))
+    controls = OperatorControls(run.transport, run.manifest.config, run.clock)
+    good, bad = Score(10.0, 10.0, 0.01), Score(-5.0, 10.0, 0.01)
+    before = {"a": good, "b": good}
+    for lowered in range(1, 6):
+        after = {"a": good, "b": replace(bad, lowered=lowered)}
+        controls.tell_of_scores(before, after)
+        before = after
+    assert [(note.kind, note.text.partition(":")[0]) for note in run.transport.reader.notes(10)] == [
+        ("lowered", "b"),
+        ("expelled", "b"),
+    ]
+    assert run.transport.reader.control() == {"island.b": "expel"}
+    controls.tell_of_scores(before, {"a": good, "b": good})
+    assert run.transport.reader.notes(1)[0].kind == "restored"

@@ -209,7 +209,7 @@ function writeLane(island) {
   }
   const part = `${(100 * island.participation).toFixed(0)} %`;
   if (cells.part.textContent !== part) cells.part.textContent = part;
-  fill(cells.lag, island.live ? fixed(island.staleness, 2) : dash);
+  fill(cells.lag, island.live ? fixed(island.staleness, 2) : dash, island.score === null ? "" : `score ${fixed(island.score, 2)}`);
   fill(cells.speed, island.live ? count(island.tokens_per_second) : dash);
   fill(cells.step, island.live && island.step_seconds ? duration(island.step_seconds) : dash);
   const flows = island.live && !inlined; // A report is one reading, so it has no rates.
@@ -221,7 +221,9 @@ function writeLane(island) {
   cells.drain.hidden = !island.live || Boolean(island.asked);
   cells.expel.hidden = island.asked === "expel";
   cells.back.hidden = !island.asked;
+  const lowered = island.live && island.factor !== null && island.factor < 1;
   const trouble = [
+    lowered ? `Weight lowered to ${(100 * island.factor).toFixed(0)} %: its contributions disagree with those of the others (score ${fixed(island.score, 2)})` : "",
     island.link && island.link !== "ok" && island.live ? `Link: ${island.link}` : "",
     island.last_refusal ? `Last refused (of ${count(island.refused)}): ${island.last_refusal}` : "",
   ].filter(Boolean).join("  ·  ");

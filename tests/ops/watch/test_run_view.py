@@ -221,16 +221,29 @@ def test_a_terminal_shows_the_facts(width: int) -> None:
         "in tokens 1,000 = 601 + 100 + 299 (2 fragments each)",
         "300 merged of 1,577 trained, 300 lost with islands; 0.05 passes over the text",
         "up 5.0 kB, down 6.0 MB, Redis holds 7.0 kB",
-        "island state steps tokens/s loss lag part queue up down seen",
-        "a training 10 100 2.000 0.00 75% 0 10 B 10 B 0 s",
-        "b silent 10 – 2.000 0.00 25% 0 10 B 10 B 10 s",
-        "c joining 10 100 – 0.00 0% 0 10 B 10 B 3 s",
-        "d left 10 – 2.000 0.00 0% 0 10 B 10 B 1 s",
-        "e leaving 10 100 2.000 0.00 0% 0 10 B 10 B 10 s",
         "c: last refused: too old",
     ):
         assert fact in text
+    wide = width >= 88
+    for name, row, score in (
+        ("island", "state steps tokens/s loss lag part{} queue up down seen", " score"),
+        ("a", "training 10 100 2.000 0.00 75%{} 0 10 B 10 B 0 s", " 1.00"),
+        ("b", "silent 10 – 2.000 0.00 25%{} 0 10 B 10 B 10 s", " 1.00"),
+        ("c", "joining 10 100 – 0.00 0%{} 0 10 B 10 B 3 s", " –"),
+        ("d", "left 10 – 2.000 0.00 0%{} 0 10 B 10 B 1 s", " –"),
+        ("e", "leaving 10 100 2.000 0.00 0%{} 0 10 B 10 B 10 s", " –"),
+    ):
+        assert f"{name} {row.format(score if wide else '')}" in text
     assert "does not answer" not in text  # The last link state of a silent island is not shown.
+
+
+def test_a_lowered_weight_is_shown_with_its_score() -> None:
+    lowered = replace(TAPE[-1], members=tuple(replace(m, score=-0.41, factor=0.0) for m in TAPE[-1].members))
+    name = lowered.members[0].island
+    presence = Presence(samples.heartbeat(name), 0.0)
+    view = summarise(MANIFEST, [*TAPE[:-1], lowered], [presence], BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
+    assert (view.islands[0].score, view.islands[0].factor) == (-0.41, 0.0)
+    assert f"{name}: its weight is lowered to 0%" in words(shown(view, 120))
 
 
 def test_numbers_are_not_cut_in_80_columns() -> None:
