@@ -380,8 +380,8 @@ class Note:
     Attributes:
         unix_seconds: The wall clock of the process that wrote the note.
         who: An island's name, or `merger`.
-        kind: For an island `joined`, `left`, `diverged`, `drained` or `expelled`. For a merger `served`, `left`,
-            `lowered`, `restored`, `expelled`, `steered`, `paused`, `resumed` or `checkpoint`.
+        kind: For an island `joined`, `left`, `replaced`, `diverged`, `drained` or `expelled`. For a merger `served`,
+            `left`, `lowered`, `restored`, `expelled`, `steered`, `paused`, `resumed` or `checkpoint`.
         text: At most NOTE_MAX characters.
     """
 

@@ -41,6 +41,7 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
+from archipelago.broker.names import NameClaim
 
 #: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot.
 DIFFERENCES_KEPT = 32
@@ -332,6 +333,14 @@ class IslandClient(Protocol):
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
         """Replace the island's last heartbeat. Returns the operator's request to this island, or an empty string."""
+        ...
+
+    def claim_name(self, island: str, incarnation: str) -> NameClaim:
+        """Take the name of an island over from whoever holds it, and return the claim."""
+        ...
+
+    def confirm_name(self, island: str, claim: NameClaim) -> NameClaim:
+        """Return the newest claim to the name. If the broker has lost `claim`, it is written again."""
         ...
 
     def difference(self, fragment: int, version: int) -> bytes | None:

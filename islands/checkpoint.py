@@ -169,6 +169,10 @@ class IslandStore:
         self.save(cut(island, LEAVING))
         self._pool.shutdown()
 
+    def close(self) -> None:
+        """End without a last checkpoint, because the folder may belong to a newer process now."""
+        self._pool.shutdown()
+
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def find(self, number: int | None = None, last_round: int | None = None) -> Found | None:

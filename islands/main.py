@@ -33,6 +33,7 @@ from archipelago.broker.process import (
     stop_on_signals,
 )
 from archipelago.broker.redis.keys import checked_name
+from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
 from archipelago.islands.standby import READY, await_assignment
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _island(options: IslandOptions, stopped: Callable[[], bool], prepared: Prepa
     summary = _run(options, name, stopped, origin, prepared)
     if options.json:
         print_json(summary)
-    return 0
+    return REPLACED_STATUS if summary["state"] == "replaced" else 0
 
 
 def _name(options: IslandOptions) -> str:
@@ -172,6 +173,7 @@ def _run(
     require_welcome(
         awaited(transport.reader.control), name, manifest.run
     )  # before the island claims anything under that name
+    require_free(folder, name, awaited(transport.reader.presences))
     keep_compiled()
 
     from archipelago.islands import telemetry
@@ -217,7 +219,11 @@ def _run(
     finally:
         link.stop()
         curves.close()  # the last points matter most after a divergence
-    store.finish(island)
+    if state == "replaced":
+        remember(folder, name, link.replaced_by)
+        store.close()
+    else:
+        store.finish(island)
     log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
     return {
         "island": name,

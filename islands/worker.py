@@ -133,8 +133,8 @@ class Island:
 
     @property
     def must_leave(self) -> bool:
-        """True if the operator has asked the island to leave."""
-        return bool(self.link.operator_request)
+        """True if the operator has asked the island to leave, or a newer process has taken its name over."""
+        return bool(self.link.operator_request) or self.link.is_replaced
 
     # -- the two halves of the loop -----------------------------------------------------------------------------------
 
@@ -211,7 +211,12 @@ class Island:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
-        """Send all progress and announce the departure. Return whether the broker received everything."""
+        """Send all progress and announce the departure. Return whether the broker received everything.
+
+        An island whose name was taken over only writes a note, because its heartbeats are those of another process.
+        """
+        if self.link.is_replaced:
+            return self._leave_the_name(flush_seconds)
         self.beat("leaving")
         for number in self.ledger.farewells():
             self._send(number, farewell=True)
@@ -221,8 +226,16 @@ class Island:
         self.beat(state)
         return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and is_sent
 
+    def _leave_the_name(self, flush_seconds: float) -> bool:
+        kind, reason = self.leave_reason()
+        self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
+        self.beat("left")  # wakes the thread that sends the note
+        return self.link.drain(min(FAREWELL_SECONDS, flush_seconds))
+
     def leave_reason(self) -> tuple[str, str]:
         """Return why the island leaves, as a note's kind and text."""
+        if self.link.is_replaced:
+            return "replaced", "a newer process has this island's name"
         if self.finished:
             return "left", "the run is at its end"
         kinds = {DRAIN: "drained", EXPEL: "expelled"}
@@ -353,7 +366,7 @@ def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None 
         turn_log: Receives one line for each turn of the loop.
 
     Returns:
-        `done` at the end of the run, else `left`.
+        `done` at the end of the run, `replaced` if a newer process has the island's name, else `left`.
 
     Raises:
         DivergedError: The loss is no longer finite. The island has announced its departure by then.
@@ -375,6 +388,8 @@ def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None 
     state = "done" if island.finished else "left"
     if state == "left" and island.must_leave:
         log.warning("leaves: %s", island.leave_reason()[1])
+    if island.link.is_replaced:
+        state = "replaced"
     if not island.leave(state):
         log.warning("the broker did not take %s contributions", island.link.backlog)
     return state

@@ -15,6 +15,7 @@ from archipelago.broker.messages import (
     from_fields,
     to_fields,
 )
+from archipelago.broker.names import NameClaim, newest_claim, next_claim
 
 
 class MemoryIsland:
@@ -44,6 +45,17 @@ class MemoryIsland:
         with self._broker.opened(self._run) as run:
             run.islands[heartbeat.island] = (heartbeat, self._broker.clock())
             return run.control.get(island_field(heartbeat.island), "")
+
+    def claim_name(self, island: str, incarnation: str) -> NameClaim:
+        with self._broker.opened(self._run) as run:
+            now_ms = max(0, int(1000 * self._broker.clock()))
+            claim = run.names[island] = next_claim(run.names.get(island), incarnation, now_ms)
+            return claim
+
+    def confirm_name(self, island: str, claim: NameClaim) -> NameClaim:
+        with self._broker.opened(self._run) as run:
+            run.names[island] = newest_claim(claim, run.names.get(island))
+            return run.names[island]
 
     def difference(self, fragment: int, version: int) -> bytes | None:
         with self._broker.opened(self._run) as run:

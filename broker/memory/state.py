@@ -25,6 +25,7 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
+from archipelago.broker.names import NameClaim
 from archipelago.broker.transport import Delivery
 
 
@@ -55,6 +56,7 @@ class MemoryRun:
         requests: The islands that have requested inner optimiser state, each with the island that promised an answer.
         restored: The number and last round of the checkpoint from which the run was restored.
         returned: The islands that have claimed that checkpoint.
+        names: The newest claim to the name of each island.
         epoch: The newest epoch and the merger that holds it. A broker that crashes may forget an epoch and give its
             number to two mergers, so the number alone does not identify the merger.
         lease: The merger that holds the lease, and the time of its end.
@@ -87,6 +89,7 @@ class MemoryRun:
     next_actions: int = 1
     restored: tuple[int, int] | None = None
     returned: set[str] = field(default_factory=set)
+    names: dict[str, NameClaim] = field(default_factory=dict)
     epoch: tuple[int, str] = (0, "")
     lease: tuple[str, float] = ("", float("-inf"))
 

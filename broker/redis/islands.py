@@ -9,9 +9,10 @@ from typing import Any
 from archipelago.broker.control import is_expelled, island_field
 from archipelago.broker.corpus_shards import Place, choose
 from archipelago.broker.entries import entry_name, parse_entry
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import Actions, Contribution, Handover, Heartbeat, from_fields, to_fields
+from archipelago.broker.names import NameClaim, newest_claim, next_claim, parse_claim
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import CORPUS, HOLDER, parse_cursors
@@ -75,6 +76,47 @@ class RedisIsland:
                 raise error
         # If someone replaced the hash of requests with another type, the heartbeat must still succeed.
         return request.decode("utf-8", "replace") if isinstance(request, bytes) else ""
+
+    # -- the name ---------------------------------------------------------------------------------------------------
+
+    def claim_name(self, island: str, incarnation: str) -> NameClaim:
+        key = self._keys.name(island)
+
+        def claim(pipe: Any) -> NameClaim:
+            seconds, microseconds = pipe.time()
+            found = next_claim(self._claim(key), incarnation, seconds * 1000 + microseconds // 1000)
+            pipe.multi()
+            pipe.set(key, str(found), ex=REMEMBER_SECONDS)
+            return found
+
+        claimed = self._connection.attempted(key, claim)
+        if claimed is None:
+            raise UnreachableError(
+                f"the name {island!r} could not be claimed, because other processes claim it again and again",
+                "Give each island a --name of its own.",
+                code="island.name-contested",
+            )
+        return claimed
+
+    def confirm_name(self, island: str, claim: NameClaim) -> NameClaim:
+        key = self._keys.name(island)
+        found = self._claim(key)
+        if found is not None and newest_claim(claim, found) == found:
+            return found
+
+        def again(pipe: Any) -> NameClaim:
+            newest = newest_claim(claim, self._claim(key))
+            pipe.multi()
+            pipe.set(key, str(newest), ex=REMEMBER_SECONDS)
+            return newest
+
+        return self._connection.attempted(key, again) or claim
+
+    def _claim(self, key: str) -> NameClaim | None:
+        found: bytes | None = None
+        with self._connection.forgiving(key, "a string"):
+            found = self._redis.get(key)
+        return parse_claim((found or b"").decode("utf-8", "replace"))
 
     # -- shard leases -----------------------------------------------------------------------------------------------
 

@@ -93,6 +93,10 @@ class Keys:
         """Return the key of one island's heartbeat."""
         return f"{self.run}:island:{island}"
 
+    def name(self, island: str) -> str:
+        """Return the key of the newest claim to the name of an island."""
+        return f"{self.tag}:name:{island}"
+
     def handover(self, who: str) -> str:
         """Return the key of the answer to `who` (island/incarnation). Neither name can contain a colon."""
         return f"{self.tag}:handover:{who.replace('/', ':')}"

@@ -91,7 +91,7 @@ def _island(keys: Keys, name: str) -> list[Grant]:
     return [
         Grant(("XADD",), (f"{tag}:updates:{name}", f"{tag}:actions:{name}", f"{tag}:notes:{name}")),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
-        Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), f"{tag}:leases:{name}")),
+        Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), f"{tag}:leases:{name}")),
         Grant(("SADD",), (f"{tag}:islands",)),
         # The first to write a field keeps it.
         Grant(("HSETNX",), (keys.restored, f"{tag}:corpora")),

@@ -19,6 +19,7 @@ from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Event, Heartbeat, Note
+from archipelago.broker.names import NameClaim
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.inbox import Inbox
@@ -85,6 +86,11 @@ class Link:
         self.clock, self.wall = clock, wall
         self.uplink = Uplink()
         self.operator_request = ""
+        #: Whether a newer process has taken this island's name over. The island leaves, and sends nothing more.
+        self.is_replaced = False
+        #: The incarnation of that process.
+        self.replaced_by = ""
+        self._claim: NameClaim | None = None
         self._changed = threading.Condition()
         self.outbox = Outbox(transport, manifest.config.wire, self.uplink, clock, self._changed)
         self.inbox = Inbox(transport, manifest, self.outbox, self.uplink, clock)
@@ -94,7 +100,7 @@ class Link:
         self._asked_by: deque[str] = deque()
         self._beat: Heartbeat | None = None
         self._sent_beat: Heartbeat | None = None
-        self._sending = Pump("send", self.outbox.pump)
+        self._sending = Pump("send", self.pump_send)
         self._beating = Pump("heartbeat", self.pump_heartbeat, wait_seconds=HEARTBEAT_SECONDS)
         self._handing_over = Pump("handovers", self.pump_handovers)
         receiving = Pump("receive", self.pump_receive, patient_work=lambda: self.pump_receive(BLOCK_SECONDS))
@@ -179,9 +185,17 @@ class Link:
             BrokerError: The broker cannot be reached.
         """
         require_welcome(self.transport.reader.control(), self.name, self.manifest.run)
+        name, _, incarnation = self.who.partition("/")
+        if name:  # a rehearsal has none
+            self._claim = self.transport.island.claim_name(name, incarnation)
         return self.inbox.join()
 
     # -- pumps --------------------------------------------------------------------------------------------------------
+
+    def pump_send(self) -> None:
+        """Publish everything queued, unless the name was taken over."""
+        if not self.is_replaced:
+            self.outbox.pump()
 
     def pump_receive(self, block_seconds: float = 0.0) -> None:
         """Receive events and snapshots. Look for newcomers here too, because heartbeats are less frequent."""
@@ -193,18 +207,33 @@ class Link:
         beat = self._beat
         if beat is None:
             return
+        if not self._holds_name():
+            self._send_notes()
+            self._note_sent(beat)
+            return
         began = self.clock()
         request = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.operator_request = request
         self._send_notes()
-        with self._changed:
-            self._sent_beat = beat
-            self._changed.notify_all()
+        self._note_sent(beat)
         if beat.state in ("joining", "training"):
             self.leases.pump()
         self._offer_help()
+
+    def _holds_name(self) -> bool:
+        """Return whether the island still holds its name. Nothing may be written under it otherwise."""
+        if self._claim is not None and not self.is_replaced:
+            newest = self.transport.island.confirm_name(self.name, self._claim)
+            self.is_replaced = newest != self._claim
+            self.replaced_by = newest.incarnation if self.is_replaced else ""
+        return not self.is_replaced
+
+    def _note_sent(self, beat: Heartbeat) -> None:
+        with self._changed:
+            self._sent_beat = beat
+            self._changed.notify_all()
 
     def pump_handovers(self) -> None:
         """Hand inner optimiser state over to the newcomers who asked for it."""
@@ -231,7 +260,7 @@ class Link:
             self._notes.popleft()
 
     def _offer_help(self) -> None:
-        if self._beat is None or self._beat.state != "training":
+        if self._beat is None or self._beat.state != "training" or self.is_replaced:
             return
         for who in self.transport.island.open_requests():
             if who != self.who and self.transport.island.promise_answer(who, self.who):
@@ -252,7 +281,7 @@ class Link:
 
     @property
     def _is_drained(self) -> bool:
-        return not self.outbox and self._sent_beat is self._beat
+        return (self.is_replaced or not self.outbox) and self._sent_beat is self._beat
 
     def stop(self, seconds: float = 2.0) -> None:
         """End the threads within `seconds`."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from archipelago.broker.observe.logs import message_of
+from archipelago.islands.replaced import REPLACED_STATUS
 from archipelago.ops.launch import parent_death
 
 RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0)
@@ -111,6 +112,9 @@ class Child:
         if status == 0:
             self.done = True
             return f"{self.name} is done"
+        if status == REPLACED_STATUS:
+            self.failed = self.last_words()
+            return f"{self.name} leaves its name to another process and is not restarted; its log: {self.log}"
         if now - self._began >= LONG_SECONDS:
             self.restarts = 0
         if status == USER_ERROR and self.restarts >= USER_ERRORS_MAX:

@@ -176,6 +176,20 @@ def test_a_newer_snapshot_replaces_the_older_one(transport: Transport) -> None:
     assert (snapshot.version, payload) == (2, LARGE[::-1])
 
 
+def test_the_newest_claim_to_a_name_counts(transport: Transport, connections: Connect) -> None:
+    other = connections()
+    older = transport.island.claim_name("a", "x")
+    assert transport.island.confirm_name("a", older) == older
+    newer = other.island.claim_name("a", "y")
+    assert newer > older
+    assert transport.island.confirm_name("a", older) == newer
+    assert other.island.confirm_name("a", newer) == newer
+    assert transport.island.claim_name("b", "x").incarnation == "x"
+    lost = newer._replace(generation=newer.generation + 5)  # as after a restart that lost this claim
+    assert other.island.confirm_name("a", lost) == lost
+    assert transport.island.confirm_name("a", newer) == lost
+
+
 def test_headers_of_all_fragments_are_read_without_payloads(transport: Transport) -> None:
     first = samples.first_snapshots(transport.reader.manifest())
     assert transport.reader.heads() == [snapshot for snapshot, _ in first]

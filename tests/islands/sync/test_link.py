@@ -1006,6 +1006,36 @@ def test_drain_returns_whether_everything_was_sent(harness: Harness, until: Unti
     assert harness.transport.reader.presences()[0].heartbeat.state == "left"
 
 
+# -- two processes under one name --------------------------------------------------------------------------------------
+
+
+def test_the_older_of_two_links_finds_that_its_name_was_taken_over(harness: Harness) -> None:
+    older = harness.link("a/old")
+    older.beat(samples.heartbeat(incarnation="old"))
+    older.pump()
+    older.send(draft(1))
+    newer = harness.link("a/new")
+    newer.beat(samples.heartbeat(incarnation="new"))
+    newer.pump()
+    older.pump_heartbeat()
+    older.pump()
+    assert (older.is_replaced, older.replaced_by, newer.is_replaced) == (True, "new", False)
+    (presence,) = harness.transport.reader.presences()
+    assert presence.heartbeat.incarnation == "new"
+    assert harness.published() == [], "it sends nothing more"
+    newer.pump()
+    assert not newer.is_replaced
+
+
+def test_a_link_writes_a_lost_claim_again(harness: Harness) -> None:
+    link = harness.link()
+    link.beat(samples.heartbeat())
+    harness.broker.runs["sample"].names.clear()
+    link.pump()
+    assert not link.is_replaced
+    assert harness.broker.runs["sample"].names["a"].incarnation == "x"
+
+
 # -- an island on such a link --------------------------------------------------------------------------------------
 
 
@@ -1093,6 +1123,19 @@ def test_the_interval_stretches_with_a_backlog(tiny_harness: Harness) -> None:
     assert [contribution.round for contribution in sent] == [1, 2, 3, 4]
     assert sent[2].steps > 5, "it holds the progress of the skipped rounds"
     assert sent[0].steps + sent[2].steps == island.totals.steps - 1
+
+
+def test_an_island_whose_name_was_taken_over_leaves(tiny_harness: Harness) -> None:
+    island = island_on(tiny_harness)
+    steps_of(island, 3)
+    tiny_harness.link("a/new")
+    island.link.pump()
+    assert island.must_leave
+    island.link.start()
+    assert train(island, lambda: False) == "replaced"
+    island.link.stop()
+    assert tiny_harness.transport.reader.notes(1)[0].kind == "replaced"
+    assert "a" not in {p.heartbeat.island for p in tiny_harness.transport.reader.presences() if not p.is_live}
 
 
 def test_an_island_ends_when_its_link_fails(tiny_harness: Harness, until: Until) -> None:

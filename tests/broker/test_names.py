@@ -1,0 +1,45 @@
+"""Claims to the name of an island: the newest one counts, whatever a server has lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.broker.names import AHEAD_MS, NameClaim, newest_claim, next_claim, parse_claim
+
+CLAIMS = st.builds(NameClaim, st.integers(0, 10**17), st.sampled_from(["old", "new", "other"]))
+
+
+@given(CLAIMS)
+def test_a_claim_survives_as_text(claim: NameClaim) -> None:
+    assert parse_claim(str(claim)) == claim
+
+
+@pytest.mark.parametrize("text", ["", "1", "1 ", " x", "-1 x", "1 x y", "9" * 19 + " x", "1 " + "x" * 65, "١ x"])
+def test_any_other_text_is_no_claim(text: str) -> None:
+    assert parse_claim(text) is None
+
+
+@given(st.none() | CLAIMS, st.integers(0, 10**14))
+def test_a_new_claim_is_newer_than_the_stored_one(stored: NameClaim | None, now_ms: int) -> None:
+    claim = next_claim(stored, "new", now_ms)
+    assert claim.incarnation == "new"
+    if stored is not None:
+        assert newest_claim(claim, stored) == claim
+        if stored.generation <= now_ms + AHEAD_MS:
+            assert claim.generation > stored.generation
+
+
+@given(CLAIMS, CLAIMS)
+def test_of_two_claims_only_one_counts(one: NameClaim, other: NameClaim) -> None:
+    if abs(one.generation - other.generation) <= AHEAD_MS:
+        assert newest_claim(one, other) == newest_claim(other, one)
+
+
+def test_a_lost_or_absurd_claim_does_not_replace_the_holder() -> None:
+    own = NameClaim(1000, "new")
+    assert newest_claim(own, None) == own
+    assert newest_claim(own, NameClaim(999, "old")) == own
+    assert newest_claim(own, NameClaim(10**17, "forged")) == own
+    assert newest_claim(own, NameClaim(1001, "newer")) == NameClaim(1001, "newer")

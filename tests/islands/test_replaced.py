@@ -1,0 +1,52 @@
+"""An island whose name was taken over does not fight for it when a supervisor restarts it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.messages import Presence
+from archipelago.islands.replaced import RECORD_FILE, remember, require_free
+from tests import samples
+from tests.failing import failing
+
+
+def rival(**changes: Any) -> list[Presence]:
+    return [Presence(samples.heartbeat(incarnation="new", **changes), 1.0)]
+
+
+def test_a_restart_is_refused_while_the_newer_process_lives(tmp_path: Path) -> None:
+    require_free(tmp_path, "a", rival())  # nobody took the name over
+    remember(tmp_path / "a", "a", "new")
+    for _ in range(2):
+        with failing(ConfigError, "island.replaced"):
+            require_free(tmp_path / "a", "a", rival())
+    require_free(tmp_path / "a", "b", rival())  # another island in the same folder
+
+
+LATER = [Presence(samples.heartbeat(incarnation="later"), 1.0)]
+
+
+@pytest.mark.parametrize("presences", [[], rival(state="left"), LATER])
+def test_the_name_is_free_once_the_newer_process_has_gone(tmp_path: Path, presences: list[Presence]) -> None:
+    remember(tmp_path, "a", "new")
+    require_free(tmp_path, "a", presences)
+    assert not (tmp_path / RECORD_FILE).exists()
+
+
+def test_a_crash_on_the_same_machine_frees_the_name_at_once(tmp_path: Path) -> None:
+    remember(tmp_path, "a", "new")
+    with failing(ConfigError, "island.replaced"):
+        require_free(tmp_path, "a", rival(host=platform.node(), pid=os.getpid()))
+    require_free(tmp_path, "a", rival(host=platform.node(), pid=(1 << 22) + 1))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"by": 1}', b'{"island": "a"}', b"[" * 4000])
+def test_a_damaged_record_stops_nobody(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / RECORD_FILE).write_bytes(content)
+    require_free(tmp_path, "a", rival())
