@@ -1,0 +1,255 @@
+"""Tests of `invite` and `revoke` at a real server."""
+
+from __future__ import annotations
+
+import json
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from archipelago.broker import invitation as invitations
+from archipelago.broker.control import EXPEL
+from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.invitation import Invitation
+from archipelago.broker.messages import Note
+from archipelago.broker.process import connect_to, invitation_at
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.ops.launch import invite, revoke
+from archipelago.ops.launch.administration import ADMIN_FILE, public_text
+from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.invite import InviteOptions, expiry
+from archipelago.ops.launch.revoke import RevokeOptions
+from tests import samples
+from tests.failing import failing
+
+#: Invites someone, and returns the invitation.
+Invite = Callable[..., Invitation]
+
+
+@pytest.fixture
+def run(server: Server) -> Iterator[RedisTransport]:
+    """Return an administrator's connection to a new run."""
+    transport = connect(server.url, f"run-{uuid.uuid4().hex[:8]}")
+    manifest = samples.manifest(transport.run)
+    transport.create(manifest, samples.first_snapshots(manifest))
+    yield transport
+    for user in transport.connection.redis.acl_users():
+        if user.startswith(f"{transport.run}~"):
+            transport.connection.redis.acl_deluser(user)
+    transport.close()
+
+
+@pytest.fixture
+def join(run: RedisTransport, server: Server) -> Invite:
+    """Return a function that invites someone to that run."""
+
+    def invited(name: str, **options: object) -> Invitation:
+        made = InviteOptions(name=name, url=server.url, run=run.run, **options)  # type: ignore[arg-type]
+        assert invite.main(made) == 0
+        return invitations.read(made.out or Path(f"{run.run}.{name}.join"))
+
+    return invited
+
+
+def test_an_invitation_is_a_private_file_that_connects(run: RedisTransport, join: Invite) -> None:
+    oslo = join("oslo", expires="7d")
+    path = Path(f"{run.run}.oslo.join")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert (oslo.name, oslo.run, oslo.role) == ("oslo", run.run, "island")
+    assert oslo.expires == pytest.approx(time.time() + 7 * 86400, abs=600)
+    transport = connect_to(str(path), None)
+    assert transport.reader.manifest().run == run.run
+    member = run.membership.all().by_name["oslo"]
+    assert member.key == public_text(oslo.private_key)
+    assert run.membership.all().merger_key == oslo.merger_key != ""
+    transport.close()
+
+
+def test_the_mergers_share_a_key_that_only_they_and_the_administrator_have(run: RedisTransport, join: Invite) -> None:
+    kept = invitations.read(Path("runs") / run.run / ADMIN_FILE) if join("m1", role="merger") else None
+    assert kept is not None
+    first, second = (invitations.read(Path(f"{run.run}.m1.join")), join("m2", role="merger"))
+    assert first.private_key == second.private_key == kept.private_key
+    assert public_text(kept.private_key) == run.membership.all().merger_key
+    assert join("oslo").private_key not in ("", kept.private_key)
+    assert [join(role, role=role).private_key for role in ("viewer", "operator")] == ["", ""]
+
+
+def test_the_key_of_another_administrator_is_not_replaced(run: RedisTransport, join: Invite, tmp_path: Path) -> None:
+    join("oslo", folder=tmp_path / "first")
+    join("bergen", folder=tmp_path / "second")  # an island needs only the public key
+    with failing(ConfigError, "invitation.no-merger-key"):
+        join("merger", role="merger", folder=tmp_path / "second")
+    other = replace(invitations.read(tmp_path / "first" / run.run / ADMIN_FILE), private_key=public_text(SOME_KEY))
+    (tmp_path / "second" / run.run).mkdir(parents=True)
+    invitations.write(tmp_path / "second" / run.run / ADMIN_FILE, other)
+    with failing(ConfigError, "invitation.other-merger-key"):
+        join("merger", role="merger", folder=tmp_path / "second")
+
+
+SOME_KEY = invitations.key_text(bytes(range(32)))
+
+
+def test_a_viewer_only_reads_and_an_operator_steers(run: RedisTransport, join: Invite) -> None:
+    join("eve", role="viewer")
+    join("olga", role="operator")
+    viewer, operator = (connect_to(f"{run.run}.{name}.join", None) for name in ("eve", "olga"))
+    assert viewer.reader.merger_status().holder == ""
+    assert (viewer.reader.books(), viewer.reader.presences(), viewer.reader.tape(1)) == (run.reader.books(), [], [])
+    with failing(BrokerError, "broker.permission"):
+        viewer.reader.steer({"merging": "paused"})
+    operator.reader.steer({"merging": "paused"})
+    operator.reader.note(Note(1.0, "olga", "steered", "paused"))
+    assert viewer.reader.control() == {"merging": "paused"}
+    with failing(BrokerError, "broker.permission"):
+        operator.merger.acquire("olga", 1.0)
+    for transport in (viewer, operator):
+        transport.close()
+
+
+def test_an_invitation_is_not_repeated_but_replaced(run: RedisTransport, join: Invite) -> None:
+    old = join("oslo")
+    transport = connect_to(f"{run.run}.oslo.join", None)
+    with failing(ConfigError, "invitation.file"):
+        join("oslo")
+    with failing(ConfigError, "invitation.exists"):
+        join("oslo", out=Path("other.join"))
+    new = join("oslo", replace=True)
+    assert new.private_key != old.private_key
+    with failing(BrokerError, "broker.access"):
+        transport.reader.manifest()  # its connection was closed, and its password is gone
+    connect_to(f"{run.run}.oslo.join", None).close()
+    transport.close()
+
+
+def test_revoking_ends_everything(run: RedisTransport, join: Invite, server: Server) -> None:
+    join("oslo")
+    transport = connect_to(f"{run.run}.oslo.join", None)
+    options = RevokeOptions(name="oslo", url=server.url, run=run.run)
+    assert revoke.main(options) == 0
+    with failing(BrokerError, "broker.access"):
+        transport.reader.manifest()
+    assert run.reader.control() == {"island.oslo": EXPEL}
+    assert "oslo" not in run.membership.all().by_name
+    with failing(ConfigError, "invitation.no-member"):
+        revoke.main(options)
+    with failing(ConfigError, "invitation.no-name"):
+        revoke.main(replace(options, name=""))
+    join("oslo", replace=True)  # an island that is invited again is not expelled any more
+    assert run.reader.control() == {}
+    transport.close()
+
+
+def test_members_whose_time_has_ended_are_removed(run: RedisTransport, join: Invite) -> None:
+    join("oslo", expires="30m")
+    record = run.membership.all().by_name["oslo"]
+    run.membership.put("oslo", replace(record, expires=time.time() - 1))
+    join("bergen")
+    assert set(run.membership.all().by_name) == {"bergen"}
+    assert f"{run.run}~oslo" not in run.connection.redis.acl_users()
+    ended = replace(invitations.read(Path(f"{run.run}.oslo.join")), expires=time.time() - 1)
+    invitations.write(Path("ended.join"), ended)
+    with failing(ConfigError, "invitation.expired"):
+        invitation_at("ended.join")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("12h", 43200), ("7d", 604800), ("2w", 1209600)])
+def test_expiries_are_durations(text: str, seconds: int) -> None:
+    assert expiry(text, 100.0) == 100.0 + seconds
+    assert expiry(None, 100.0) is None
+
+
+@pytest.mark.parametrize("text", ["", "7", "0d", "-1d", "7 d", "tomorrow", "9999999d", "1.5h"])
+def test_other_expiries_are_refused(text: str) -> None:
+    with failing(ConfigError, "invitation.expires"):
+        expiry(text, 100.0)
+
+
+def test_where_users_are_managed_elsewhere_the_rules_are_printed(
+    run: RedisTransport, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = run.connection.redis
+    raw.execute_command("ACL", "SETUSER", f"{run.run}~owner", "on", ">secret", "~*", "+@all", "-acl", "-config")
+    url = f"redis://{run.run}~owner:secret@127.0.0.1:{server.port}"
+    options = InviteOptions(name="oslo", url=url, run=run.run)
+    with failing(ConfigError, "invitation.denied"):
+        invite.main(options)
+    assert run.membership.all().by_name == {}
+    user, rules = (line.partition(": ")[2] for line in capsys.readouterr().out.splitlines())
+    raw.execute_command("ACL", "SETUSER", user, ">made-there", *_words(rules)[1:])
+    Path("password").write_text("made-there\n")
+    assert invite.main(replace(options, password_file=Path("password"))) == 0
+    transport = connect_to(f"{run.run}.oslo.join", None)
+    assert transport.reader.manifest().run == run.run
+    assert run.membership.all().by_name["oslo"].user == user
+    assert revoke.main(RevokeOptions(name="oslo", url=url, run=run.run)) == 1  # the user is still there
+    transport.close()
+
+
+def _words(rules: str) -> list[str]:
+    """Split rules at spaces, except within a selector."""
+    out: list[str] = []
+    for word in rules.split():
+        if out and out[-1].startswith("(") and not out[-1].endswith(")"):
+            out[-1] += f" {word}"
+        else:
+            out.append(word)
+    return out
+
+
+def test_members_are_listed_and_results_are_json(
+    run: RedisTransport, join: Invite, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    join("oslo")
+    capsys.readouterr()
+    assert invite.main(InviteOptions(name=server.url, run=run.run, json=True)) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed == {"oslo": {"role": "island", "expires": None, "user": f"{run.run}~oslo"}}
+    assert invite.main(InviteOptions(name="eve", role="viewer", url=server.url, run=run.run, out=Path("-"))) == 0
+    assert Invitation.from_json(capsys.readouterr().out).name == "eve"
+    assert invite.main(InviteOptions(name="olga", print_rules=True, url=server.url, run=run.run, json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["user"] == f"{run.run}~olga"
+    assert "olga" not in run.membership.all().by_name
+
+
+def test_the_address_of_members_may_differ_from_the_administrators(run: RedisTransport, join: Invite) -> None:
+    oslo = join("oslo", address="rediss://hub.example:6380")
+    assert oslo.url.startswith(f"rediss://{run.run}~oslo:")
+    assert oslo.url.endswith("@hub.example:6380")
+    with failing(ConfigError):
+        join("bergen", address="http://hub")
+
+
+def test_a_join_file_is_for_one_role_run_and_island(run: RedisTransport, join: Invite) -> None:
+    from archipelago.islands import main as islands
+    from archipelago.merger import main as mergers
+
+    join("oslo")
+    file = f"{run.run}.oslo.join"
+    with failing(ConfigError, "invitation.other-name"):
+        islands.main(islands.IslandOptions(url=file, name="bergen"))
+    with failing(ConfigError, "invitation.other-role"):
+        mergers.main(mergers.MergerOptions(url=file))
+    with failing(ConfigError, "invitation.other-run"):
+        connect_to(file, "another")
+
+
+def test_without_an_address_the_kept_file_is_used(run: RedisTransport, join: Invite) -> None:
+    with failing(ConfigError, "invitation.no-admin"):
+        invite.main(InviteOptions(name="oslo"))
+    join("oslo")
+    assert invite.main(InviteOptions(name="bergen", run=run.run)) == 0
+    assert invite.main(InviteOptions(name="eve")) == 0
+    assert {"oslo", "bergen", "eve"} == set(run.membership.all().by_name)
+
+
+def test_the_library_still_logs_in_by_user_and_password(run: RedisTransport, join: Invite) -> None:
+    oslo = join("oslo")
+    with redis.Redis.from_url(oslo.url) as client:
+        assert client.ping()
