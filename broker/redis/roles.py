@@ -89,7 +89,7 @@ def _operator(keys: Keys, _name: str) -> list[Grant]:
 def _island(keys: Keys, name: str) -> list[Grant]:
     tag = keys.tag
     return [
-        Grant(("XADD",), (f"{tag}:updates:{name}", f"{tag}:actions:{name}", f"{tag}:notes:{name}")),
+        Grant(("XADD",), (f"{tag}:updates:{name}", f"{tag}:actions:{name}", keys.notes)),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
         Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), f"{tag}:leases:{name}")),
         Grant(("SADD",), (f"{tag}:islands",)),

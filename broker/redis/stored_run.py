@@ -19,15 +19,18 @@ class StoredRun:
         self._sizes: tuple[int, ...] = ()
 
     def names(self) -> list[str]:
-        """Return the names of all runs at the server. A name is registered before its run is created."""
+        """Return the names of all runs at the server that this user may read.
+
+        A name is registered before its run is created.
+        """
         names: list[str] = []
         with self._connection.forgiving(REGISTRY, "a set"):
             names = names_in(self._connection.redis.smembers(REGISTRY))
         with self._connection.translated(), self._connection.redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.exists(Keys(name).manifest)
-            exist = pipe.execute()
-        return [name for name, exists in zip(names, exist, strict=True) if exists]
+            exist = pipe.execute(raise_on_error=False)  # a member of one run may not look at others
+        return [name for name, exists in zip(names, exist, strict=True) if isinstance(exists, int) and exists]
 
     def manifest(self) -> Manifest:
         """Return the manifest. Raises UnknownRunError, or ConfigError for a damaged one (`config.manifest`)."""

@@ -47,7 +47,7 @@ ALLOWED: dict[Role, dict[str, set[str]]] = {
     "operator": {"control": {"HSET", "HDEL"}, "notes": {"XADD"}, "evaluations": {"XADD"}},
     "island": {
         "own stream": {"XADD"}, "own actions": {"XADD"}, "own chunk": _VALUES, "own heartbeat": _PARTS,
-        "own leases": _PARTS, "islands": {"SADD"},
+        "own leases": _PARTS, "islands": {"SADD"}, "notes": {"XADD"},
     },
     "merger": {**dict.fromkeys(_RUN, _ALL), "registry": {"SADD"}},
 }  # fmt: skip
