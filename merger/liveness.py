@@ -31,7 +31,7 @@ class Sighting:
         heartbeat: The last heartbeat.
         age_seconds: Its age when the merger last looked, by the broker's clock.
         arrived_at: When the merger last noticed that a heartbeat had arrived.
-        first_at: When the merger saw the island for the first time, or again after it was not live.
+        first_at: When the merger first saw the island.
         first_round: The last closed round at that time.
     """
 
@@ -93,7 +93,7 @@ class Liveness:
         round_number, at = self.accounts.round_of(island), self.accounts.heard_at(island)
         if round_number is None or at is None:
             return False
-        at = max(at, sighting.first_at)  # it may have returned after a long absence
+        at = max(at, sighting.first_at)  # the merger itself may have been away
         return closed - max(round_number, sighting.first_round) <= SILENT_ROUNDS or now - at < _patience(sighting)
 
 
@@ -103,8 +103,6 @@ def _updated(before: Sighting | None, presence: Presence, now: float, closed: in
         return Sighting(beat, age, now, now, closed)
     # The age of a heartbeat grows until the next one arrives, which also says that the same text was written again.
     has_arrived = beat != before.heartbeat or age < before.age_seconds
-    if has_arrived and now - before.arrived_at >= LIVE_SECONDS:
-        return Sighting(beat, age, now, now, closed)
     arrived_at = now if has_arrived else before.arrived_at
     return Sighting(beat, age, arrived_at, before.first_at, before.first_round)
 

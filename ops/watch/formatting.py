@@ -162,6 +162,10 @@ def troubles(view: RunView, health: Health | None = None, now: float | None = No
              for name, (at, refusal) in newest.items()]  # fmt: skip
     lines += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
              if i.last_refusal and i.name not in newest]  # fmt: skip
+    counts = sorted((health.refused if health else {}).items(), key=lambda each: -each[1])
+    for words, is_lowered in (("refused", False), ("counted for less than they claim", True)):
+        if some := [f"{code} {count:,}" for code, count in counts if code.startswith("claims.") == is_lowered]:
+            lines.append(f"contributions {words} so far: {', '.join(some)}")
     return [Text(plain(line), style="yellow") for line in lines]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,11 +26,13 @@ class Health:
         merger_status: The merger that holds the lease, and the time since the last round closed.
         control: The controls that operators have set.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
+        refused: How many contributions were refused, by code; those of `claims.…` were merged for less.
     """
 
     merger_status: MergerStatus
     control: Control = field(default_factory=Control)
     refusals: tuple[tuple[float, Refusal], ...] = ()
+    refused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,17 @@ def read_health(transport: ReaderTransport, refusals: int = REFUSALS_SHOWN) -> H
         transport.reader.merger_status() or MergerStatus(),
         Control.of(transport.reader.control()),
         tuple(found[-refusals:]),
+        refused_by_code(transport.reader.merger_state()),
     )
+
+
+def refused_by_code(state: str) -> dict[str, int]:
+    """Return how many contributions were refused or lowered, by code, from the merger's state."""
+    try:
+        found = json.loads(state or "{}").get("refused", {})
+        return {str(code): int(count) for code, count in found.items()}
+    except (ValueError, AttributeError, TypeError):
+        return {}
 
 
 def events_of(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[Event]:
@@ -101,6 +114,7 @@ def as_json(view: RunView, health: Health, problem: str) -> dict[str, Any]:
         "steered": dict(health.control.fields),
         "steered_words": describe_control(health.control),
         "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in health.refusals],
+        "refused_by_code": dict(health.refused),
         "trouble": problem,
     }
 

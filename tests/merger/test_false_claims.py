@@ -1,0 +1,134 @@
+"""A merger in a run with one hostile island: its claims end nothing, and the others are merged as before."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+from archipelago.broker.messages import MERGED_MAX, Books, Refusal, Snapshot, from_fields, to_fields
+from archipelago.broker.wire import pack
+from archipelago.merger.claims import BURST_INTERVALS, SPEED_MAX
+from archipelago.merger.service import Merger
+from archipelago.merger.state import RunState
+from tests.merger.merger_run import CONFIG, SIZE, MergerRun, constant
+from tests.samples import contribution
+
+H, STRIDE_SECONDS = 8, 4.0
+
+
+def play(run: MergerRun, merger: Merger, number: int, **false: Any) -> None:
+    """Play a round of the islands a and b, whose steps take a second, and of the hostile island x."""
+    run.clock.now += STRIDE_SECONDS
+    run.live("a", "b", "x")
+    for island in "ab":
+        ours: dict[str, Any] = {
+            "steps": 4,
+            "tokens": 4096,
+            "global_step": 4 * number,
+            "data": f"{ord(island) - 97}:0:{4 * number}",
+        }
+        run.send(island, number, constant(1.0), **ours)
+    theirs: dict[str, Any] = {"steps": 4, "tokens": 4096, "global_step": 4 * number}
+    run.send("x", number, constant(1.0), **(theirs | false))
+    assert merger.turn(0.0)
+
+
+def attacked(rounds: int = 12, quorum: int = 3, **false: Any) -> MergerRun:
+    """Return a run of so many rounds, in which x makes these claims from the second round on."""
+    run = MergerRun(quorum=quorum)
+    run.live("a", "b", "x")
+    merger = run.merger()
+    for number in range(1, rounds + 1):
+        play(run, merger, number, **(false if number > 1 else {}))
+    return run
+
+
+def steps_of(run: MergerRun) -> list[int]:
+    return [snapshot.step for snapshot in run.events(Snapshot)]
+
+
+def test_a_false_global_step_does_not_end_the_run() -> None:
+    """The step advances no faster than an island that is 16 times as fast as the others."""
+    steps = steps_of(attacked(global_step=(1 << 31) - 1))
+    assert steps[0] == 4
+    assert all(0 <= after - before <= 8 + SPEED_MAX * STRIDE_SECONDS for before, after in pairwise(steps))
+    assert steps[-1] < 1000
+
+
+def test_a_false_step_time_does_not_end_the_grace_of_the_others() -> None:
+    honest = attacked(quorum=1, step_seconds=1.0).transport.reader.tape(20)
+    false = attacked(quorum=1, step_seconds=1e-300).transport.reader.tape(20)
+    assert honest[-1].grace_seconds > 0.0
+    assert false[-1].grace_seconds > 0.5 * honest[-1].grace_seconds
+
+
+def test_false_work_has_no_more_weight_than_a_burst() -> None:
+    run = attacked(steps=1_000_000, tokens=1_000_000_000, global_step=1_000_000)
+    state = RunState.from_json(run.transport.reader.merger_state())
+    per_round = (BURST_INTERVALS * H + SPEED_MAX * 2 * STRIDE_SECONDS) * 1024 * 4
+    assert state.island_tokens["x"] <= 12 * per_round
+    assert state.island_tokens["a"] == 12 * 4096
+    assert state.refused["claims.steps"] == 11
+    members = run.transport.reader.tape(1)[0].members
+    assert max(member.weight for member in members if member.island == "x") <= 0.5 + 1e-9
+
+
+def test_false_places_do_not_move_cursors_far() -> None:
+    for place in ("7:99999999:end", "7:0:999999999"):
+        cursors = RunState.from_json(attacked(data=place).transport.reader.merger_state()).cursors
+        assert cursors["0"] == cursors["1"] == (0, 48)
+        assert cursors["7"][0] <= 12
+
+
+def test_refused_tokens_cannot_fill_the_books() -> None:
+    run = MergerRun()
+    run.live("a")
+    merger = run.merger()
+    for _ in range(600):
+        run.send("a", 1, constant(1.0), tokens=1 << 53, steps=(1 << 31) - 1)
+    merger.turn(0.0)
+    while len(run.events(Refusal)) < 600:
+        merger.turn(0.0)
+    books = run.transport.reader.books()
+    assert from_fields(Books, to_fields(books)) == books
+    assert books.refused_tokens < 1 << 62
+
+
+def test_a_round_has_no_more_members_than_its_event_can_name() -> None:
+    run = MergerRun(quorum=1000)
+    run.live("a")
+    merger = run.merger()
+    payload = pack(constant(0.0), "float32", 1)
+    for number in range(500):
+        name = f"{number:064}"
+        run.publish(contribution(payload, island=name, incarnation="y" * 64), payload)
+    while not run.events(Snapshot):
+        run.live("a", state="left")
+        run.clock.now += 1.0
+        merger.turn(0.0)
+    snapshot = run.events(Snapshot)[0]
+    assert len(snapshot.merged) <= MERGED_MAX
+    assert from_fields(Snapshot, to_fields(snapshot)) == snapshot
+    told = snapshot.identities | {refusal.identity_text for refusal in run.events(Refusal)}
+    assert len(told) == 500
+    run.balance()
+
+
+def test_counters_stop_at_the_largest_number_of_a_message() -> None:
+    state = RunState(tokens=(1 << 62) - 5)
+    state.after_round(1, 4, [contribution(tokens=100)])
+    assert state.tokens == 1 << 62
+
+
+def test_the_claims_of_one_island_do_not_change_what_the_others_are_merged_as() -> None:
+    honest = {
+        m.identity_text: (m.tokens, m.steps, m.data) for e in attacked().transport.reader.tape(20) for m in e.members
+    }
+    false = attacked(steps=10**6, tokens=10**8, global_step=10**6, step_seconds=1e-300, data="7:9:end")
+    found = {m.identity_text: (m.tokens, m.steps, m.data) for e in false.transport.reader.tape(20) for m in e.members}
+    assert found.keys() == honest.keys()
+    assert all(found[identity] == honest[identity] for identity in honest if identity[0] != "x")
+    assert all(math.isfinite(value) for p in range(2) for value in false.parameters(p))
+    assert len(false.parameters(0)) == SIZE
+    assert CONFIG.sync.interval == H
