@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from archipelago.broker.codecs import Vector
+from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, Member, Refusal, TapeEntry, from_fields, to_fields
 from archipelago.broker.wire import pack
@@ -34,7 +35,19 @@ SPEED_MAX = 40
 
 
 class HostileInvariants(Invariants):
-    """The invariants of all storms, for the members of a round that are not the attacker's."""
+    """The invariants of all storms. What the attacker itself has trained and read is not asserted."""
+
+    def check(self) -> None:
+        books = self.simulation.run.books
+        waiting = (entry.contribution.tokens for entry in self.simulation.run.waiting().values())
+        # The books count fewer tokens of a refused contribution than it claims.
+        self.accepted_tokens = books["merged_tokens"] + books["refused_tokens"] + sum(waiting)
+        super().check()
+
+    def sent_by_attacker(self, entry: str, contribution: Contribution, payload: bytes) -> None:
+        """The attacker has sent a contribution."""
+        self.entries[entry] = (contribution, payload)
+        self.accepted += 1
 
     def _merge(self, entry: TapeEntry, member: Member, again: bool) -> None:
         if member.island != NAME:
@@ -42,6 +55,13 @@ class HostileInvariants(Invariants):
             return
         assert member.identity_text not in self.merged, f"{member.identity_text} is merged twice"
         self.merged.add(member.identity_text)
+        for place in parse_places(member.data):
+            self.cursors[place.shard] = max(place.cursor, self.cursors.get(place.shard, (0, 0)))
+
+    def _check_refusals(self) -> None:
+        for _, event in self.simulation.run.events:
+            if isinstance(event, Refusal) and not event.repeat:
+                assert event.island not in self.simulation.wanted, f"{event} was honest"
 
 
 class AttackedSimulation(Simulation):
@@ -49,7 +69,7 @@ class AttackedSimulation(Simulation):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.invariants = HostileInvariants(self)
+        self.invariants: HostileInvariants = HostileInvariants(self)
         self.faults = False
         self.sequence = 0
 
@@ -68,7 +88,7 @@ class AttackedSimulation(Simulation):
         for _ in range(move.count):
             contribution, payload = self._crafted(move)
             entry = self.run.add(contribution, payload, NAME)
-            self.invariants.entries[entry] = (contribution, payload)
+            self.invariants.sent_by_attacker(entry, contribution, payload)
 
     def _crafted(self, move: Move) -> tuple[Contribution, bytes]:
         closed = self.run.tape[-1].round if self.run.tape else 0
@@ -116,10 +136,7 @@ class AttackedSimulation(Simulation):
     # -- the oracle ---------------------------------------------------------------------------------------------------
 
     def check_unharmed(self) -> None:
-        """Assert that no honest island was refused, and that the schedule is that of the islands."""
-        for _, event in self.run.events:
-            if isinstance(event, Refusal) and not event.repeat:
-                assert event.island not in self.wanted, f"{event} was honest"
+        """Assert that the schedule is that of the islands, and that no ghost takes part."""
         fastest = max(process.island.totals.steps for process in self.islands)
         step = self.run.tape[-1].step
         assert step <= SPEED_MAX * fastest, f"the run is at step {step}, and its fastest island made {fastest}"
