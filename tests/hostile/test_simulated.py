@@ -14,6 +14,9 @@ from tests.hostile.simulated import KINDS, play
 from tests.simulation import storm
 from tests.tiers import examples
 
+#: The quick tier plays a tenth of this number of runs, and the full tier plays it PARTS times more.
+EXAMPLES, PARTS = 250, 10
+
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[ProcessPoolExecutor]:
@@ -29,8 +32,18 @@ def workers() -> Iterator[ProcessPoolExecutor]:
 @example(4, [Move("contribution", (("island", "ada"), ("incarnation", "i2"), ("digest", "0" * 32)), "zeros", 40)])
 @example(5, [Move("leases"), Move("contribution", (("data", "0:0:end 1:0:end 2:0:end 3:0:end"),))])
 @settings(
-    max_examples=examples(2000), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(EXAMPLES), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.integers(0, 1000), hostile_moves(KINDS))
 def test_no_move_harms_a_simulated_run(workers: ProcessPoolExecutor, seed: int, moves: list[Move]) -> None:
+    workers.submit(play, seed, moves).result()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+@settings(
+    max_examples=examples(EXAMPLES), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(st.integers(0, 1 << 31), hostile_moves(KINDS))
+def test_no_move_harms_more_runs(workers: ProcessPoolExecutor, part: int, seed: int, moves: list[Move]) -> None:
     workers.submit(play, seed, moves).result()
