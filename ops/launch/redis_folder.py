@@ -157,7 +157,7 @@ class RedisFolder:
     def _open(self, port: int, opening: Opening) -> dict[str, str]:
         hosts = (opening.host, *opening.listen, *opening.names, LOOPBACK, "::1", "localhost")
         self.certificates.renew(hosts, datetime.datetime.now(datetime.UTC))
-        listen = " ".join((LOOPBACK, *opening.listen)) if opening.listen else "* -::*"
+        listen = " ".join(dict.fromkeys((LOOPBACK, *opening.listen))) if opening.listen else "* -::*"
         return {
             "bind": listen,
             "protected-mode": "yes",
