@@ -15,6 +15,7 @@ from archipelago.broker import config
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.logs import as_json
+from archipelago.broker.observe.printable import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,5 +75,5 @@ def say(text: str = "") -> None:
         if text.strip():
             log.info("%s", text.strip())
         return
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable_lines(text) + "\n")
     sys.stderr.flush()

@@ -18,6 +18,7 @@ from typing import Any
 from pythonjsonlogger.json import JsonFormatter
 
 from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.observe.printable import printable, printable_lines
 
 LOGGERS = ("archipelago",)
 
@@ -59,10 +60,18 @@ class JsonLines(JsonFormatter):
         super().add_fields(log_data, record, message_dict)  # The fields of `extra`, such as the round.
 
 
+class _Lines(logging.Formatter):
+    """One line for people. Messages may quote text that anyone has written, so they show no control characters."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
 def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str = "") -> Origin:
     """Log to standard error: time, who and message, or JSON objects. Return the origin, whose run may be set later."""
     origin = Origin(who, run, island)
-    people = logging.Formatter(f"%(asctime)s {who} %(message)s", datefmt="%H:%M:%S")
+    people = _Lines(f"%(asctime)s {who} %(message)s", datefmt="%H:%M:%S")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(origin) if as_json else people)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -92,7 +101,7 @@ def say_error(sentence: str, code: str = "") -> None:
     if as_json():
         log.error("%s", sentence, extra={"code": code} if code else None)
     else:
-        sys.stderr.write(f"error: {sentence}\n")
+        sys.stderr.write(f"error: {printable_lines(sentence)}\n")
 
 
 def message_of(line: str) -> str:

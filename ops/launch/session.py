@@ -12,10 +12,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.ops.launch.comparison import compare
@@ -159,7 +161,7 @@ class Session:
                 events = [self.redis.tend()] if self.redis else []
                 events += [*(child.tend(now) for child in children), *self.standbys.tend(now)]
                 for event in filter(None, events):
-                    (console.print if live else say)(f"  {event}")
+                    console.print(Text(f"  {printable(event)}")) if live else say(f"  {event}")
                 self._require_workers()
                 if now >= look_due:
                     look_due = now + LOOK_SECONDS

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from archipelago.broker.observe.printable import printable
 from archipelago.ops.watch.health import Health, describe_control
 from archipelago.ops.watch.run_view import IslandView, RunView
 
@@ -30,8 +31,6 @@ _LEFT_OUT = (
 #: From this terminal width on, the share has a bar as well.
 BARS_FROM = 96
 BAR_CELLS = 10
-#: Maps control characters, which would control the terminal, to a replacement character.
-CONTROLS = dict.fromkeys([*range(32), *range(0x7F, 0xA0)], "\ufffd")
 
 
 def render(view: RunView, health: Health | None = None, problem: str = "") -> RenderableType:
@@ -41,7 +40,7 @@ def render(view: RunView, health: Health | None = None, problem: str = "") -> Re
 
 def plain(text: str) -> str:
     """Replace control characters, because anyone may have written the text in Redis."""
-    return text.translate(CONTROLS)
+    return printable(text)
 
 
 def size(count: float) -> str:
@@ -108,7 +107,7 @@ def run_lines(
         if changes := describe_control(health.control):
             grid.add_row("steered", Text(plain(changes), style="yellow"))
     if problem:
-        grid.add_row("[bold red]trouble[/]", Text(problem, style="bold red"))
+        grid.add_row("[bold red]trouble[/]", Text(plain(problem), style="bold red"))
     return grid
 
 

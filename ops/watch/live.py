@@ -19,6 +19,7 @@ from rich.live import Live
 
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.messages import Evaluation
+from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import print_json, stop_on_signals
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch import formatting, health
@@ -179,7 +180,7 @@ def print_text(reading: LiveReading | None, error: str) -> None:
     """Print a reading as one line, or the error if there is no reading."""
     if reading is not None:
         error = formatting.line(reading.view) + (f"  TROUBLE: {reading.problem}" if reading.problem else "")
-    sys.stdout.write(error + "\n")
+    sys.stdout.write(printable(error) + "\n")
     sys.stdout.flush()
 
 

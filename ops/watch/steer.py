@@ -27,6 +27,7 @@ from archipelago.broker.control import (
     steered,
 )
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RunAddress, print_json
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.settings import say
@@ -147,5 +148,5 @@ def _table(found: Mapping[str, Any]) -> Table:
     for name, wish in sorted(found["islands"].items()):
         table.add_row(ISLAND + name, wish, "", "")
     for name, fault in found["ignored"].items():
-        table.add_row(Text(name), Text("ignored", style="yellow"), Text(fault), "")
+        table.add_row(Text(printable(name)), Text("ignored", style="yellow"), Text(printable(fault)), "")
     return table

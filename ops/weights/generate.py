@@ -17,9 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from archipelago.broker.config import BYTES, ModelConfig
 from archipelago.broker.errors import ConfigError, DataError
+from archipelago.broker.observe.printable import CONTROLS
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.ops.settings import say
-from archipelago.ops.watch.formatting import CONTROLS
 from archipelago.ops.weights.export import OWN_KIND
 from archipelago.ops.weights.parameters import find, tokenizer_of
 from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config

@@ -23,6 +23,7 @@ from archipelago.broker.control import Control
 from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presence, Refusal
+from archipelago.broker.observe.printable import CONTROLS
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.launch.embedded_redis import Server
@@ -210,12 +211,12 @@ def test_control_characters_never_reach_the_terminal() -> None:
     seen = replace(seen, merger_status=MergerStatus(evil, 3, 4.0, 0.5))
     shown = LiveReading(found, seen, "", [], [], [Event(NOW, evil, "refused", evil)], NOW)
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
-    console.print(formatting.render(found, seen))
+    console.print(formatting.render(found, seen, evil))
     console.print(Screen(shown, 0.0, "", NOW))
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
     assert text.count("mine") >= 10
-    assert not set(text) & set(map(chr, formatting.CONTROLS)) - {"\n"}
+    assert not set(text) & set(map(chr, CONTROLS)) - {"\n"}
 
 
 def test_the_health_of_a_run(server: Server) -> None:
