@@ -477,6 +477,14 @@ class MergerClient(Protocol):
         """
         ...
 
+    def settled(self) -> list[Delivery]:
+        """Return the acknowledged entries that are still in the streams, without their payloads."""
+        ...
+
+    def redeliver(self, epoch: int, entries: Sequence[str]) -> None:
+        """Take back the acknowledgement of entries, so that `unacknowledged` returns them."""
+        ...
+
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         """Delete merged entries that a checkpoint covers, and actions up to that id."""
         ...
@@ -521,6 +529,10 @@ class Transport(IslandTransport, MergerTransport, Protocol):
 
         Contributions that were pending are published again, and the books balance.
         """
+        ...
+
+    def mend_manifest(self, manifest: Manifest) -> bool:
+        """Write the manifest of a run that has lost only its manifest. Return False if the run is not there at all."""
         ...
 
     def close(self) -> None:

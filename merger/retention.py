@@ -57,24 +57,28 @@ class Retention:
         self._asked = ""  # the operator's request that the checkpoint in progress answers
 
     def load(self, state: RunState, epoch: int) -> None:
-        """Rebuild the list of kept entries from the stream."""
+        """Rebuild the list of kept entries from the streams.
+
+        Acknowledged entries that the tape does not name are of no use: a checkpoint covers them, or the tape has lost
+        their round. Some were never merged, because someone moved the group's position. These are delivered again.
+        """
         self._asked = ""
         self.kept.clear()
         in_stream = self.transport.reader.books().kept
         if not in_stream:
             return
-        covered: list[str] = []
         for entry in self.transport.reader.tape(WHOLE_TAPE):
-            entries = tuple(member.entry for member in entry.members)
-            if entry.round > state.closed:
-                continue  # no merger has written it: the state would know the round
-            if entry.round > state.covered:
+            if state.covered < entry.round <= state.closed:
+                entries = tuple(member.entry for member in entry.members)
                 self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
-            else:
-                covered += entries
-        if in_stream > sum(len(merged.entries) for merged in self.kept):
-            # An earlier merger died after its checkpoint was complete but before it trimmed the covered entries.
-            self.transport.merger.trim(epoch, covered)
+        named = {entry for merged in self.kept for entry in merged.entries}
+        if in_stream > len(named):
+            others = [d for d in self.transport.merger.settled() if d.entry not in named]
+            again = [d.entry for d in others if d.contribution and not state.has_seen(d.contribution.identity)]
+            self.transport.merger.trim(epoch, [d.entry for d in others if d.entry not in again])
+            if again:
+                log.warning("%s contributions were never merged", len(again), extra={"code": "repair.redelivered"})
+                self.transport.merger.redeliver(epoch, again)
 
     def keep(self, merged: MergedEntries) -> list[str]:
         """Keep the entries of a merged round, and return the entries to trim with its commit.

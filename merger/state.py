@@ -13,6 +13,7 @@ from archipelago.broker.control import read_fields, read_settings
 from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import COUNT_MAX, Contribution
+from archipelago.broker.wire import digest
 from archipelago.merger.claims import ACCOUNTS_MAX, Account
 from archipelago.merger.scores import Score
 from archipelago.merger.weights import NormWindow, RunningMean
@@ -21,6 +22,7 @@ from archipelago.merger.weights import NormWindow, RunningMean
 INCARNATIONS_MAX = 4096
 #: How many incarnations of one island are remembered, so that one island cannot make the merger forget the others.
 INCARNATIONS_OF_AN_ISLAND = 64
+_DIGEST = ', "digest": "'
 #: How many sequence numbers are remembered one by one. Missing ones further back count as seen.
 REMEMBERED_MAX = 1024
 
@@ -186,7 +188,7 @@ class RunState:
             del self.seen[next(iter(self.seen))]
 
     def to_json(self) -> str:
-        """Return the JSON for the commit."""
+        """Return the JSON for the commit. It ends with a digest of itself, which shows any damage."""
         values = vars(self) | {
             "staleness": asdict(self.staleness),
             "timing": asdict(self.timing),
@@ -195,7 +197,8 @@ class RunState:
             "scores": {island: score.to_list() for island, score in self.scores.items()},
             "accounts": {island: asdict(account) for island, account in self.accounts.items()},
         }
-        return json.dumps(values)
+        text = json.dumps(values)
+        return f'{text[:-1]}{_DIGEST}{digest(text.encode())}"}}'
 
     @classmethod
     def from_json(cls, text: str) -> RunState:
@@ -207,6 +210,9 @@ class RunState:
         if not text:
             return cls()
         try:
+            body, marked, rest = text.rpartition(_DIGEST)
+            if marked and rest != digest(f"{body}}}".encode()) + '"}':
+                raise ValueError("its digest differs")
             values = json.loads(text)
             return cls(
                 closed=int(values["closed"]),
@@ -230,6 +236,6 @@ class RunState:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"the merger's state cannot be read ({error!r})",
-                "Was it written by another version of archipelago?",
+                "A merger with the --folder of its checkpoints rebuilds it, unless another version has written it.",
                 code="config.merger-state",
             ) from None

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.broker.errors import RunExistsError, UnknownRunError
+from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.transport import Image, Transport
 from archipelago.merger.checkpoint import CheckpointStore, describe
@@ -67,23 +67,36 @@ class MergerFolder:
     def find_or_bring_back(self, transport: Transport, *, resume: bool) -> Manifest:
         """Return the run's manifest. If Redis does not have the run and `resume` is set, restore it first.
 
+        A run that has lost only its manifest gets that back, and continues from where it is.
+
         Raises:
             UnknownRunError: There is no run (`broker.unknown-run`), or only in a checkpoint (`broker.resumable`).
+            ConfigError: The manifest is damaged (`config.manifest`).
         """
         try:
             return transport.reader.manifest()
-        except UnknownRunError as error:
+        except (UnknownRunError, ConfigError) as error:
             numbers = self.store.numbers()
             if not numbers:
                 raise
             if not resume:
-                raise UnknownRunError(
-                    error.what,
-                    f"{self.path} holds its checkpoint {numbers[-1]}: continue from there with --resume.",
-                    code="broker.resumable",
-                ) from None
-        try:
-            self.bring_back(transport)
-        except RunExistsError:
-            log.info("another process has restored the run already")
+                remedy = f"{self.path} holds its checkpoint {numbers[-1]}: continue from there with --resume."
+                if isinstance(error, ConfigError):
+                    raise ConfigError(error.what, remedy, code=error.code) from None
+                raise UnknownRunError(error.what, remedy, code="broker.resumable") from None
+        if not self._has_mended(transport):
+            try:
+                self.bring_back(transport)
+            except RunExistsError:
+                log.info("another process has restored the run already")
         return transport.reader.manifest()
+
+    def _has_mended(self, transport: Transport) -> bool:
+        """Write a lost manifest again if the rest of the run is there, and return whether the run exists now."""
+        image = self.store.load()
+        if image is None or image.manifest.run != transport.run or not transport.mend_manifest(image.manifest):
+            return False
+        log.warning(
+            "the run had lost its manifest, which is now that of its checkpoints", extra={"code": "repair.manifest"}
+        )
+        return True

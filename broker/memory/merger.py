@@ -86,6 +86,14 @@ class MemoryMerger:
         with self._broker.opened(self._run) as run:
             return run.outer.get(fragment, b"")
 
+    def settled(self) -> list[Delivery]:
+        with self._broker.opened(self._run) as run:
+            return [run.delivery(number) for number in sorted(run.kept)]
+
+    def redeliver(self, epoch: int, entries: Sequence[str]) -> None:
+        with self._fenced(epoch) as run:
+            run.kept -= {number for entry in entries if (number := run.found(entry)) is not None}
+
     def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
         with self._fenced(epoch):
             return []  # a dictionary holds only the types that its annotations name

@@ -7,7 +7,7 @@ from typing import Any
 
 from archipelago.broker.control import fields_in
 from archipelago.broker.corpus_shards import cursor_text
-from archipelago.broker.errors import RunExistsError
+from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, to_fields
@@ -18,6 +18,7 @@ from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, outer_fields
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT
 from archipelago.broker.redis.replies import GROUP
+from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import Image
 
@@ -25,10 +26,12 @@ from archipelago.broker.transport import Image
 class Creation:
     """Creates the run of one connection."""
 
-    def __init__(self, connection: RedisConnection, chunks: ChunkStore, updates: UpdatesStreams) -> None:
+    def __init__(
+        self, connection: RedisConnection, stored: StoredRun, chunks: ChunkStore, updates: UpdatesStreams
+    ) -> None:
         self._connection = connection
         self._keys = connection.keys
-        self._chunks, self._updates = chunks, updates
+        self._stored, self._chunks, self._updates = stored, chunks, updates
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self._make(manifest, snapshots)
@@ -36,6 +39,30 @@ class Creation:
     def restore(self, image: Image) -> None:
         self._make(image.manifest, image.snapshots, image)
         failpoint("restore.done")
+
+    def mend_manifest(self, manifest: Manifest) -> bool:
+        keys = self._keys
+        fragments = [keys.fragment(p) for p in range(len(manifest.fragments))]
+        try:
+            with self._connection.watching(keys.manifest) as pipe:
+                if self._is_whole():
+                    return True
+                is_there = pipe.exists(keys.state) or pipe.exists(*fragments) == len(fragments)
+                pipe.multi()
+                pipe.delete(keys.manifest)
+                if is_there:
+                    pipe.hset(keys.manifest, mapping=manifest.to_fields())
+                pipe.execute()
+        except DisturbedError:
+            return self._is_whole()
+        return bool(is_there)
+
+    def _is_whole(self) -> bool:
+        try:
+            self._stored.manifest()
+        except (UnknownRunError, ConfigError):
+            return False
+        return True
 
     def _make(
         self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]], image: Image | None = None

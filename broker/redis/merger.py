@@ -228,6 +228,14 @@ class RedisMerger:
     def read(self, entries: Sequence[str]) -> list[Delivery]:
         return [self._updates.read(entry) for entry in entries]
 
+    def settled(self) -> list[Delivery]:
+        return list(self._updates.settled())
+
+    def redeliver(self, epoch: int, entries: Sequence[str]) -> None:
+        with self.lease.fenced(epoch) as pipe:
+            for key, ids in by_stream(entries, self._keys.updates).items():
+                pipe.xclaim(key, GROUP, GROUP, 0, ids, force=True, justid=True)
+
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         found = self._updates.look(entries)
         gone = [entry for entry in found if found[entry].kept]

@@ -19,7 +19,7 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import text_fields
+from archipelago.broker.redis.replies import names_in, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import Repair
@@ -60,6 +60,8 @@ class RedisRepair:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._lease = stored, chunks, updates, lease
+        #: The names of islands that were seen; None before the first look.
+        self._names: frozenset[str] | None = None
 
     def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
         wrong = self._of_another_type(manifest)
@@ -101,7 +103,7 @@ class RedisRepair:
         return [self._keys.short(key) for key, exists in zip(needed, found, strict=True) if not exists]
 
     def _of_another_type(self, manifest: Manifest) -> list[str]:
-        kinds = kinds_of(self._keys, len(manifest.fragments), self._updates.names())
+        kinds = kinds_of(self._keys, len(manifest.fragments), self._islands())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for key in kinds:
                 pipe.type(key)
@@ -109,6 +111,21 @@ class RedisRepair:
         return [
             key for (key, kind), type_ in zip(kinds.items(), found, strict=True) if type_.decode() not in (kind, "none")
         ]
+
+    def _islands(self) -> list[str]:
+        """Return the names of the run's islands. Those with a stream are found again if the set of names was lost."""
+        found = self._updates.names()
+        if self._names is None or self._names - set(found):
+            with self._connection.translated():
+                prefix = self._keys.updates("")
+                streams = self._redis.scan_iter(match=f"{prefix}*", count=1000)
+                self._names = frozenset(names_in(key[len(prefix) :] for key in streams) + found)
+            lost = self._names - set(found)
+            with self._connection.forgiving(self._keys.islands, "a set"):
+                if lost:
+                    self._redis.sadd(self._keys.islands, *lost)
+        self._names |= set(found)
+        return sorted(self._names)
 
     def _has(self, manifest: Manifest) -> bool:
         """Return whether the run has a manifest that can be read. Raises UnknownRunError if it is another one."""

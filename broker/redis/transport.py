@@ -71,13 +71,16 @@ class RedisTransport:
         self.reader = RedisReader(self.connection, stored, chunks, self.updates)
         self.island = RedisIsland(self.connection, stored, chunks, self.updates, self.reader)
         self.merger = RedisMerger(self.connection, stored, chunks, self.updates, self.reader)
-        self.creation = Creation(self.connection, chunks, self.updates)
+        self.creation = Creation(self.connection, stored, chunks, self.updates)
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self.creation.create(manifest, snapshots)
 
     def restore(self, image: Image) -> None:
         self.creation.restore(image)
+
+    def mend_manifest(self, manifest: Manifest) -> bool:
+        return self.creation.mend_manifest(manifest)
 
     def close(self) -> None:
         self.connection.close()

@@ -116,6 +116,16 @@ class UpdatesStreams:
         for name, id_, raw in self._waiting(self.names()):
             yield self.delivery(name, id_, raw or {}).contribution
 
+    def settled(self) -> Iterator[Delivery]:
+        """Yield the entries that were acknowledged and are still in their streams, without their payloads."""
+        for name, groups in self._each("xinfo_groups", self.names()).items():
+            waiting = {id_ for page in self._unacknowledged(name) for id_ in page}
+            for id_, raw in self._connection.pages(self._keys.updates(name)):
+                if entry_id(id_) > last_delivered(groups):
+                    break
+                if id_ not in waiting:
+                    yield self.delivery(name, id_, raw)
+
     def tally(self) -> Tally:
         """Count the entries of all streams, one by one where they wait."""
         names = self.names()

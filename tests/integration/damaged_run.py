@@ -10,6 +10,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from archipelago.broker.errors import BrokerError, WireError
@@ -19,6 +20,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.merger.admission import version_after
 from archipelago.merger.service import Merger, serve
+from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.merger.merger_run import CONFIG, Shelf, values
@@ -84,8 +86,12 @@ class DamagedRun:
         self.digests[entry.round] = entry.digest
 
     def restart(self) -> None:
-        """Replace the merger by a new one, which loads the run from Redis."""
+        """Replace the merger by a new one with --resume, which loads the run from Redis."""
         self.taken += self.merger.taken
+        folder = MergerFolder(Path("nowhere"))
+        if self.store is not None:
+            folder.store = self.store
+        folder.find_or_bring_back(self.transport, resume=True)
         self.merger = self._merger()
 
     def play(self, until: int, damage: Callable[[], None] = lambda: None, checkpoint: int = 0) -> None:

@@ -89,7 +89,7 @@ def test_a_run_goes_on_to_the_same_bits(name: str, how: str, when: str, monkeypa
     if when == "serving":
         run.play(LAST, damage=lambda: damage(run, name, how, earlier))
     else:
-        run.restart()
         damage(run, name, how, earlier)
+        run.restart()
         run.play(LAST)
     check(run)

@@ -82,7 +82,21 @@ def test_an_empty_text_is_a_fresh_state() -> None:
 
 
 def damaged(**changes: Any) -> str:
-    return json.dumps(json.loads(FULL.to_json()) | changes)
+    return json.dumps(without_digest() | changes)
+
+
+def without_digest() -> dict[str, Any]:
+    """Return the parts of a state, so that each is judged by itself."""
+    values: dict[str, Any] = json.loads(FULL.to_json())
+    del values["digest"]
+    return values
+
+
+def test_a_changed_number_is_an_error() -> None:
+    text = FULL.to_json()
+    assert RunState.from_json(text) == FULL
+    with failing(ConfigError, "config.merger-state"):
+        RunState.from_json(json.dumps(json.loads(text) | {"tokens": FULL.tokens + 1}))
 
 
 def test_the_full_state_reads_back() -> None:
@@ -90,8 +104,8 @@ def test_the_full_state_reads_back() -> None:
 
 
 def test_a_missing_part_is_an_error() -> None:
-    for missing in json.loads(FULL.to_json()):
-        values = json.loads(FULL.to_json())
+    for missing in without_digest():
+        values = without_digest()
         del values[missing]
         with failing(ConfigError, "config.merger-state"):
             RunState.from_json(json.dumps(values))
