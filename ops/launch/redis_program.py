@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from archipelago.broker import extras
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.connection import OLDEST
+from archipelago.ops.launch.redis_probe import LOOPBACK, free_port
 
 #: The kinds of servers in the order of preference. fakeredis is a library for tests; it keeps nothing on disk.
 Kind = Literal["redis-server", "valkey-server", "valkey (wheel)", "fakeredis"]
@@ -60,17 +61,21 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
 
 
 def has_tls(program: Program) -> bool:
-    """Return whether the program knows the settings of TLS. It is started without a port, so it ends at once."""
+    """Return whether the program can encrypt connections.
+
+    It is started without a certificate, so it ends at once. It complains about that only if it has TLS.
+    """
     if program.path is None:
         return False
+    port = str(free_port())
     try:
         done = subprocess.run(
-            [program.path, "--port", "0", "--tls-port", "0"], capture_output=True, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, timeout=10,
+            [program.path, "--bind", LOOPBACK, "--port", "0", "--tls-port", port, "--save", ""], capture_output=True,
+            text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=10,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return "tls-port" not in done.stdout + done.stderr
+    return "tls-cert-file" in done.stdout + done.stderr
 
 
 def _look_for(kind: Kind) -> Program | None:

@@ -1,0 +1,209 @@
+"""A run that other machines join: its certificates, its server with TLS, and the options of `up --open`."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from archipelago.broker import invitation as invitations
+from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.invitation import Invitation
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.ops.launch import redis_program as programs
+from archipelago.ops.launch import up
+from archipelago.ops.launch.certificates import CertificateFolder
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.open_run import OpenRun, administrator_at, opening_of
+from archipelago.ops.launch.redis_folder import ADMINISTRATOR, Opening
+from archipelago.ops.launch.redis_program import Program, find_program, has_tls
+from archipelago.ops.launch.up import UpOptions
+from tests import samples
+from tests.conftest import Until
+from tests.failing import failing
+from tests.servers import redis_program
+
+NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
+HOST = "hub.example"
+#: `localhost` is also in every certificate, and leads to this machine.
+OPENING = Opening("localhost", ("127.0.0.1",), (HOST,))
+
+
+# -- certificates -----------------------------------------------------------------------------------------------------
+
+
+def test_the_authority_stays_and_the_server_certificate_is_renewed(tmp_path: Path) -> None:
+    folder = CertificateFolder(tmp_path / "certificates")
+    folder.renew([HOST, "10.0.0.1", "::1", HOST], NOW)
+    authority, first = folder.authority.read_bytes(), folder.server.read_bytes()
+    for key in (folder.authority_key, folder.server_key):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    folder.renew(["elsewhere"], NOW)
+    assert folder.authority.read_bytes() == authority
+    assert folder.server.read_bytes() != first
+    folder.renew([HOST], NOW + datetime.timedelta(days=3000))  # the authority would end before the server's certificate
+    assert folder.authority.read_bytes() != authority
+
+
+def test_a_damaged_authority_is_an_error(tmp_path: Path) -> None:
+    folder = CertificateFolder(tmp_path)
+    folder.renew([HOST], NOW)
+    folder.authority_key.write_text("nonsense")
+    with failing(ConfigError, "certificates.damaged"):
+        folder.renew([HOST], NOW)
+    other = CertificateFolder(tmp_path / "other")
+    other.renew([HOST], NOW)
+    folder.authority_key.write_bytes(other.authority_key.read_bytes())
+    with failing(ConfigError, "certificates.damaged"):
+        folder.renew([HOST], NOW)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    found = redis_program(tmp_path_factory.mktemp("program"))
+    if not has_tls(found):
+        pytest.skip("this Redis has no TLS")
+    return found
+
+
+@pytest.fixture(scope="module")
+def hub(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An open server."""
+    with start_server(tmp_path_factory.mktemp("hub") / "redis", program, opening=OPENING) as server:
+        yield server
+
+
+def pinned(server: Server, **changes: str) -> Invitation:
+    return replace(administrator_at(server, "demo", Path("nowhere")), **changes)  # type: ignore[arg-type]
+
+
+def test_an_open_server_needs_tls_and_a_user(hub: Server) -> None:
+    connect(hub.url, "demo", pinned(hub)).close()
+    with redis.Redis(port=hub.port, password="x") as plain, pytest.raises(redis.ConnectionError):
+        plain.ping()
+    options: dict[str, Any] = {"port": hub.port, "ssl": True, "ssl_ca_data": hub.authority}
+    with redis.Redis(**options) as nobody, pytest.raises(redis.AuthenticationError):
+        nobody.ping()
+    password = hub.url.split(":")[2].split("@")[0]
+    with redis.Redis(password=password, **options) as default, pytest.raises(redis.AuthenticationError):
+        default.ping()
+
+
+def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: Server, tmp_path: Path) -> None:
+    other = CertificateFolder(tmp_path)
+    other.renew(["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
+    with failing(BrokerError, "broker.certificate"):
+        connect(hub.url, "demo", pinned(hub, ca_certificate=other.authority.read_text()))
+    with failing(BrokerError, "broker.certificate"):
+        connect(hub.url, "demo")  # the system's authorities have not signed it
+    context = ssl.create_default_context(cadata=hub.authority)
+    with socket.create_connection(("127.0.0.1", hub.port)) as plain, pytest.raises(ssl.SSLCertVerificationError):
+        context.wrap_socket(plain, server_hostname="elsewhere")
+    with socket.create_connection(("127.0.0.1", hub.port)) as plain:
+        context.wrap_socket(plain, server_hostname=HOST).close()
+
+
+def test_users_survive_a_restart_and_the_address_stays(program: Program, tmp_path: Path) -> None:
+    with start_server(tmp_path / "redis", program, opening=OPENING) as server:
+        first, authority, transport = server.url, server.authority, opened(server, tmp_path)
+        joins = OpenRun(transport, server, tmp_path).invite_ours(["island-0"])
+        island = invitations.read(Path(joins["island-0"]))
+        transport.close()
+    with start_server(tmp_path / "redis", program, opening=OPENING) as again:
+        assert (again.url, again.authority) == (first, authority)
+        connect(island.url, "demo", island).close()
+        joined = opened(again, tmp_path)
+        renewed = OpenRun(joined, again, tmp_path).invite_ours(["island-0"])
+        assert invitations.read(Path(renewed["island-0"])).url != island.url
+        with failing(BrokerError, "broker.access"):
+            connect(island.url, "demo", island)
+        joined.close()
+
+
+def opened(server: Server, folder: Path) -> RedisTransport:
+    """Return the administrator's connection to the run `demo`, which is created unless it is there."""
+    transport = connect(server.url, "demo", administrator_at(server, "demo", folder))
+    OpenRun(transport, server, folder).begin()
+    if "demo" not in transport.reader.runs():
+        manifest = samples.manifest("demo")
+        transport.create(manifest, samples.first_snapshots(manifest))
+    return transport
+
+
+def test_an_open_server_restarts_after_a_kill(program: Program, tmp_path: Path, until: Until) -> None:
+    with start_server(tmp_path / "redis", program, opening=OPENING) as server:
+        server._process.kill()
+        until(lambda: not server.alive(), "the server to end")
+    with start_server(tmp_path / "redis", program, opening=OPENING) as again:
+        connect(again.url, "demo", pinned(again)).close()
+    with start_server(tmp_path / "redis", program) as closed:  # the same data without --open
+        connect(closed.url, "demo").close()
+        assert closed.authority == ""
+
+
+def test_the_administrator_may_do_everything(hub: Server) -> None:
+    transport = connect(hub.url, "demo", pinned(hub))
+    assert transport.membership.may_administer()
+    assert not transport.membership.is_open()
+    assert transport.membership.has_user(ADMINISTRATOR)
+    assert transport.membership.keep() == "aclfile"
+    transport.close()
+
+
+def test_a_program_without_tls_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = find_program("valkey (wheel)")
+    monkeypatch.setattr(programs, "_look_for", lambda kind: wheel if kind == wheel.kind else None)
+    if has_tls(wheel):
+        pytest.skip("the Valkey of this package has TLS")
+    for kind in (None, wheel.kind):
+        with failing(BrokerError, "broker.no-tls-program"):
+            find_program(kind, with_tls=True)
+
+
+# -- addresses and options --------------------------------------------------------------------------------------------
+
+
+def test_the_host_is_an_address_of_this_machine_or_a_name() -> None:
+    assert opening_of("127.0.0.1").listen == ("127.0.0.1",)
+    assert opening_of("hub.example.org").listen == ()
+    assert opening_of("192.0.2.7").listen == ()  # another machine's, such as a router's
+    assert opening_of("0.0.0.0").listen == ()  # noqa: S104
+    assert opening_of(None).host
+
+
+@pytest.mark.parametrize(
+    "host", ["", "a b", "hub:6379", "rediss://hub", "ä.example", "a..b", "x" * 300, "fe80::1%eth0"]
+)
+def test_other_hosts_are_refused(host: str) -> None:
+    with failing(ConfigError, "config.host"):
+        opening_of(host)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (UpOptions(open_=True, url="redis://h"), "up.open-with-url"),
+        (UpOptions(host="hub"), "up.host-without-open"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: UpOptions, code: str) -> None:
+    with failing(ConfigError, code):
+        up.main(options)
+
+
+def test_an_open_run_is_not_continued_without_its_members(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "admin.join").touch()
+    with failing(ConfigError, "up.was-open"):
+        up.main(UpOptions(folder=tmp_path))
