@@ -111,8 +111,9 @@ def _in_jax(name: str, values_N: Vector) -> Callable[[], object]:
 def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str, Any]]:
     """Compare a merged round with bare numpy.
 
-    The merger decodes int4 contributions, checks them for NaN, takes their norms for clipping, adds them, and closes
-    the round with a Nesterov step. Numpy only adds and steps, with the decoding or without it.
+    The merger decodes int4 contributions, checks them for NaN, takes their norms for clipping, adds them, compares
+    their directions, and closes the round with a Nesterov step. Numpy only adds and steps, with the decoding or without
+    it.
     """
     what = f"{contributions} int4 of {elements / 1e6:g} M and a Nesterov step"
     rows = []
@@ -127,16 +128,20 @@ def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str
         rows.append(_row(f"{what}, {rule}", "numpy that also decodes", found, 1.0 if rule == "average" else ""))
         found = ratio_of(lambda bare=bare, deltas=deltas: bare.step(deltas), ours, rounds)  # type: ignore[misc]
         rows.append(_row(f"{what}, {rule}", "numpy, decoded before", found))
+        trusting, _, _ = _merger_and_bare(rule, elements, contributions, scores=False)
+        found = ratio_of(trusting, ours, rounds)
+        rows.append(_row(f"{what}, {rule}", "the same without scores of islands", found))
     return rows
 
 
 def _merger_and_bare(
-    rule: Literal["average", "rda"], elements: int, contributions: int
+    rule: Literal["average", "rda"], elements: int, contributions: int, *, scores: bool = True
 ) -> tuple[Callable[[], object], _BareNesterov, list[bytes]]:
     from archipelago.merger.round_merge import RoundMerge, new_state
     from archipelago.merger.state import RunState
 
-    config = RunConfig(merge=MergeConfig(embedding=rule, rest=rule), wire=WireConfig(up="int4", down="float32"))
+    merge = MergeConfig(embedding=rule, rest=rule, scores=scores)
+    config = RunConfig(merge=merge, wire=WireConfig(up="int4", down="float32"))
     manifest = Manifest("bench", config, (Tensor("all", (elements,)),), (("all",),), Corpus("none", "0" * 32, 1), {})
     rules, random = RoundMerge.of(manifest), np.random.default_rng(0)
     params_N = random.standard_normal(elements, np.float32)
