@@ -11,7 +11,8 @@ other way, and it returns to 1 when the island behaves. An island whose norms st
 clipped to the usual one.
 
 With fewer than three islands nobody knows who is right, and nothing changes. Contributions that are two or more
-versions stale point nowhere in particular even if they are honest, so they are neither judged nor judge others.
+versions stale point nowhere in particular even if they are honest. They judge nobody, and cost their island nothing
+unless they point clearly away.
 
 The sample is chosen by the digests of all contributions of the round. An island cannot know it before it sends.
 Nothing here depends on the rule by which contributions are merged.
@@ -54,7 +55,7 @@ NORM_LARGE = 1.5
 NORM_MOST = 3.0
 #: The operator is told of an island once its weight was lowered in this many rounds in a row.
 NOTED = 2
-#: Contributions up to this staleness are compared.
+#: Contributions up to this staleness judge, and are judged.
 FRESH = 1
 #: Fewer islands than this cannot outvote one.
 JUDGES_LEAST = 3
@@ -183,23 +184,23 @@ def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: 
         spans: The tensors of the fragment.
         live: The number of live islands.
     """
-    islands = {one.island for one in sent}
+    islands = sorted({one.island for one in sent})
     if max(live, len(islands)) < JUDGES_LEAST:
         return unjudged(known, len(sent))
-    fresh = [one for one in sent if one.staleness <= FRESH]
-    names = sorted({one.island for one in fresh})
-    scores, away, norms = dict(known), set[str](), _Norms.of(fresh, names)
+    names = sorted({one.island for one in sent if one.staleness <= FRESH})
+    scores, away, norms = dict(known), frozenset[int](), _Norms.of(sent, islands)
     if len(names) >= JUDGES_LEAST:
-        scores, away = _compared(scores, fresh, names, spans)
-        for name in names:
-            ratios = scores[name].with_ratios(norms.ratio(name), _ratio_of_losses(fresh, name))
-            is_lowered = name in away or ratios.factor < 1.0
+        scores, away = _compared(scores, sent, names, spans)
+        for name in islands:
+            before = scores.pop(name, Score())  # inserted again at the end, which keeps the order of last use
+            ratios = before.with_ratios(norms.ratio(name), _ratio_of_losses(sent, name))
+            is_lowered = ratios.factor < 1.0 or any(sent[i].island == name for i in away)
             scores[name] = replace(ratios, lowered=ratios.lowered + 1 if is_lowered else 0)
-    factors = [0.0 if one.island in away else scores.get(one.island, Score()).factor for one in sent]
-    limits = [norms.limit(one) if scores.get(one.island, Score()).norm > NORM_LARGE else math.inf for one in sent]
+    of = [scores.get(one.island, Score()) for one in sent]
+    factors = tuple(0.0 if i in away else score.factor for i, score in enumerate(of))
+    limits = tuple(norms.limit(one) if s.norm > NORM_LARGE else math.inf for one, s in zip(sent, of, strict=True))
     newest = dict(list(scores.items())[-SCORES_MAX:])
-    values = tuple(scores.get(one.island, Score()).value for one in sent)
-    return Judgement(tuple(factors), values, tuple(limits), newest)
+    return Judgement(factors, tuple(score.value for score in of), limits, newest)
 
 
 def unjudged(known: Mapping[str, Score], count: int) -> Judgement:
@@ -227,26 +228,39 @@ def to_expel(before: Mapping[str, Score], after: Mapping[str, Score], rounds: in
 
 
 def _compared(
-    scores: dict[str, Score], fresh: Sequence[Sent], names: Sequence[str], spans: Spans
-) -> tuple[dict[str, Score], set[str]]:
-    """Return the scores after a comparison of directions, and the islands that point clearly away."""
-    seed = hashlib.sha256(" ".join(sorted(one.digest for one in fresh)).encode()).digest()
-    rows = [one.tokens * direction(one.body, spans, seed) for one in fresh]
-    of = [_unit(sum(row for row, one in zip(rows, fresh, strict=True) if one.island == name)) for name in names]
-    cosines = np.stack(of) @ np.stack(of).T
-    # Rounding hides in which order a machine sums.
-    agreements = [round(upper_median(np.delete(row, i)), 4) for i, row in enumerate(cosines)]
-    usual, variance = upper_median(agreements), DEPENDENT / max(1, of[0].size)
-    tokens = {name: sum(one.tokens for one in fresh if one.island == name) for name in names}
-    shares = {name: expected(tokens[name], upper_median(list(tokens.values()))) for name in names}
-    out, away = dict(scores), set()
-    for name, agreement in zip(names, agreements, strict=True):
-        before = out.pop(name, Score())  # inserted again at the end, which keeps the order of last use
-        is_clear = usual >= ROUND_CLEAR * math.sqrt(variance)
-        out[name] = before.after(agreement, usual * shares[name], variance) if is_clear else before
-        if agreement < -AWAY * usual and usual >= SCORE_CLEAR * math.sqrt(variance):
-            away.add(name)
-    return out, away
+    scores: Mapping[str, Score], sent: Sequence[Sent], names: Sequence[str], spans: Spans
+) -> tuple[dict[str, Score], frozenset[int]]:
+    """Return the scores after a comparison of directions, and the contributions that point clearly away.
+
+    Args:
+        scores: The scores before the round.
+        sent: The contributions.
+        names: The islands with fresh contributions, which judge all others.
+        spans: The tensors of the fragment.
+    """
+    seed = hashlib.sha256(" ".join(sorted(one.digest for one in sent)).encode()).digest()
+    rows = [direction(one.body, spans, seed) for one in sent]
+    fresh = {name: [i for i, one in enumerate(sent) if one.island == name and one.staleness <= FRESH] for name in names}
+    tokens = {name: sum(sent[i].tokens for i in fresh[name]) for name in names}
+    of = {name: _unit(sum(sent[i].tokens * rows[i] for i in fresh[name])) for name in names}
+
+    def agreement(row: NDArray[np.float64], island: str) -> float:
+        # Rounding hides in which order a machine sums.
+        return round(upper_median([float(row @ other) for name, other in of.items() if name != island]), 4)
+
+    agreements = {name: agreement(of[name], name) for name in names}
+    usual, noise = upper_median(list(agreements.values())), math.sqrt(DEPENDENT / max(1, rows[0].size))
+    out, usual_tokens = dict(scores), upper_median(list(tokens.values()))
+    if usual < ROUND_CLEAR * noise:
+        return out, frozenset()
+    for name in names:
+        share = expected(tokens[name], usual_tokens)
+        out[name] = out.get(name, Score()).after(agreements[name], usual * share, noise * noise)
+    if usual < SCORE_CLEAR * noise:
+        return out, frozenset()
+    stale = {i: agreement(rows[i], one.island) for i, one in enumerate(sent) if one.staleness > FRESH}
+    found = {i: agreements[name] for name in names for i in fresh[name]} | stale
+    return out, frozenset(i for i, value in found.items() if value < -AWAY * usual)
 
 
 def expected(tokens: float, usual_tokens: float) -> float:
@@ -271,13 +285,13 @@ class _Norms:
     usual_tokens: float
 
     @classmethod
-    def of(cls, fresh: Sequence[Sent], names: Sequence[str]) -> _Norms:
-        if not names:
+    def of(cls, sent: Sequence[Sent], islands: Sequence[str]) -> _Norms:
+        if not islands:
             return cls({}, 0.0, 1.0)
-        usual_tokens = upper_median([one.tokens for one in fresh])
+        usual_tokens = upper_median([max(one.tokens for one in sent if one.island == name) for name in islands])
         own = {
-            name: max(one.norm * expected(one.tokens, usual_tokens) for one in fresh if one.island == name)
-            for name in names
+            name: max(one.norm * expected(one.tokens, usual_tokens) for one in sent if one.island == name)
+            for name in islands
         }
         return cls(own, upper_median(list(own.values())), usual_tokens)
 
@@ -288,10 +302,10 @@ class _Norms:
         return self.usual / expected(one.tokens, self.usual_tokens) if self.usual > 0.0 else math.inf
 
 
-def _ratio_of_losses(fresh: Sequence[Sent], name: str) -> float:
+def _ratio_of_losses(sent: Sequence[Sent], name: str) -> float:
     """Return the island's claimed loss relative to the usual one; NaN if one of them was not measured."""
-    known = [one.loss for one in fresh if math.isfinite(one.loss) and one.loss > 0.0]
-    own = [one.loss for one in fresh if one.island == name and math.isfinite(one.loss)]
+    known = [one.loss for one in sent if math.isfinite(one.loss) and one.loss > 0.0]
+    own = [one.loss for one in sent if one.island == name and math.isfinite(one.loss)]
     return max(0.0, own[-1]) / upper_median(known) if known and own else math.nan
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -148,12 +149,25 @@ def test_a_slow_island_is_expected_to_agree_less() -> None:
         assert judged.factors == (1.0,) * 8
 
 
-def test_stale_contributions_are_neither_judged_nor_judges() -> None:
-    stale = contributions(0, {}, ("x", "y", "z"), staleness=2)
+def test_unrelated_stale_contributions_cost_nothing_and_do_not_judge() -> None:
+    stale = contributions(0, {}, ("w", "x", "y", "z"), staleness=2)
     fresh = contributions(1, {}, ("a", "b", "c"))
-    judged = judge({}, [*stale, *fresh], SPANS, 6)
-    assert judged.factors == (1.0,) * 6
-    assert set(judged.scores) == {"a", "b", "c"}
+    judged = judge({}, [*stale, *fresh], SPANS, 7)
+    assert judged.factors == (1.0,) * 7
+    assert [judged.scores[name].usual > 0.0 for name in "awxyz"] == [True, False, False, False, False]
+
+
+def test_an_old_base_hides_no_attack() -> None:
+    liar = [replace(one, staleness=3) for one in contributions(0, {"h": FLIP})[-1:]]
+    judged = judge({}, [*contributions(0, {})[:-1], *liar], SPANS, 8)
+    assert judged.factors == (*(1.0,) * 7, 0.0)
+    assert judged.scores["h"].lowered == 1
+    round_, scores = contributions(0, {"h": TRIPLE}), dict[str, Score]()
+    for _ in range(5):
+        judged = judge(scores, [*round_[:-1], replace(round_[-1], staleness=3)], SPANS, 8)
+        scores = dict(judged.scores)
+    assert judged.limits[:-1] == (math.inf,) * 7
+    assert judged.limits[-1] < 0.5 * round_[-1].norm
 
 
 def test_the_order_of_arrival_changes_nothing() -> None:
