@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,13 +102,51 @@ def counts(moments: optax.OptState) -> list[jax.Array]:
     return [count for _, count in optax.tree_utils.tree_get_all_with_path(moments, "count")]
 
 
-def require_sound(state: optax.OptState, like: optax.OptState) -> None:
+#: No run makes this many steps, and the counts of steps stay far below the end of int32.
+COUNT_MAX = 1 << 30
+#: A first moment below this moves no parameter, although the square of such a gradient is 0 in float32.
+TINY = 1e-12
+#: The moments of a peer may exceed those that steps can produce by this factor, for rounding.
+MOMENTS_SLACK = 2.0
+
+
+class MomentBounds(NamedTuple):
+    """The largest moments that the steps of an optimiser can produce.
+
+    Attributes:
+        first: The magnitude of a first moment.
+        second: A second moment.
+        ratio: The magnitude of one of Adam's first moments, as a multiple of the root of its second moment.
+    """
+
+    first: float = math.inf
+    second: float = math.inf
+    ratio: float = math.inf
+
+
+def moment_bounds(config: InnerConfig) -> MomentBounds:
+    """Return the bounds for an optimiser.
+
+    Without them, a peer could hand over moments that are finite and still throw an island's parameters far away. With
+    m = (1 − b1) Σ b1^i g_i and v = (1 − b2) Σ b2^i g_i², the inequality of Cauchy and Schwarz gives
+    m² ≤ (1 − b1)² / ((1 − b1² / b2) (1 − b2)) · v, if b1² < b2. Clipping bounds each g.
+    """
+    b1, b2, clip = config.beta1, config.beta2, config.clip_norm
+    decay = max(b1, config.muon_momentum)
+    first, second = (clip / (1.0 - decay), clip**2) if clip else (math.inf, math.inf)
+    ratio = (1.0 - b1) / math.sqrt((1.0 - b1**2 / b2) * (1.0 - b2)) if b1**2 < b2 else math.inf
+    return MomentBounds(MOMENTS_SLACK * first, MOMENTS_SLACK * second, MOMENTS_SLACK * ratio)
+
+
+def require_sound(state: optax.OptState, like: optax.OptState, bounds: MomentBounds | None = None) -> None:
     """Raise WireError for optimiser state that no sequence of steps can produce.
 
     Args:
         state: What a peer sent.
         like: Fresh state of the same optimiser.
+        bounds: The bounds on the moments; None for none.
     """
+    bounds = bounds or MomentBounds()
 
     def named(tree: optax.OptState, *names: str) -> list[jax.Array]:
         found = [part for name in names for _, part in optax.tree_utils.tree_get_all_with_path(tree, name)]
@@ -118,6 +157,24 @@ def require_sound(state: optax.OptState, like: optax.OptState) -> None:
     constant = zip(named(state, "ns_coeffs"), named(like, "ns_coeffs"), strict=True)  # of Muon's Newton-Schulz steps
     if any((sent != own).any() for sent, own in constant):
         raise WireError("wrong coefficients in the peer's optimiser state", code="handover.unsound")
+    are_small = (
+        all((leaf <= COUNT_MAX).all() for leaf in named(state, "count"))
+        and all((jnp.abs(leaf) <= bounds.first).all() for leaf in named(state, "mu"))
+        and all((leaf <= bounds.second).all() for leaf in named(state, "nu"))
+        and all((jnp.abs(mu) <= bounds.ratio * jnp.sqrt(nu) + TINY).all() for mu, nu in _adam_moments(state))
+    )
+    if not are_small:
+        raise WireError("moments in the peer's optimiser state that no steps can produce", code="handover.unsound")
+
+
+def _adam_moments(state: optax.OptState) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the first and second moments of each tensor of Adam."""
+
+    def is_adam(part: Any) -> bool:
+        return hasattr(part, "mu") and hasattr(part, "nu")
+
+    parts = [part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part)]
+    return [pair for p in parts for pair in zip(jax.tree.leaves(p.mu), jax.tree.leaves(p.nu), strict=True)]
 
 
 def _ramp(moments: optax.OptState, steps: int) -> jax.Array:

@@ -11,15 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.checkpoint import Found, IslandStore
-from archipelago.islands.inner import require_sound
+from archipelago.islands.inner import moment_bounds, require_sound
 from archipelago.islands.progress import Totals
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import Island
+
+#: The largest total that an island takes over from its last heartbeat.
+TOTAL_MAX = 1 << 60
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +74,8 @@ class Rejoin:
             return
         for beat in (presence.heartbeat for presence in presences):
             if beat.island == island.name and beat.incarnation != island.incarnation:
-                self._before = Totals(beat.steps, beat.tokens)
+                # Anyone may have written this heartbeat. Larger totals could not be reported any more.
+                self._before = Totals(min(beat.steps, TOTAL_MAX), min(beat.tokens, TOTAL_MAX))
 
     def complete(self, whole: Found | None) -> None:
         """Bring the island to its starting state.
@@ -96,9 +101,10 @@ class Rejoin:
 
     def _from_peer(self) -> recovery.Received | None:
         island = self.island
+        check = partial(require_sound, bounds=moment_bounds(island.config.inner))
         try:
             return recovery.receive(
-                self.transport, self.who, island.inner.optimizer, require_sound, lambda: island.beat("joining"),
+                self.transport, self.who, island.inner.optimizer, check, lambda: island.beat("joining"),
                 self.seconds, island.clock, self.pause,
             )  # fmt: skip
         except (BrokerError, WireError) as error:

@@ -17,6 +17,8 @@ from archipelago.broker.messages import Actions
 
 #: The most actions of one incarnation that are expanded. A short text from outside can encode very many.
 ACTIONS_MAX = 1 << 24
+#: Every index of an action is smaller, so that it can be written with the digits that `parse` reads.
+INDEX_END = 10**18
 _REPEATED = re.compile(r"(\S+?)\*([0-9]{1,18})")
 
 log = logging.getLogger(__name__)

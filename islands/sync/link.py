@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from archipelago.broker.control import DRAIN, EXPEL, require_welcome
 from archipelago.broker.corpus_shards import Place
@@ -32,6 +33,10 @@ from archipelago.islands.sync.uplink import Uplink
 
 BLOCK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
+#: An island hands its optimiser state over to this many newcomers at a time. Each copy takes memory of the device.
+HANDOVERS_AT_ONCE = 2
+#: How many newcomers are remembered as answered.
+ANSWERED_KEPT = 4096
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +103,7 @@ class Link:
         self._notes: deque[Note] = deque()
         self._handovers: deque[StateForPeer] = deque()
         self._asked_by: deque[str] = deque()
+        self._answered: dict[str, None] = {}  # newcomers, in order; a flood of repeated requests gets one answer each
         self._beat: Heartbeat | None = None
         self._sent_beat: Heartbeat | None = None
         self._sending = Pump("send", self.pump_send)
@@ -262,9 +268,16 @@ class Link:
     def _offer_help(self) -> None:
         if self._beat is None or self._beat.state != "training" or self.is_replaced:
             return
-        for who in self.transport.island.open_requests():
-            if who != self.who and self.transport.island.promise_answer(who, self.who):
+        room = HANDOVERS_AT_ONCE - len(self._asked_by) - len(self._handovers)
+        if room <= 0:
+            return
+        wanted = (who for who in self.transport.island.open_requests() if who != self.who and who not in self._answered)
+        for who in islice(wanted, room):
+            if self.transport.island.promise_answer(who, self.who):
+                self._answered[who] = None
                 self._asked_by.append(who)
+        while len(self._answered) > ANSWERED_KEPT:
+            del self._answered[next(iter(self._answered))]
 
     # -- threads ------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Actions, Handover, Presence
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest
+from archipelago.islands.sync.actions import INDEX_END
 from archipelago.islands.sync.arrays import device_copy
 
 #: How long a newcomer waits for a peer's answer once it is ready to train.
@@ -79,6 +80,8 @@ def decode(handover: Handover, payload: bytes, like: State, check: Check) -> Sta
     Raises:
         WireError: The payload does not fit the announcement or the model, or it is not sound.
     """
+    if handover.index >= INDEX_END:
+        raise WireError("the peer's optimiser state follows more actions than an island can do", code="handover.index")
     if len(payload) != handover.bytes or digest(payload) != handover.digest:
         raise WireError("the peer's optimiser state is not the announced one", code="handover.digest")
     leaves, tree = jax.tree.flatten(like)

@@ -663,6 +663,24 @@ def test_one_peer_promises_an_answer_and_is_asked_once(harness: Harness) -> None
     assert links[0].take().asked_by == []
 
 
+def test_a_flood_of_requests_costs_two_copies_at_a_time_and_one_for_each(harness: Harness) -> None:
+    link = harness.link("giver/x")
+    link.beat(samples.heartbeat("giver"))
+    for number in range(6):
+        harness.transport.island.heartbeat(samples.heartbeat(f"new-{number}", "joining", incarnation="z"))
+        harness.transport.island.request_state(f"new-{number}/z")
+    asked: list[str] = []
+    for _ in range(10):
+        link.pump()
+        found = link.take().asked_by
+        assert len(found) <= 2
+        asked += found
+        for who in found:  # its request is withdrawn and made again
+            harness.transport.island.withdraw_request(who)
+            harness.transport.island.request_state(who)
+    assert sorted(asked) == [f"new-{number}/z" for number in range(6)]
+
+
 def test_a_request_for_state_is_read_between_two_heartbeats(harness: Harness) -> None:
     link = harness.link("a/x")
     heartbeat(link)

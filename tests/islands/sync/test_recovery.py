@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Handover
 from archipelago.broker.wire import digest
-from archipelago.islands.inner import begin, counts, require_sound
+from archipelago.islands.inner import begin, counts, moment_bounds, require_sound
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import device_copy
@@ -281,6 +282,33 @@ def test_negative_second_moments_and_counts_are_refused(name: str) -> None:
     handover, payload = encode(StateForPeer("b/y", forged, 3, 7), "a/x")
     with failing(WireError, "handover.unsound"):
         decode(handover, payload, STATE, require_sound)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mu": 1e30},  # finite, and yet the first step would throw the parameters away
+        {"mu": 0.5, "nu": 1e-6},
+        {"nu": 1e30},  # the parameters would not move for very long
+        {"count": 2**31 - 1},  # the next step would make it negative
+    ],
+    ids=str,
+)
+def test_moments_that_no_steps_can_produce_are_refused(changes: dict[str, float]) -> None:
+    forged = STATE
+    for name, value in changes.items():
+        filled = jax.tree.map(partial(jnp.full_like, fill_value=value), tree_get(STATE, name))
+        forged = optax.tree_utils.tree_set(forged, **{name: filled})
+    handover, payload = encode(StateForPeer("b/y", forged, 3, 7), "a/x")
+    check = partial(require_sound, bounds=moment_bounds(tiny.CONFIG.inner))
+    with failing(WireError, "handover.unsound"):
+        decode(handover, payload, STATE, check)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20])
+def test_moments_of_real_steps_are_within_the_bounds(steps: int) -> None:
+    require_sound(trained(steps), STATE, moment_bounds(tiny.CONFIG.inner))
+    require_sound(muon_state(steps), muon_state(1), moment_bounds(tiny.MUON.inner))
 
 
 # -- Muon's state ---------------------------------------------------------------------------------------------------
