@@ -41,6 +41,8 @@ TOKENS_PER_STEP_MAX = 64
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
 HELD_OUT_SHARE_MAX = 0.5
+#: How many cursors there can be of shards of corpora that only some islands have.
+OTHER_CURSORS_MAX = 8192
 #: Gaps longer than this count as this long.
 ELAPSED_MAX = 30 * 86400.0
 #: How many islands have an account. Those that were silent longest are forgotten first.
@@ -183,8 +185,16 @@ def believed_data(
     """
     data, tokens = config.data, contribution.tokens * DATA_SLACK
     reach = math.ceil(tokens / data.sequence_length) + config.sync.interval * data.batch_size
-    places = parse_places(contribution.data)
-    believed = [_believed_place(place, cursors.get(place.shard, (0, 0)), reach, shard_sequences) for place in places]
+    believed: list[Place] = []
+    moved: dict[str, tuple[int, int]] = {}
+    for place in parse_places(contribution.data):
+        before = moved.get(place.shard) or cursors.get(place.shard)
+        if before is None and "/" in place.shard and len(cursors) + len(moved) >= data.shards + OTHER_CURSORS_MAX:
+            continue
+        cursor = before or (0, 0)
+        believed.append(_believed_place(place, cursor, reach, shard_sequences))
+        reach -= _sequences_between(cursor, believed[-1], shard_sequences)
+        moved[place.shard] = max(cursor, believed[-1].cursor)
     return " ".join(map(str, believed))
 
 
@@ -197,6 +207,13 @@ def _believed_place(place: Place, cursor: tuple[int, int], reach: int, shard_seq
     if "/" in place.shard or shard_sequences <= furthest:  # nobody here knows the size of other corpora
         return Place(place.shard, pass_number, 0, ended=True)
     return Place(place.shard, pass_number, furthest)
+
+
+def _sequences_between(cursor: tuple[int, int], place: Place, shard_sequences: int) -> int:
+    """Return how many sequences a believed place moves the cursor on, at least."""
+    if place.cursor <= cursor:
+        return 0
+    return max(0, (shard_sequences if place.ended else place.position) - cursor[1])
 
 
 def shard_sequences(manifest: Manifest) -> int:
