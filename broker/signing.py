@@ -31,14 +31,13 @@ Kind = Literal[
     "event",
     "fragment",
     "difference",
-    "outer",
     "tape",
     "state",
 ]
 CONTEXT: Final = b"archipelago signature 1"
 #: The sender of everything that the mergers of a run sign. No island can have this name.
 MERGER: Final = "@merger"
-SIGNATURE, PAYLOAD_DIGEST, SIGNER = "signature", "payload_sha256", "signer"
+SIGNATURE, PAYLOAD_DIGEST, STAMP, SIGNER = "signature", "payload_sha256", "stamp", "signer"
 #: Fields that a signature does not cover. The payload is covered by its digest, and its chunks may move.
 NOT_COVERED: Final = frozenset(
     {b"signature", b"payload", b"chunks", b"chunks_name", b"previous_chunks", b"previous_chunks_name"}
@@ -54,6 +53,11 @@ class SignatureError(WireError):
     """A message is not signed by the member that should have signed it. It is ignored or refused."""
 
     code = "signature"
+
+    @property
+    def reason(self) -> str:
+        """The reason of the refusal, with its code."""
+        return f"{self.what} ({self.code})"
 
 
 # -- keys ----------------------------------------------------------------------------------------------------------
@@ -131,7 +135,14 @@ class Signing(Protocol):
         ...
 
     def signed(
-        self, kind: Kind, fields: Mapping[str, str], *, about: str = "", payload: bytes | None = None, sender: str = ""
+        self,
+        kind: Kind,
+        fields: Mapping[str, str],
+        *,
+        about: str = "",
+        payload: bytes | None = None,
+        stamp: str = "",
+        sender: str = "",
     ) -> dict[str, str]:
         """Return the fields of a message with the fields that sign it.
 
@@ -140,6 +151,7 @@ class Signing(Protocol):
             fields: All its fields, without its payload.
             about: See `canonical`.
             payload: Its payload, if it has one.
+            stamp: Its stamp (see `broker.stamps`), if a replay must be recognised.
             sender: The island that sent the message first, if a merger signs in its place.
 
         Raises:
@@ -162,7 +174,14 @@ class SigningOff:
     is_on = False
 
     def signed(
-        self, kind: Kind, fields: Mapping[str, str], *, about: str = "", payload: bytes | None = None, sender: str = ""
+        self,
+        kind: Kind,
+        fields: Mapping[str, str],
+        *,
+        about: str = "",
+        payload: bytes | None = None,
+        stamp: str = "",
+        sender: str = "",
     ) -> dict[str, str]:
         return dict(fields)
 
@@ -196,7 +215,14 @@ class SigningOn:
         self._key_of = key_of
 
     def signed(
-        self, kind: Kind, fields: Mapping[str, str], *, about: str = "", payload: bytes | None = None, sender: str = ""
+        self,
+        kind: Kind,
+        fields: Mapping[str, str],
+        *,
+        about: str = "",
+        payload: bytes | None = None,
+        stamp: str = "",
+        sender: str = "",
     ) -> dict[str, str]:
         if self._private is None:
             raise ConfigError(
@@ -204,7 +230,7 @@ class SigningOn:
                 "Use the join file of an island or of a merger.",
                 code="signature.no-key",
             )
-        out = dict(fields)
+        out = {**fields, **({STAMP: stamp} if stamp else {})}
         if payload is not None:
             out[PAYLOAD_DIGEST] = payload_digest(payload)
         if sender and sender != self._name:

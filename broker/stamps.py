@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable
 
 from archipelago.broker.messages import Presence
-from archipelago.broker.signing import Raw, SignatureError
+from archipelago.broker.signing import STAMP, Raw, SignatureError
 
-STAMP = "stamp"
 Stamp = tuple[int, int]
 #: The stamp before all others.
 FIRST: Stamp = (-1, 0)
@@ -53,14 +52,19 @@ class EventOrder:
     """The order of the events that one process reads: stamps grow along the stream.
 
     The process may read from any position again. So the newest stamp is remembered for each entry of the last batch.
+
+    Attributes:
+        is_begun: Whether the process reads events at all.
     """
 
     def __init__(self) -> None:
         self._stamps: dict[str, Stamp] = {}
+        self.is_begun = False
 
     def begin(self, entry: str, stamp: Stamp) -> None:
         """Remember the newest stamp at an entry of the stream."""
         self._stamps = {entry: stamp}
+        self.is_begun = True
 
     def accept(self, after: str, entry: str, stamp: Stamp) -> None:
         """Remember the stamp of the event that follows the entry `after`. Raises SignatureError for a replayed one."""
@@ -100,6 +104,7 @@ class HeartbeatOrder:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seen: dict[str, dict[str, tuple[Stamp, float]]] = {}
+        self._newest: dict[str, tuple[Presence, float]] = {}
 
     def accept(self, presence: Presence, stamp: Stamp) -> Presence:
         """Return the presence with an age that no one else can lower. Raises SignatureError for a replayed heartbeat.
@@ -116,4 +121,13 @@ class HeartbeatOrder:
             del incarnations[next(iter(incarnations))]
         if stamp < newest:
             raise SignatureError(f"the heartbeat of {beat.island} is older than before", code="signature.replayed")
-        return Presence(beat, max(presence.age_seconds, now - since))
+        accepted = Presence(beat, max(presence.age_seconds, now - since))
+        self._newest[beat.island] = accepted, now
+        return accepted
+
+    def newest(self, island: str) -> Presence | None:
+        """Return the last accepted heartbeat, for use when someone has overwritten it."""
+        if island not in self._newest:
+            return None
+        presence, at = self._newest[island]
+        return Presence(presence.heartbeat, presence.age_seconds + self._clock() - at)

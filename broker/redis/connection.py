@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import Failures, is_wrong_kind
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.replies import Raw, next_id
+from archipelago.broker.signing import Signing, SigningOff
+from archipelago.broker.stamps import Stamps
 from archipelago.broker.transport import START, Memory
 
 #: Tries of a change that other clients may disturb.
@@ -58,6 +61,9 @@ class RedisConnection:
         password = client.connection_pool.connection_kwargs.get("password")
         self._failures = Failures(where, password, is_invited=is_invited)
         self.has_info = True
+        #: How this process signs what it writes and checks what it reads.
+        self.signing: Signing = SigningOff()
+        self.stamps = Stamps(time.time)
         #: What this connection could not read, by name, with the reason. At most UNREADABLE_MAX are remembered.
         self.unreadable: dict[str, str] = {}
 

@@ -99,6 +99,14 @@ class Lease:
             pipe.delete(self._keys.lease)
         failpoint("release.done")
 
+    def fence(self) -> None:
+        """End the present epoch, so that Redis refuses the next write of the merger that serves now."""
+        with self._connection.watching(self._keys.epoch) as pipe:
+            epoch = self._next_epoch(pipe)
+            pipe.multi()
+            pipe.set(self._keys.epoch, f"{epoch} nobody")
+            pipe.execute()
+
     def mark(self, epoch: int) -> bytes:
         """Return the value of the epoch's key while this merger holds the lease.
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     COUNT_MAX,
-    KINDS,
     Books,
     Evaluation,
     Event,
@@ -27,27 +26,27 @@ from archipelago.broker.messages import (
     to_fields,
 )
 from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.connection import RedisConnection, block_ms
+from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
+from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.replies import (
     Raw,
     counts_in,
     entry_id,
     epoch_in,
-    event_of,
     fields_of,
-    stream_entries,
     text_fields,
+    verified_state,
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.transport import NOTES_KEPT, REFUSALS_AMONG, START, Memory, MergerStatus
+from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP
+from archipelago.broker.stamps import HeartbeatOrder, stamp_of
+from archipelago.broker.transport import NOTES_KEPT, Memory, MergerStatus
 
 #: How long the heartbeat of a silent island is kept.
 REMEMBER_SECONDS = 24 * 3600
 EVALUATIONS_KEPT = 20_000
-
-REFUSED = KINDS[Refusal].encode()
 
 
 class RedisReader:
@@ -59,6 +58,8 @@ class RedisReader:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates = stored, chunks, updates
+        self.event_stream = EventStream(connection)
+        self._beats = HeartbeatOrder(time.monotonic)
 
     def instance(self) -> str:
         return self._connection.instance()
@@ -79,22 +80,17 @@ class RedisReader:
         found = b""
         with self._connection.forgiving(self._keys.state, "a string"):
             found = self._redis.get(self._keys.state) or b""
-        return found.decode("utf-8", "replace")
+        try:
+            return verified_state(self._connection.signing, found)
+        except WireError as error:
+            self._connection.warn_once(self._keys.state, error)
+            return ""
 
     def last_event(self) -> str:
-        newest = self._entries(self._keys.snapshots, 1)
-        return newest[0][0].decode() if newest else START
+        return self.event_stream.last()
 
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        deadline = time.monotonic() + block_seconds
-        while True:
-            with self._connection.translated():
-                block = block_ms(deadline - time.monotonic())
-                found = list(stream_entries(self._redis.xread({self._keys.snapshots: after}, count=count, block=block)))
-            out = [(entry, event) for entry, raw in found if (event := self._event(entry, raw)) is not None]
-            if out or not found:
-                return out
-            after = found[-1][0]  # this version can read none of these events
+        return self.event_stream.after(after, block_seconds, count)
 
     def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
         for _ in range(8):
@@ -104,6 +100,7 @@ class RedisReader:
             if not raw:
                 self._stored.require()
                 raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
+            self._connection.signing.verify("fragment", MERGER, raw, about=str(fragment))
             snapshot = from_fields(Snapshot, text_fields(raw))
             with self._connection.translated():
                 try:
@@ -112,11 +109,13 @@ class RedisReader:
                     continue  # a newer snapshot has replaced it, and its chunks expired during the read
                 if account:
                     self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
-                return snapshot, payload
+            self._connection.signing.verify_payload(raw, payload)
+            self.event_stream.accept_fragment(fragment, raw)
+            return snapshot, payload
         raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
 
     def heads(self) -> list[Snapshot | None]:
-        names = [f.name for f in dataclasses.fields(Snapshot)]
+        names = [*(f.name for f in dataclasses.fields(Snapshot)), PAYLOAD_DIGEST, STAMP, SIGNATURE]
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for p in range(len(self._stored.sizes())):
                 pipe.hmget(self._keys.fragment(p), names)
@@ -128,6 +127,7 @@ class RedisReader:
             return None
         found = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
         try:
+            self._connection.signing.verify("fragment", MERGER, found, about=str(p))
             return from_fields(Snapshot, text_fields(found))
         except WireError as error:
             self._connection.warn_once(f"the header of fragment {p}", error)
@@ -147,12 +147,19 @@ class RedisReader:
                 if not raw:
                     continue
                 try:  # an unreadable heartbeat must not hide the other islands
-                    heartbeat = from_fields(Heartbeat, fields_of(raw))
+                    out.append(self._presence(name, raw, REMEMBER_SECONDS - ttl_ms / 1000))
                 except WireError as error:
                     self._connection.warn_once(f"the heartbeat of {name}", error)
-                    continue
-                out.append(Presence(heartbeat, REMEMBER_SECONDS - ttl_ms / 1000))
+                    if (known := self._beats.newest(name)) is not None:
+                        out.append(known)
         return out
+
+    def _presence(self, name: str, raw: Any, age_seconds: float) -> Presence:
+        """Return an island's heartbeat. Raises WireError if it is damaged, or not the newest that the island signed."""
+        fields = fields_of(raw)
+        self._connection.signing.verify("heartbeat", name, raw)
+        presence = Presence(from_fields(Heartbeat, fields), age_seconds)
+        return self._beats.accept(presence, stamp_of(raw)) if self._connection.signing.is_on else presence
 
     def books(self) -> Books:
         raw: Raw = {}
@@ -183,18 +190,13 @@ class RedisReader:
         return parse_cursors(self._connection, text_fields(found))
 
     def tape(self, count: int) -> list[TapeEntry]:
-        return self._newest(self._keys.tape, TapeEntry, count)
+        return self._newest(self._keys.tape, TapeEntry, count, self._verify_tape)
+
+    def _verify_tape(self, raw: Raw) -> None:
+        self._connection.signing.verify("tape", MERGER, raw)
 
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
-        newest = self._entries(self._keys.snapshots, REFUSALS_AMONG) if count else []
-        out: list[tuple[float, Refusal]] = []
-        for entry, raw in newest:
-            event = self._event(entry.decode(), raw) if raw.get(b"kind") == REFUSED else None
-            if isinstance(event, Refusal):
-                out.append((entry_id(entry.decode())[0] / 1000, event))
-            if len(out) == count:
-                break
-        return out[::-1]
+        return self.event_stream.refusals(count)
 
     def control(self) -> dict[str, str]:
         found: Raw = {}
@@ -208,11 +210,14 @@ class RedisReader:
     def evaluations(self) -> list[Evaluation]:
         return self._newest(self._keys.evaluations, Evaluation, EVALUATIONS_KEPT)
 
-    def _newest(self, key: str, kind: type[Message], count: int) -> list[Message]:
+    def _newest(
+        self, key: str, kind: type[Message], count: int, verify: Callable[[Raw], None] = lambda raw: None
+    ) -> list[Message]:
         """Return the newest entries of a stream as messages, oldest first. Those that cannot be read are skipped."""
         out = []
         for entry, raw in reversed(self._entries(key, count) if count else []):
             try:
+                verify(raw)
                 out.append(from_fields(kind, text_fields(raw)))
             except WireError as error:
                 self._connection.warn_once(f"entry {entry.decode()} of {key}", error)
@@ -224,13 +229,6 @@ class RedisReader:
         with self._connection.forgiving(key, "a stream"):
             found += self._redis.xrevrange(key, count=count)
         return found
-
-    def _event(self, entry: str, raw: Raw) -> Event | None:
-        try:
-            return event_of(raw)
-        except WireError as error:
-            self._connection.warn_once(f"event {entry}", error)
-            return None
 
     def steer(self, changes: Mapping[str, str]) -> None:
         self._stored.require()

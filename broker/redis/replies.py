@@ -13,6 +13,7 @@ from typing import Any
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import COUNT_MAX, EVENTS, Books, Event, from_fields
 from archipelago.broker.redis.keys import is_name
+from archipelago.broker.signing import MERGER, SIGNATURE, Signing
 from archipelago.broker.transport import START
 
 #: The consumer group of the updates stream.
@@ -121,3 +122,17 @@ def group_of(groups: Any) -> dict[str, Any]:
 def last_delivered(groups: Any) -> tuple[int, int]:
     """Return the last entry that was delivered to mergers, from the reply to XINFO GROUPS; START without a group."""
     return entry_id(group_of(groups).get("last-delivered-id", START.encode()).decode())
+
+
+def signed_state(signing: Signing, state: str) -> str:
+    """Return the merger's state as Redis keeps it: with its signature in a line of its own if signing is on."""
+    signature = signing.signed("state", {"state": state}).get(SIGNATURE)
+    return f"{state}\n{signature}" if signature else state
+
+
+def verified_state(signing: Signing, stored: bytes) -> str:
+    """Return the merger's state as it was before `signed_state`. Raises SignatureError."""
+    state, _, signature = stored.partition(b"\n")
+    if stored:
+        signing.verify("state", MERGER, {b"state": state, **({SIGNATURE.encode(): signature} if signature else {})})
+    return state.decode("utf-8", "replace")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from archipelago.broker.errors import BrokerError, UnknownRunError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_wrong_kind
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import names_in, text_fields
+from archipelago.broker.signing import MERGER, SignatureError
 from archipelago.broker.wire import payload_bytes_max
 
 
@@ -33,7 +34,12 @@ class StoredRun:
         return [name for name, exists in zip(names, exist, strict=True) if isinstance(exists, int) and exists]
 
     def manifest(self) -> Manifest:
-        """Return the manifest. Raises UnknownRunError, or ConfigError for a damaged one (`config.manifest`)."""
+        """Return the manifest.
+
+        Raises:
+            UnknownRunError: There is none.
+            ConfigError: It is damaged (`config.manifest`), or not signed by the run's mergers (`signature.manifest`).
+        """
         try:
             with self._connection.translated():
                 raw = self._connection.redis.hgetall(self._connection.keys.manifest)
@@ -43,6 +49,15 @@ class StoredRun:
             raw = {b"run": b""}  # refused below, as any other damaged manifest
         if not raw:
             raise self.unknown()
+        try:
+            self._connection.signing.verify("manifest", MERGER, raw)
+        except SignatureError as error:
+            raise ConfigError(
+                f"the manifest of the run {self._connection.run!r} is not the one of your join file ({error.reason})",
+                "Someone has changed it, or created the run again without its key. Ask for a new join file; an "
+                "administrator signs a new run with `archipelago invite`.",
+                code="signature.manifest",
+            ) from None
         return Manifest.from_fields(text_fields(raw))
 
     def require(self) -> None:

@@ -14,9 +14,11 @@ from archipelago.broker.redis.client import RedisClient, client_at, fake_client
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.creation import Creation
 from archipelago.broker.redis.islands import RedisIsland
+from archipelago.broker.redis.members import KnownMembers, signing_of
 from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import RedisReader
+from archipelago.broker.redis.signed_run import sign_stored
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import Image
@@ -35,7 +37,7 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
         BadUrlError, UnreachableError, ServerTooOldError
     """
     if url.startswith("fakeredis://"):
-        return RedisTransport(fake_client(url.removeprefix("fakeredis://") or "default"), run)
+        return RedisTransport(fake_client(url.removeprefix("fakeredis://") or "default"), run, invitation=invitation)
     try:
         require_address(url)
         authority = invitation.ca_certificate if invitation else ""
@@ -65,6 +67,8 @@ class RedisTransport:
         self.invitation = invitation
         self.connection = RedisConnection(client, run, where, is_invited=invitation is not None)
         self.membership = Membership(self.connection)
+        self.members = KnownMembers(run, self.membership.all)
+        self.connection.signing = signing_of(invitation, run, self.members.key_of)
         stored = StoredRun(self.connection)
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
         self.updates = UpdatesStreams(self.connection, chunks)
@@ -81,6 +85,10 @@ class RedisTransport:
 
     def mend_manifest(self, manifest: Manifest) -> bool:
         return self.creation.mend_manifest(manifest)
+
+    def sign(self, key: bytes) -> None:
+        """Sign what Redis holds of the run with the private key of its mergers, unless it is signed."""
+        sign_stored(self.connection, self.chunks, self.merger.lease, key)
 
     def close(self) -> None:
         self.connection.close()

@@ -11,6 +11,7 @@ VERBS: Verbs = {
     "wire": Verb("archipelago.ops.bench.wire", "WireOptions", "Payloads through Redis, against bare sockets."),
     "merge": Verb("archipelago.ops.bench.merge", "MergeOptions", "Codecs and merging, against bare numpy."),
     "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),
+    "signing": Verb("archipelago.ops.bench.signing", "SigningOptions", "What signatures add to a synchronisation."),
     "island": Verb("archipelago.ops.bench.island", "IslandBenchOptions", "What syncing costs an island."),
     "start": Verb("archipelago.ops.bench.start", "StartOptions", "What starting an island costs."),
     "largest": Verb("archipelago.ops.bench.largest", "LargestOptions", "The largest model that this machine can sync."),

@@ -20,10 +20,13 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError
+from archipelago.broker.invitation import Member, key_text
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import keep_freed_memory
+from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.transport import connect
+from archipelago.broker.signing import MERGER, generate
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.data.batches import Batches
@@ -33,6 +36,7 @@ from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger, serve
 from archipelago.ops.bench.process import Child, child, wait_until
+from archipelago.ops.bench.signed_clients import Address, connected, invitation, signing_seconds
 from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.supervisor import thread_environment
@@ -89,33 +93,52 @@ class Size:
 
 @dataclass(frozen=True)
 class Synced:
-    """One sync of the whole model. `megabytes` crossed the link of one island or replica, both ways together."""
+    """One sync of the whole model.
+
+    Attributes:
+        seconds: How long it took.
+        committed: Whether both islands or replicas took part.
+        megabytes: What crossed the link of one island or replica, both ways together.
+        signing: The seconds that one island spent on signatures.
+    """
 
     seconds: float
     committed: bool
     megabytes: float = math.nan
+    signing: float = 0.0
 
 
 @contextlib.contextmanager
-def two_islands(config: SyncConfig, size: Size, proxied: bool = False) -> Iterator[TwoIslands]:
-    """Start a Redis as `up` does, a merger and two islands; yield when they are ready to sync."""
+def two_islands(config: SyncConfig, size: Size, proxied: bool = False, *, signed: bool = False) -> Iterator[TwoIslands]:
+    """Start a Redis as `up` does, a merger and two islands; yield when they are ready to sync.
+
+    Args:
+        config: How the islands sync.
+        size: The size of the measurement.
+        proxied: A proxy is in front of the second island.
+        signed: All of them sign what they send.
+    """
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         server = held.enter_context(start_server(folder / "redis"))
         proxy = held.enter_context(Proxy(LOOPBACK, server.port)) if proxied else None
-        made = connect(server.url, RUN)
+        keys = {name: generate() for name in (*ISLANDS, MERGER)} if signed else {}
+        made = connect(server.url, RUN, invitation(server.url, RUN, MERGER, keys))
         held.callback(made.close)
         _create_run(made, config, size)
+        for name in ISLANDS if signed else ():
+            Membership(made.connection).put(name, Member("island", key_text(keys[name][1])))
         urls = [server.url, _through(server.url, proxy.port) if proxy else server.url]
-        processes = [Process("the merger", held.enter_context(child(_merge, server.url)))]
+        addresses = [invitation(url, RUN, name, keys) or url for name, url in zip(ISLANDS, urls, strict=True)]
+        processes = [Process("the merger", held.enter_context(child(_merge, made.invitation or server.url)))]
         processes += [
-            Process(f"the island {name}", held.enter_context(child(_train, url, name, size.step_seconds)))
-            for name, url in zip(ISLANDS, urls, strict=True)
+            Process(f"the island {name}", held.enter_context(child(_train, address, name, size.step_seconds)))
+            for name, address in zip(ISLANDS, addresses, strict=True)
         ]
         for process in processes:
             process.answer()
         wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
-        yield TwoIslands(made, proxy, processes[1:], size)
+        yield TwoIslands(made, proxy, processes, size)
 
 
 def _through(url: str, port: int) -> str:
@@ -144,15 +167,21 @@ def _create_run(transport: Transport, config: SyncConfig, size: Size) -> None:
 class TwoIslands:
     """The run seen from outside: commands to its islands, and what Redis says about it."""
 
-    def __init__(self, transport: Transport, proxy: Proxy | None, islands: Sequence[Process], size: Size) -> None:
-        self.transport, self.proxy, self.islands, self.size = transport, proxy, islands, size
+    def __init__(self, transport: Transport, proxy: Proxy | None, processes: Sequence[Process], size: Size) -> None:
+        self.transport, self.proxy, self.size = transport, proxy, size
+        self.merger, *self.islands = processes
 
     def sync(self) -> Synced:
         """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""
         _ask(self.islands, "advance")
         ends = _ask(self.islands, "sync")
         seconds = max(end.at for end in ends) - min(end.began for end in ends)
-        return Synced(seconds, self._both_in_all(), ends[-1].bytes / 1e6)
+        return Synced(seconds, self._both_in_all(), ends[-1].bytes / 1e6, ends[-1].signing)
+
+    def merger_signing(self) -> float:
+        """Return the seconds that the merger has spent on signatures since it started."""
+        self.merger.tell("count")
+        return float(self.merger.answer())
 
     def _both_in_all(self) -> bool:
         """Return whether both islands are in the newest round of every fragment."""
@@ -209,12 +238,14 @@ class Counts:
         at: When it ended.
         steps: Inner steps since the beginning.
         bytes: Sent and received, in this sync or since the beginning.
+        signing: Seconds spent on signatures, in this sync or since the beginning.
     """
 
     began: float
     at: float
     steps: int
     bytes: int
+    signing: float
 
 
 @dataclass(frozen=True)
@@ -243,19 +274,27 @@ def _ask(processes: Sequence[Process], command: str) -> list[Counts]:
     return [process.answer() for process in processes]
 
 
-def _merge(pipe: Connection, url: str) -> None:
-    """The merger's process: serve until it is killed."""
+def _merge(pipe: Connection, address: Address) -> None:
+    """The merger's process: serve until it is killed, and answer each message with the seconds spent on signatures."""
     _share_the_cores()
     keep_freed_memory()  # The real merger does this too.
-    merger = Merger(connect(url, RUN))
+    transport = connected(address, RUN)
+    merger = Merger(transport)
     pipe.send("ready")
-    serve(merger, lambda: False)
+
+    def stopped() -> bool:
+        if pipe.poll():
+            pipe.recv()
+            pipe.send(signing_seconds(transport))
+        return False
+
+    serve(merger, stopped)
 
 
-def _train(pipe: Connection, url: str, name: str, step_seconds: float) -> None:
+def _train(pipe: Connection, address: Address, name: str, step_seconds: float) -> None:
     """An island's process: obey commands, and train between them once it was asked to."""
     _share_the_cores()
-    transport = connect(url, RUN)
+    transport = connected(address, RUN)
     manifest = transport.reader.manifest()
     link = Link(transport, manifest, f"{name}/bench", shard_order(manifest.config.data.shards, manifest.config.seed))
     batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
@@ -294,7 +333,8 @@ def _share_the_cores() -> None:
 
 def _counts(island: Island) -> Counts:
     now = time.monotonic()
-    return Counts(now, now, island.totals.steps, island.link.outbox.bytes_up + island.link.bytes_down)
+    size = island.link.outbox.bytes_up + island.link.bytes_down
+    return Counts(now, now, island.totals.steps, size, signing_seconds(island.link.transport))
 
 
 def _synced(island: Island) -> Counts:
@@ -309,7 +349,7 @@ def _synced(island: Island) -> Counts:
     wait_until(adopted, "merged version of all fragments", PATIENCE_SECONDS, POLL_SECONDS)
     jax.block_until_ready((island.inner.params, island.replica.references))  # type: ignore[no-untyped-call]
     after = _counts(island)
-    return Counts(before.at, after.at, after.steps, after.bytes - before.bytes)
+    return Counts(before.at, after.at, after.steps, after.bytes - before.bytes, after.signing - before.signing)
 
 
 def stand_in(

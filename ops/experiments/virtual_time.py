@@ -122,7 +122,7 @@ class VirtualRun:
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
         self._corpus, self._steps, self._late_seconds = corpus, steps, late_seconds
         self.attacks, self._apart = dict(attacks or {}), apart
-        self.transport = self._connect()
+        self.transport = self.connect_as("admin")
         self.manifest: Manifest = describe(run, config, corpus.identity)
         self.transport.create(self.manifest, first_snapshots(self.manifest))
         self.merger = self.new_merger()
@@ -135,9 +135,13 @@ class VirtualRun:
         for index, seconds in enumerate(step_seconds):
             self.add_island(f"island-{index}", seconds)
 
+    def connect_as(self, who: str) -> Transport:
+        """Return a connection of an island of that name, of the `merger` or of the `admin`."""
+        return self._connect()
+
     def new_merger(self) -> Merger:
         """Let another merger take the lease and load the run, which continues with it."""
-        merger = Merger(self._connect(), self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
+        merger = Merger(self.connect_as("merger"), self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
         merger.acquire()
         merger.load()
         self.merger = merger
@@ -152,7 +156,7 @@ class VirtualRun:
 
     def add_island(self, name: str, step_seconds: float, moments: Literal["fresh", "peer"] = "fresh") -> Island:
         """Let another island join now."""
-        transport: IslandTransport = self._connect()
+        transport: IslandTransport = self.connect_as(name)
         if self._late_seconds:
             delayed = DelayedReader(transport.reader, self.clock, self._late_seconds)
             transport = ChangedTransport(transport.run, transport.island, cast(ReaderClient, delayed))

@@ -95,7 +95,8 @@ class Administrator:
     def open(self) -> bool:
         """Create the key of the run's mergers unless there is one. Return whether it was created now.
 
-        From then on the run is signed. The private key and the URL are kept in the file `admin.join`.
+        From then on the run is signed, and so is what Redis holds of it already. The private key and the URL are kept
+        in the file `admin.join`.
         """
         private, announced = self._kept_key() or self._offered_key(), self.members().merger_key
         created = not announced and not private
@@ -111,6 +112,7 @@ class Administrator:
                     "name, move this file away.",
                     code="invitation.other-merger-key",
                 )
+            self._transport.sign(raw_key(private))
         return created
 
     def _offered_key(self) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.messages import Heartbeat, Presence
+from archipelago.broker.messages import Presence
 from archipelago.broker.signing import (
     MERGER,
     SIGNATURE,
@@ -190,17 +190,18 @@ def test_an_old_snapshot_is_accepted_only_after_a_resume() -> None:
     order.accept(0, (1, 4))
 
 
-def presence(beat: Heartbeat, age: float) -> Presence:
-    return Presence(beat, age)
-
-
 def test_a_repeated_heartbeat_grows_old_although_its_key_is_refreshed() -> None:
     now = 0.0
     order = HeartbeatOrder(lambda: now)
     beat = heartbeat("oslo")
-    assert order.accept(presence(beat, 1.0), (0, 5)).age_seconds == 1.0
+    assert order.accept(Presence(beat, 1.0), (0, 5)).age_seconds == 1.0
     now = 30.0
-    assert order.accept(presence(beat, 1.0), (0, 5)).age_seconds == 30.0
-    assert order.accept(presence(beat, 1.0), (0, 6)).age_seconds == 1.0
+    assert order.accept(Presence(beat, 1.0), (0, 5)).age_seconds == 30.0
+    assert order.accept(Presence(beat, 1.0), (0, 6)).age_seconds == 1.0
     with failing(SignatureError, "signature.replayed"):
-        order.accept(presence(beat, 1.0), (0, 5))
+        order.accept(Presence(beat, 1.0), (0, 5))
+    now = 32.0
+    known = order.newest("oslo")
+    assert known is not None
+    assert known.age_seconds == 3.0
+    assert order.newest("rome") is None

@@ -1,0 +1,112 @@
+"""The stream of events. With signing, a process reads only those that a merger has signed, in their order."""
+
+from __future__ import annotations
+
+import time
+
+from archipelago.broker.errors import WireError
+from archipelago.broker.messages import KINDS, Event, Refusal, Resume
+from archipelago.broker.redis.connection import RedisConnection, block_ms
+from archipelago.broker.redis.replies import Raw, entry_id, event_of, stream_entries
+from archipelago.broker.signing import MERGER
+from archipelago.broker.stamps import FIRST, EventOrder, FragmentOrder, Stamp, stamp_of
+from archipelago.broker.transport import REFUSALS_AMONG, START
+
+REFUSED = KINDS[Refusal].encode()
+#: How many of the newest events are searched for the newest stamp when a process begins to read.
+NEWEST = 64
+
+
+class EventStream:
+    """Reads the events of one run, and knows which snapshots are older than what it has read."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self._connection = connection
+        self._redis, self._key = connection.redis, connection.keys.snapshots
+        self._order = EventOrder()
+        self._fragments = FragmentOrder()
+        self._scanned = (START, START)  # a position, and the last entry after it that cannot be read, if there are any
+
+    def last(self) -> str:
+        """Return the id of the newest event, or START. Events with older stamps are replayed ones from here on."""
+        newest = self._newest(NEWEST if self._connection.signing.is_on else 1)
+        last = newest[0][0].decode() if newest else START
+        self._order.begin(last, max((self._stamp(raw) for _, raw in newest), default=FIRST))
+        return last
+
+    def after(self, after: str, block_seconds: float, count: int) -> list[tuple[str, Event]]:
+        """See `ReaderClient.events`."""
+        deadline = time.monotonic() + block_seconds
+        self._order.keep(after)
+        start = self._scanned[1] if self._scanned[0] == after else after
+        while True:
+            with self._connection.translated():
+                block = block_ms(deadline - time.monotonic())
+                found = list(stream_entries(self._redis.xread({self._key: start}, count=count, block=block)))
+            out: list[tuple[str, Event]] = []
+            for entry, raw in found:
+                event = self._event(out[-1][0] if out else after, entry, raw)
+                if event is not None:
+                    out.append((entry, event))
+            if not found:
+                return out
+            start = found[-1][0]
+            self._scanned = (out[-1][0] if out else after, start)
+            if out:
+                return out
+
+    def accept_fragment(self, fragment: int, raw: Raw) -> None:
+        """Raise SignatureError if the snapshot is older than one that was read before, and no merger has resumed since.
+
+        Only a process that reads the events knows of that.
+        """
+        if self._connection.signing.is_on and self._order.is_begun:
+            self._fragments.accept(fragment, stamp_of(raw))
+
+    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
+        """See `ReaderClient.refusals`."""
+        out: list[tuple[float, Refusal]] = []
+        for entry, raw in self._newest(REFUSALS_AMONG) if count else []:
+            event = self._read(entry.decode(), raw) if raw.get(b"kind") == REFUSED else None
+            if isinstance(event, Refusal):
+                out.append((entry_id(entry.decode())[0] / 1000, event))
+            if len(out) == count:
+                break
+        return out[::-1]
+
+    def _newest(self, count: int) -> list[tuple[bytes, Raw]]:
+        found: list[tuple[bytes, Raw]] = []
+        with self._connection.forgiving(self._key, "a stream"):
+            found += self._redis.xrevrange(self._key, count=count)
+        return found
+
+    def _event(self, position: str, entry: str, raw: Raw) -> Event | None:
+        """Return the event that follows the entry `position`; None if it cannot be read or is not the merger's."""
+        event = self._read(entry, raw)
+        if event is None or not self._connection.signing.is_on:
+            return event
+        try:
+            self._order.accept(position, entry, stamp_of(raw))
+        except WireError as error:
+            self._connection.warn_once(f"event {entry}", error)
+            return None
+        if isinstance(event, Resume):
+            self._fragments.forget()
+        return event
+
+    def _read(self, entry: str, raw: Raw) -> Event | None:
+        try:
+            self._connection.signing.verify("event", MERGER, raw)
+            return event_of(raw)
+        except WireError as error:
+            self._connection.warn_once(f"event {entry}", error)
+            return None
+
+    def _stamp(self, raw: Raw) -> Stamp:
+        if not self._connection.signing.is_on:
+            return FIRST
+        try:
+            self._connection.signing.verify("event", MERGER, raw)
+            return stamp_of(raw)
+        except WireError:
+            return FIRST

@@ -1,0 +1,379 @@
+"""A signed run on fakeredis: honest islands train, and a client with access to Redis but no key changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import ConfigError, FencedError, WireError
+from archipelago.broker.invitation import Invitation, Member, key_text
+from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, to_fields
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.signing import MERGER, SignatureError, SigningOn, generate
+from archipelago.broker.stamps import EPOCHS_SKIPPED
+from archipelago.broker.transport import START, Transport
+from archipelago.broker.wire import digest, pack
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.checkpointer import Checkpointer, at_once
+from archipelago.ops.experiments.virtual_time import VirtualRun
+from archipelago.ops.launch.administration import Administrator
+from tests.failing import failing
+from tests.samples import contribution, first_snapshots, handover, heartbeat, image, manifest
+from tests.small import compiled
+
+ISLANDS = ("island-0", "island-1", "island-2")
+NAMES = (f"signed-{n}" for n in itertools.count())
+
+
+class Keys:
+    """The keys of a run's mergers and islands, and connections with them."""
+
+    def __init__(self, run: str, islands: tuple[str, ...] = ISLANDS, server: str = "") -> None:
+        self.run, self.url = run, f"fakeredis://{server or run}"
+        self.private, self.public = {}, {}
+        for name in (MERGER, *islands):
+            self.private[name], self.public[name] = generate()
+        self.register()
+
+    def register(self) -> None:
+        plain = self.plain()
+        plain.membership.offer_merger_key(key_text(self.public[MERGER]))
+        for name in self.public:
+            if name != MERGER:
+                plain.membership.put(name, Member("island", key_text(self.public[name])))
+
+    def plain(self) -> RedisTransport:
+        """Connect without a key."""
+        return connect(self.url, self.run)
+
+    def invitation(self, who: str, role: Any, private: bytes | None = None) -> Invitation:
+        key = self.private[who if role == "island" else MERGER] if private is None else private
+        return Invitation(
+            "redis://localhost",
+            self.run,
+            who,
+            role,
+            key_text(key),
+            key_text(self.public[MERGER]),
+        )
+
+    def connect(self, who: str, private: bytes | None = None) -> RedisTransport:
+        role = who if who in ("merger", "admin") else "island"
+        return connect(self.url, self.run, self.invitation(who, role, private))
+
+    def viewer(self) -> RedisTransport:
+        return connect(self.url, self.run, replace(self.invitation("viewer", "viewer"), private_key=""))
+
+
+class SignedRun(VirtualRun):
+    """A run in virtual time whose members all have keys."""
+
+    def __init__(self, config: RunConfig, corpus: OpenCorpus, speeds: list[float], run: str = "") -> None:
+        self.keys = Keys(run or next(NAMES))
+        super().__init__(config, corpus, compiled(config), speeds, run=self.keys.run)
+
+    def connect_as(self, who: str) -> Transport:
+        return self.keys.connect(who)
+
+
+Start = Callable[..., SignedRun]
+SPEEDS = [1.0, 1.2, 1.5]
+
+
+@pytest.fixture
+def start(config: RunConfig, corpus: OpenCorpus) -> Start:
+    config = replace(config, inner=replace(config.inner, steps=40))
+
+    def start(**more: Any) -> SignedRun:
+        return SignedRun(config, corpus, SPEEDS, **more)
+
+    return start
+
+
+def tape(run: VirtualRun) -> list[tuple[int, str, tuple[str, ...]]]:
+    """The rounds of a run, as far as they are the same in every run with the same bits."""
+    entries = run.transport.reader.tape(1000)
+    return [(e.round, e.digest, tuple(member.identity_text for member in e.members)) for e in entries]
+
+
+@pytest.fixture
+def honest(start: Start) -> list[tuple[int, str, tuple[str, ...]]]:
+    """The rounds of the run that nobody disturbs."""
+    run = start()
+    run.finish()
+    return tape(run)
+
+
+def test_signing_changes_no_bit(honest: list[Any], config: RunConfig, corpus: OpenCorpus) -> None:
+    name = next(NAMES)
+    config = replace(config, inner=replace(config.inner, steps=40))
+    plain = VirtualRun(
+        config, corpus, compiled(config), SPEEDS, connect=lambda: connect(f"fakeredis://{name}", name), run=name
+    )
+    plain.finish()
+    assert tape(plain) == honest
+    assert len(honest) > 6
+
+
+# -- attacks -------------------------------------------------------------------------------------------------------
+
+
+def forge_contributions(run: SignedRun, raw: Any) -> None:
+    """Contributions in the name of an island, unsigned, signed with a stranger's key, and a replayed one."""
+    sequences = itertools.count(900)
+    forged = [
+        run.keys.plain(),
+        run.keys.connect("island-0", private=generate()[0]),
+        run.keys.connect("island-0", private=run.keys.private["island-1"]),
+    ]
+    for transport in forged:
+        payload = pack(np.full(run.manifest.sizes[0], 9.0, np.float32), run.manifest.config.wire.up, 1)
+        transport.island.publish(
+            contribution(payload, island="island-0", sequence=next(sequences), codec=run.manifest.config.wire.up),
+            payload,
+        )
+    names = [key for key in raw.scan_iter(f"{{{run.keys.run}:s0}}:updates*") if raw.type(key) == b"stream"]
+    for name in names:
+        for _, fields in raw.xrange(name, count=2):
+            raw.xadd(name, fields)
+
+
+def forge_heartbeats(run: SignedRun, raw: Any) -> None:
+    """Heartbeats in the name of an island and of one that does not exist, and a replayed one that never ends."""
+    plain, key = run.keys.plain(), run.transport.connection.keys  # type: ignore[attr-defined]
+    plain.island.heartbeat(heartbeat("ghost", step_seconds=1e-300))
+    plain.island.heartbeat(heartbeat("island-1", state="left"))
+    stranger = run.keys.connect("island-2", private=generate()[0])
+    stranger.island.heartbeat(heartbeat("island-2", step_seconds=1e-300))
+    raw.persist(key.island("island-0"))
+    raw.pexpire(key.island("island-0"), 10**12)
+
+
+def forge_events(run: SignedRun, raw: Any) -> None:
+    """Events of a merger without the key, and all events so far once more."""
+    key = run.transport.connection.keys.snapshots  # type: ignore[attr-defined]
+    old = raw.xrange(key)
+    payload = pack(np.zeros(run.manifest.sizes[0], np.float32), "float32", 1)
+    snapshot = Snapshot(1 << 40, 0, 1 << 40, 1 << 40, "float32", len(payload), digest(payload), "")
+    for kind, event in [("snapshot", snapshot), ("resume", Resume(0, 1 << 40)), ("call", Call(1 << 40, 0))]:
+        raw.xadd(key, {"kind": kind, **to_fields(event)})
+        stranger = SigningOn(run.keys.run, MERGER, generate()[0], run.keys.public[MERGER], lambda _: None)
+        raw.xadd(key, stranger.signed("event", {"kind": kind, **to_fields(event)}, stamp=f"{1 << 40}-1"))
+    for _, fields in old:
+        raw.xadd(key, fields)
+
+
+def forge_tape(run: SignedRun, raw: Any) -> None:
+    """A round that no merger has closed, at the end of the tape."""
+    key = run.transport.connection.keys.tape  # type: ignore[attr-defined]
+    (_, fields), *_ = raw.xrevrange(key, count=1)
+    raw.xadd(key, {**fields, b"round": b"999"})
+
+
+@pytest.mark.parametrize("attack", [forge_contributions, forge_heartbeats, forge_events, forge_tape])
+def test_a_client_without_a_key_changes_nothing(
+    attack: Callable[[SignedRun, Any], None], start: Start, honest: list[Any]
+) -> None:
+    run = start()
+    raw: Any = run.keys.plain().connection.redis
+    for goal in (4, 9):
+        run.advance_until(lambda goal=goal: run.merger.state.closed >= goal)  # type: ignore[misc]
+        attack(run, raw)
+    run.finish()
+    assert tape(run) == honest
+    reader = run.transport.reader
+    books = reader.books()
+    assert books.published == books.merged + books.refused
+    assert {presence.heartbeat.island for presence in reader.presences()} == set(ISLANDS)
+
+
+def test_a_forged_snapshot_is_not_adopted_and_the_next_round_replaces_it(start: Start, honest: list[Any]) -> None:
+    run = start()
+    run.advance_until(lambda: run.merger.state.closed >= 4)
+    for island in run.islands.values():
+        run._exchange(island)
+    raw: Any = run.keys.plain().connection.redis
+    payload = pack(np.full(run.manifest.sizes[0], 9.0, np.float32), "float32", 1)
+    key = run.transport.connection.keys.fragment(0)  # type: ignore[attr-defined]
+    fields = to_fields(Snapshot(1 << 40, 0, 1 << 40, 0, "float32", len(payload), digest(payload), ""))
+    raw.hset(key, mapping={**fields, "payload": payload})
+    with failing(SignatureError, "signature.wrong"):
+        run.keys.viewer().reader.fragment(0)
+    closed = run.merger.state.closed
+    run.advance_until(lambda: run.merger.state.closed >= closed + len(run.manifest.fragments))
+    run.keys.viewer().reader.fragment(0)
+    run.finish()
+    assert [entry[0] for entry in tape(run)] == [entry[0] for entry in honest]
+
+
+def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(start: Start) -> None:
+    run = start()
+    island = run.keys.connect("island-0")
+    island.reader.last_event()
+    raw: Any = run.keys.plain().connection.redis
+    key = run.transport.connection.keys.fragment(0)  # type: ignore[attr-defined]
+    old = raw.hgetall(key)
+    run.advance_until(lambda: run.merger.state.closed >= 2 * len(run.manifest.fragments))
+    new = raw.hgetall(key)
+    island.reader.fragment(0)
+    raw.delete(key)
+    raw.hset(key, mapping=old)
+    with failing(SignatureError, "signature.replayed"):
+        island.reader.fragment(0)
+    raw.hset(key, mapping={**new, b"payload": old[b"payload"]})
+    with pytest.raises(WireError):
+        run.keys.viewer().reader.fragment(0)
+
+
+def test_a_changed_manifest_is_refused(start: Start) -> None:
+    run = start()
+    raw: Any = run.keys.plain().connection.redis
+    raw.hset(run.transport.connection.keys.manifest, "versions", "{}")  # type: ignore[attr-defined]
+    run.keys.plain().reader.manifest()
+    with failing(ConfigError, "signature.manifest"):
+        run.keys.connect("island-0").reader.manifest()
+
+
+# -- mergers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_merger_that_takes_over_continues_to_the_same_bits(start: Start, honest: list[Any]) -> None:
+    run = start()
+    run.advance_until(lambda: run.merger.state.closed >= 5)
+    run.new_merger()
+    run.finish()
+    assert tape(run) == honest
+
+
+def test_a_merger_or_an_island_without_a_key_does_not_serve_a_signed_run(start: Start) -> None:
+    run = start()
+    run.merger.transport.merger.release(run.merger.epoch)
+    with failing(ConfigError, "signature.no-key"):
+        run.keys.plain().merger.acquire("stranger", 5.0)
+    with failing(ConfigError, "signature.no-key"):
+        run.keys.viewer().merger.acquire("viewer", 5.0)
+
+
+def test_a_revoked_island_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archipelago.broker.redis.members.FRESH_SECONDS", 0.0)
+    run = start()
+    run.advance_until(lambda: run.merger.state.closed >= 4)
+    run.keys.plain().membership.remove("island-2")
+    closed = run.merger.state.closed
+    run.finish()
+    late = [members for number, _, members in tape(run) if number > closed + 2]
+    assert late
+    assert not [member for members in late for member in members if member.startswith("island-2/")]
+
+
+# -- what Redis held before, and what it gets back -----------------------------------------------------------------
+
+
+def test_the_first_invitation_signs_the_run_and_stops_the_merger_without_a_key(tmp_path: Path) -> None:
+    name = next(NAMES)
+    plain = connect(f"fakeredis://{name}", name)
+    plain.create(manifest(name), first_snapshots(manifest(name)))
+    epoch = plain.merger.acquire("old", 5.0)
+    assert epoch is not None
+    administrator = Administrator(plain, f"redis://{name}", tmp_path)
+    assert administrator.open()
+    with pytest.raises(FencedError):
+        plain.merger.announce(epoch, Resume(0, epoch))
+    merger_key = plain.membership.all().merger_key
+    viewer = connect(plain_url := f"fakeredis://{name}", name, Invitation(
+        "redis://x", name, "viewer", "viewer", "", merger_key))  # fmt: skip
+    assert viewer.reader.manifest() == manifest(name)
+    assert viewer.reader.fragment(1) == first_snapshots(manifest(name))[1]
+    assert not administrator.open()
+    assert plain_url
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Keys, RedisTransport]]:
+    keys = Keys(next(NAMES), ("a", "b"))
+    yield keys, keys.connect("merger")
+
+
+def test_a_restored_run_is_signed_by_the_merger(pair: tuple[Keys, RedisTransport]) -> None:
+    keys, merger = pair
+    of = manifest(keys.run)
+    pending = contribution(b"gradient", island="a", sequence=7)
+    merger.restore(image(of, [(pending, b"gradient")]))
+    epoch = merger.merger.acquire("merger", 5.0)
+    assert epoch is not None
+    assert epoch > EPOCHS_SKIPPED
+    (delivery,) = merger.merger.updates(0.0)
+    assert delivery.with_payload().payload == b"gradient"
+    assert delivery.contribution == pending
+    island = keys.connect("a")
+    assert island.reader.manifest() == of
+    assert island.reader.fragment(0)[0].version == 1
+    assert [entry.round for entry in island.reader.tape(10)] == [1]
+    assert island.reader.merger_state()
+
+
+def test_a_handover_is_believed_only_if_its_giver_signed_it_for_this_newcomer(
+    pair: tuple[Keys, RedisTransport],
+) -> None:
+    keys, merger = pair
+    merger.create(manifest(keys.run), first_snapshots(manifest(keys.run)))
+    newcomer, giver = keys.connect("a"), keys.connect("b")
+    for who in ("a/x", "a/y"):
+        newcomer.island.request_state(who)
+        giver.island.hand_over(who, handover(), b"moments")
+    assert newcomer.island.handed_over("a/x") == (handover(), b"moments")
+    raw, key = newcomer.connection.redis, newcomer.connection.keys
+    copied = raw.hgetall(key.handover("a/x"))
+    raw.delete(key.handover("a/y"))
+    raw.hset(key.handover("a/y"), mapping=copied)
+    with failing(SignatureError, "signature.wrong"):
+        newcomer.island.handed_over("a/y")
+
+
+def test_a_refused_forgery_says_why(pair: tuple[Keys, RedisTransport]) -> None:
+    keys, merger = pair
+    merger.create(manifest(keys.run), first_snapshots(manifest(keys.run)))
+    forged: Contribution = contribution(b"gradient", island="a")
+    keys.plain().island.publish(forged, b"gradient")
+    (delivery,) = merger.merger.updates(0.0)
+    assert delivery.contribution is None
+    assert "signature.missing" in delivery.fault
+    assert not list(merger.reader.events(START, 0.0))
+
+
+def test_chunks_that_were_replaced_after_signing_are_noticed(pair: tuple[Keys, RedisTransport]) -> None:
+    keys, merger = pair
+    merger.create(manifest(keys.run), first_snapshots(manifest(keys.run)))
+    payload = bytes(100_000)
+    keys.connect("a").island.publish(contribution(payload, island="a"), payload)
+    raw = keys.plain().connection.redis
+    (chunk,) = list(raw.scan_iter(f"{{{keys.run}:s0}}:c:a*"))
+    raw.set(chunk, b"x" + payload[1:])
+    (delivery,) = merger.merger.updates(0.0)
+    assert "signature.payload" in delivery.with_payload().fault
+
+
+def test_checkpoints_of_a_signed_run_restore_it(start: Start, tmp_path: Path) -> None:
+    run = start()
+    store = CheckpointStore(tmp_path)
+    run.merger.retention.checkpointer = Checkpointer(run.merger.transport, store, None, 3600.0, at_once)
+    run.advance_until(lambda: run.merger.state.closed >= 6)
+    run.merger.checkpoint()
+    run.merger.turn(0.0)
+    found = store.load()
+    assert found is not None
+    keys = run.keys
+    keys.url = f"fakeredis://{next(NAMES)}"
+    keys.register()
+    keys.connect("merger").restore(found)
+    merger = run.new_merger()
+    assert merger.state.closed == found.round
+    assert not merger.transport.reader.unreadable()
