@@ -10,16 +10,18 @@ from archipelago.broker.corpus_shards import cursor_text
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Snapshot, to_fields
+from archipelago.broker.messages import Contribution, Snapshot, to_fields
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import chunks_name
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, outer_fields
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT
-from archipelago.broker.redis.replies import GROUP
+from archipelago.broker.redis.replies import GROUP, epoch_in, signed_state
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.signing import Signing
+from archipelago.broker.stamps import EPOCHS_SKIPPED
 from archipelago.broker.transport import Image
 
 
@@ -30,7 +32,7 @@ class Creation:
         self, connection: RedisConnection, stored: StoredRun, chunks: ChunkStore, updates: UpdatesStreams
     ) -> None:
         self._connection = connection
-        self._keys = connection.keys
+        self._keys, self._stamps = connection.keys, connection.stamps
         self._stored, self._chunks, self._updates = stored, chunks, updates
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
@@ -51,7 +53,7 @@ class Creation:
                 pipe.multi()
                 pipe.delete(keys.manifest)
                 if is_there:
-                    pipe.hset(keys.manifest, mapping=manifest.to_fields())
+                    pipe.hset(keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
                 pipe.execute()
         except DisturbedError:
             return self._is_whole()
@@ -75,18 +77,39 @@ class Creation:
                 self._connection.redis.sadd(REGISTRY, self._connection.run)
                 placed = [self._chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
                 fill = self.prepared(image) if image else None
+                epoch = self._first_epoch(pipe, image)
+                signed = [self._signed(snapshot, payload, epoch) for snapshot, payload in snapshots]
                 # Keys remain if someone deleted only the manifest by hand.
                 past = self._keys.of_the_past(len(snapshots), self._updates.names())
                 pipe.multi()
                 pipe.delete(*past)
-                for (snapshot, _), where in zip(snapshots, placed, strict=True):
-                    self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), to_fields(snapshot), where)
-                pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
+                for fields, (snapshot, _), where in zip(signed, snapshots, placed, strict=True):
+                    self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), fields, where)
+                pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
+                if epoch:
+                    pipe.set(self._keys.epoch, f"{epoch} nobody")
                 if fill:
                     fill(pipe)
                 pipe.execute()
         except DisturbedError:
             raise self._exists() from None
+
+    @property
+    def _signing(self) -> Signing:
+        return self._connection.signing
+
+    def _signed(self, snapshot: Snapshot, payload: bytes, epoch: int) -> dict[str, str]:
+        about, stamp = str(snapshot.fragment), self._stamps.next(epoch)
+        return self._signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
+
+    def _first_epoch(self, pipe: Any, image: Image | None) -> int:
+        """Return the epoch with which a signed run begins again after its Redis was lost; 0 for any other run.
+
+        Islands that still run accept no event of an earlier epoch than the newest that they know.
+        """
+        if image is None or not self._signing.is_on:
+            return 0
+        return max(epoch_in(pipe.get(self._keys.epoch)), *(entry.epoch for entry in image.tape), 0) + EPOCHS_SKIPPED
 
     def prepared(self, image: Image) -> Callable[[Any], None]:
         """Upload the rest of a checkpoint. Returns a function that adds it to the transaction that creates the run."""
@@ -96,7 +119,10 @@ class Creation:
             for p, data in enumerate(image.outers)
             if data
         ]
-        pending = [(c, self._chunks.place(chunks_name(c), payload)) for c, payload in image.pending]
+        pending = [
+            (c, {**self._vouched(c, payload), **self._chunks.place(chunks_name(c), payload)})
+            for c, payload in image.pending
+        ]
         failpoint("restore.placed")
 
         def fill(pipe: Any) -> None:
@@ -106,15 +132,21 @@ class Creation:
                 pipe.xgroup_create(self._keys.updates(name), GROUP, id="0", mkstream=True)
                 pipe.sadd(self._keys.islands, name)
             for contribution, where in pending:
-                pipe.xadd(self._keys.updates(contribution.island), {**to_fields(contribution), **where})
+                pipe.xadd(self._keys.updates(contribution.island), where)
                 self._chunks.settle(pipe, where)
             self._fill(pipe, image)
 
         return fill
 
+    def _vouched(self, contribution: Contribution, payload: bytes) -> dict[str, str]:
+        """Return the fields of a contribution. The mergers sign in the place of its island, which signed it before."""
+        return self._signing.signed(
+            "contribution", to_fields(contribution), payload=payload, sender=contribution.island
+        )
+
     def _fill(self, pipe: Any, image: Image) -> None:
         """Write all parts of a checkpoint that have no payload."""
-        pipe.set(self._keys.state, image.state)
+        pipe.set(self._keys.state, signed_state(self._signing, image.state))
         counts = {name: value for name, value in to_fields(image.books).items() if name in (*COUNTED, "bytes_down")}
         pipe.hset(self._keys.books, mapping={**counts, "round": image.round})
         if requests := fields_in(image.state):
@@ -122,7 +154,7 @@ class Creation:
         if image.cursors:
             pipe.hset(self._keys.data, mapping={shard: cursor_text(c) for shard, c in image.cursors.items()})
         for entry in image.tape:
-            pipe.xadd(self._keys.tape, to_fields(entry), maxlen=TAPE_KEPT)
+            pipe.xadd(self._keys.tape, self._signing.signed("tape", to_fields(entry)), maxlen=TAPE_KEPT)
         for evaluation in image.evaluations:
             pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
         pipe.hset(self._keys.restored, mapping={"number": image.number, "round": image.round})

@@ -16,10 +16,12 @@ from archipelago.broker.names import NameClaim, newest_claim, next_claim, parse_
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import CORPUS, HOLDER, parse_cursors
+from archipelago.broker.redis.members import KnownMembers
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.signing import MERGER, Signing
 
 #: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600
@@ -35,21 +37,28 @@ class RedisIsland:
         chunks: ChunkStore,
         updates: UpdatesStreams,
         reader: RedisReader,
+        members: KnownMembers,
     ) -> None:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
+        self._stamps, self._members = connection.stamps, members
+
+    @property
+    def _signing(self) -> Signing:
+        return self._connection.signing
 
     def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         with self._connection.translated():
+            signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
             where = self._chunks.place(chunks_name(contribution), payload)
             failpoint("publish.placed")
             with self._redis.pipeline(transaction=True) as pipe:
-                pipe.xadd(self._keys.updates(contribution.island), {**to_fields(contribution), **where})
+                pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
                 pipe.sadd(self._keys.islands, contribution.island)
                 self._chunks.settle(pipe, where)
                 if actions is not None:
-                    pipe.xadd(self._keys.actions, to_fields(actions))
+                    pipe.xadd(self._keys.actions, self._signing.signed("actions", to_fields(actions)))
                 entry: bytes = pipe.execute()[0]
         failpoint("publish.done")
         return entry_name(contribution.island, entry.decode())
@@ -61,13 +70,16 @@ class RedisIsland:
 
     def record_actions(self, actions: Actions) -> None:
         with self._connection.translated():
-            self._redis.xadd(self._keys.actions, to_fields(actions))
+            self._redis.xadd(self._keys.actions, self._signing.signed("actions", to_fields(actions)))
         failpoint("actions.done")
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
+        if not self._signing.is_on:
+            self._members.require_unsigned()
         key = self._keys.island(heartbeat.island)
+        signed = self._signing.signed("heartbeat", to_fields(heartbeat), stamp=self._stamps.next())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(key, mapping=to_fields(heartbeat))
+            pipe.hset(key, mapping=signed)
             pipe.pexpire(key, REMEMBER_SECONDS * 1000)
             pipe.sadd(self._keys.islands, heartbeat.island)
             pipe.hget(self._keys.control, island_field(heartbeat.island))
@@ -200,13 +212,15 @@ class RedisIsland:
                 return
             where = self._chunks.place(f"h.{handover.giver}.{handover.incarnation}", payload, HANDOVER_SECONDS)
 
+        signed = self._signing.signed("handover", to_fields(handover), about=who, payload=payload)
+
         def answer(pipe: Any) -> None:
             if not pipe.hexists(self._keys.requests, who):
                 return
             key = self._keys.handover(who)
             pipe.multi()
             pipe.delete(key)
-            pipe.hset(key, mapping={**to_fields(handover), **where})
+            pipe.hset(key, mapping={**signed, **where})
             for name in (key, *self._chunks.placed(where)):  # the time starts after the upload, which may be long
                 pipe.expire(name, HANDOVER_SECONDS)
 
@@ -217,12 +231,15 @@ class RedisIsland:
             raw = self._redis.hgetall(self._keys.handover(who))
             if not raw:
                 return None
+            giver = raw.get(b"giver", b"").decode("utf-8", "replace")
+            self._signing.verify("handover", giver, raw, about=who)
             handover = from_fields(Handover, text_fields(raw))
             payload = self._chunks.fetch(raw, handover.bytes, self._handover_max())
         if len(payload) != handover.bytes:
             raise WireError(
                 f"a payload of {len(payload)} bytes where {handover.bytes} were announced", code="wire.size"
             )
+        self._signing.verify_payload(raw, payload)
         return handover, payload
 
     def withdraw_request(self, who: str) -> None:
@@ -241,7 +258,11 @@ class RedisIsland:
         with self._connection.translated():
             raw = self._redis.hgetall(self._keys.difference(fragment, version))
             try:
+                if raw:
+                    self._signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
                 payload = self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else None
+                if payload is not None:
+                    self._signing.verify_payload(raw, payload)
             except (WireError, KeyError, ValueError):
                 return None  # it expired during the read, or is damaged; the island takes the full snapshot
             if payload is not None:

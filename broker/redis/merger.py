@@ -28,6 +28,7 @@ from archipelago.broker.redis.consumer import UpdatesConsumer
 from archipelago.broker.redis.data_hash import HOLDER, parse_cursors
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.lease import Lease
+from archipelago.broker.redis.members import KnownMembers
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.repair import RedisRepair
 from archipelago.broker.redis.replies import (
@@ -35,10 +36,12 @@ from archipelago.broker.redis.replies import (
     Raw,
     counts_in,
     next_id,
+    signed_state,
     text_fields,
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
+from archipelago.broker.signing import Signing
 from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery, Repair
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
@@ -69,16 +72,30 @@ class RedisMerger:
         chunks: ChunkStore,
         updates: UpdatesStreams,
         reader: RedisReader,
+        members: KnownMembers,
     ) -> None:
-        self._connection = connection
+        self._connection, self._members = connection, members
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
         self._consumer = UpdatesConsumer(connection, stored, updates)
         self.lease = Lease(connection, stored)
+        self._stamps = connection.stamps
         self._repair = RedisRepair(connection, stored, chunks, updates, self.lease)
 
+    @property
+    def _signing(self) -> Signing:
+        return self._connection.signing
+
     def acquire(self, holder: str, seconds: float) -> int | None:
+        self._require_key()
         return self.lease.acquire(holder, seconds)
+
+    def _require_key(self) -> None:
+        """Raise ConfigError if the members of the run sign what they send, and this process cannot sign as a merger."""
+        if self._signing.is_on:
+            self._signing.signed("state", {})  # a viewer has no key
+        else:
+            self._members.require_unsigned()
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
         self.lease.renew(epoch, holder, seconds)
@@ -118,7 +135,7 @@ class RedisMerger:
     def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
         with self.lease.fenced(epoch) as pipe:
             failpoint("announce.before")
-            self._announce(pipe, event)
+            self._announce(pipe, epoch, event)
         failpoint("announce.done")
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
@@ -138,7 +155,7 @@ class RedisMerger:
             self._delete(pipe, refused, found)
             self._count(pipe, books, counts)
             for refusal in refused.values():
-                self._announce(pipe, refusal)
+                self._announce(pipe, epoch, refusal)
         failpoint("refuse.done")
 
     def commit(self, epoch: int, commit: Commit) -> None:
@@ -154,9 +171,12 @@ class RedisMerger:
             outer_at = self._chunks.place(f"o{p}.{version}.e{epoch}", commit.outer)
             failpoint("commit.placed-outer")
             differ = self._difference(commit, epoch) if commit.difference else None
+        stamp = self._stamps.next(epoch)
+        snapshot = to_fields(commit.snapshot)
+        signed = self._signing.signed("fragment", snapshot, about=str(p), payload=commit.payload, stamp=stamp)
         with self.lease.fenced(epoch, commit.after_round) as pipe:
             failpoint("commit.watched")
-            self._chunks.keep(pipe, self._keys.fragment(p), to_fields(commit.snapshot), snapshot_at, old_snapshot)
+            self._chunks.keep(pipe, self._keys.fragment(p), signed, snapshot_at, old_snapshot)
             self._chunks.keep(pipe, self._keys.outer(p), outer_fields(version, commit.outer), outer_at)
             if differ:
                 differ(pipe)
@@ -164,9 +184,9 @@ class RedisMerger:
                 pipe.unlink(*old_outer)
             self._merge(pipe, commit, found, books)
             self._move_on(pipe, commit.cursors, ended)
-            pipe.set(self._keys.state, commit.state)
-            pipe.xadd(self._keys.tape, to_fields(commit.tape), maxlen=TAPE_KEPT)
-            self._announce(pipe, commit.snapshot)
+            pipe.set(self._keys.state, signed_state(self._signing, commit.state))
+            pipe.xadd(self._keys.tape, self._signing.signed("tape", to_fields(commit.tape)), maxlen=TAPE_KEPT)
+            self._announce(pipe, epoch, commit.snapshot)
         failpoint("commit.done")
 
     def _difference(self, commit: Commit, epoch: int) -> Callable[[Any], None]:
@@ -175,10 +195,12 @@ class RedisMerger:
         where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference, DIFFERENCE_SECONDS)
         key, old = self._keys.difference(p, version), self._keys.difference(p, version - DIFFERENCES_KEPT)
         old_chunks = self._chunks.found_keys(self._redis.hgetall(old))
+        size = {"bytes": str(len(commit.difference))}
+        signed = self._signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)
 
         def differ(pipe: Any) -> None:
             pipe.delete(key)  # whatever lies there
-            pipe.hset(key, mapping={"bytes": len(commit.difference), **where})
+            pipe.hset(key, mapping={**signed, **where})
             pipe.expire(key, DIFFERENCE_SECONDS)
             pipe.unlink(old, *old_chunks)
 
@@ -266,6 +288,7 @@ class RedisMerger:
         out: list[tuple[str, Actions]] = []
         for entry, raw in self._connection.pages(self._keys.actions, after, count):
             try:
+                self._signing.verify("actions", raw.get(b"island", b"").decode("utf-8", "replace"), raw)
                 out.append((entry, from_fields(Actions, text_fields(raw))))
             except WireError as error:
                 log.warning("actions %s cannot be read: %s", entry, error.reason)
@@ -282,9 +305,10 @@ class RedisMerger:
         if chunks := [chunk for entry in entries for chunk in self._chunks.found_keys(found[entry].raw or {})]:
             pipe.unlink(*chunks)
 
-    def _announce(self, pipe: Any, event: Event) -> None:
+    def _announce(self, pipe: Any, epoch: int, event: Event) -> None:
         fields = {"kind": KINDS[type(event)], **to_fields(event)}
-        pipe.xadd(self._keys.snapshots, fields, maxlen=EVENTS_KEPT, approximate=True)
+        signed = self._signing.signed("event", fields, stamp=self._stamps.next(epoch))
+        pipe.xadd(self._keys.snapshots, signed, maxlen=EVENTS_KEPT, approximate=True)
 
 
 def outer_fields(version: int, outer: bytes) -> dict[str, str]:

@@ -13,15 +13,16 @@ from collections.abc import Iterable, Mapping
 from archipelago.broker.corpus_shards import cursor_text
 from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import to_fields
+from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import names_in, text_fields
+from archipelago.broker.redis.replies import names_in, signed_state, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.signing import Signing
 from archipelago.broker.transport import Repair
 
 #: A value that was moved aside is kept this long, and only the newest one of each key.
@@ -63,6 +64,14 @@ class RedisRepair:
         #: The names of islands that were seen; None before the first look.
         self._names: frozenset[str] | None = None
 
+    @property
+    def _signing(self) -> Signing:
+        return self._connection.signing
+
+    def _signed(self, snapshot: Snapshot, payload: bytes, epoch: int) -> dict[str, str]:
+        about, stamp = str(snapshot.fragment), self._connection.stamps.next(epoch)
+        return self._signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
+
     def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
         wrong = self._of_another_type(manifest)
         lacks_manifest = not self._has(manifest) or self._keys.manifest in wrong
@@ -76,7 +85,7 @@ class RedisRepair:
                 pipe.pexpire(self._keys.damaged(key), DAMAGED_SECONDS * 1000)
             if lacks_manifest:
                 pipe.delete(self._keys.manifest)
-                pipe.hset(self._keys.manifest, mapping=manifest.to_fields())
+                pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
         with self._connection.translated():
             for key in wrong:
                 if not key.startswith(self._keys.tag):
@@ -147,7 +156,7 @@ class RedisRepair:
     def write_back(self, epoch: int, repair: Repair) -> None:
         with self._connection.translated():
             placed = {
-                p: (self._chunks.place(f"f{p}.{s.version}.e{epoch}", payload), s)
+                p: (self._chunks.place(f"f{p}.{s.version}.e{epoch}", payload), self._signed(s, payload, epoch))
                 for p, (s, payload) in repair.fragments.items()
             }
             outers = {
@@ -156,13 +165,13 @@ class RedisRepair:
             }
             stale = self._stale_cursors(repair.cursors)
         with self._lease.fenced(epoch) as pipe:
-            for p, (where, snapshot) in placed.items():
-                self._chunks.keep(pipe, self._keys.fragment(p), to_fields(snapshot), where)
+            for p, (where, fields) in placed.items():
+                self._chunks.keep(pipe, self._keys.fragment(p), fields, where)
             for p, (where, version, size) in outers.items():
                 fields = {"version": str(version), "bytes": str(size)}
                 self._chunks.keep(pipe, self._keys.outer(p), fields, where)
             if repair.state is not None:
-                pipe.set(self._keys.state, repair.state)
+                pipe.set(self._keys.state, signed_state(self._signing, repair.state))
             if stale:
                 pipe.hdel(self._keys.data, *stale)
             if repair.cursors:

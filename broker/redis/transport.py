@@ -73,8 +73,8 @@ class RedisTransport:
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
         self.updates = UpdatesStreams(self.connection, chunks)
         self.reader = RedisReader(self.connection, stored, chunks, self.updates)
-        self.island = RedisIsland(self.connection, stored, chunks, self.updates, self.reader)
-        self.merger = RedisMerger(self.connection, stored, chunks, self.updates, self.reader)
+        self.island = RedisIsland(self.connection, stored, chunks, self.updates, self.reader, self.members)
+        self.merger = RedisMerger(self.connection, stored, chunks, self.updates, self.reader, self.members)
         self.creation = Creation(self.connection, stored, chunks, self.updates)
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:

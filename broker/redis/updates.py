@@ -131,7 +131,7 @@ class UpdatesStreams:
         names = self.names()
         count = tokens = there = 0
         for name, id_, raw in self._waiting(names):
-            contribution = self.delivery(name, id_, raw or {}).contribution
+            contribution = self.delivery(name, id_, raw or {}, verify=False).contribution
             count += 1
             there += raw is not None
             tokens += contribution.tokens if contribution else 0
@@ -216,7 +216,10 @@ class UpdatesStreams:
         return out
 
     def read(self, entry: str) -> Delivery:
-        """Return an entry with its payload, or a delivery with a fault."""
+        """Return an entry with its payload, or a delivery with a fault.
+
+        Its signature is not checked again: its island may have left the run or have a new key since it was merged.
+        """
         gone = Delivery(entry, None, fault="the entry is gone")
         try:
             name, id_ = parse_entry(entry)
@@ -224,26 +227,34 @@ class UpdatesStreams:
             return gone
         with self._connection.translated():
             found = self._redis.xrange(self._keys.updates(name), id_, id_)
-        return self.delivery(name, id_, found[0][1]).with_payload() if found else gone
+        return self.delivery(name, id_, found[0][1], verify=False).with_payload() if found else gone
 
-    def delivery(self, sender: str, id_: str, raw: Raw) -> Delivery:
-        """Return an entry as a delivery. Its payload is downloaded later, unless it is stored in the entry."""
+    def delivery(self, sender: str, id_: str, raw: Raw, *, verify: bool = True) -> Delivery:
+        """Return an entry as a delivery. Its payload is downloaded later, unless it is stored in the entry.
+
+        With `verify`, an entry that its sender has not signed has a fault and no header.
+        """
         entry = entry_name(sender, id_)
         if not raw:
             return Delivery(entry, None, fault="the entry was deleted before it was merged")
         try:
+            if verify:
+                self._connection.signing.verify("contribution", sender, raw)
             contribution = from_fields(Contribution, text_fields(raw))
         except WireError as error:
             return Delivery(entry, None, fault=error.reason)
         if contribution.island != sender:
             return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
-        if (inline := raw.get(PAYLOAD.encode())) is not None:
-            return Delivery(entry, contribution, inline)
-        return Delivery(entry, contribution, download=partial(self._download, raw, contribution.bytes))
+        download = partial(self._download, raw, contribution.bytes, verify=verify)
+        delivery = Delivery(entry, contribution, download=download)
+        return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
-    def _download(self, raw: Raw, size: int) -> bytes:
+    def _download(self, raw: Raw, size: int, *, verify: bool) -> bytes:
         with self._connection.translated():
-            return self._chunks.fetch(raw, size)
+            payload = self._chunks.fetch(raw, size)
+        if verify:
+            self._connection.signing.verify_payload(raw, payload)
+        return payload
 
 
 def by_stream(entries: Iterable[str], key: Callable[[str], str]) -> Mapping[str, list[str]]:
