@@ -162,8 +162,8 @@ class Members:
 
     @property
     def is_signed(self) -> bool:
-        """Whether the run has invited anyone. Its members then sign what they send."""
-        return bool(self.merger_key or self.by_name or self.faults)
+        """Whether the run's islands and mergers sign what they send."""
+        return bool(self.merger_key)
 
     @classmethod
     def of(cls, fields: Mapping[str, str]) -> Members:

@@ -20,6 +20,8 @@ from archipelago.broker.redis.transport import RedisTransport
 
 ADMIN_FILE: Final = f"{ADMIN}{SUFFIX}"
 PASSWORD_BYTES: Final = 32
+#: The roles whose members sign what they send. The first invitation of one of them turns signatures on.
+SIGNING_ROLES: Final = ("island", "merger")
 
 
 @dataclass(frozen=True)
@@ -165,11 +167,14 @@ class Administrator:
                 "Give --replace to replace its credentials (its present join file then ends), or choose another name.",
                 code="invitation.exists",
             )
-        self.open()
-        private, public = self._keys_for(guest.role)
         user = guest.user or roles.user_of(self.run, name)
         password = guest.password or secrets.token_urlsafe(PASSWORD_BYTES)
         rules = self.rules(name, guest.role)
+        if not guest.password and not self._membership.may_administer():
+            raise DeniedError(user, rules)  # before the run is signed
+        if guest.role in SIGNING_ROLES:
+            self.open()
+        private, public = self._keys_for(guest.role)
         if not guest.password and not self._membership.set_user(user, password, rules):
             raise DeniedError(user, rules)
         self._membership.put(name, Member(guest.role, public, guest.expires, user))

@@ -78,8 +78,8 @@ class InviteOptions(AdministratorOptions):
     """Invite a member to a run: create a Redis user with the rights of its role, and write its join file.
 
     The join file is secret, and stands in for the URL in every verb: `archipelago island demo.oslo.join`. The first
-    invitation turns signatures on: from then on, the run's mergers and islands need invitations. Without a name, it
-    lists the members.
+    invitation of an island or merger turns signatures on: from then on, the run's mergers and islands need
+    invitations. Without a name, it lists the members.
     """
 
     role: Role = "island"
@@ -118,7 +118,7 @@ def main(options: InviteOptions) -> int:
             raise ConfigError(
                 f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.file"
             )
-        is_first = administrator.open()
+        was_signed = administrator.members().is_signed
         try:
             invited = administrator.invite(_guest(options, expires), may_replace=options.replace)
         except DeniedError as error:
@@ -127,7 +127,7 @@ def main(options: InviteOptions) -> int:
         _hand_out(invited, file, options)
         if options.json or str(file) == STANDARD_OUTPUT:
             return 0
-        if is_first:
+        if not was_signed and administrator.members().is_signed:
             _explain_first(administrator)
         for warning in warnings(administrator, invited, created=options.password_file is None):
             say(f"  warning: {warning}")
@@ -190,8 +190,8 @@ def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
 
 
 def _explain_first(administrator: Administrator) -> None:
-    say(f"  this was the first invitation to {administrator.run!r}: from now on its mergers and islands sign what they")
-    say("  send, and processes without a join file are refused. Invite the merger too, and restart it with its file:")
+    say(f"  the run {administrator.run!r} is signed from now on: mergers and islands without a join file are refused.")
+    say("  Invite the merger too, and restart it with its file:")
     say(f"    archipelago invite merger --role merger --run {administrator.run}")
     say(f"  {administrator.file} keeps the private key of the mergers, and the URL of the administrator")
 

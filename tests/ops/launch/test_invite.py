@@ -16,7 +16,7 @@ import redis
 from archipelago.broker import invitation as invitations
 from archipelago.broker.control import EXPEL
 from archipelago.broker.errors import BrokerError, ConfigError
-from archipelago.broker.invitation import Invitation
+from archipelago.broker.invitation import Invitation, Members
 from archipelago.broker.messages import Note
 from archipelago.broker.process import connect_to, invitation_at
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -79,6 +79,14 @@ def test_the_mergers_share_a_key_that_only_they_and_the_administrator_have(run: 
     assert public_text(kept.private_key) == run.membership.all().merger_key
     assert join("oslo").private_key not in ("", kept.private_key)
     assert [join(role, role=role).private_key for role in ("viewer", "operator")] == ["", ""]
+
+
+def test_only_islands_and_mergers_turn_signatures_on(run: RedisTransport, join: Invite) -> None:
+    assert join("eve", role="viewer").merger_key == ""
+    join("olga", role="operator")
+    assert not run.membership.all().is_signed
+    join("oslo")
+    assert run.membership.all().is_signed
 
 
 def test_the_key_of_another_administrator_is_not_replaced(run: RedisTransport, join: Invite, tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_where_users_are_managed_elsewhere_the_rules_are_printed(
     options = InviteOptions(name="oslo", url=url, run=run.run)
     with failing(ConfigError, "invitation.denied"):
         invite.main(options)
-    assert run.membership.all().by_name == {}
+    assert run.membership.all() == Members()  # not even the key of the mergers is there
     user, rules = (line.partition(": ")[2] for line in capsys.readouterr().out.splitlines())
     raw.execute_command("ACL", "SETUSER", user, ">made-there", *_words(rules)[1:])
     Path("password").write_text("made-there\n")
