@@ -27,6 +27,10 @@ RUN = {
     "archipelago_run_pending_contributions": ("pending", "Published and neither merged nor refused."),
     "archipelago_run_pending_tokens": ("pending_tokens", "Tokens of the pending ones, summed over fragments."),
     "archipelago_run_books_balanced": ("balanced", "1 if published = merged + refused + pending, else 0."),
+    "archipelago_run_unreadable_records": (
+        "unreadable_records",
+        "Records that cannot be read and are skipped.",
+    ),
     "archipelago_run_memory_used_bytes": ("memory_bytes", "Memory that Redis uses."),
     "archipelago_run_memory_limit_bytes": ("memory_limit_bytes", "Redis's maxmemory; 0 if it has none."),
     "archipelago_run_grace_seconds": ("grace_seconds", "Grace window, mean over the recent rounds."),

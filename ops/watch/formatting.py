@@ -165,6 +165,8 @@ def troubles(view: RunView, health: Health | None = None, now: float | None = No
     for words, is_lowered in (("refused", False), ("counted for less than they claim", True)):
         if some := [f"{code} {count:,}" for code, count in counts if code.startswith("claims.") == is_lowered]:
             lines.append(f"contributions {words} so far: {', '.join(some)}")
+    if view.unreadable:
+        lines.append(f"{len(view.unreadable)} records cannot be read and are skipped: {', '.join(view.unreadable[:3])}")
     return [Text(plain(line), style="yellow") for line in lines]
 
 

@@ -61,7 +61,7 @@ def refused_by_code(state: str) -> dict[str, int]:
     try:
         found = json.loads(state or "{}").get("refused", {})
         return {str(code): int(count) for code, count in found.items()}
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return {}
 
 

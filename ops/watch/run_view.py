@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, TapeEntry
@@ -76,6 +76,7 @@ class RunView:
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
+        unreadable: Records in Redis that this reader could not read and skipped, by name.
     """
 
     run: str
@@ -106,6 +107,12 @@ class RunView:
     bytes_up: int
     bytes_down: int
     islands: tuple[IslandView, ...]
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def unreadable_records(self) -> int:
+        """The number of records that could not be read."""
+        return len(self.unreadable)
 
 
 def observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
@@ -119,10 +126,11 @@ def observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
 
 def _observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
     reader = transport.reader
-    return summarise(
+    view = summarise(
         manifest, reader.tape(RECENT_ROUNDS), reader.presences(), reader.books(), reader.pending(),
         reader.evaluations(), merged_by_island(reader.merger_state()), reader.cursors(), reader.memory(),
     )  # fmt: skip
+    return replace(view, unreadable=tuple(reader.unreadable()))
 
 
 def glance(
@@ -143,10 +151,11 @@ def glance(
             break
         books, waiting = transport.reader.books(), transport.reader.backlog()
     left_over = max(0, books.published_tokens - books.merged_tokens - books.refused_tokens)
-    return summarise(
+    view = summarise(
         manifest, tape[-RECENT_ROUNDS:], transport.reader.presences(), books, Pending(waiting, left_over), evaluations,
         merged_by_island(transport.reader.merger_state()), transport.reader.cursors(), transport.reader.memory(),
     )  # fmt: skip
+    return replace(view, unreadable=tuple(transport.reader.unreadable()))
 
 
 def merged_by_island(state: str) -> dict[str, int]:
@@ -154,7 +163,7 @@ def merged_by_island(state: str) -> dict[str, int]:
     try:
         found = json.loads(state or "{}").get("island_tokens", {})
         return {str(island): int(tokens) for island, tokens in found.items()}
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return {}
 
 

@@ -31,11 +31,28 @@ CASES: dict[str, Callable[[Keys], str]] = {
     "handover": lambda keys: keys.handover("a/x"),
 }
 ALL = list(itertools.product(CASES, [*DAMAGES, "earlier"]))
+#: The quick tier plays these cases, which cover each way of repair, and the full tier plays all.
+QUICK = {
+    ("state", "a list", "serving"), ("state", "not UTF-8", "restarted"), ("state", "earlier", "restarted"),
+    ("epoch", "deleted", "serving"), ("epoch", "not UTF-8", "restarted"), ("epoch", "huge", "restarted"),
+    ("lease", "a list", "restarted"), ("books", "not UTF-8", "serving"), ("books", "ahead", "restarted"),
+    ("fragment", "deleted", "serving"), ("fragment", "not UTF-8", "restarted"), ("fragment", "earlier", "restarted"),
+    ("outer", "deleted", "restarted"), ("outer", "earlier", "restarted"), ("tape", "a text", "serving"),
+    ("tape", "huge", "serving"), ("tape", "ahead", "restarted"), ("snapshots", "a list", "serving"),
+    ("evaluations", "not UTF-8", "serving"), ("island", "a text", "serving"), ("islands", "a list", "restarted"),
+    ("manifest", "deleted", "serving"), ("manifest", "not UTF-8", "restarted"), ("data", "ahead", "restarted"),
+    ("data", "a text", "serving"), ("updates", "deleted", "serving"), ("updates", "a list", "restarted"),
+}  # fmt: skip
+CASES_OF_ALL = [
+    pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.full)
+    for case in ((*pair, when) for pair in ALL for when in ("serving", "restarted"))
+]
 _SERVERS = itertools.count()
 
 
 def test_each_key_has_a_case() -> None:
     names = {name for name in dir(Keys) if not name.startswith("_")} | set(vars(Keys(RUN)))
+    assert {case[:2] for case in QUICK} <= set(ALL)
     assert names - set(CASES) == {"run", "tag", "damaged", "short", "of_the_past", "chunk"}
 
 
@@ -78,8 +95,7 @@ def check(run: DamagedRun) -> None:
     assert run.taken + run.merger.taken <= 5, "the merger loads the run again and again"
 
 
-@pytest.mark.parametrize("when", ["serving", "restarted"])
-@pytest.mark.parametrize(("name", "how"), ALL)
+@pytest.mark.parametrize(("name", "how", "when"), CASES_OF_ALL)
 def test_a_run_goes_on_to_the_same_bits(name: str, how: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "INLINE_BYTES", 64)  # so that all payloads lie in chunks
     run = DamagedRun(fake_client(f"damaged-{next(_SERVERS)}"))
