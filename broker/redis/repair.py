@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from archipelago.broker.corpus_shards import cursor_text
-from archipelago.broker.errors import ConfigError, UnknownRunError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.redis.chunks import ChunkStore
@@ -32,16 +32,19 @@ log = logging.getLogger(__name__)
 
 
 def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, str]:
-    """Return the type of value that each lasting key of a run holds, as the command TYPE names it."""
+    """Return the type of value that each lasting key of a run holds, as the command TYPE names it.
+
+    The members of the run are not among them: only administrators may change these.
+    """
     islands = list(islands)
     kinds = {
         "hash": [
-            keys.manifest, keys.members, keys.data, keys.requests, keys.restored, keys.control, keys.books,
+            keys.manifest, keys.data, keys.requests, keys.restored, keys.control, keys.books,
             *(keys.fragment(p) for p in range(fragments)), *(keys.outer(p) for p in range(fragments)),
             *map(keys.island, islands),
         ],
         "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, keys.actions, *map(keys.updates, islands)],
-        "string": [keys.state, keys.epoch, keys.lease],
+        "string": [keys.state, keys.epoch, keys.lease, *map(keys.name, islands)],
         "set": [keys.islands, REGISTRY],
     }  # fmt: skip
     return {key: kind for kind, of_kind in kinds.items() for key in of_kind}
@@ -63,6 +66,8 @@ class RedisRepair:
         self._stored, self._chunks, self._updates, self._lease = stored, chunks, updates, lease
         #: The names of islands that were seen; None before the first look.
         self._names: frozenset[str] | None = None
+        #: Damaged keys that this merger may not delete.
+        self._left: set[str] = set()
 
     @property
     def _signing(self) -> Signing:
@@ -86,17 +91,25 @@ class RedisRepair:
             if lacks_manifest:
                 pipe.delete(self._keys.manifest)
                 pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
-        with self._connection.translated():
-            for key in wrong:
-                if not key.startswith(self._keys.tag):
-                    self._redis.delete(key)
-            self._redis.sadd(REGISTRY, self._connection.run)
+        for key in wrong:
+            if not key.startswith(self._keys.tag):
+                self._delete(key)
         for key in wrong:
             log.warning("%s held another type of value and was moved aside", key, extra={"code": "repair.wrong-type"})
         if lacks_manifest:
             log.warning("the run had lost its manifest, which was written again", extra={"code": "repair.manifest"})
         damaged = {*wrong, *([self._keys.manifest] if lacks_manifest else [])}
         return sorted(self._keys.short(key) for key in damaged)
+
+    def _delete(self, key: str) -> None:
+        try:
+            with self._connection.translated():
+                self._redis.delete(key)
+        except UnreachableError:
+            raise
+        except BrokerError as error:  # a merger's rights need not include this key; its owner has to repair it
+            self._connection.warn_once(key, WireError(error.what))
+            self._left.add(key)
 
     def lost(self, closed: int) -> list[str]:
         fragments = range(len(self._stored.sizes()))
@@ -116,25 +129,37 @@ class RedisRepair:
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for key in kinds:
                 pipe.type(key)
-            found = pipe.execute()
-        return [
-            key for (key, kind), type_ in zip(kinds.items(), found, strict=True) if type_.decode() not in (kind, "none")
+            pipe.sadd(REGISTRY, self._connection.run)
+            *found, _ = pipe.execute(raise_on_error=False)
+        both = zip(kinds.items(), found, strict=True)
+        wrong = [
+            key for (key, kind), type_ in both if isinstance(type_, bytes) and type_.decode() not in (kind, "none")
         ]
+        return [key for key in wrong if key not in self._left]
 
     def _islands(self) -> list[str]:
         """Return the names of the run's islands. Those with a stream are found again if the set of names was lost."""
         found = self._updates.names()
         if self._names is None or self._names - set(found):
-            with self._connection.translated():
-                prefix = self._keys.updates("")
-                streams = self._redis.scan_iter(match=f"{prefix}*", count=1000)
-                self._names = frozenset(names_in(key[len(prefix) :] for key in streams) + found)
+            self._names = frozenset([*self._with_streams(), *found])
             lost = self._names - set(found)
             with self._connection.forgiving(self._keys.islands, "a set"):
                 if lost:
                     self._redis.sadd(self._keys.islands, *lost)
         self._names |= set(found)
         return sorted(self._names)
+
+    def _with_streams(self) -> list[str]:
+        """Return the islands that have a stream; none where this merger may not list the server's keys."""
+        prefix = self._keys.updates("")
+        try:
+            with self._connection.translated():
+                return names_in(key[len(prefix) :] for key in self._redis.scan_iter(match=f"{prefix}*", count=1000))
+        except UnreachableError:
+            raise
+        except BrokerError as error:
+            log.debug("the streams of islands cannot be listed: %s", error.what)
+            return []
 
     def _has(self, manifest: Manifest) -> bool:
         """Return whether the run has a manifest that can be read. Raises UnknownRunError if it is another one."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 from archipelago.broker.redis import chunks
 from archipelago.broker.redis.client import fake_client
-from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.repair import kinds_of
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.wire import digest_of, unpack
@@ -25,6 +27,8 @@ CASES: dict[str, Callable[[Keys], str]] = {
     **{name: attrgetter(name) for name in vars(Keys(RUN)) if name not in ("run", "tag")},
     "updates": lambda keys: keys.updates("a"),
     "island": lambda keys: keys.island("a"),
+    "name": lambda keys: keys.name("a"),
+    "registry": lambda keys: REGISTRY,
     "fragment": lambda keys: keys.fragment(0),
     "outer": lambda keys: keys.outer(0),
     "difference": lambda keys: keys.difference(0, 3),
@@ -48,12 +52,25 @@ CASES_OF_ALL = [
     for case in ((*pair, when) for pair in ALL for when in ("serving", "restarted"))
 ]
 _SERVERS = itertools.count()
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 
 
 def test_each_key_has_a_case() -> None:
     names = {name for name in dir(Keys) if not name.startswith("_")} | set(vars(Keys(RUN)))
     assert {case[:2] for case in QUICK} <= set(ALL)
     assert names - set(CASES) == {"run", "tag", "damaged", "short", "of_the_past", "chunk"}
+
+
+def test_the_reference_has_a_row_for_each_key() -> None:
+    section = REFERENCE.read_text(encoding="utf-8").partition("## Damaged keys")[2].partition("\n## ")[0]
+    first = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    keys = Keys("RUN")
+    plain = {str(getattr(keys, name)) for name in vars(keys) if name not in ("run", "tag")}
+    families = {
+        keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
+        keys.difference("P", "V"), f"{keys.tag}:handover:…", f"{keys.tag}:c:…", REGISTRY,  # type: ignore[arg-type]
+    }  # fmt: skip
+    assert {name for cell in first for name in re.findall(r"`([^`]+)`", cell)} == plain | families
 
 
 def begun(client: object) -> DamagedRun:
