@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,10 @@ from archipelago.broker.errors import BrokerError, WireError
 
 #: Seconds between two attempts, by the number of failures in a row.
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
+#: After so many refusals of its credentials in a row, about 15 s, an island leaves: someone has revoked them.
+REFUSALS_MAX = 10
+#: The code of such a refusal.
+REFUSED = "broker.access"
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +42,8 @@ class Pump:
 class Pumps:
     """The pumps of one island. After an outage they retry forever. Any other error stops them and is kept in `failure`.
 
+    Credentials that the broker refuses again and again are no outage.
+
     Attributes:
         failure: An error that a retry cannot fix. The island stops on it.
     """
@@ -46,6 +53,7 @@ class Pumps:
         self._pumps = pumps
         self._changed = changed
         self.failure: Exception | None = None
+        self._refusals: Counter[str] = Counter()
         self._troubles: dict[str, str] = {}  # by pump, because success of one pump does not end the trouble of another
         self._stopping = threading.Event()
         self.threads: list[threading.Thread] = []
@@ -94,13 +102,20 @@ class Pumps:
             if not self._troubles:
                 log.warning("the link is down, training continues: %s", error.what)
             self._troubles[name] = error.what[:500]
+            self._refusals[name] = self._refusals[name] + 1 if error.code == REFUSED else 0
+            if self._refusals[name] >= REFUSALS_MAX:
+                self._fail(error)
             return False
         except Exception as error:  # noqa: BLE001 - the island raises it, so that no thread dies unnoticed
-            self.failure = error
-            self._stopping.set()
-            with self._changed:
-                self._changed.notify_all()
+            self._fail(error)
             return False
+        self._refusals[name] = 0
         if self._troubles.pop(name, None) and not self._troubles:
             log.info("the link is up again")
         return True
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify_all()
