@@ -27,8 +27,8 @@ from archipelago.islands.models.registry import build
 
 #: From a fragment's outer gradient, its tensors' lengths and random numbers to what the island sends.
 Forgery = Callable[[Vector, list[int], np.random.Generator], Vector]
-#: Tokens of the attack `claims`, the most that a header can hold.
-TOKENS = 1 << 53
+#: The attack `claims` claims so many times its tokens. A merger admits batches that are this much larger than usual.
+CLAIMED = 64
 
 
 def _noise(delta_N: Vector, lengths: list[int], random: np.random.Generator) -> Vector:
@@ -52,7 +52,7 @@ def _same(delta_N: Vector, lengths: list[int], random: np.random.Generator) -> V
 
 
 #: What an island sends by the name of the attack. `labels` trains on wrong labels instead (`wrong_labels`), and
-#: `claims` also claims 2^53 tokens.
+#: `claims` also claims CLAIMED times its tokens. `stale` claims a base that is two versions older.
 FORGERIES: dict[str, Forgery] = {
     "flip": lambda delta_N, lengths, random: -delta_N,
     "noise": _noise,
@@ -60,6 +60,7 @@ FORGERIES: dict[str, Forgery] = {
     "collude": _collude,
     "labels": _same,
     "claims": lambda delta_N, lengths, random: -100 * delta_N,
+    "stale": lambda delta_N, lengths, random: -delta_N,
 }
 
 
@@ -89,7 +90,9 @@ class HostileClient:
         sent = pack(forged_N, codec, self._manifest.config.wire.zstd_level)
         header = dataclasses.replace(contribution, bytes=len(sent), digest=digest(sent))
         if self._attack == "claims":
-            header = dataclasses.replace(header, tokens=TOKENS, steps=1 << 40)
+            header = dataclasses.replace(header, tokens=CLAIMED * header.tokens)
+        if self._attack == "stale":
+            header = dataclasses.replace(header, base=max(0, header.base - 2))
         return self._client.publish(header, sent, actions)
 
 

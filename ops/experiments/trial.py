@@ -42,7 +42,7 @@ OWN: Mapping[str, Any] = {
     "hostile": 0, "attack": "", "apart": False,
 }  # fmt: skip
 #: What hostile islands do: `hostile.FORGERIES` names the same.
-ATTACKS = ("flip", "noise", "scale", "collude", "labels", "claims")
+ATTACKS = ("flip", "noise", "scale", "collude", "labels", "claims", "stale")
 #: Settings by dotted name, such as `outer.rule`.
 Settings = Mapping[str, Any]
 

@@ -1,0 +1,96 @@
+"""Hostile islands in virtual time: what they send, their trials, and what the results compare them with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.wire import digest, pack, unpack
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.ops.experiments.hostile import CLAIMED, FORGERIES, HostileClient
+from archipelago.ops.experiments.results import baseline, grouped
+from archipelago.ops.experiments.trial import ATTACKS, Trial, key_of, measure
+from tests import samples
+from tests.failing import failing
+from tests.ops.experiments.trials import record_of
+
+
+def test_the_studies_and_the_forgeries_name_the_same_attacks() -> None:
+    assert set(ATTACKS) == set(FORGERIES)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_forgery_has_a_header_that_fits_it(attack: str) -> None:
+    manifest = samples.manifest()
+    transport = MemoryBroker().connect("sample")
+    transport.create(manifest, samples.first_snapshots(manifest))
+    size = manifest.sizes[0]
+    delta_N = np.random.default_rng(0).standard_normal(size, np.float32)
+    payload = pack(delta_N, "float32", 1)
+    HostileClient(transport.island, manifest, attack, seed=7).publish(samples.contribution(payload), payload)
+    (delivery,) = transport.merger.updates(0.0)
+    found = delivery.with_payload()
+    assert found.contribution is not None
+    assert (found.contribution.digest, found.contribution.bytes) == (digest(found.payload), len(found.payload))
+    assert found.contribution.tokens == 100 * (CLAIMED if attack == "claims" else 1)
+    sent_N = unpack(found.payload, size)
+    factor = {"flip": -1, "scale": 3, "claims": -100, "labels": 1, "stale": -1}.get(attack)
+    if factor is not None:
+        np.testing.assert_array_equal(sent_N, factor * delta_N)
+    else:
+        assert not np.allclose(sent_N, delta_N)
+        assert np.linalg.norm(sent_N) == pytest.approx(np.linalg.norm(delta_N), rel=1e-5)
+
+
+def hostile_trial(islands: int = 4, hostile: int = 0, attack: str = "", scores: bool = True, seed: int = 0) -> Trial:
+    settings = {"data.corpus": "small-text", "inner.steps": 24, "merge.scores": scores}
+    return Trial.of("islands", islands, 1.0, seed, settings, hostile=hostile, attack=attack)
+
+
+def test_attacks_are_a_part_of_a_trials_identity() -> None:
+    honest, attacked = hostile_trial(), hostile_trial(hostile=1, attack="flip")
+    assert honest.key != attacked.key
+    assert hostile_trial(attack="flip") == honest, "nobody is hostile"
+    assert key_of(record_of(honest)) == honest.key
+    for hostile, attack in ((1, "none"), (4, "flip"), (-1, "flip")):
+        with failing(ConfigError, "study.attack"):
+            hostile_trial(hostile=hostile, attack=attack)
+
+
+def test_a_row_is_compared_with_the_run_without_its_hostile_islands() -> None:
+    def record(trial: Trial, loss: float) -> dict[str, object]:
+        return record_of(trial, loss) | {"hostile": trial.hostile, "attack": trial.attack}
+
+    rows = grouped(
+        [
+            record(hostile_trial(4, 1, "flip"), 2.02),
+            record(hostile_trial(4, 1, "flip", scores=False), 2.4),
+            record(hostile_trial(4), 2.2),
+            record(hostile_trial(4, scores=False), 2.2),
+            record(hostile_trial(3, scores=False), 2.0),
+        ]
+    )
+    assert [row.ratios(baseline(row, rows)) for row in rows] == [
+        [pytest.approx(1.01)],
+        [pytest.approx(1.2)],
+        [pytest.approx(1.0)],
+        [],
+        [],
+    ]
+
+
+@pytest.mark.full
+def test_a_flipped_island_costs_nothing_in_a_whole_run(corpus: OpenCorpus) -> None:
+    settings: dict[str, Any] = {
+        "data.corpus": "small-text", "data.sequence_length": 32, "data.batch_size": 4, "data.shards": 8,
+        "data.held_out_sequences": 32, "inner.steps": 120, "inner.warmup_steps": 10, "sync.interval": 12,
+    }  # fmt: skip
+    attacked = measure(Trial.of("islands", 4, 1.0, 0, settings, hostile=1, attack="flip"))
+    absent = measure(Trial.of("islands", 3, 1.0, 0, settings))
+    trusting = measure(Trial.of("islands", 4, 1.0, 0, {**settings, "merge.scores": False}, hostile=1, attack="flip"))
+    assert attacked["bits_per_byte"] < 1.02 * absent["bits_per_byte"]
+    assert attacked["bits_per_byte"] < trusting["bits_per_byte"]
