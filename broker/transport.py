@@ -16,7 +16,7 @@ the same identity. No method retries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -465,8 +465,8 @@ class MergerClient(Protocol):
         """Append an event."""
         ...
 
-    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
-        """Delete entries of the updates streams, and announce the reasons."""
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
+        """Delete entries of the updates streams, and announce the reasons, except those of the entries in `quiet`."""
         ...
 
     def commit(self, epoch: int, commit: Commit) -> None:

@@ -26,6 +26,12 @@ ROUNDS_AHEAD_MAX = 2
 REASON_CHARACTERS_MAX = 500
 #: How many refusals of one batch are logged one by one.
 LOGGED_MAX = 20
+#: How many refusals of one island are announced in one round. All islands read all announcements, and the stream of
+#: them is bounded, so a flood of refusals would hide the announcements of rounds. Honest islands wait for a few.
+ANNOUNCED_MAX = 256
+#: The same for entries that name no contribution, whose refusal nobody waits for.
+NAMELESS_MAX = 4
+NAMELESS = "?"
 
 log = logging.getLogger(__name__)
 #: Returns a contribution with the claims that the merger believes, and the names of those that it lowered.
@@ -131,6 +137,7 @@ class Inbox:
         self._identities: set[tuple[str, str, int]] = set()
         self._entries: dict[str, None] = {}  # in the order of arrival
         self._refusals: list[tuple[str, Refusal]] = []
+        self._announced: Counter[tuple[str, bool]] = Counter()  # refusals in this round, by island
 
     def clear(self) -> None:
         """Drop all waiting contributions."""
@@ -169,6 +176,7 @@ class Inbox:
         """Remove and return the sum of the fragment's next round."""
         found = self._sum(p, fragments, closed)
         self._drop(p)
+        self._announced.clear()
         return found
 
     def receive(
@@ -260,7 +268,7 @@ class Inbox:
         """Note a refusal, which `_flush` sends. A repeat or a forgery does not mark the island's own contribution."""
         c, text, repeat = delivery.contribution, reason.text[:REASON_CHARACTERS_MAX], reason.code == "repeat"
         if c is None or reason.code == "sender":
-            refusal = Refusal(delivery.sender, "?", 0, 0, 0, 0, text, repeat)
+            refusal = Refusal(delivery.sender, NAMELESS, 0, 0, 0, 0, text, repeat)
         else:
             decided = repeat and state.has_seen(c.identity)
             tokens = claims.refused_tokens(c, self.rules.manifest.config)
@@ -286,4 +294,10 @@ class Inbox:
         if len(refusals) > LOGGED_MAX:
             log.warning("refused %s more contributions", len(refusals) - LOGGED_MAX, extra={"code": "refused.more"})
         if refusals:
-            self.transport.merger.refuse(epoch, refusals)
+            self.transport.merger.refuse(epoch, refusals, {entry for entry, each in refusals if self._is_quiet(each)})
+
+    def _is_quiet(self, refusal: Refusal) -> bool:
+        """Return whether this refusal is one too many of its island in this round to be announced."""
+        is_named = refusal.incarnation != NAMELESS
+        self._announced[refusal.island, is_named] += 1
+        return self._announced[refusal.island, is_named] > (ANNOUNCED_MAX if is_named else NAMELESS_MAX)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 from archipelago.broker.errors import BrokerError, FencedError
@@ -113,7 +113,7 @@ class MemoryMerger:
         with self._fenced(epoch) as run:
             run.announce(event)
 
-    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
         with self._fenced(epoch) as run:
             for entry, refusal in refusals:
                 number = run.found(entry)
@@ -121,8 +121,9 @@ class MemoryMerger:
                     run.books["bytes_up"] += len(run.updates.pop(number).payload)
                     run.books["refused"] += 1
                     run.books["refused_tokens"] += refusal.tokens
-                    run.refused_at[run.next_event] = self._broker.clock()
-                    run.announce(refusal)
+                    if entry not in quiet:
+                        run.refused_at[run.next_event] = self._broker.clock()
+                        run.announce(refusal)
 
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._fenced(epoch) as run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.corpus_shards import cursor_text
@@ -138,7 +138,7 @@ class RedisMerger:
             self._announce(pipe, epoch, event)
         failpoint("announce.done")
 
-    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
         found = self._updates.look([entry for entry, _ in refusals])
         # An entry that was merged or refused before is left out.
         refused = {entry: refusal for entry, refusal in refusals if found[entry].waiting}
@@ -154,8 +154,9 @@ class RedisMerger:
                 pipe.xack(key, GROUP, *ids)
             self._delete(pipe, refused, found)
             self._count(pipe, books, counts)
-            for refusal in refused.values():
-                self._announce(pipe, epoch, refusal)
+            for entry, refusal in refused.items():
+                if entry not in quiet:
+                    self._announce(pipe, epoch, refusal)
         failpoint("refuse.done")
 
     def commit(self, epoch: int, commit: Commit) -> None:

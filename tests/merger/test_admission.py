@@ -14,11 +14,13 @@ from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.corpus_shards import PLACES_MAX, parse_places
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.messages import Refusal
 from archipelago.broker.transport import Delivery
-from archipelago.merger.admission import Inbox, reason_to_refuse, version_after
+from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse, version_after
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import RunState
 from tests import samples
+from tests.merger.merger_run import MergerRun, constant
 
 CONFIG = RunConfig(sync=SyncConfig(staleness_cap=3), wire=WireConfig(up="float32", thin="top3"))
 MANIFEST = samples.manifest(config=CONFIG)  # two fragments
@@ -125,3 +127,15 @@ def test_a_contribution_refused_by_its_header_is_not_downloaded() -> None:
         assert state.has_seen(contribution.identity)
     assert inbox.refused == 2
     assert inbox.entries() == []
+
+
+def test_a_flood_of_refusals_hides_no_announcements() -> None:
+    """Islands read all announcements, and the oldest are deleted when there are too many."""
+    run = MergerRun()
+    merger = run.merger()
+    for _ in range(ANNOUNCED_MAX + 100):
+        run.send("mallory", 1, constant(1.0), digest="0" * 32)
+    while run.transport.reader.backlog():
+        merger.turn(0.0)
+    assert len(run.events(Refusal)) == ANNOUNCED_MAX
+    assert run.transport.reader.books().refused == ANNOUNCED_MAX + 100
