@@ -16,10 +16,14 @@ from archipelago.broker.errors import WireError
 
 #: The most places in one contribution, and so the most shards that an island can hold at a time.
 PLACES_MAX = 32
+#: How many turns a claim may be ahead of the one before it.
+TURNS_SKIPPED_MAX = 1000
 #: Cursors stay below this pass, so that every cursor can be written as a place.
 PASSES_MAX = 10**12
 # The pattern avoids \d, which matches the digits of all scripts, and leading zeros, so that a shard has one name.
 _PLACE = re.compile(r"((?:[A-Za-z0-9][A-Za-z0-9._-]{0,63}/)?(?:0|[1-9][0-9]{0,6})):([0-9]{1,12}):([0-9]{1,15}|end)")
+
+_CLAIM = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,13}):([0-9]{1,15})")
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,67 @@ def advanced(cursors: Mapping[str, tuple[int, int]], places: Iterable[Place]) ->
         if place.cursor[0] < PASSES_MAX and place.cursor > cursors.get(place.shard, (0, 0)):
             moved[place.shard] = max(place.cursor, moved.get(place.shard, (0, 0)))
     return moved
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The lease of a shard by an island, as the island has written it.
+
+    The text form is `INCARNATION:PASS:TURN`. A claim ends with its pass. Islands cannot delete each other's claims. So
+    an island that takes a shard over from one that is gone writes the next turn, and the last turn counts.
+
+    Attributes:
+        holder: The island and its incarnation, as island/incarnation.
+        pass_number: The pass over the shard.
+        turn: How often the shard was taken over during this pass.
+    """
+
+    holder: str
+    pass_number: int
+    turn: int
+
+    def __str__(self) -> str:
+        return f"{self.holder.partition('/')[2]}:{self.pass_number}:{self.turn}"
+
+
+def parse_claim(island: str, text: str) -> Claim:
+    """Parse a claim of an island. Raises WireError."""
+    found = _CLAIM.fullmatch(text)
+    if not found:
+        raise WireError(f"{text[:40]!r} is not a lease")
+    return Claim(f"{island}/{found[1]}", int(found[2]), int(found[3]))
+
+
+def claims_that_count(
+    claims: Mapping[str, Mapping[str, Claim]], cursors: Mapping[str, tuple[int, int]]
+) -> dict[str, Claim]:
+    """Return the claim that counts for each leased shard: the last turn of the present pass.
+
+    A claim that skips more than TURNS_SKIPPED_MAX turns was written by no honest island, and nobody could ever take it
+    over. It does not count. An island that claims more than PLACES_MAX shards gets only that many.
+
+    Args:
+        claims: The claims of each island, by shard.
+        cursors: The cursor of each started shard.
+    """
+    of_shard: dict[str, list[tuple[int, str, Claim]]] = {}
+    for island, mine in claims.items():
+        for shard, claim in mine.items():
+            if claim.pass_number == cursors.get(shard, (0, 0))[0]:
+                of_shard.setdefault(shard, []).append((claim.turn, island, claim))
+    out: dict[str, Claim] = {}
+    count: dict[str, int] = {}
+    for shard in sorted(of_shard):
+        winner, before = "", 0
+        for turn, island, claim in sorted(of_shard[shard], key=lambda each: each[:2]):
+            if turn > before + TURNS_SKIPPED_MAX:
+                break
+            winner, before, out[shard] = island, turn, claim
+        if winner:
+            count[winner] = count.get(winner, 0) + 1
+            if count[winner] > PLACES_MAX:
+                del out[shard]
+    return out
 
 
 def choose(

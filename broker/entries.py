@@ -27,6 +27,11 @@ def parse_entry(entry: str) -> tuple[str, str]:
     return found[1], f"{found[2]}-{found[3]}"
 
 
+def sender_of(entry: str) -> str:
+    """Return the island whose stream holds the entry."""
+    return entry.partition("/")[0]
+
+
 def arrival(entry: str) -> tuple[int, int, str]:
     """Return a key that sorts entries of several streams by the time at which they arrived. Raises WireError."""
     sender, entry_id = parse_entry(entry)

@@ -219,7 +219,7 @@ class Heartbeat:
         refused: Contributions that were refused.
         last_refusal: The reason of the newest refusal.
         bytes_up: Bytes that were uploaded.
-        bytes_down: Bytes that were downloaded.
+        bytes_down: Bytes that were downloaded. The broker adds those of earlier incarnations of the island.
         link: `ok`, or the last fault of the connection.
         data: The leased shards, and how far each was read.
         moments: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from archipelago.broker.corpus_shards import Place
+from archipelago.broker.entries import sender_of
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
@@ -76,7 +77,7 @@ class Delivery:
     @property
     def sender(self) -> str:
         """The island whose stream holds the entry."""
-        return self.entry.partition("/")[0]
+        return sender_of(self.entry)
 
     def with_payload(self) -> Delivery:
         """Return the delivery with its payload, or with the fault that the download found."""
@@ -233,8 +234,8 @@ class ReaderClient(Protocol):
         """Return events after that id, oldest first. Waits at most `block_seconds` for the first one."""
         ...
 
-    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
-        """Return the newest full snapshot, never torn. `account` adds its size to the downloaded bytes in the books."""
+    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
+        """Return the newest full snapshot, never torn."""
         ...
 
     def heads(self) -> list[Snapshot | None]:
@@ -332,7 +333,10 @@ class IslandClient(Protocol):
         ...
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
-        """Replace the island's last heartbeat. Returns the operator's request to this island, or an empty string."""
+        """Replace the island's last heartbeat. Returns the operator's request to this island, or an empty string.
+
+        What earlier incarnations of the island have downloaded is added to `bytes_down`.
+        """
         ...
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
@@ -344,10 +348,7 @@ class IslandClient(Protocol):
         ...
 
     def difference(self, fragment: int, version: int) -> bytes | None:
-        """Return the payload that leads from the previous version to this one; None if it is gone.
-
-        Its size is added to the downloaded bytes in the books.
-        """
+        """Return the payload that leads from the previous version to this one; None if it is gone."""
         ...
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:

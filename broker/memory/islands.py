@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from archipelago.broker.control import is_expelled, island_field
 from archipelago.broker.corpus_shards import Place, choose
@@ -23,6 +24,7 @@ class MemoryIsland:
 
     def __init__(self, broker: MemoryState, run: str) -> None:
         self._broker, self._run = broker, run
+        self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
 
     def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
         with self._broker.opened(self._run) as run:
@@ -43,7 +45,10 @@ class MemoryIsland:
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
         with self._broker.opened(self._run) as run:
-            run.islands[heartbeat.island] = (heartbeat, self._broker.clock())
+            before, _ = run.islands.get(heartbeat.island, (heartbeat, 0.0))
+            earlier = before.bytes_down if before.incarnation != heartbeat.incarnation else 0
+            down = heartbeat.bytes_down + self._downloaded.setdefault(heartbeat.incarnation, earlier)
+            run.islands[heartbeat.island] = (replace(heartbeat, bytes_down=down), self._broker.clock())
             return run.control.get(island_field(heartbeat.island), "")
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
@@ -59,9 +64,7 @@ class MemoryIsland:
 
     def difference(self, fragment: int, version: int) -> bytes | None:
         with self._broker.opened(self._run) as run:
-            found = run.differences.get((fragment, version))
-            run.books["bytes_down"] += len(found or b"")
-            return found
+            return run.differences.get((fragment, version))
 
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
         with self._broker.opened(self._run) as run:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
+from archipelago.broker.entries import entry_name
 from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import MemoryRun, MemoryState, entry_number
@@ -68,7 +69,7 @@ class MemoryMerger:
 
     def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
         with self._broker.opened(self._run) as run:
-            first = entry_number(after.rpartition("/")[2])
+            first = _number(after)
             read = [n for n, e in run.waiting().items() if first < n <= run.last_read.get(e.sender, 0)]
             return [run.delivery(number) for number in read[:count]]
 
@@ -153,11 +154,12 @@ class MemoryMerger:
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         with self._fenced(epoch) as run:
             run.trim(entries)
-            run.actions = [(number, actions) for number, actions in run.actions if number > entry_number(actions_until)]
+            run.actions = [(number, actions) for number, actions in run.actions if number > _number(actions_until)]
 
     def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
         with self._broker.opened(self._run) as run:
-            return [(f"{number}-0", actions) for number, actions in run.actions if number > entry_number(after)][:count]
+            found = [(number, actions) for number, actions in run.actions if number > _number(after)]
+            return [(entry_name(actions.island, f"{number}-0"), actions) for number, actions in found[:count]]
 
     @contextmanager
     def _fenced(self, epoch: int) -> Iterator[MemoryRun]:
@@ -165,3 +167,8 @@ class MemoryMerger:
             if run.epoch != (epoch, self._holder):
                 raise FencedError(f"this merger's epoch {epoch} was overtaken", "Another merger serves this run.")
             yield run
+
+
+def _number(entry: str) -> int:
+    """Return the number in the name of an entry; 0 for START."""
+    return entry_number(entry.rpartition("/")[2])

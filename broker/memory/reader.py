@@ -57,11 +57,9 @@ class MemoryReader:
             first = bisect_right(run.events, last, key=lambda numbered: numbered[0])
             return [(f"{number}-0", event) for number, event in run.events[first : first + count]]
 
-    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
         with self._broker.opened(self._run) as run:
             snapshot, payload = run.fragments[fragment]
-            if account:
-                run.books["bytes_down"] += len(payload)
             return snapshot, payload
 
     def heads(self) -> list[Snapshot | None]:

@@ -143,6 +143,7 @@ class MemoryRun:
         return replace(
             books,
             kept=len(self.kept),
+            bytes_down=books.bytes_down + sum(beat.bytes_down for beat, _ in self.islands.values()),
             published=books.merged + books.refused + len(self.waiting()),
             published_tokens=books.merged_tokens + books.refused_tokens + tokens,
         )

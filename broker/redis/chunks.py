@@ -6,6 +6,7 @@ them last, so readers never see an incomplete upload. Chunks expire unless a poi
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,21 +31,35 @@ ORPHAN_SECONDS = 24 * 3600
 PREVIOUS_SECONDS = 600
 PAYLOAD, CHUNKS, NAME = "payload", "chunks", "chunks_name"
 PREVIOUS = "previous_"
+_CHUNKS_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}")
 
 
 class ChunkStore:
-    """The payloads of one run.
+    """The payloads of one run that the mergers, or one island, have stored.
 
     Args:
         connection: The connection to the run.
         payload_max: Returns the size in bytes of the largest payload that the run's manifest allows.
+        owner: The name of the island; empty for the mergers.
     """
 
-    def __init__(self, connection: RedisConnection, payload_max: Callable[[], int]) -> None:
+    def __init__(self, connection: RedisConnection, payload_max: Callable[[], int], owner: str = "") -> None:
         self._connection = connection
+        self._owner = owner
         self._redis = connection.redis
         self._keys = connection.keys
         self.payload_max = payload_max
+
+    def of(self, owner: str) -> ChunkStore:
+        """Return the store of one island's chunks.
+
+        A pointer in an entry of an island leads only to chunks of that island, whatever the pointer says. So no island
+        can make a merger read, keep or delete the chunks of others.
+        """
+        return ChunkStore(self._connection, self.payload_max, owner)
+
+    def _chunk(self, name: str, index: int) -> str:
+        return self._keys.chunk(name, index, self._owner)
 
     def place(self, name: str, payload: bytes, seconds: int = ORPHAN_SECONDS) -> dict[str, str | bytes]:
         """Upload a large payload as chunks that expire unless they are kept.
@@ -63,7 +78,7 @@ class ChunkStore:
         for first in range(0, len(starts), SENT_AHEAD):
             with self._redis.pipeline(transaction=False) as pipe:
                 for index, start in starts[first : first + SENT_AHEAD]:
-                    pipe.set(self._keys.chunk(name, index), view[start : start + CHUNK_BYTES], ex=seconds)
+                    pipe.set(self._chunk(name, index), view[start : start + CHUNK_BYTES], ex=seconds)
                 pipe.execute()
         return {CHUNKS: str(len(starts)), NAME: name}
 
@@ -92,7 +107,7 @@ class ChunkStore:
 
     def placed(self, where: Mapping[str, str | bytes]) -> list[str]:
         """Return the chunks that `place` has uploaded."""
-        return [self._keys.chunk(str(where[NAME]), index) for index in range(int(where.get(CHUNKS, 0)))]
+        return [self._chunk(str(where[NAME]), index) for index in range(int(where.get(CHUNKS, 0)))]
 
     def fetch(self, raw: Raw, size: int, limit: int | None = None) -> bytes:
         """Return the payload that `place` stored. Raises WireError when a chunk is missing.
@@ -107,7 +122,7 @@ class ChunkStore:
         name, count = _pointer(raw)
         if size > self._limit(limit) or count != -(-size // CHUNK_BYTES):
             raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.chunk-count")
-        chunks = [self._keys.chunk(name, index) for index in range(count)]
+        chunks = [self._chunk(name, index) for index in range(count)]
         sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
         wanted = self._bounded(chunks, sizes)
         payload = self._connection.joined(wanted, sizes, READ_AHEAD) if len(wanted) == count else None
@@ -141,7 +156,7 @@ class ChunkStore:
         name, count = _pointer(raw, prefix)
         if count > -(-self._limit(limit) // CHUNK_BYTES):
             return []  # forged: not worth a transaction of that size
-        return [self._keys.chunk(name, index) for index in range(count)]
+        return [self._chunk(name, index) for index in range(count)]
 
     def size_of(self, raw: Raw) -> int:
         """Return the size in bytes of the payload that an entry holds or points to, as far as it can be true."""
@@ -171,4 +186,6 @@ def _pointer(raw: Raw, prefix: str = "") -> tuple[str, int]:
         raise WireError("neither a payload nor a pointer to one", code="wire.no-payload") from None
     if not 0 < count <= CHUNKS_MAX:
         raise WireError(f"{count} chunks", code="wire.chunk-count")
+    if not _CHUNKS_NAME.fullmatch(name):
+        raise WireError(f"{name[:40]!r} is not the name of chunks", code="wire.no-payload")
     return name, count

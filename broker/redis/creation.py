@@ -120,7 +120,7 @@ class Creation:
             if data
         ]
         pending = [
-            (c, {**self._vouched(c, payload), **self._chunks.place(chunks_name(c), payload)})
+            (c, {**self._vouched(c, payload), **self._chunks.of(c.island).place(chunks_name(c), payload)})
             for c, payload in image.pending
         ]
         failpoint("restore.placed")
@@ -133,7 +133,7 @@ class Creation:
                 pipe.sadd(self._keys.islands, name)
             for contribution, where in pending:
                 pipe.xadd(self._keys.updates(contribution.island), where)
-                self._chunks.settle(pipe, where)
+                self._chunks.of(contribution.island).settle(pipe, where)
             self._fill(pipe, image)
 
         return fill

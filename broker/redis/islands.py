@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import redis
+
 from archipelago.broker.control import is_expelled, island_field
-from archipelago.broker.corpus_shards import Place, choose
+from archipelago.broker.corpus_shards import Place
 from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.messages import Actions, Contribution, Handover, Heartbeat, from_fields, to_fields
+from archipelago.broker.messages import COUNT_MAX, Actions, Contribution, Handover, Heartbeat, from_fields, to_fields
 from archipelago.broker.names import NameClaim, newest_claim, next_claim, parse_claim
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.data_hash import CORPUS, HOLDER, parse_cursors
+from archipelago.broker.redis.keys import is_name
+from archipelago.broker.redis.leases import ShardLeases
 from archipelago.broker.redis.members import KnownMembers
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
-from archipelago.broker.redis.replies import text_fields
+from archipelago.broker.redis.replies import Raw, count_in, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import MERGER, Signing
@@ -42,6 +47,8 @@ class RedisIsland:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
+        self._leases = ShardLeases(connection, updates)
+        self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
         self._stamps, self._members = connection.stamps, members
 
     @property
@@ -49,16 +56,18 @@ class RedisIsland:
         return self._connection.signing
 
     def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
+        chunks = self._chunks.of(contribution.island)
         with self._connection.translated():
             signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
-            where = self._chunks.place(chunks_name(contribution), payload)
+            where = chunks.place(chunks_name(contribution), payload)
             failpoint("publish.placed")
             with self._redis.pipeline(transaction=True) as pipe:
                 pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
                 pipe.sadd(self._keys.islands, contribution.island)
-                self._chunks.settle(pipe, where)
+                chunks.settle(pipe, where)
                 if actions is not None:
-                    pipe.xadd(self._keys.actions, self._signing.signed("actions", to_fields(actions)))
+                    signed_actions = self._signing.signed("actions", to_fields(actions))
+                    pipe.xadd(self._keys.actions(actions.island), signed_actions)
                 entry: bytes = pipe.execute()[0]
         failpoint("publish.done")
         return entry_name(contribution.island, entry.decode())
@@ -69,14 +78,16 @@ class RedisIsland:
             return bool(self._redis.xrange(self._keys.updates(sender), id_, id_))
 
     def record_actions(self, actions: Actions) -> None:
-        with self._connection.translated():
-            self._redis.xadd(self._keys.actions, self._signing.signed("actions", to_fields(actions)))
+        with self._connection.transaction() as pipe:
+            pipe.xadd(self._keys.actions(actions.island), self._signing.signed("actions", to_fields(actions)))
+            pipe.sadd(self._keys.islands, actions.island)
         failpoint("actions.done")
 
     def heartbeat(self, heartbeat: Heartbeat) -> str:
         if not self._signing.is_on:
             self._members.require_unsigned()
         key = self._keys.island(heartbeat.island)
+        heartbeat = replace(heartbeat, bytes_down=heartbeat.bytes_down + self._downloaded_before(heartbeat))
         signed = self._signing.signed("heartbeat", to_fields(heartbeat), stamp=self._stamps.next())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(key, mapping=signed)
@@ -88,6 +99,16 @@ class RedisIsland:
                 raise error
         # If someone replaced the hash of requests with another type, the heartbeat must still succeed.
         return request.decode("utf-8", "replace") if isinstance(request, bytes) else ""
+
+    def _downloaded_before(self, heartbeat: Heartbeat) -> int:
+        """Return the bytes that earlier incarnations of the island have downloaded, as its last heartbeat says."""
+        if heartbeat.incarnation not in self._downloaded:
+            found: list[bytes | None] = [None, None]
+            with self._connection.forgiving(self._keys.island(heartbeat.island), "a hash"):
+                found = self._redis.hmget(self._keys.island(heartbeat.island), "incarnation", "bytes_down")
+            before = count_in(found[1]) if found[0] != heartbeat.incarnation.encode() else 0
+            self._downloaded[heartbeat.incarnation] = min(before, COUNT_MAX - heartbeat.bytes_down)
+        return self._downloaded[heartbeat.incarnation]
 
     # -- the name ---------------------------------------------------------------------------------------------------
 
@@ -136,20 +157,7 @@ class RedisIsland:
         if is_expelled(self._reader.control(), me):
             return None
         live, busy = cache(self._live), cache(self._busy)  # read at most once, and only if a shard is leased
-
-        def lease(pipe: Any) -> Place | None:
-            fields = text_fields(pipe.hgetall(self._keys.data))
-            cursors = parse_cursors(self._connection, fields)
-            holders = {name.removesuffix(HOLDER): by for name, by in fields.items() if name.endswith(HOLDER)}
-            chosen = choose(shards, cursors, holders, me, lambda who: who not in live() and who not in busy())
-            if chosen is None:
-                return None
-            pipe.multi()
-            pipe.hset(self._keys.data, chosen + HOLDER, me)
-            return Place(chosen, *cursors.get(chosen, (0, 0)))
-
-        # A commit that moves cursors aborts the transaction, so that no island starts at an outdated cursor.
-        return self._connection.attempted(self._keys.data, lease)
+        return self._leases.lease(shards, me, lambda who: who not in live() and who not in busy())
 
     def _live(self) -> frozenset[str]:
         beats = (presence.heartbeat for presence in self._reader.presences() if presence.is_live)
@@ -163,16 +171,12 @@ class RedisIsland:
         return frozenset(f"{c.island}/{c.incarnation}" for c in waiting)
 
     def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
-        if not shards:
-            return frozenset()
-        with self._connection.translated():
-            holders = self._redis.hmget(self._keys.data, [shard + HOLDER for shard in shards])
-        return frozenset(shard for shard, by in zip(shards, holders, strict=True) if by == me.encode())
+        return self._leases.held(shards, me) if shards else frozenset()
 
     def register_corpus(self, name: str, digest: str) -> str:
         with self._connection.translated():
-            self._redis.hsetnx(self._keys.data, CORPUS + name, digest)
-            return str(self._redis.hget(self._keys.data, CORPUS + name).decode())
+            self._redis.hsetnx(self._keys.corpora, name, digest)
+            return str(self._redis.hget(self._keys.corpora, name).decode("utf-8", "replace"))
 
     def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
         with self._connection.translated():
@@ -207,10 +211,11 @@ class RedisIsland:
         return bool(self._connection.attempted(self._keys.requests, offer))
 
     def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
+        chunks = self._chunks.of(handover.giver)
         with self._connection.translated():
             if not self._redis.hexists(self._keys.requests, who):
                 return
-            where = self._chunks.place(f"h.{handover.giver}.{handover.incarnation}", payload, HANDOVER_SECONDS)
+            where = chunks.place(f"h.{handover.incarnation}", payload, HANDOVER_SECONDS)
 
         signed = self._signing.signed("handover", to_fields(handover), about=who, payload=payload)
 
@@ -221,7 +226,7 @@ class RedisIsland:
             pipe.multi()
             pipe.delete(key)
             pipe.hset(key, mapping={**signed, **where})
-            for name in (key, *self._chunks.placed(where)):  # the time starts after the upload, which may be long
+            for name in (key, *chunks.placed(where)):  # the time starts after the upload, which may be long
                 pipe.expire(name, HANDOVER_SECONDS)
 
         self._connection.attempted(self._keys.requests, answer)
@@ -234,7 +239,7 @@ class RedisIsland:
             giver = raw.get(b"giver", b"").decode("utf-8", "replace")
             self._signing.verify("handover", giver, raw, about=who)
             handover = from_fields(Handover, text_fields(raw))
-            payload = self._chunks.fetch(raw, handover.bytes, self._handover_max())
+            payload = self._chunks.of(handover.giver).fetch(raw, handover.bytes, self._handover_max())
         if len(payload) != handover.bytes:
             raise WireError(
                 f"a payload of {len(payload)} bytes where {handover.bytes} were announced", code="wire.size"
@@ -245,11 +250,20 @@ class RedisIsland:
     def withdraw_request(self, who: str) -> None:
         key = self._keys.handover(who)
         with self._connection.translated():
-            chunks = self._chunks.found_keys(self._redis.hgetall(key), self._handover_max())
+            raw = self._redis.hgetall(key)
             with self._redis.pipeline(transaction=True) as pipe:
                 pipe.hdel(self._keys.requests, who)
-                pipe.unlink(key, *chunks)
+                pipe.unlink(key)
                 pipe.execute()
+            self._drop(raw)
+
+    def _drop(self, answer: Raw) -> None:
+        """Delete the chunks of an answer, unless only its giver may. They expire by themselves."""
+        giver = answer.get(b"giver", b"").decode("utf-8", "replace")
+        chunks = self._chunks.of(giver).found_keys(answer, self._handover_max()) if is_name(giver) else []
+        if chunks:
+            with suppress(redis.exceptions.NoPermissionError):
+                self._redis.unlink(*chunks)
 
     def _handover_max(self) -> int:
         return 4 * 3 * sum(self._stored.sizes()) + (1 << 20)  # two float32 moments per parameter, with a margin
@@ -265,10 +279,8 @@ class RedisIsland:
                     self._signing.verify_payload(raw, payload)
             except (WireError, KeyError, ValueError):
                 return None  # it expired during the read, or is damaged; the island takes the full snapshot
-            if payload is not None:
-                self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
             return payload
 
 
 def chunks_name(contribution: Contribution) -> str:
-    return f"{contribution.island}.{contribution.incarnation}.{contribution.sequence}"
+    return f"{contribution.incarnation}.{contribution.sequence}"

@@ -2,6 +2,32 @@
 
 All keys that change in one transaction share the hash tag `{RUN:s0}`, so that they stay on one node of a cluster. Only
 heartbeats have no tag, because they never change in a transaction with other keys.
+
+Every key has one kind of writer, so that the access rules of a role can name its keys. NAME is an island's name, which
+cannot contain a colon. All roles read all keys.
+
+| key | type | written by | content |
+| --- | --- | --- | --- |
+| `manifest` | hash | `init`, mergers | the run's settings and fragments |
+| `updates:NAME` | stream | NAME appends, mergers delete | contributions |
+| `actions:NAME` | stream | NAME appends, mergers delete | recorded actions |
+| `leases:NAME` | hash | NAME | `SHARD` to `INCARNATION:PASS:TURN` (`broker.corpus_shards.Claim`) |
+| `c:NAME:…` | strings | NAME, mergers delete | chunks of the payloads that NAME sends |
+| `RUN:island:NAME` | hash | NAME | heartbeat |
+| `name:NAME` | string | NAME | the newest claim to the name |
+| `islands` | set | islands (SADD), mergers delete | names of islands |
+| `corpora` | hash | islands (HSETNX) | digests of corpora |
+| `asks`, `handover:…` | hashes | islands | requests for optimiser state, and answers |
+| `restored` | hash | mergers; islands (HSETNX) | the checkpoint, and the islands that have returned to it |
+| `notes` | stream | islands, mergers and operators append | notes |
+| `evaluations` | stream | islands and operators append | results on held-out text |
+| `control` | hash | operators | requests to the run |
+| `members` | hash | administrators | the members of the run |
+| `snapshots`, `tape` | streams | mergers | events and decisions |
+| `fragment:P`, `difference:…`, `outer:P`, `m:…` | hashes, strings | mergers | snapshots and the merger's state |
+| `data` | hash | mergers | cursors of the shards |
+| `state`, `books`, `epoch`, `lease` | string, hash, strings | mergers | the merger's state, counters, lease |
+| `damaged:…` | any | mergers | values that were moved aside |
 """
 
 from __future__ import annotations
@@ -40,7 +66,7 @@ class Keys:
         self.manifest = f"{self.tag}:manifest"
         self.members = f"{self.tag}:members"
         self.data = f"{self.tag}:data"
-        self.actions = f"{self.tag}:actions"
+        self.corpora = f"{self.tag}:corpora"
         self.requests = f"{self.tag}:asks"
         self.restored = f"{self.tag}:restored"
         self.evaluations = f"{self.tag}:evaluations"
@@ -66,11 +92,11 @@ class Keys:
         merger = [self.snapshots, self.tape, self.state, self.books, *outers]
         return [
             *merger,
-            *(self.updates(name) for name in islands),
+            *(key for name in islands for key in (self.updates(name), self.actions(name), self.leases(name))),
             self.islands,
             self.data,
+            self.corpora,
             self.evaluations,
-            self.actions,
             self.requests,
             self.restored,
             self.control,
@@ -88,6 +114,14 @@ class Keys:
     def updates(self, island: str) -> str:
         """Return the key of the stream of one island's contributions."""
         return f"{self.tag}:updates:{island}"
+
+    def actions(self, island: str) -> str:
+        """Return the key of the stream of one island's actions."""
+        return f"{self.tag}:actions:{island}"
+
+    def leases(self, island: str) -> str:
+        """Return the key of the hash of the shards that one island has leased."""
+        return f"{self.tag}:leases:{island}"
 
     def island(self, island: str) -> str:
         """Return the key of one island's heartbeat."""
@@ -113,6 +147,6 @@ class Keys:
         """Return the key of the merger's own state of a fragment: exact parameters and outer optimiser state."""
         return f"{self.tag}:outer:{fragment}"
 
-    def chunk(self, name: str, index: int) -> str:
-        """Return the key of one chunk of a large payload."""
-        return f"{self.tag}:c:{name}:{index}"
+    def chunk(self, name: str, index: int, owner: str = "") -> str:
+        """Return the key of one chunk of a large payload. `owner` is an island's name, or empty for a merger."""
+        return f"{self.tag}:c:{owner}:{name}:{index}" if owner else f"{self.tag}:m:{name}:{index}"

@@ -19,13 +19,12 @@ from archipelago.broker.messages import (
     Marker,
     Refusal,
     Resume,
-    from_fields,
     to_fields,
 )
+from archipelago.broker.redis.actions import ActionsStreams
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.consumer import UpdatesConsumer
-from archipelago.broker.redis.data_hash import HOLDER, parse_cursors
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.members import KnownMembers
@@ -35,9 +34,7 @@ from archipelago.broker.redis.replies import (
     GROUP,
     Raw,
     counts_in,
-    next_id,
     signed_state,
-    text_fields,
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
@@ -53,9 +50,10 @@ DIFFERENCE_SECONDS = 3600
 # The deletions come first. They free the memory that a full server needs for the last command.
 _TRIM = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-for i = 3, #ARGV do redis.call('XDEL', KEYS[i], ARGV[i]) end
-for i = #ARGV + 1, #KEYS do redis.call('UNLINK', KEYS[i]) end
-if ARGV[2] ~= '' then redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2]) end
+local entries, trims = tonumber(ARGV[2]), tonumber(ARGV[3])
+for i = 1, entries do redis.call('XDEL', KEYS[1 + i], ARGV[3 + i]) end
+for i = entries + trims + 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
+for i = entries + 1, entries + trims do redis.call('XTRIM', KEYS[1 + i], 'MINID', ARGV[3 + i]) end
 return 1
 """
 
@@ -77,6 +75,7 @@ class RedisMerger:
         self._connection, self._members = connection, members
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
+        self._actions = ActionsStreams(connection, updates)
         self._consumer = UpdatesConsumer(connection, stored, updates)
         self.lease = Lease(connection, stored)
         self._stamps = connection.stamps
@@ -165,7 +164,6 @@ class RedisMerger:
             old_snapshot = self._redis.hgetall(self._keys.fragment(p))
             old_outer = self._chunks.found_keys(self._redis.hgetall(self._keys.outer(p)))
             found = self._updates.look([*commit.entries, *commit.trim])
-            ended = self._ended(commit.cursors)
             books = self._books()
             snapshot_at = self._chunks.place(f"f{p}.{version}.e{epoch}", commit.payload)
             failpoint("commit.placed-snapshot")
@@ -184,7 +182,8 @@ class RedisMerger:
             if old_outer:  # no other process reads these chunks
                 pipe.unlink(*old_outer)
             self._merge(pipe, commit, found, books)
-            self._move_on(pipe, commit.cursors, ended)
+            if commit.cursors:
+                pipe.hset(self._keys.data, mapping={s: cursor_text(cursor) for s, cursor in commit.cursors.items()})
             pipe.set(self._keys.state, signed_state(self._signing, commit.state))
             pipe.xadd(self._keys.tape, self._signing.signed("tape", to_fields(commit.tape)), maxlen=TAPE_KEPT)
             self._announce(pipe, epoch, commit.snapshot)
@@ -231,21 +230,6 @@ class RedisMerger:
         """Add to the counters. They stop at COUNT_MAX, beyond which no process could read them."""
         pipe.hset(self._keys.books, mapping={n: min(COUNT_MAX, books[n] + count) for n, count in counts.items()})
 
-    def _ended(self, cursors: Mapping[str, tuple[int, int]]) -> list[str]:
-        """Return the shards whose pass ends with these cursors."""
-        if not cursors:
-            return []
-        stored = self._redis.hmget(self._keys.data, list(cursors))
-        fields = {shard: text.decode("utf-8", "replace") for shard, text in zip(cursors, stored, strict=True) if text}
-        before = parse_cursors(self._connection, fields)
-        return [shard for shard, cursor in cursors.items() if cursor[0] > before.get(shard, (0, 0))[0]]
-
-    def _move_on(self, pipe: Any, cursors: Mapping[str, tuple[int, int]], ended: Sequence[str]) -> None:
-        if cursors:
-            pipe.hset(self._keys.data, mapping={shard: cursor_text(cursor) for shard, cursor in cursors.items()})
-        if ended:
-            pipe.hdel(self._keys.data, *[shard + HOLDER for shard in ended])
-
     # -- merged entries ---------------------------------------------------------------------------------------------
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
@@ -262,40 +246,34 @@ class RedisMerger:
     def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
         found = self._updates.look(entries)
         gone = [entry for entry in found if found[entry].kept]
-        minid = "" if actions_until == START else next_id(actions_until)
+        minids = self._actions.minids(actions_until)
         failpoint("trim.before")
         try:
             with self.lease.fenced(epoch) as pipe:
                 self._delete(pipe, gone, found)
-                if minid:
-                    pipe.xtrim(self._keys.actions, minid=minid, approximate=False)
+                for key, minid in minids.items():
+                    pipe.xtrim(key, minid=minid, approximate=False)
         except BrokerError as error:
             if not is_full(error):
                 raise
-            self._trim_when_full(epoch, gone, found, minid)
+            self._trim_when_full(epoch, gone, found, minids)
         failpoint("trim.done")
 
-    def _trim_when_full(self, epoch: int, gone: Sequence[str], found: Mapping[str, FoundEntry], minid: str) -> None:
+    def _trim_when_full(
+        self, epoch: int, gone: Sequence[str], found: Mapping[str, FoundEntry], minids: Mapping[str, str]
+    ) -> None:
         """Trim by a script. A server at its memory limit refuses every transaction, but only trimming frees memory."""
-        chunks = [chunk for entry in gone for chunk in self._chunks.found_keys(found[entry].raw or {})]
+        chunks = [chunk for entry in gone for chunk in self._updates.chunks_of(entry, found[entry].raw)]
         where = [(key, id_) for key, ids in by_stream(gone, self._keys.updates).items() for id_ in ids]
-        keys = [self._keys.epoch, self._keys.actions, *(key for key, _ in where), *chunks]
+        keys = [self._keys.epoch, *(key for key, _ in where), *minids, *chunks]
+        arguments = [len(where), len(minids), *(id_ for _, id_ in where), *minids.values()]
         with self._connection.translated():
-            done = self._redis.eval(_TRIM, len(keys), *keys, self.lease.mark(epoch), minid, *(id_ for _, id_ in where))
+            done = self._redis.eval(_TRIM, len(keys), *keys, self.lease.mark(epoch), *arguments)
         if not done:
             raise self.lease.overtaken(epoch)
 
     def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
-        out: list[tuple[str, Actions]] = []
-        for entry, raw in self._connection.pages(self._keys.actions, after, count):
-            try:
-                self._signing.verify("actions", raw.get(b"island", b"").decode("utf-8", "replace"), raw)
-                out.append((entry, from_fields(Actions, text_fields(raw))))
-            except WireError as error:
-                log.warning("actions %s cannot be read: %s", entry, error.reason)
-            if len(out) == count:
-                break
-        return out
+        return self._actions.read(after, count)
 
     # -- entries ----------------------------------------------------------------------------------------------------
 
@@ -303,7 +281,7 @@ class RedisMerger:
         entries = list(entries)
         for key, ids in by_stream(entries, self._keys.updates).items():
             pipe.xdel(key, *ids)
-        if chunks := [chunk for entry in entries for chunk in self._chunks.found_keys(found[entry].raw or {})]:
+        if chunks := [chunk for entry in entries for chunk in self._updates.chunks_of(entry, found[entry].raw)]:
             pipe.unlink(*chunks)
 
     def _announce(self, pipe: Any, epoch: int, event: Event) -> None:

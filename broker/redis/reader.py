@@ -31,6 +31,7 @@ from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.replies import (
     Raw,
+    count_in,
     counts_in,
     entry_id,
     epoch_in,
@@ -92,7 +93,7 @@ class RedisReader:
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         return self.event_stream.after(after, block_seconds, count)
 
-    def fragment(self, fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
         for _ in range(8):
             raw: Raw = {}
             with self._connection.forgiving(self._keys.fragment(fragment), "a hash"):
@@ -107,8 +108,6 @@ class RedisReader:
                     payload = self._chunks.fetch(raw, snapshot.bytes)
                 except WireError:
                     continue  # a newer snapshot has replaced it, and its chunks expired during the read
-                if account:
-                    self._redis.hincrby(self._keys.books, "bytes_down", len(payload))
             self._connection.signing.verify_payload(raw, payload)
             self.event_stream.accept_fragment(fragment, raw)
             return snapshot, payload
@@ -172,9 +171,18 @@ class RedisReader:
         return dataclasses.replace(
             stored,
             kept=found.kept,
+            bytes_down=min(COUNT_MAX, stored.bytes_down + self._downloaded()),
             published=min(COUNT_MAX, stored.merged + stored.refused + found.waiting),
             published_tokens=min(COUNT_MAX, stored.merged_tokens + stored.refused_tokens + found.waiting_tokens),
         )
+
+    def _downloaded(self) -> int:
+        """Return the bytes that the islands say they have downloaded."""
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            for name in self._updates.names():
+                pipe.hget(self._keys.island(name), "bytes_down")
+            answers = pipe.execute(raise_on_error=False)
+        return sum(count_in(answer) for answer in answers if isinstance(answer, bytes))
 
     def backlog(self) -> int:
         return self._updates.backlog()

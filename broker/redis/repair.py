@@ -39,11 +39,12 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
     islands = list(islands)
     kinds = {
         "hash": [
-            keys.manifest, keys.data, keys.requests, keys.restored, keys.control, keys.books,
+            keys.manifest, keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.books,
             *(keys.fragment(p) for p in range(fragments)), *(keys.outer(p) for p in range(fragments)),
-            *map(keys.island, islands),
+            *map(keys.island, islands), *map(keys.leases, islands),
         ],
-        "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, keys.actions, *map(keys.updates, islands)],
+        "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, *map(keys.updates, islands),
+                   *map(keys.actions, islands)],
         "string": [keys.state, keys.epoch, keys.lease, *map(keys.name, islands)],
         "set": [keys.islands, REGISTRY],
     }  # fmt: skip

@@ -18,6 +18,8 @@ from archipelago.broker.transport import START
 
 #: The consumer group of the updates stream.
 GROUP = "merger"
+#: The largest second part of the id of an entry.
+NUMBER_MAX = (1 << 64) - 1
 #: A larger epoch is damage. Every take-over counts one.
 EPOCH_MAX = 1 << 53
 
@@ -53,7 +55,7 @@ def epoch_in(mark: bytes | None) -> int:
 def next_id(entry: str) -> str:
     """Return the smallest id that is greater than that one."""
     milliseconds, number = entry_id(entry)
-    return f"{milliseconds}-{number + 1}"
+    return f"{milliseconds}-{number + 1}" if number < NUMBER_MAX else f"{milliseconds + 1}-0"
 
 
 def previous_id(entry: str) -> str:
@@ -61,7 +63,7 @@ def previous_id(entry: str) -> str:
     milliseconds, number = entry_id(entry)
     if number:
         return f"{milliseconds}-{number - 1}"
-    return f"{milliseconds - 1}-{(1 << 64) - 1}" if milliseconds else START
+    return f"{milliseconds - 1}-{NUMBER_MAX}" if milliseconds else START
 
 
 def entries_by_stream(found: Any) -> Iterator[tuple[str, str, Raw]]:
@@ -112,6 +114,12 @@ def counts_in(fields: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
         else:
             faults.append(name)
     return counts, faults
+
+
+def count_in(value: bytes | None) -> int:
+    """Return a counter, at most COUNT_MAX; 0 for a value that is missing or no number."""
+    text = (value or b"").decode("utf-8", "replace")
+    return min(int(text), COUNT_MAX) if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII) else 0
 
 
 def group_of(groups: Any) -> dict[str, Any]:

@@ -34,8 +34,8 @@ SETINFO: Final = (7, 2)
 _KEYLESS: Final = ("PING", "TIME", "INFO", "MULTI", "EXEC", "DISCARD", "UNWATCH")
 _READS: Final = (
     "WATCH", "EXISTS", "TYPE", "TTL", "PTTL", "GET", "STRLEN", "GETRANGE", "HGET", "HMGET", "HGETALL", "HEXISTS",
-    "HLEN", "HSTRLEN", "SMEMBERS", "SISMEMBER", "SCARD", "SSCAN", "XRANGE", "XREVRANGE", "XREAD", "XLEN", "XPENDING",
-    "XINFO|GROUPS", "XINFO|STREAM",
+    "HLEN", "HSTRLEN", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "SSCAN", "XRANGE", "XREVRANGE", "XREAD", "XLEN",
+    "XPENDING", "XINFO|GROUPS", "XINFO|STREAM",
 )  # fmt: skip
 _KEY_WRITES: Final = ("SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST")
 _HASH_WRITES: Final = ("HSET", "HSETNX", "HDEL", "HINCRBY")
@@ -163,7 +163,7 @@ def _selector(grant: Grant) -> str:
 #: Arguments that make each command complete, with `*` in place of the key.
 _ARGUMENTS: Final[dict[str, str]] = {
     "SET": "* x", "EXPIRE": "* 1", "PEXPIRE": "* 1", "GETRANGE": "* 0 1", "HGET": "* x", "HMGET": "* x",
-    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "SSCAN": "* 0", "RENAME": "* *",
+    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "SSCAN": "* 0", "HSCAN": "* 0", "RENAME": "* *",
     "XRANGE": "* - +", "XREVRANGE": "* + -",
     "XREAD": "STREAMS * 0", "XPENDING": f"* {GROUP}", "HSET": "* x x", "HSETNX": "* x x", "HDEL": "* x",
     "HINCRBY": "* x 1", "SADD": "* x", "SREM": "* x", "XADD": "* ID x x", "XDEL": "* 0-1", "XTRIM": "* MAXLEN 1",

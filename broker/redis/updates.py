@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from archipelago.broker.entries import entry_name, parse_entry
+from archipelago.broker.entries import entry_name, parse_entry, sender_of
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
@@ -84,7 +84,7 @@ class UpdatesStreams:
         self._cursor = 0
 
     def names(self) -> list[str]:
-        """Return the names of the islands that have a heartbeat or a stream, sorted; ISLANDS_MAX at most.
+        """Return the names of the islands that have a key of their own, sorted; ISLANDS_MAX at most.
 
         Every island can add any number of names to the set, so a name alone counts for nothing, and the names that
         were found stay. If the set is very long, the next call goes on where this one has stopped.
@@ -99,12 +99,12 @@ class UpdatesStreams:
         return sorted(self._names)
 
     def _existing(self, names: Sequence[str]) -> list[str]:
-        """Return those of the islands that have a heartbeat or a stream."""
+        """Return those of the islands that have a heartbeat, a stream or leases."""
         if not names:
             return []
         with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
-                pipe.exists(self._keys.updates(name))
+                pipe.exists(self._keys.updates(name), self._keys.actions(name), self._keys.leases(name))
                 pipe.exists(self._keys.island(name))
             answers = pipe.execute()
         return [name for name, *found in zip(names, answers[::2], answers[1::2], strict=True) if any(found)]
@@ -245,16 +245,20 @@ class UpdatesStreams:
             return Delivery(entry, None, fault=error.reason)
         if contribution.island != sender:
             return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
-        download = partial(self._download, raw, contribution.bytes, verify=verify)
+        download = partial(self._download, sender, raw, contribution.bytes, verify=verify)
         delivery = Delivery(entry, contribution, download=download)
         return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
-    def _download(self, raw: Raw, size: int, *, verify: bool) -> bytes:
+    def _download(self, sender: str, raw: Raw, size: int, *, verify: bool) -> bytes:
         with self._connection.translated():
-            payload = self._chunks.fetch(raw, size)
+            payload = self._chunks.of(sender).fetch(raw, size)
         if verify:
             self._connection.signing.verify_payload(raw, payload)
         return payload
+
+    def chunks_of(self, entry: str, raw: Raw | None) -> list[str]:
+        """Return the chunks that an entry points to; nothing if the pointer cannot be read."""
+        return self._chunks.of(sender_of(entry)).found_keys(raw or {})
 
 
 def by_stream(entries: Iterable[str], key: Callable[[str], str]) -> Mapping[str, list[str]]:

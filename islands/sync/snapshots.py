@@ -110,7 +110,7 @@ class Snapshots:
 
     def fetch(self, p: int) -> Arrival:
         """Download a fragment in full. Raises WireError for a payload that was not announced."""
-        snapshot, payload = self._transport.reader.fragment(p, account=True)
+        snapshot, payload = self._transport.reader.fragment(p)
         if digest(payload) != snapshot.digest or snapshot.fragment != p:
             raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
         if fault := snapshot_fault(snapshot, self._manifest):

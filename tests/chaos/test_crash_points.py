@@ -155,13 +155,13 @@ def check_stream(scripted: ScriptedRun, name: str) -> None:
     with redis.Redis.from_url(scripted.url) as client:
         lasting, expiring = chunks(client, scripted.run)
         assert lasting == pointed_to(client, scripted.run)
-        uploads = {key.rpartition(":")[0] for key in expiring if ":c:b.x." in key}
+        uploads = {key.rpartition(":")[0] for key in expiring if ":c:b:x." in key}
         assert len(uploads) == (name == "publish.placed"), "chunks without an entry must expire"
 
 
 def chunks(client: Any, run: str) -> tuple[set[str], set[str]]:
     """Return the chunks of the run that stay, and those that expire."""
-    found = {key.decode() for key in client.scan_iter(match=f"*{run}:s0}}:c:*", count=1000)}
+    found = {key.decode() for key in client.scan_iter(match=f"*{run}:s0}}:[cm]:*", count=1000)}
     lasting = {key for key in found if client.ttl(key) == -1}
     return lasting, found - lasting
 
@@ -169,10 +169,10 @@ def chunks(client: Any, run: str) -> tuple[set[str], set[str]]:
 def pointed_to(client: Any, run: str) -> set[str]:
     """Return the chunks to which an entry, a fragment or an outer state refers."""
     keys = Keys(run)
-    rows = [fields for name in ISLANDS for _, fields in client.xrange(keys.updates(name))]
-    rows += [client.hgetall(key) for p in range(2) for key in (keys.fragment(p), keys.outer(p))]
-    found = [(row[b"chunks_name"].decode(), int(row[b"chunks"])) for row in rows if b"chunks_name" in row]
-    return {keys.chunk(name, index) for name, count in found for index in range(count)}
+    rows = [(name, fields) for name in ISLANDS for _, fields in client.xrange(keys.updates(name))]
+    rows += [("", client.hgetall(key)) for p in range(2) for key in (keys.fragment(p), keys.outer(p))]
+    found = [(owner, row[b"chunks_name"].decode(), int(row[b"chunks"])) for owner, row in rows if b"chunks_name" in row]
+    return {keys.chunk(name, index, owner) for owner, name, count in found for index in range(count)}
 
 
 # -- the tests -------------------------------------------------------------------------------------------------------

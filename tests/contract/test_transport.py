@@ -157,7 +157,7 @@ def test_a_commit_changes_everything_at_once(transport: Transport, connections: 
     commit = samples.commit([delivery.entry], payload, outer=payload + b"!")
     transport.merger.commit(epoch, commit)
     other = connections()
-    assert other.reader.fragment(0, account=True) == (commit.snapshot, payload)
+    assert other.reader.fragment(0) == (commit.snapshot, payload)
     assert other.merger.outer(0) == payload + b"!"
     assert other.reader.merger_state() == commit.state
     assert other.reader.tape(10) == [commit.tape]
@@ -165,7 +165,7 @@ def test_a_commit_changes_everything_at_once(transport: Transport, connections: 
     assert other.reader.backlog() == 0
     assert other.island.holds(entry)  # Redis keeps it until a checkpoint covers it.
     assert other.merger.unacknowledged() == []
-    assert other.reader.books() == Books(1, 100, 1, 100, 0, 0, len(payload), len(payload), kept=1)
+    assert other.reader.books() == Books(1, 100, 1, 100, 0, 0, len(payload), 0, kept=1)
 
 
 def test_a_newer_snapshot_replaces_the_older_one(transport: Transport) -> None:
@@ -226,7 +226,7 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
         lambda: transport.merger.commit(old, samples.commit([delivery.entry])),
         lambda: transport.merger.refuse(old, [(delivery.entry, Refusal("a", "x", 0, 1, 0, 100, "no"))]),
         lambda: transport.merger.announce(old, Call(1, 0)),
-        lambda: transport.merger.trim(old, [kept], "9999999999999-0"),
+        lambda: transport.merger.trim(old, [kept], "a/9999999999999-0"),
         lambda: transport.merger.renew(old, "first", 10.0),
         lambda: transport.merger.release(old),
     ]
@@ -674,13 +674,22 @@ def test_each_version_has_its_difference_to_the_previous_one(transport: Transpor
     epoch = transport.merger.acquire("m", 60)
     assert epoch is not None
     assert transport.island.difference(0, 1) is None
-    before = transport.reader.books().bytes_down
     for number, difference in ((1, b"one"), (3, LARGE), (5, b"")):
         transport.merger.commit(epoch, samples.commit([], round_number=number, difference=difference))
     other = connections()
     assert [other.island.difference(0, version) for version in (1, 2, 3)] == [b"one", LARGE, None]
     assert other.island.difference(1, 1) is None
-    assert other.reader.books().bytes_down == before + len(b"one") + len(LARGE)
+
+
+def test_downloaded_bytes_are_those_that_all_incarnations_report(transport: Transport, connections: Connect) -> None:
+    transport.island.heartbeat(samples.heartbeat("a", bytes_down=5))
+    transport.island.heartbeat(samples.heartbeat("b", bytes_down=100))
+    transport.island.heartbeat(samples.heartbeat("a", bytes_down=7))
+    other = connections()
+    other.island.heartbeat(samples.heartbeat("a", incarnation="y", bytes_down=0))
+    other.island.heartbeat(samples.heartbeat("a", incarnation="y", bytes_down=2))
+    assert transport.reader.books().bytes_down == 7 + 2 + 100
+    assert other.reader.presences()[0].heartbeat.bytes_down == 9
 
 
 def test_only_the_newest_differences_are_kept(transport: Transport) -> None:

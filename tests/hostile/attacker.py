@@ -151,7 +151,7 @@ class Attacker:
         """Upload chunks as an island does, and return the pointer to them."""
         starts = range(0, len(payload), CHUNK_BYTES)
         for index, start in enumerate(starts):
-            self.redis.set(self.keys.chunk(name, index), payload[start : start + CHUNK_BYTES])
+            self.redis.set(self.keys.chunk(name, index, self.name), payload[start : start + CHUNK_BYTES])
         return {CHUNKS: str(len(starts)), NAME: name}
 
     def _placed(self, fields: Mapping[Any, Any], payload: bytes | None) -> Any:

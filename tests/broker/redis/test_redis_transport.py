@@ -35,7 +35,7 @@ from archipelago.broker.errors import (
     WireError,
 )
 from archipelago.broker.messages import Call, Contribution, Note, Pending, Refusal, to_fields
-from archipelago.broker.redis import chunks, client, connection, data_hash, failures, islands
+from archipelago.broker.redis import chunks, client, connection, data_hash, failures, islands, leases
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.keys import REGISTRY, Keys
@@ -109,8 +109,12 @@ def keys(raw: Any, run: str) -> set[str]:
     return {key.decode() for key in raw.scan_iter(match=f"*{run}*", count=1000)}
 
 
+def is_chunk(key: str) -> bool:
+    return ":c:" in key or ":m:" in key
+
+
 def chunk_keys(raw: Any, run: str) -> set[str]:
-    return {key for key in keys(raw, run) if ":c:" in key}
+    return {key for key in keys(raw, run) if is_chunk(key)}
 
 
 def with_payloads(deliveries: Sequence[Delivery]) -> list[Delivery]:
@@ -618,12 +622,12 @@ def test_an_unreadable_entry_is_pending_without_tokens(transport: RedisTransport
 def test_unreadable_actions_are_skipped(transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture) -> None:
     transport.island.record_actions(samples.actions(0))
     ((first, _),) = transport.merger.actions(START)
-    nonsense = [raw.xadd(Keys(transport.run).actions, {"island": "../..", "index": "1"}) for _ in range(3)]
+    nonsense = [raw.xadd(Keys(transport.run).actions("a"), {"island": "../..", "index": "1"}) for _ in range(3)]
     transport.island.record_actions(samples.actions(1))
     with caplog.at_level(logging.WARNING):
         found = transport.merger.actions(first, count=2)  # There are more unreadable entries than one call reads.
     assert [actions for _, actions in found] == [samples.actions(1)]
-    assert f"actions {nonsense[-1].decode()} cannot be read" in caplog.text
+    assert f"actions a/{nonsense[-1].decode()} cannot be read" in caplog.text
 
 
 # -- leases on data -----------------------------------------------------------------------------------------------
@@ -635,16 +639,16 @@ def test_cursors_and_leases_are_text(transport: RedisTransport, raw: Any, epoch:
     transport.island.register_corpus("site", "1" * 32)
     assert raw.hgetall(Keys(transport.run).data) == {
         b"17": b"0:96",
-        b"17.by": b"a/x",
         b"site/3": b"2:0",
-        b"corpus.site": b"1" * 32,
     }
+    assert raw.hgetall(Keys(transport.run).leases("a")) == {b"17": b"x:0:0"}
+    assert raw.hgetall(Keys(transport.run).corpora) == {b"site": b"1" * 32}
 
 
 def test_an_unreadable_cursor_restarts_at_zero(
     transport: RedisTransport, raw: Any, epoch: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw.hset(Keys(transport.run).data, mapping={"0": b"\xff", "1": "0:8", "0.by": b"\xff\xfe"})
+    raw.hset(Keys(transport.run).data, mapping={"0": b"\xff", "1": "0:8"})
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert transport.reader.cursors() == {"1": (0, 8)}
@@ -665,7 +669,7 @@ def disturb_leases(transport: RedisTransport, disturb: Callable[[int], None], mo
             disturb(next(times))
         return found
 
-    monkeypatch.setattr(islands, "parse_cursors", read_and_disturb)
+    monkeypatch.setattr(leases, "parse_cursors", read_and_disturb)
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["while it is watched", "before it is sent"])
@@ -784,7 +788,7 @@ def test_a_full_server_can_be_trimmed(
     assert [transport.island.holds(entry) for entry in entries] == [False, False, True]
     assert (transport.reader.backlog(), transport.reader.books().kept) == (1, 0)
     assert transport.merger.actions(START) == logged[2:]
-    assert len([key for key in chunk_keys(raw, transport.run) - before if ":c:a.x." in key]) == 3
+    assert len([key for key in chunk_keys(raw, transport.run) - before if ":c:a:x." in key]) == 3
     transport.merger.trim(epoch, [], logged[2][0])
     assert transport.merger.actions(START) == []
 
@@ -821,7 +825,7 @@ def test_an_older_merger_cannot_trim_a_full_server(transport: RedisTransport, co
     transport.merger.release(epoch)
     connections().merger.acquire("another", 60.0)
     with pytest.raises(FencedError):
-        transport.merger._trim_when_full(epoch, [entry], transport.updates.look([entry]), "")
+        transport.merger._trim_when_full(epoch, [entry], transport.updates.look([entry]), {})
     assert transport.island.holds(entry)
     assert transport.reader.books().kept == 1
 
@@ -994,14 +998,14 @@ def test_only_the_expected_keys_remain(transport: RedisTransport, raw: Any, epoc
     wanted = wanted_chunks(raw, run, 2)
     assert len(wanted) == 2 * (3 + 5)
     assert lasting_chunks(raw, run) == wanted
-    names = {key.replace(run, "RUN") for key in keys(raw, run) if ":c:" not in key}
+    names = {key.replace(run, "RUN") for key in keys(raw, run) if not is_chunk(key)}
     assert names == {
         "{RUN:s0}:manifest", "{RUN:s0}:islands", "RUN:island:a", "{RUN:s0}:updates:a",
         "{RUN:s0}:snapshots", "{RUN:s0}:tape",
         "{RUN:s0}:lease", "{RUN:s0}:epoch", "{RUN:s0}:state", "{RUN:s0}:books", "{RUN:s0}:fragment:0",
-        "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "{RUN:s0}:data", "{RUN:s0}:actions",
+        "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "{RUN:s0}:data", "{RUN:s0}:actions:a",
     }  # fmt: skip
-    assert {key.replace(run, "RUN") for key in keys(raw, run) if raw.ttl(key) > 0 and ":c:" not in key} == {
+    assert {key.replace(run, "RUN") for key in keys(raw, run) if raw.ttl(key) > 0 and not is_chunk(key)} == {
         "RUN:island:a",
         "{RUN:s0}:lease",
     }
@@ -1185,7 +1189,7 @@ def test_a_restore_leaves_no_unused_chunk(connections: Connect, raw: Any) -> Non
         broken.restore(samples.image(manifest, pending, outer=LARGE))
     assert keys(raw, made.run) == set()  # It checks that the run is absent before it uploads anything.
     made.restore(samples.image(manifest, pending, outer=LARGE))
-    published = {key for key in chunk_keys(raw, made.run) if ":c:a.x." in key}
+    published = {key for key in chunk_keys(raw, made.run) if ":c:a:x." in key}
     assert len(published) == 3
     assert lasting_chunks(raw, made.run) == chunk_keys(raw, made.run) == wanted_chunks(raw, made.run, 2) | published
     epoch = made.merger.acquire("merger", 60.0)
@@ -1193,7 +1197,7 @@ def test_a_restore_leaves_no_unused_chunk(connections: Connect, raw: Any) -> Non
     (delivery,) = with_payloads(made.merger.updates(0.0))
     made.merger.commit(epoch, samples.commit([delivery.entry], round_number=3, trim=[delivery.entry]))
     assert lasting_chunks(raw, made.run) == wanted_chunks(raw, made.run, 2)
-    assert not [key for key in chunk_keys(raw, made.run) if ":c:a.x." in key]
+    assert not [key for key in chunk_keys(raw, made.run) if ":c:a:x." in key]
 
 
 def test_a_restore_loses_against_a_concurrent_creation(
@@ -1284,9 +1288,9 @@ def test_at_most_two_versions_of_a_snapshot_are_kept(transport: RedisTransport, 
     counts = []
     for number in range(1, 8):
         transport.merger.commit(epoch, samples.commit([], bytes([number]) * 3000, number))
-        counts.append(len([key for key in chunk_keys(raw, transport.run) if ":c:f0." in key]))
+        counts.append(len([key for key in chunk_keys(raw, transport.run) if ":m:f0." in key]))
     assert counts == [3, *[6] * 6]
-    assert len([key for key in chunk_keys(raw, transport.run) if ":c:o0." in key]) <= 3
+    assert len([key for key in chunk_keys(raw, transport.run) if ":m:o0." in key]) <= 3
 
 
 # -- steering -------------------------------------------------------------------------------------------------------

@@ -146,7 +146,10 @@ class Harness:
 
     def forget(self, entry: str) -> None:
         """Lose an acknowledged entry, as a crashed server may."""
-        del self.broker.runs[self.manifest.run].updates[int(entry.split("-")[0])]
+        run = self.broker.runs[self.manifest.run]
+        number = run.found(entry)
+        assert number is not None
+        del run.updates[number]
 
 
 @pytest.fixture
@@ -216,6 +219,8 @@ def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harnes
     later = harness.call(2)
     link.pump()
     assert received(link) == ([later], [])
+    link.beat(samples.heartbeat(bytes_down=link.bytes_down))
+    link.pump()
     assert link.bytes_down == harness.transport.reader.books().bytes_down
 
 
@@ -224,10 +229,10 @@ def test_no_event_during_a_join_is_missed(harness: Harness) -> None:
     link = Link(faulty, harness.manifest, "a/x", SHARDS)
     snapshot = faulty.reader.fragment
 
-    def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+    def closes_meanwhile(fragment: int) -> tuple[Snapshot, bytes]:
         if fragment == 1:
             harness.close(1, 5.0)
-        return snapshot(fragment, account=account)
+        return snapshot(fragment)
 
     faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.join()
@@ -250,7 +255,7 @@ def test_contributions_are_published_in_order_with_their_bytes_and_digest(harnes
         assert delivery.contribution.digest == digest(delivery.payload)
         assert unpack(delivery.payload, SIZE).tolist() == [float(delivery.contribution.round)] * SIZE
     assert (link.backlog, link.outbox.sent) == (0, 3)
-    assert link.outbox.bytes_up == harness.transport.reader.books().bytes_up
+    assert link.outbox.bytes_up == sum(c.bytes for c in harness.published())
 
 
 def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(harness: Harness) -> None:
@@ -269,8 +274,8 @@ def test_events_are_read_during_a_download(harness: Harness, monkeypatch: Any) -
     fragment = harness.faulty.reader.fragment
     meanwhile = [lambda: harness.close(3, 3.0)]
 
-    def slow(p: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
-        found = fragment(p, account=account)
+    def slow(p: int) -> tuple[Snapshot, bytes]:
+        found = fragment(p)
         while meanwhile:
             meanwhile.pop()()
         return found
@@ -751,12 +756,12 @@ def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
     fetch = harness.faulty.reader.fragment
     fetched: list[int] = []
 
-    def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+    def closes_meanwhile(fragment: int) -> tuple[Snapshot, bytes]:
         if not fetched:
             harness.close(2, 2.0)
             harness.close(3, 3.0)
         fetched.append(fragment)
-        return fetch(fragment, account=account)
+        return fetch(fragment)
 
     harness.close(1, 1.0)
     harness.faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
@@ -774,10 +779,10 @@ def test_an_early_snapshot_is_replaced_by_a_newer_one(harness: Harness) -> None:
     link = harness.link()
     fetch, rounds = harness.faulty.reader.fragment, iter([3, None, None])
 
-    def closes_meanwhile(fragment: int, *, account: bool = False) -> tuple[Snapshot, bytes]:
+    def closes_meanwhile(fragment: int) -> tuple[Snapshot, bytes]:
         if number := next(rounds):
             harness.close(number, float(number))
-        return fetch(fragment, account=account)
+        return fetch(fragment)
 
     harness.close(1, 1.0)
     harness.faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
