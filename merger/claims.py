@@ -29,8 +29,10 @@ SPEED_MAX_OF_TWO = 256.0
 STEP_SECONDS_MIN = 1e-4
 #: A report of a step time that is this much shorter than what the merger saw is not believed.
 SEEN_SLACK = 4.0
-#: An island that was never heard may bring the steps of this many sync intervals, from before the merger saw it.
+#: A contribution may have the steps of this many sync intervals more than the merger saw time for: it may have waited.
 BURST_INTERVALS = 8
+#: The same for an island's first contribution to a fragment, which may have trained long before the merger started.
+FIRST_BURST_INTERVALS = 64
 #: Each round may advance the run's step by this many strides of H/P steps, however little time has passed.
 STRIDES_OF_A_ROUND = 2
 #: Batches may grow by this factor after an island's first contribution.
@@ -316,9 +318,10 @@ class Accounts:
             self._sent.pop((island, p), None)
 
     def _steps_possible(self, c: Contribution, reported: Mapping[str, float], now: float) -> int:
-        since = self._sent.get((c.island, c.fragment), self._since.get(c.island, now))
+        sent = self._sent.get((c.island, c.fragment))
+        since = self._since.get(c.island, now) if sent is None else sent
         elapsed = min(max(now - since, 0.0), ELAPSED_MAX)
-        burst = BURST_INTERVALS * self.config.sync.interval
+        burst = (FIRST_BURST_INTERVALS if sent is None else BURST_INTERVALS) * self.config.sync.interval
         return burst + int(elapsed / fastest_step_seconds(c.island, reported))
 
     def _tokens_per_step(self, c: Contribution) -> float:

@@ -120,7 +120,8 @@ def assert_unharmed(victims: Victims, before: Standing, until: Until) -> Standin
     manifest = victims.transport.reader.manifest()
     interval = manifest.config.sync.interval
     made = after.step - before.step
-    possible = victims.steps() - before.fastest + 4 * interval
+    # Islands that take turns in being the fastest bring the run further than each of them.
+    possible = 2 * (victims.steps() - before.fastest) + 4 * interval
     assert made <= possible, f"the run went {made} steps ahead while its islands made {possible}"
     assert after.passes <= before.passes + 2 + (after.fastest - before.fastest), "a cursor jumped"
     for island in victims.islands:

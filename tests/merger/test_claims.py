@@ -18,6 +18,7 @@ from archipelago.merger.claims import (
     ACCOUNTS_MAX,
     BATCH_SLACK,
     BURST_INTERVALS,
+    FIRST_BURST_INTERVALS,
     SPEED_MAX,
     STEP_SECONDS_MIN,
     STRIDES_OF_A_ROUND,
@@ -192,7 +193,8 @@ def test_false_claims_of_work_are_lowered(steps: int, tokens: int, gaps: list[fl
         now += gap
         c = claim(island="x", fragment=number % P, steps=steps, tokens=tokens, global_step=steps)
         found, _ = accounts.bounded(c, reported, now)
-        assert 1 <= found.steps <= BURST_INTERVALS * H + now * SPEED_MAX / 0.5
+        burst = BURST_INTERVALS if number >= P else FIRST_BURST_INTERVALS
+        assert 1 <= found.steps <= burst * H + now * SPEED_MAX / 0.5
         assert 1 <= found.tokens <= found.steps * BATCH * BATCH_SLACK
         accounts.accept(found, 0, now, now)
 
