@@ -29,6 +29,9 @@ from archipelago.broker.transport import START, Delivery
 
 #: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
 ISLANDS_MAX = 2048
+#: A stream in which more entries wait is not read entry by entry, only by the merger that refuses them. Honest islands
+#: have a few entries for each round of the window.
+FLOOD_ENTRIES = 1 << 13
 #: How many pages of the set of islands are read at a time.
 NAME_PAGES_MAX = 64
 
@@ -112,9 +115,12 @@ class UpdatesStreams:
     # -- what waits -------------------------------------------------------------------------------------------------
 
     def waiting(self) -> Iterator[Contribution | None]:
-        """Yield the contributions that are neither merged nor refused, island by island; None for an unreadable one."""
+        """Yield the contributions that are neither merged nor refused, island by island; None for an unreadable one.
+
+        Those of flooded streams are left out.
+        """
         for name, id_, raw in self._waiting(self.names()):
-            yield self.delivery(name, id_, raw or {}).contribution
+            yield self.delivery(name, id_, raw or {}, verify=False).contribution
 
     def settled(self) -> Iterator[Delivery]:
         """Yield the entries that were acknowledged and are still in their streams, without their payloads."""
@@ -127,9 +133,11 @@ class UpdatesStreams:
                     yield self.delivery(name, id_, raw)
 
     def tally(self) -> Tally:
-        """Count the entries of all streams, one by one where they wait."""
+        """Count the entries of all streams. Those that wait are read, except in flooded streams."""
         names = self.names()
-        count = tokens = there = 0
+        floods = [_flood(groups) for groups in self._each("xinfo_groups", names).values()]
+        count = there = sum(floods)
+        tokens = 0
         for name, id_, raw in self._waiting(names):
             contribution = self.delivery(name, id_, raw or {}, verify=False).contribution
             count += 1
@@ -160,6 +168,8 @@ class UpdatesStreams:
     def _waiting(self, names: Sequence[str]) -> Iterator[tuple[str, str, Raw | None]]:
         # The groups' positions are read first, so that an entry that a merger takes meanwhile still counts as waiting.
         for name, groups in self._each("xinfo_groups", names).items():
+            if _flood(groups):
+                continue
             key, last = self._keys.updates(name), last_delivered(groups)
             for page in self._unacknowledged(name):
                 ids = [id_ for id_ in page if entry_id(id_) <= last]
@@ -271,6 +281,14 @@ def by_stream(entries: Iterable[str], key: Callable[[str], str]) -> Mapping[str,
             continue
         out.setdefault(key(name), []).append(id_)
     return out
+
+
+def _flood(groups: Any) -> int:
+    """Return how many entries of a stream wait if they are far too many to be read; else 0."""
+    found = group_of(groups)
+    behind = found.get("lag")  # Redis 6.2 does not know it
+    waiting = int(found.get("pending", 0)) + (behind if isinstance(behind, int) else 0)
+    return waiting if waiting > FLOOD_ENTRIES else 0
 
 
 def _text(id_: tuple[int, int]) -> str:
