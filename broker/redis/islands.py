@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,8 @@ from archipelago.broker.signing import MERGER, Signing
 
 #: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600
+#: With more requests for optimiser state than this, only those of live islands are read.
+REQUESTS_READ = 256
 
 
 class RedisIsland:
@@ -181,9 +184,12 @@ class RedisIsland:
     def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
         with self._connection.translated():
             number, last_round = self._redis.hmget(self._keys.restored, "number", "round")
-            if number is None or not self._redis.hsetnx(self._keys.restored, f"by.{island}", 1):
+            found = [(value or b"0").decode("utf-8", "replace") for value in (number, last_round)]
+            if number is None or not all(re.fullmatch("[0-9]{1,18}", text) for text in found):
+                return None  # the run was not restored, or nobody can tell to which checkpoint
+            if not self._redis.hsetnx(self._keys.restored, f"by.{island}", 1):
                 return None
-        return int(number), int(last_round or 0)
+        return int(found[0]), int(found[1])
 
     # -- between islands --------------------------------------------------------------------------------------------
 
@@ -194,11 +200,19 @@ class RedisIsland:
             pipe.execute()
 
     def open_requests(self) -> list[str]:
+        key = self._keys.requests
         with self._connection.translated():
-            found = text_fields(self._redis.hgetall(self._keys.requests))
-        waiting = [who for who, giver in found.items() if not giver]
-        live = self._live() if waiting else frozenset()
-        return sorted(who for who in waiting if who in live)
+            is_flooded = self._redis.hlen(key) > REQUESTS_READ
+            found = {} if is_flooded else text_fields(self._redis.hgetall(key))
+        waiting = {who for who, giver in found.items() if not giver}
+        if not waiting and not is_flooded:
+            return []
+        live = sorted(self._live())
+        if is_flooded and live:  # reading the requests of the live islands costs less than reading all
+            with self._connection.translated():
+                givers = self._redis.hmget(key, live)
+            waiting = {who for who, giver in zip(live, givers, strict=True) if giver == b""}
+        return [who for who in live if who in waiting]
 
     def promise_answer(self, who: str, giver: str) -> bool:
         def offer(pipe: Any) -> bool:

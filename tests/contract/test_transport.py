@@ -190,6 +190,18 @@ def test_the_newest_claim_to_a_name_counts(transport: Transport, connections: Co
     assert transport.island.confirm_name("a", newer) == lost
 
 
+def test_requests_among_thousands_of_others_are_found(transport: Transport, connections: Connect) -> None:
+    other = connections()
+    for island in ("a", "b"):
+        transport.island.heartbeat(samples.heartbeat(island, "joining"))
+    for number in range(400):
+        other.island.request_state(f"nobody-{number}/x")
+    other.island.request_state("b/x")
+    assert transport.island.open_requests() == ["b/x"]
+    assert transport.island.promise_answer("b/x", "a/x")
+    assert transport.island.open_requests() == []
+
+
 def test_headers_of_all_fragments_are_read_without_payloads(transport: Transport) -> None:
     first = samples.first_snapshots(transport.reader.manifest())
     assert transport.reader.heads() == [snapshot for snapshot, _ in first]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from archipelago.islands.replaced import REPLACED_STATUS
 from archipelago.ops.launch import supervisor
 from archipelago.ops.launch.supervisor import Child, stop_all, thread_environment
 from tests.conftest import Until
@@ -67,6 +68,14 @@ def test_a_child_with_a_user_error_fails_after_some_restarts(make: Make, until: 
     assert child.failed == "error: no such run"
     assert child.restarts == supervisor.USER_ERRORS_MAX
     assert not child.done
+
+
+def test_an_island_that_has_left_its_name_to_another_is_not_restarted(make: Make, until: Until) -> None:
+    """Otherwise two launchers with an island of one name would take it from each other for ever."""
+    child = make(f"import sys; print('a newer process has the name'); sys.exit({REPLACED_STATUS})")
+    child.start()
+    tended(child, until, lambda: bool(child.failed), "its failure")
+    assert (child.failed, child.restarts, child.done) == ("a newer process has the name", 0, False)
 
 
 def test_all_children_end_even_those_that_ignore_sigterm(make: Make, until: Until) -> None:
