@@ -27,6 +27,7 @@ from archipelago.broker.transport import (
 )
 from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
+from tests.contract.members import Members, MembersTransport
 
 Connect = Callable[[], Transport]
 WIDTH = 100_000
@@ -36,16 +37,24 @@ BOTH_SIZES = pytest.mark.parametrize("payload", [b"payload", LARGE], ids=["inlin
 REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "it was too old")
 
 
-@pytest.fixture(params=["memory", "fakeredis", "redis"])
+@pytest.fixture(
+    params=["memory", "fakeredis", "redis", "roles", pytest.param("rules for Redis 6.2", marks=pytest.mark.full)]
+)
 def connections(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """A function that opens connections to one run. The run does not exist yet."""
     run = f"run-{uuid.uuid4().hex[:8]}"
     opened: list[Transport] = []
     memory = MemoryBroker()
+    members: Members | None = None
+    if request.param in ("roles", "rules for Redis 6.2"):
+        early = (6, 2) if request.param != "roles" else None
+        members = Members(request.getfixturevalue("server").url, run, early)
 
     def open_one() -> Transport:
-        if request.param == "memory":
-            made: Transport = memory.connect(run)
+        if members:
+            made: Transport = MembersTransport(members)
+        elif request.param == "memory":
+            made = memory.connect(run)
         elif request.param == "fakeredis":
             made = connect(f"fakeredis://{run}", run)
         else:
@@ -57,6 +66,8 @@ def connections(request: pytest.FixtureRequest) -> Iterator[Connect]:
     yield open_one
     for transport in opened:
         transport.close()
+    if members:
+        members.close()
 
 
 @pytest.fixture
@@ -84,8 +95,9 @@ def delete_manifest(transport: Transport, connections: Connect) -> Transport:
     if isinstance(transport, MemoryTransport):
         del transport._broker.runs[transport.run]
     else:
-        assert isinstance(transport, RedisTransport)
-        transport.connection.redis.delete(Keys(transport.run).manifest)
+        administrator = transport.administrator if isinstance(transport, MembersTransport) else transport
+        assert isinstance(administrator, RedisTransport)
+        administrator.connection.redis.delete(Keys(transport.run).manifest)
     return connections()
 
 

@@ -1,0 +1,114 @@
+"""A transport whose every call uses the credentials of the role that makes it in a run of invited members."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from archipelago.broker.address import with_user
+from archipelago.broker.invitation import Role
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.redis import roles
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import Image
+
+#: How each call of an island says which island makes it. The other calls are the same for all islands.
+_CALLERS: dict[str, Callable[..., str]] = {
+    "publish": lambda contribution, *_: contribution.island,
+    "holds": lambda entry: entry,
+    "record_actions": lambda actions: actions.island,
+    "heartbeat": lambda heartbeat: heartbeat.island,
+    "lease_shard": lambda shards, me: me,
+    "leased": lambda shards, me: me,
+    "claim_checkpoint": lambda island: island,
+    "claim_name": lambda island, incarnation: island,
+    "confirm_name": lambda island, claim: island,
+    "request_state": lambda who: who,
+    "promise_answer": lambda who, giver: giver,
+    "hand_over": lambda who, handover, payload: handover.giver,
+    "handed_over": lambda who: who,
+    "withdraw_request": lambda who: who,
+}
+#: The writes of operators.
+_STEERING = ("steer", "note", "record_evaluation")
+_ANYONE = "anyone"
+
+
+class Members:
+    """The members of one run at one server. Their users are made when they are first needed. They sign nothing."""
+
+    def __init__(self, url: str, run: str, version: tuple[int, ...] | None = None) -> None:
+        """`version` is the version of Redis whose rules apply; None for that of the server."""
+        self.run = run
+        self._url = url
+        self.administrator = connect(url, run)
+        self._version = version or self.administrator.membership.version()
+        self._known: dict[tuple[Role, str], RedisTransport] = {}
+        self._lock = threading.Lock()
+
+    def as_(self, role: Role, name: str = "") -> RedisTransport:
+        """Return the connection of a member of that role."""
+        name = name or f"a-{role}"
+        with self._lock:  # islands are threads here
+            if (role, name) not in self._known:
+                user, password = roles.user_of(self.run, name), secrets.token_hex(8)
+                rules = roles.rules(role, self.run, name, self._version)
+                assert self.administrator.membership.set_user(user, password, rules)
+                self._known[role, name] = connect(with_user(self._url, user, password), self.run)
+            return self._known[role, name]
+
+    def close(self) -> None:
+        """Close all connections, and delete all users."""
+        for (_, name), transport in self._known.items():
+            transport.close()
+            self.administrator.membership.remove_user(roles.user_of(self.run, name))
+        self.administrator.close()
+
+
+class MembersTransport:
+    """See `broker.transport.Transport`."""
+
+    def __init__(self, members: Members) -> None:
+        self.run = members.run
+        self.administrator = members.administrator
+        self._members = members
+        self.island: Any = _Islands(members)
+        self.reader: Any = _Reader(members)
+
+    @property
+    def merger(self) -> Any:
+        return self._members.as_("merger").merger
+
+    def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
+        self.administrator.create(manifest, snapshots)
+
+    def restore(self, image: Image) -> None:
+        self._members.as_("merger").restore(image)
+
+    def close(self) -> None:
+        pass
+
+
+class _Islands:
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def __getattr__(self, call: str) -> Any:
+        def made(*arguments: Any, **options: Any) -> Any:
+            caller = _CALLERS[call](*arguments) if call in _CALLERS else _ANYONE
+            island = self._members.as_("island", caller.partition("/")[0])
+            return getattr(island.island, call)(*arguments, **options)
+
+        return made
+
+
+class _Reader:
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def __getattr__(self, call: str) -> Any:
+        role: Role = "operator" if call in _STEERING else "viewer"
+        return getattr(self._members.as_(role).reader, call)
