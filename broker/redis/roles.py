@@ -8,7 +8,7 @@
 | merger | the run | the run, except the records of its members |
 
 Only an administrator can invite members and create runs. Every role reads the whole run, including what other islands
-have sent, and the names of all runs at the server.
+have sent, and the names of all runs at the server; a merger reads the names of all its keys.
 
 A server before Redis 7 can neither tell reading from writing nor give rights on some keys only. There, a role may use
 each of its commands on each of its keys.
@@ -32,6 +32,8 @@ SETINFO: Final = (7, 2)
 
 #: Commands without keys. None of them changes anything at the server.
 _KEYLESS: Final = ("PING", "TIME", "INFO", "MULTI", "EXEC", "DISCARD", "UNWATCH")
+#: Further commands without keys, by role. A merger finds the streams whose names are lost.
+_KEYLESS_OF: Final[dict[Role, tuple[str, ...]]] = {"merger": ("SCAN",)}
 _READS: Final = (
     "WATCH", "EXISTS", "TYPE", "TTL", "PTTL", "GET", "STRLEN", "GETRANGE", "HGET", "HMGET", "HGETALL", "HEXISTS",
     "HLEN", "HSTRLEN", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "SSCAN", "XRANGE", "XREVRANGE", "XREAD", "XLEN",
@@ -104,7 +106,7 @@ def _island(keys: Keys, name: str) -> list[Grant]:
 def _merger(keys: Keys, _name: str) -> list[Grant]:
     everything = (*_KEY_WRITES, "RENAME", *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL")
     # All keys of the run except `members`: only an administrator decides who belongs to a run.
-    but_members = (f"{keys.tag}:[^m]*", f"{keys.tag}:m:*", keys.manifest)
+    but_members = (f"{keys.tag}:[^m]*", f"{keys.tag}:m:*", keys.manifest, keys.island("*"))
     return [Grant(everything, but_members), Grant(("SADD",), (REGISTRY,))]
 
 
@@ -122,7 +124,7 @@ def rules(role: Role, run: str, name: str, version: tuple[int, ...]) -> list[str
     """
     keys = Keys(run)
     reading, *writing = grants(role, keys, name)
-    keyless = [*_KEYLESS, *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
+    keyless = [*_KEYLESS, *_KEYLESS_OF.get(role, ()), *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
     begin = ["reset", "on", "resetchannels", "-@all"]
     if version >= SELECTORS:
         root = [*_allowed(keyless), *_allowed(reading.commands), *(f"%R~{key}" for key in reading.keys)]
@@ -178,6 +180,7 @@ _PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1"}
 def needed_commands(role: Role, keys: Keys, name: str) -> list[tuple[Any, ...]]:
     """Return one complete command for every right of a role. They are for asking a server whether it permits them."""
     out: list[tuple[Any, ...]] = [(command,) for command in ("PING", "TIME", "INFO")]
+    out += [("SCAN", 0)] if role == "merger" else []
     for grant in grants(role, keys, name):
         for command in grant.commands:
             if command != "WATCH":  # it cannot be queued in a transaction
