@@ -12,7 +12,7 @@ The bounds are far above what honest islands do. They limit how much a false cla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -33,6 +33,8 @@ SEEN_SLACK = 4.0
 BURST_INTERVALS = 8
 #: The same for an island's first contribution to a fragment, which may have trained long before the merger started.
 FIRST_BURST_INTERVALS = 64
+#: While no round closes, the run's step may advance this much faster than the median of the other islands.
+SCHEDULE_SPEED_MAX = 4.0
 #: Each round may advance the run's step by this many strides of H/P steps, however little time has passed.
 STRIDES_OF_A_ROUND = 2
 #: Batches may grow by this factor after an island's first contribution.
@@ -145,11 +147,18 @@ def _clock(then: float, now: float, unix_seconds: float) -> float:
 
 
 def next_step(
-    step: int, members: Iterable[Contribution], reported: Mapping[str, float], elapsed: float, stride: float
+    step: int,
+    members: Iterable[Contribution],
+    reported: Mapping[str, float],
+    elapsed: float,
+    stride: float,
+    live: Collection[str] = (),
 ) -> int:
     """Return the run's step after a round: the largest claim, but no further than its island can have come.
 
     An island whose claim was lowered is not wrong for good: the run's step catches up with it over the next rounds.
+    The fastest island opens the rounds, so a few strides for each round are enough for it, however fast it is. Time
+    alone counts at a speed near that of the others, because a false claim would otherwise end the run too early.
 
     Args:
         step: The run's step before the round.
@@ -157,14 +166,23 @@ def next_step(
         reported: The step times that islands report.
         elapsed: Seconds since the last round closed.
         stride: H/P, the inner steps from one round to the next.
+        live: The live islands. While others live and none of them has reported a step time, time alone counts nothing.
     """
     least = math.ceil(STRIDES_OF_A_ROUND * stride)
     elapsed = min(max(elapsed, 0.0), ELAPSED_MAX)
     furthest = step
     for c in members:
-        possible = least + int(elapsed / fastest_step_seconds(c.island, reported))
+        possible = least + int(elapsed / _schedule_step_seconds(c.island, reported, live))
         furthest = max(furthest, min(c.global_step, step + possible))
     return furthest
+
+
+def _schedule_step_seconds(island: str, reported: Mapping[str, float], live: Collection[str]) -> float:
+    """Return the time of a step at which an island may advance the schedule while no round closes."""
+    others = [s for name, s in reported.items() if name != island and is_step_seconds(s)]
+    if others:
+        return max(STEP_SECONDS_MIN, median_low(others) / SCHEDULE_SPEED_MAX)
+    return math.inf if set(live) - {island} else STEP_SECONDS_MIN
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ class Merger:
         """Return the run's step after this round. A step that no member can have reached is lowered (`claims`)."""
         reported, elapsed = self.rounds.reported(self.live), self.clock() - self._closed_at
         stride = self.config.sync.interval / len(self.fragments)
-        step = claims.next_step(self.state.step, members, reported, elapsed, stride)
+        step = claims.next_step(self.state.step, members, reported, elapsed, stride, self.live)
         for c in members:
             if c.global_step > step:
                 self.inbox.note_lowered(c, ["step"], after)

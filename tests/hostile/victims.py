@@ -26,6 +26,8 @@ from tests.conftest import Until
 ROUNDS = 8
 #: How long a run may take for these rounds, in seconds. A refused flood may slow it, but must not stop it.
 PATIENCE_SECONDS = 240.0
+#: A false claim may make the schedule this much faster than the islands, because honest islands differ in speed, too.
+SPEED_MAX = 8
 CHECKPOINT_SECONDS = 1.0
 ISLANDS = ("ada", "bea")
 
@@ -120,8 +122,7 @@ def assert_unharmed(victims: Victims, before: Standing, until: Until) -> Standin
     manifest = victims.transport.reader.manifest()
     interval = manifest.config.sync.interval
     made = after.step - before.step
-    # Islands that take turns in being the fastest bring the run further than each of them.
-    possible = 2 * (victims.steps() - before.fastest) + 4 * interval
+    possible = SPEED_MAX * (victims.steps() - before.fastest + 4 * interval)
     assert made <= possible, f"the run went {made} steps ahead while its islands made {possible}"
     assert after.passes <= before.passes + 2 + (after.fastest - before.fastest), "a cursor jumped"
     for island in victims.islands:
