@@ -20,7 +20,7 @@ from archipelago.ops.plots import can_draw, pyplot
 from archipelago.ops.settings import say, table_console
 
 AGAINST = "loss to that of data-parallel at the same tokens"
-AGAINST_ABSENT = "loss to that of the run without the hostile islands, or without the merger's rule"
+AGAINST_ABSENT = "loss to that of the run without hostile islands, or without the rule"
 #: Two runs are compared when their tokens differ by at most this share. Islands end within a few steps of each other.
 SAME_TOKENS = 0.03
 #: The settings of the merger's rule against hostile islands.
@@ -112,7 +112,9 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """
     honest = [other for other in rows if not other.settings["hostile"] and _identity(other) == _identity(row)]
     if row.settings["hostile"] or row.settings.get("merge.scores"):
-        return next((other for other in honest if not other.settings.get("merge.scores")), None)
+        without = [other for other in honest if not other.settings.get("merge.scores")]
+        cap = row.settings.get("merge.share_cap")
+        return min(without, key=lambda other: other.settings.get("merge.share_cap") != cap, default=None)
     same = [
         other for other in rows
         if other.settings["kind"] == "parallel" and other.settings["islands"] == row.settings["islands"]
