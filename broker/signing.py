@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Final, Literal, Protocol
 
 from cryptography.exceptions import InvalidSignature
@@ -112,18 +114,27 @@ def sign(private: bytes, message: bytes) -> str:
     return Ed25519PrivateKey.from_private_bytes(private).sign(message).hex()
 
 
+@lru_cache(maxsize=256)
+def _public(raw: bytes) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(raw)
+
+
 def is_signed(public: bytes, message: bytes, signature: bytes) -> bool:
     """Return whether the owner of that public key has made the signature (hexadecimal digits) of the message."""
     if len(signature) != SIGNATURE_DIGITS:
         return False
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(bytes.fromhex(signature.decode("ascii")), message)
+        _public(public).verify(bytes.fromhex(signature.decode("ascii")), message)
     except (InvalidSignature, ValueError):
         return False
     return True
 
 
 # -- signing in a run ----------------------------------------------------------------------------------------------
+
+
+#: A payload, or a call that waits for its digest.
+Payload = bytes | Callable[[], str]
 
 
 class Signing(Protocol):
@@ -140,7 +151,7 @@ class Signing(Protocol):
         fields: Mapping[str, str],
         *,
         about: str = "",
-        payload: bytes | None = None,
+        payload: Payload | None = None,
         stamp: str = "",
         sender: str = "",
     ) -> dict[str, str]:
@@ -150,13 +161,17 @@ class Signing(Protocol):
             kind: The kind of the message.
             fields: All its fields, without its payload.
             about: See `canonical`.
-            payload: Its payload, if it has one.
+            payload: Its payload, if it has one, or what `hashing` returned for it.
             stamp: Its stamp (see `broker.stamps`), if a replay must be recognised.
             sender: The island that sent the message first, if a merger signs in its place.
 
         Raises:
             ConfigError: This process has no key to sign with (`signature.no-key`).
         """
+        ...
+
+    def hashing(self, payload: bytes) -> Payload:
+        """Begin to hash a large payload on another thread, while this one sends it. The result goes to `signed`."""
         ...
 
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
@@ -179,11 +194,14 @@ class SigningOff:
         fields: Mapping[str, str],
         *,
         about: str = "",
-        payload: bytes | None = None,
+        payload: Payload | None = None,
         stamp: str = "",
         sender: str = "",
     ) -> dict[str, str]:
         return dict(fields)
+
+    def hashing(self, payload: bytes) -> Payload:
+        return payload
 
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
         pass
@@ -213,6 +231,7 @@ class SigningOn:
         self._private = None if private is None else Ed25519PrivateKey.from_private_bytes(private)
         self._merger_key = merger_key
         self._key_of = key_of
+        self._pool = ThreadPoolExecutor(1, "hashing")  # its thread starts with the first payload
 
     def signed(
         self,
@@ -220,7 +239,7 @@ class SigningOn:
         fields: Mapping[str, str],
         *,
         about: str = "",
-        payload: bytes | None = None,
+        payload: Payload | None = None,
         stamp: str = "",
         sender: str = "",
     ) -> dict[str, str]:
@@ -232,12 +251,15 @@ class SigningOn:
             )
         out = {**fields, **({STAMP: stamp} if stamp else {})}
         if payload is not None:
-            out[PAYLOAD_DIGEST] = payload_digest(payload)
+            out[PAYLOAD_DIGEST] = payload() if callable(payload) else payload_digest(payload)
         if sender and sender != self._name:
             out[SIGNER] = self._name
         raw = {name.encode(): value.encode() for name, value in out.items()}
         message = canonical(self._run, kind, sender or self._name, about, covered(raw))
         return {**out, SIGNATURE: self._private.sign(message).hex()}
+
+    def hashing(self, payload: bytes) -> Payload:
+        return self._pool.submit(payload_digest, payload).result
 
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
         signature = raw.get(SIGNATURE.encode())

@@ -165,6 +165,7 @@ class RedisMerger:
             old_outer = self._chunks.found_keys(self._redis.hgetall(self._keys.outer(p)))
             found = self._updates.look([*commit.entries, *commit.trim])
             books = self._books()
+            hashing = self._signing.hashing(commit.payload)  # while it is sent
             snapshot_at = self._chunks.place(f"f{p}.{version}.e{epoch}", commit.payload)
             failpoint("commit.placed-snapshot")
             outer_at = self._chunks.place(f"o{p}.{version}.e{epoch}", commit.outer)
@@ -172,7 +173,7 @@ class RedisMerger:
             differ = self._difference(commit, epoch) if commit.difference else None
         stamp = self._stamps.next(epoch)
         snapshot = to_fields(commit.snapshot)
-        signed = self._signing.signed("fragment", snapshot, about=str(p), payload=commit.payload, stamp=stamp)
+        signed = self._signing.signed("fragment", snapshot, about=str(p), payload=hashing, stamp=stamp)
         with self.lease.fenced(epoch, commit.after_round) as pipe:
             failpoint("commit.watched")
             self._chunks.keep(pipe, self._keys.fragment(p), signed, snapshot_at, old_snapshot)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from archipelago.broker.invitation import Invitation, key_text
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.signing import MERGER, Kind, Raw, Signing
+from archipelago.broker.signing import MERGER, Kind, Payload, Raw, Signing
 
 #: A URL, or an invitation with the URL.
 Address = str | Invitation
@@ -49,12 +49,15 @@ class TimedSigning:
         fields: Mapping[str, str],
         *,
         about: str = "",
-        payload: bytes | None = None,
+        payload: Payload | None = None,
         stamp: str = "",
         sender: str = "",
     ) -> dict[str, str]:
         with self._counted():
             return self._inner.signed(kind, fields, about=about, payload=payload, stamp=stamp, sender=sender)
+
+    def hashing(self, payload: bytes) -> Payload:
+        return self._inner.hashing(payload)
 
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
         with self._counted():
