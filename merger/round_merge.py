@@ -40,6 +40,9 @@ from archipelago.merger.weights import NormWindow, RunningMean
 #: Contributions of one island that can wait for one round. An honest island sends one for each version that it holds.
 WAITING_MAX = 32
 
+#: Larger losses count as this one in a mean, which must stay finite whatever an island claims.
+LOSS_MAX = 1e9
+
 Vector = jax.Array | NDArray[np.float32]
 
 
@@ -353,7 +356,7 @@ def _member(addend: Addend, version: int, share: float, score: float, factor: fl
 
 def mean_loss(members: Sequence[Member]) -> float:
     """Return the mean of the members' losses weighted by tokens, or NaN when no member measured one."""
-    known = [(m.loss, m.tokens) for m in members if not math.isnan(m.loss)]
+    known = [(max(-LOSS_MAX, min(m.loss, LOSS_MAX)), m.tokens) for m in members if not math.isnan(m.loss)]
     return statistics.fmean([v for v, _ in known], [n for _, n in known]) if known else math.nan
 
 

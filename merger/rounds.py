@@ -22,6 +22,9 @@ from archipelago.broker.messages import Contribution
 from archipelago.merger.claims import believed_step_seconds
 from archipelago.merger.state import RoundTiming, RunState, put_bounded
 
+#: No round waits longer than this after its quorum, however long the steps are that islands report.
+GRACE_SECONDS_MAX = 86400.0
+
 
 @dataclass(frozen=True)
 class Close:
@@ -197,5 +200,5 @@ def slack(window: int, stride_seconds: float, timing: RoundTiming) -> float:
 
 
 def grace_seconds(gamma: float, slack: float) -> float:
-    """Return the longest that a round stays open after its quorum, γ · max(0, slack)."""
-    return gamma * max(0.0, slack)
+    """Return the longest that a round stays open after its quorum, γ · max(0, slack), up to GRACE_SECONDS_MAX."""
+    return min(gamma * max(0.0, slack), GRACE_SECONDS_MAX)

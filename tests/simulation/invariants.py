@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -151,8 +152,8 @@ class Invariants:
         books = run.books
         assert self.accepted == books["merged"] + books["refused"] + len(waiting), (books, len(waiting))
         pending = sum(contribution.tokens for contribution in waiting)
-        assert self.accepted_tokens == books["merged_tokens"] + books["refused_tokens"] + pending, books
         self._read_tape(run)
+        self._check_tokens(books, pending)
         self._check_kept(run)
         self._check_resumes(run)
         self._check_refusals()
@@ -162,6 +163,10 @@ class Invariants:
         ]
         # One more is possible while an island does not know yet that another one has taken its shard.
         assert self.simulation.losses or max(passes) - min(passes) <= 2 + self.has_taken, f"passes {passes}"
+
+    def _check_tokens(self, books: Mapping[str, int], pending: int) -> None:
+        """Check that every accepted token is counted once."""
+        assert self.accepted_tokens == books["merged_tokens"] + books["refused_tokens"] + pending, books
 
     def _read_tape(self, run: Any, again: bool = False) -> None:
         for entry in run.tape[self._known(run) :]:
@@ -189,6 +194,7 @@ class Invariants:
         if again:
             return
         self._check_believed(member)
+        self.accepted_tokens -= self.entries[member.entry][0].tokens - member.tokens
         for place in parse_places(member.data):
             self.cursors[place.shard] = max(place.cursor, self.cursors.get(place.shard, (0, 0)))
         for key, reader, position in self.said.get(identity, ()):
