@@ -9,6 +9,7 @@ import numpy as np
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
+from archipelago.broker.entries import entry_name
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
@@ -21,6 +22,7 @@ from archipelago.broker.messages import (
     Member,
     Snapshot,
     TapeEntry,
+    to_fields,
 )
 from archipelago.broker.transport import Commit, Image
 from archipelago.broker.wire import digest, pack
@@ -103,6 +105,17 @@ def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
     transport.merger.commit(epoch, commit([first.entry]))
     transport.reader.record_evaluation(evaluation)
     return transport
+
+
+def forge(transport: Any, sender: str, sent: Contribution, payload: bytes) -> str:
+    """Append a contribution to the stream of `sender`, whatever island its header names, and return its entry."""
+    if isinstance(transport, MemoryTransport):
+        with transport._broker.opened(transport.run) as run:
+            return run.add(sent, payload, sender)
+    connection = getattr(transport, "administrator", transport).connection
+    raw, keys = connection.redis, connection.keys
+    raw.sadd(keys.islands, sender)
+    return entry_name(sender, raw.xadd(keys.updates(sender), {**to_fields(sent), "payload": payload}).decode())
 
 
 def actions(index: int = 0, **changes: Any) -> Actions:

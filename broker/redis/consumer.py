@@ -19,6 +19,8 @@ from archipelago.broker.transport import START, Delivery
 
 #: How long one command waits for entries. Streams of islands that are new since then are read by the next command.
 NEW_ISLANDS_SECONDS = 0.25
+#: How often a run without any contribution is looked at.
+EMPTY_POLL_SECONDS = 0.02
 FAKE_POLL_SECONDS = 0.005
 
 
@@ -48,8 +50,10 @@ class UpdatesConsumer:
             found = self._read(dict.fromkeys(self._names, ">"), count, min(left, NEW_ISLANDS_SECONDS))
             if found or time.monotonic() >= deadline:
                 return found
-            if not self._names or not self._connection.has_info:
-                time.sleep(FAKE_POLL_SECONDS)  # no command waits without a stream, and fakeredis returns too early
+            if not self._names:
+                time.sleep(min(max(left, 0.0), EMPTY_POLL_SECONDS))  # no command waits without a stream
+            elif not self._connection.has_info:
+                time.sleep(FAKE_POLL_SECONDS)  # fakeredis returns too early
 
     def unacknowledged(self, after: str, count: int) -> list[Delivery]:
         """Return the first `count` entries after `after` that were read, but neither merged nor refused, by arrival."""

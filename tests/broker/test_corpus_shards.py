@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from archipelago.broker.corpus_shards import (
     PASSES_MAX,
     PLACES_MAX,
+    Claim,
     Place,
     advanced,
     choose,
+    claims_that_count,
     cursor_text,
+    parse_claim,
     parse_cursor,
     parse_places,
     shard_name,
@@ -25,6 +28,7 @@ from archipelago.broker.corpus_shards import (
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, from_fields, to_fields
 from tests import samples
+from tests.failing import failing
 
 NAMES = st.builds(
     shard_name, st.just("") | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True), st.integers(0, 9999999)
@@ -312,3 +316,40 @@ def test_each_completed_pass_merges_each_sequence_once_even_if_islands_die(islan
         expected = {(shard, done, number): 1 for done in range(pass_number) for number in range(count)}
         expected |= {(shard, pass_number, number): 1 for number in range(position)}
         assert {key: times for key, times in simulation.merged.items() if key[0] == shard} == expected
+
+
+# -- claims -------------------------------------------------------------------------------------------------------
+
+
+def claim(holder: str, turn: int = 0, pass_number: int = 0) -> Claim:
+    return Claim(holder, pass_number, turn)
+
+
+def test_the_last_turn_of_the_present_pass_counts() -> None:
+    claims = {
+        "a": {"0": claim("a/x"), "1": claim("a/x", turn=1), "2": claim("a/x")},
+        "b": {"0": claim("b/y", turn=1), "1": claim("b/y"), "2": claim("b/y", turn=9, pass_number=1)},
+    }
+    found = claims_that_count(claims, {"1": (0, 5)})
+    assert {shard: each.holder for shard, each in found.items()} == {"0": "b/y", "1": "a/x", "2": "a/x"}
+    assert claims_that_count(claims, {"0": (1, 0), "1": (1, 0), "2": (1, 0)}) == {"2": claim("b/y", 9, 1)}
+
+
+def test_a_claim_that_nobody_could_take_over_does_not_count() -> None:
+    forged = {"0": claim("mallory/m", turn=10**14), "1": claim("mallory/m", turn=10**9)}
+    claims = {"a": {"0": claim("a/x")}, "mallory": forged}
+    assert claims_that_count(claims, {}) == {"0": claim("a/x")}
+
+
+def test_an_island_holds_a_bounded_number_of_shards() -> None:
+    claims = {"mallory": {str(n): claim("mallory/m") for n in range(1000)}, "a": {"500": claim("a/x", turn=1)}}
+    found = claims_that_count(claims, {})
+    assert len(found) == PLACES_MAX + 1
+    assert found["500"].holder == "a/x"
+
+
+def test_the_text_of_a_claim_gives_the_claim_again() -> None:
+    assert parse_claim("a", str(Claim("a/x.1", 3, 7))) == Claim("a/x.1", 3, 7)
+    for text in ("", "x:0", "x:0:-1", "x/y:0:0", "x:0:0:0", f"x:0:{10**15}"):
+        with failing(WireError):
+            parse_claim("a", text)

@@ -142,6 +142,30 @@ def test_contributions_arrive_in_order_and_once(transport: Transport, connection
     assert transport.reader.books() == Books(published=3, published_tokens=300)
 
 
+def test_an_entry_in_the_name_of_another_island_has_a_fault(transport: Transport) -> None:
+    entry = samples.forge(transport, "mallory", samples.contribution(sequence=7), b"payload")
+    (delivery,) = transport.merger.updates(0.0)
+    assert (delivery.entry, delivery.sender, delivery.contribution) == (entry, "mallory", None)
+    assert delivery.fault
+    assert transport.reader.pending() == Pending(1, 0)
+    transport.merger.refuse(acquire_lease(transport), [(entry, Refusal("mallory", "?", 0, 0, 0, 0, delivery.fault))])
+    assert (transport.reader.books().refused, transport.reader.books().refused_tokens) == (1, 0)
+    assert transport.reader.books().published == 1
+
+
+def test_each_island_is_read_equally_and_by_arrival(transport: Transport, connections: Connect) -> None:
+    for island in ("b", "b", "b", "b", "a"):
+        transport.island.publish(samples.contribution(island=island), b"payload")
+    found = transport.merger.updates(0.0, count=2)
+    assert sorted(delivery.sender for delivery in found) == ["a", "b", "b"]
+    assert [delivery.sender for delivery in transport.merger.updates(0.0, count=2)] == ["b", "b"]
+    other = connections()
+    senders, after = "", START
+    while page := other.merger.unacknowledged(after, 2):
+        senders, after = senders + "".join(delivery.sender for delivery in page), page[-1].entry
+    assert sorted(senders) == list("abbbb")
+
+
 def test_unacknowledged_contributions_survive_a_restart(transport: Transport, connections: Connect) -> None:
     for n in range(3):
         transport.island.publish(samples.contribution(sequence=n), b"payload")

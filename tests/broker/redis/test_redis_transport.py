@@ -511,6 +511,24 @@ def test_a_forged_number_of_chunks_costs_nothing_to_refuse(transport: RedisTrans
     assert raw.info("stats")["total_net_input_bytes"] - before < 10_000  # The client does not send a million names.
 
 
+def test_a_pointer_at_the_chunks_of_others_leads_nowhere(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """A refusal deletes the chunks of its entry. It must not delete the newest snapshot of the run."""
+    transport.merger.commit(epoch, samples.commit([], LARGE))
+    transport.island.publish(samples.contribution(LARGE, island="b"), LARGE)
+    before = chunk_keys(raw, transport.run)
+    for pointer in {key.split(":", 2)[2].rpartition(":")[0] for key in before}:
+        name = pointer.removeprefix("b:")
+        for forged in (name, f"../m:{name}", pointer):
+            raw.xadd(Keys(transport.run).updates("a"), {**FIELDS, "chunks_name": forged})
+    transport.island.heartbeat(samples.heartbeat("a"))
+    found = [delivery for delivery in with_payloads(transport.merger.updates(0.0)) if delivery.sender == "a"]
+    assert len(found) >= 3
+    assert all(delivery.fault for delivery in found)
+    transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in found])
+    assert chunk_keys(raw, transport.run) == before
+    assert transport.reader.fragment(0)[1] == LARGE
+
+
 def test_a_repeated_contribution_has_its_own_chunks(
     transport: RedisTransport, connections: Connect, epoch: int
 ) -> None:
@@ -563,7 +581,9 @@ def test_a_waiting_reader_survives_the_loss_of_its_group(
         except BaseException as error:  # noqa: BLE001 - shown by the assertion below
             failed.append(error)
 
-    connections().island.heartbeat(samples.heartbeat())
+    entry = transport.island.publish(samples.contribution(), b"payload")
+    transport.merger.updates(0.0)
+    raw.xdel(Keys(transport.run).updates("a"), parse_entry(entry)[1])  # an empty stream, on which the reader can wait
     reader = threading.Thread(target=read)
     reader.start()
     until(lambda: raw.info("clients")["blocked_clients"] == 1, "the reader to wait")
