@@ -20,7 +20,7 @@ import platformdirs
 import tyro
 
 from archipelago.broker import invitation as invitations
-from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError, WireError
 from archipelago.broker.files import exposure
 from archipelago.broker.invitation import Invitation, Role
 from archipelago.broker.observe import logs
@@ -142,12 +142,17 @@ class Patience:
         self.seconds, self.stopped, self.clock, self.pause = seconds, stopped, clock, pause
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """Return the result of `call`. Raises its last UnreachableError, and every other error at once."""
+        """Return the result of `call`. Raises its last UnreachableError, and every other error at once.
+
+        A fragment that cannot be read counts as an outage, because the merger writes it again.
+        """
         gives_up_at = math.inf
         while True:
             try:
                 return call()
-            except UnreachableError as error:
+            except (UnreachableError, WireError) as error:
+                if isinstance(error, WireError) and error.code != "wire.fragment":
+                    raise
                 if gives_up_at == math.inf:
                     gives_up_at = self.clock() + self.seconds
                     if self.seconds > 0:

@@ -23,7 +23,7 @@ from archipelago.broker.errors import (
     WireError,
     is_outage,
 )
-from archipelago.broker.messages import COUNT_MAX, Call, Contribution, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
@@ -176,12 +176,13 @@ class Merger:
 
     def _write_back(self, found: Loaded) -> None:
         """Write what was rebuilt, and what Redis holds differently from the merger's own state."""
-        cursors, books = found.state.cursors, self.transport.reader.books()
-        counted = {"merged": found.state.merged, "merged_tokens": min(COUNT_MAX, found.state.tokens)}
+        state, books = found.state, self.transport.reader.books()
+        # The books count the tokens that contributions claim, which may be more than the merger believes.
+        is_right = books.merged == state.merged and books.merged_tokens >= state.tokens
         repair = replace(
             found.repair,
-            cursors=cursors if self.transport.reader.cursors() != cursors else None,
-            books=counted if counted != {name: getattr(books, name) for name in counted} else {},
+            cursors=state.cursors if self.transport.reader.cursors() != state.cursors else None,
+            books={} if is_right else {"merged": state.merged, "merged_tokens": state.tokens},
         )
         if repair:
             self.transport.merger.write_back(self.epoch, repair)

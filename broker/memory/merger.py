@@ -100,7 +100,11 @@ class MemoryMerger:
             return []  # a dictionary holds only the types that its annotations name
 
     def lost(self, closed: int) -> list[str]:
-        return []
+        with self._broker.opened(self._run) as run:
+            fragments = range(len(run.manifest.fragments))
+            out = [f"fragment:{p}" for p in fragments if p not in run.fragments]
+            out += [f"outer:{p}" for p in fragments if closed > p and p not in run.outer]
+            return out + ["state"] * (closed > 0 and not run.state)
 
     def write_back(self, epoch: int, repair: Repair) -> None:
         with self._fenced(epoch) as run:
@@ -128,7 +132,7 @@ class MemoryMerger:
 
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._fenced(epoch) as run:
-            last = max(snapshot.round for snapshot, _ in run.fragments.values())
+            last = max((snapshot.round for snapshot, _ in run.fragments.values()), default=0)
             if commit.after_round not in (None, last):
                 raise BrokerError(f"the last closed round is {last}, not {commit.after_round}", "Reload the state.")
             merged = {number for number in map(run.found, commit.entries) if number is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 
+from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import MemoryState
 from archipelago.broker.messages import (
@@ -59,6 +60,8 @@ class MemoryReader:
 
     def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
         with self._broker.opened(self._run) as run:
+            if fragment not in run.fragments:
+                raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
             snapshot, payload = run.fragments[fragment]
             return snapshot, payload
 

@@ -196,7 +196,8 @@ class Invariants:
         self._check_believed(member)
         self.accepted_tokens -= self.entries[member.entry][0].tokens - member.tokens
         for place in parse_places(member.data):
-            self.cursors[place.shard] = max(place.cursor, self.cursors.get(place.shard, (0, 0)))
+            if place.cursor > self.cursors.get(place.shard, (0, 0)):
+                self.cursors[place.shard] = place.cursor
         for key, reader, position in self.said.get(identity, ()):
             self._cover(key, reader, position)
 
@@ -227,6 +228,8 @@ class Invariants:
                 )
 
     def _check_snapshot(self, run: Any, entry: TapeEntry) -> None:
+        if entry.fragment not in run.fragments:
+            return  # it was deleted, and no merger has written it again yet
         snapshot, payload = run.fragments[entry.fragment]
         assert snapshot.version >= self.versions[entry.fragment]
         self.versions[entry.fragment] = snapshot.version

@@ -21,7 +21,7 @@ from archipelago.broker.config import (
     WireConfig,
 )
 from archipelago.broker.control import SETTINGS
-from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
+from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
@@ -63,6 +63,7 @@ class Simulation:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.damages = random.Random(seed + 1)  # of its own, so that storms without damage stay as they are
         self.clock = VirtualClock()
         self.broker = MemoryBroker(self.clock)
         self.rates = FaultRates.draw(self.random)
@@ -200,13 +201,23 @@ class Simulation:
             self.invariants.published(run.name_of(number), entry.contribution, entry.payload)
         self.invariants.forget()
 
-    def damage(self) -> None:
-        """Sometimes delete the merger's own state from the broker before a merger loads it."""
-        if not (self.faults and self.rates.damage and self.disk.images and self.happens(0.5)):
+    def damage(self, *, serving: bool = False) -> None:
+        """Sometimes delete or damage keys that only mergers write, if a checkpoint and the tape can rebuild them.
+
+        Args:
+            serving: This happens at any time, and not just before a merger loads the run.
+        """
+        run = self.run
+        if not (self.faults and self.rates.damage and self.disk.images and (serving or self.happens(0.5))):
             return
-        for p in list(self.run.outer):
-            if self.happens(0.6):
-                self.damaged[p] = (self.run.fragments[p][0].version, self.run.outer.pop(p))
+        for p in list(run.outer):
+            if p in run.fragments and (self.damages.random() < 0.5 if serving else self.happens(0.6)):
+                self.damaged[p] = (run.fragments[p][0].version, run.outer.pop(p))
+        for p in list(run.fragments):
+            if self.damages.random() < 0.3:
+                del run.fragments[p]
+        if self.damages.random() < 0.3:
+            run.state = self.damages.choice(["", run.state[:-5], run.state.replace("0", "1"), "\ufffd"])
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -229,6 +240,8 @@ class Simulation:
     def _inject_faults(self) -> None:
         if self.happens(0.02) and self.rates.loses != NOTHING:
             self._lose()
+        if self.damages.random() < 0.02:
+            self.damage(serving=True)
         if self.happens(0.01) and len(self.mergers) < 3:
             self._start_merger()
         if self.happens(0.01) and len(self.wanted) < len(NAMES):
@@ -270,7 +283,8 @@ class Simulation:
         before = set(self.alive)
         try:
             self.processes.append(kind(self, name))
-        except (Crash, BrokerError, ConfigError):  # The last one: the operator has expelled the island.
+        # ConfigError: the operator has expelled the island. WireError: a fragment is gone until a merger writes it.
+        except (Crash, BrokerError, ConfigError, WireError):
             self.alive &= before  # It is started again later.
 
     def _act(self, process: Process) -> None:
