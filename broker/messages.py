@@ -381,7 +381,7 @@ class Note:
         unix_seconds: The wall clock of the process that wrote the note.
         who: An island's name, or `merger`.
         kind: For an island `joined`, `left`, `replaced`, `diverged`, `drained` or `expelled`. For a merger `served`,
-            `left`, `lowered`, `restored`, `expelled`, `steered`, `paused`, `resumed` or `checkpoint`.
+            `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed` or `checkpoint`.
         text: At most NOTE_MAX characters.
     """
 
