@@ -249,12 +249,12 @@ class RedisCheckup:
             return answer
 
         try:
-            for command in (("WATCH", self._keys.epoch), ("UNWATCH",)):
+            for command in (("WATCH", self._keys.manifest), ("UNWATCH",)):
                 tried(*command)
             if tried("MULTI") in QUEUES:  # otherwise the server would execute the commands below
                 tried("EXEC")  # an empty transaction, which tests the permission for EXEC
                 if tried("MULTI") in QUEUES:
-                    for command in needed_commands(self._keys, self.role, self._name):
+                    for command in needed_commands(self._keys, self.role, self._name, self._version()):
                         tried(*command)
                     for words in roles.forbidden_commands(self.role, self._keys) if self.role else ():
                         if self._answer(connection, *words) in QUEUED:
@@ -264,6 +264,10 @@ class RedisCheckup:
             connection.disconnect()  # the server then drops a transaction that was not discarded
             pool.release(connection)
         return tuple(dict.fromkeys(denied)), tuple(dict.fromkeys(excess))
+
+    def _version(self) -> tuple[int, ...]:
+        text = str(self._info_or_nothing("server").get("redis_version", ""))
+        return tuple(int(part) for part in re.findall(r"\d+", text)[:2]) or roles.SELECTORS
 
     def _answer(self, connection: Any, *command: Any) -> Any:
         """Return the answer; an error of the server is returned, not raised. Raises UnreachableError."""
@@ -277,7 +281,9 @@ class RedisCheckup:
             return error
 
 
-def needed_commands(keys: Keys, role: Role | None = None, name: str = "checkup") -> list[tuple[Any, ...]]:
+def needed_commands(
+    keys: Keys, role: Role | None = None, name: str = "checkup", version: tuple[int, ...] = roles.SELECTORS
+) -> list[tuple[Any, ...]]:
     """Return the commands that a role needs, on the keys of a run; those of all roles if it is None."""
-    needed = (command for each in ([role] if role else ROLES) for command in roles.needed_commands(each, keys, name))
-    return list(dict.fromkeys(needed))
+    which = [role] if role else ROLES
+    return list(dict.fromkeys(c for each in which for c in roles.needed_commands(each, keys, name, version)))

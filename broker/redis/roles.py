@@ -17,7 +17,7 @@ each of its commands on each of its keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -177,11 +177,14 @@ _ARGUMENTS: Final[dict[str, str]] = {
 _PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1"}
 
 
-def needed_commands(role: Role, keys: Keys, name: str) -> list[tuple[Any, ...]]:
+def needed_commands(role: Role, keys: Keys, name: str, version: tuple[int, ...] = SELECTORS) -> list[tuple[Any, ...]]:
     """Return one complete command for every right of a role. They are for asking a server whether it permits them."""
     out: list[tuple[Any, ...]] = [(command,) for command in ("PING", "TIME", "INFO")]
     out += [("SCAN", 0)] if role == "merger" else []
-    for grant in grants(role, keys, name):
+    reading, *writing = grants(role, keys, name)
+    if version < SELECTORS:
+        reading = replace(reading, keys=tuple(_early_reads(role, keys, reading)))
+    for grant in (reading, *writing):
         for command in grant.commands:
             if command != "WATCH":  # it cannot be queued in a transaction
                 out += [example(command, key_like(pattern)) for pattern in grant.keys]
