@@ -26,6 +26,8 @@ CHECKPOINT, DAMAGED, LAST = 2, 5, 9
 CASES: dict[str, Callable[[Keys], str]] = {
     **{name: attrgetter(name) for name in vars(Keys(RUN)) if name not in ("run", "tag")},
     "updates": lambda keys: keys.updates("a"),
+    "actions": lambda keys: keys.actions("a"),
+    "leases": lambda keys: keys.leases("a"),
     "island": lambda keys: keys.island("a"),
     "name": lambda keys: keys.name("a"),
     "registry": lambda keys: REGISTRY,
@@ -67,7 +69,8 @@ def test_the_reference_has_a_row_for_each_key() -> None:
     keys = Keys("RUN")
     plain = {str(getattr(keys, name)) for name in vars(keys) if name not in ("run", "tag")}
     families = {
-        keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
+        keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.actions("NAME"), keys.leases("NAME"),
+        keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
         keys.difference("P", "V"), f"{keys.tag}:handover:…", f"{keys.tag}:c:…", REGISTRY,  # type: ignore[arg-type]
     }  # fmt: skip
     assert {name for cell in first for name in re.findall(r"`([^`]+)`", cell)} == plain | families
