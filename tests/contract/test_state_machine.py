@@ -141,10 +141,11 @@ TRAPPED = (
 def _walk(state: InnerState, step: jax.Array) -> InnerState:
     """Change the parameters and the moments a little, as a training step would.
 
-    Each step changes the parameters in a different way.
+    Each step changes the parameters in a different way. The moments stay within what a peer accepts.
     """
     moved = {name: value + 1e-3 * jnp.cos(step.astype(jnp.float32) + value) for name, value in state.params.items()}
-    return InnerState(moved, jax.tree.map(lambda moment: moment + 1, state.optimizer))
+    grown = jax.tree.map(lambda part: part + (1 if jnp.issubdtype(part.dtype, jnp.integer) else 1e-3), state.optimizer)
+    return InnerState(moved, grown)
 
 
 def _steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:

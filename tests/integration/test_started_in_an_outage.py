@@ -111,7 +111,7 @@ def test_an_island_waits(
     assert transport.reader.backlog()
 
 
-AT_THE_START = ("manifest", "control", "claim_checkpoint", "last_event", "fragment")
+AT_THE_START = ("manifest", "control", "presences", "claim_checkpoint", "claim_name", "last_event", "fragment")
 
 
 @pytest.mark.parametrize("call", AT_THE_START)

@@ -121,13 +121,13 @@ def test_the_published_step_is_the_largest_of_all_contributions() -> None:
     run = MergerRun()
     run.live("fast", "slow")
     merger = run.merger()
-    for number, (fast, slow) in enumerate([(30, 10), (35, 40), (20, 25)], start=1):
+    for number, (fast, slow) in enumerate([(20, 10), (25, 30), (15, 20)], start=1):
         run.clock.now += 5.0
         run.send("fast", number, constant(1.0), global_step=fast)
         run.send("slow", number, constant(1.0), global_step=slow)
         merger.turn(0.0)
-    assert [s.step for s in run.events(Snapshot)] == [30, 40, 40]
-    assert [entry.step for entry in run.transport.reader.tape(3)] == [30, 40, 40]
+    assert [s.step for s in run.events(Snapshot)] == [20, 30, 30]
+    assert [entry.step for entry in run.transport.reader.tape(3)] == [20, 30, 30]
 
 
 def test_contributions_of_departed_islands_are_merged_without_live_islands() -> None:
