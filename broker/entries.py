@@ -12,6 +12,8 @@ from archipelago.broker.errors import WireError
 _ENTRY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})/([0-9]{1,20})-([0-9]{1,20})")
 #: The longest name of an entry, in characters.
 ENTRY_MAX = 128
+#: The largest number of an entry within its millisecond.
+NUMBER_MAX = (1 << 64) - 1
 
 
 def entry_name(sender: str, entry_id: str) -> str:
@@ -32,8 +34,26 @@ def sender_of(entry: str) -> str:
     return entry.partition("/")[0]
 
 
-def arrival(entry: str) -> tuple[int, int, str]:
-    """Return a key that sorts entries of several streams by the time at which they arrived. Raises WireError."""
+def arrival(entry: str) -> tuple[int, str, int]:
+    """Return a key that sorts entries of several streams by the time at which they arrived. Raises WireError.
+
+    Entries of one millisecond are sorted by the names of their islands, because each stream numbers its own.
+    """
     sender, entry_id = parse_entry(entry)
     milliseconds, _, number = entry_id.partition("-")
-    return int(milliseconds), int(number), sender
+    return int(milliseconds), sender, int(number)
+
+
+def position(name: str, after: str) -> str:
+    """Return an id that separates the stream of `name`: what comes later there arrived after that entry.
+
+    Raises:
+        WireError: `after` is not the name of an entry.
+    """
+    sender, entry_id = parse_entry(after)
+    if name == sender:
+        return entry_id
+    milliseconds = int(entry_id.partition("-")[0])
+    if name > sender:
+        milliseconds -= 1
+    return f"{milliseconds}-{NUMBER_MAX}" if milliseconds >= 0 else "0-0"

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Iterator
 from itertools import islice
 
-from archipelago.broker.entries import arrival, entry_name, parse_entry
+from archipelago.broker.entries import arrival, entry_name, position
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Actions, from_fields
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.replies import Raw, next_id, previous_id, text_fields
+from archipelago.broker.redis.replies import Raw, next_id, text_fields
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import START
 
@@ -42,9 +42,7 @@ class ActionsStreams:
         names = self._updates.names()
         if after == START:
             return dict.fromkeys(names, START)
-        sender, id_ = parse_entry(after)
-        # Entries of one millisecond are sorted by the names of their islands, too.
-        return {name: id_ if name <= sender else previous_id(id_) for name in names}
+        return {name: position(name, after) for name in names}
 
     def _of(self, name: str, after: str) -> Iterator[tuple[str, Actions]]:
         pages = self._connection.pages(self._keys.actions(name), after)

@@ -8,11 +8,11 @@ from typing import Any
 
 import redis
 
-from archipelago.broker.entries import arrival, parse_entry
+from archipelago.broker.entries import arrival, position
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.failures import is_gone, is_wrong_kind
-from archipelago.broker.redis.replies import GROUP, entries_by_stream, group_of, previous_id
+from archipelago.broker.redis.replies import GROUP, entries_by_stream, group_of
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import ISLANDS_MAX, UpdatesStreams
 from archipelago.broker.transport import START, Delivery
@@ -58,10 +58,8 @@ class UpdatesConsumer:
     def unacknowledged(self, after: str, count: int) -> list[Delivery]:
         """Return the first `count` entries after `after` that were read, but neither merged nor refused, by arrival."""
         self._find_streams()
-        sender, id_ = ("", START) if after == START else parse_entry(after)
-        before = previous_id(id_)
-        # Entries of one millisecond are sorted by the names of their islands, too.
-        return self._read({name: id_ if name <= sender else before for name in self._names}, count, 0)[:count]
+        starts = {name: START if after == START else position(name, after) for name in self._names}
+        return self._read(starts, count, 0)[:count]
 
     def _read(self, positions: Mapping[str, str], count: int, block_seconds: float) -> list[Delivery]:
         if not positions:

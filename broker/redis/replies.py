@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from archipelago.broker.entries import NUMBER_MAX
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import COUNT_MAX, EVENTS, Books, Event, from_fields
 from archipelago.broker.redis.keys import is_name
@@ -18,8 +19,6 @@ from archipelago.broker.transport import START
 
 #: The consumer group of the updates stream.
 GROUP = "merger"
-#: The largest second part of the id of an entry.
-NUMBER_MAX = (1 << 64) - 1
 #: A larger epoch is damage. Every take-over counts one.
 EPOCH_MAX = 1 << 53
 
@@ -56,14 +55,6 @@ def next_id(entry: str) -> str:
     """Return the smallest id that is greater than that one."""
     milliseconds, number = entry_id(entry)
     return f"{milliseconds}-{number + 1}" if number < NUMBER_MAX else f"{milliseconds + 1}-0"
-
-
-def previous_id(entry: str) -> str:
-    """Return the greatest id that is smaller than that one; START has none before it."""
-    milliseconds, number = entry_id(entry)
-    if number:
-        return f"{milliseconds}-{number - 1}"
-    return f"{milliseconds - 1}-{NUMBER_MAX}" if milliseconds else START
 
 
 def entries_by_stream(found: Any) -> Iterator[tuple[str, str, Raw]]:
