@@ -170,6 +170,9 @@ class UpdatesStreams:
         for name, groups in self._each("xinfo_groups", names).items():
             if _flood(groups):
                 continue
+            group = group_of(groups)
+            if group.get("pending") == 0 and group.get("lag") == 0:
+                continue  # nothing waits in most streams, and each would take two round trips
             key, last = self._keys.updates(name), last_delivered(groups)
             for page in self._unacknowledged(name):
                 ids = [id_ for id_ in page if entry_id(id_) <= last]
