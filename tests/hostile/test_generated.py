@@ -34,7 +34,7 @@ def threaded_run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> It
 @example([Move("heartbeat", (("step_seconds", 1e-300), ("state", "training")))])
 @example([Move(kind) for kind in ("pointer", "raw", "not-a-stream", "not-a-heartbeat", "leases", "requests")])
 @settings(
-    max_examples=examples(200),
+    max_examples=examples(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(hostile_moves())
