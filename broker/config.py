@@ -161,7 +161,7 @@ class MergeConfig:
         scores: Lower the weight of islands whose contributions point elsewhere than those of the others, and clip norms
             that stay above the usual one. It needs three islands.
         expel_after: Expel an island whose weight was lowered in this many rounds in a row. `archipelago steer` admits
-            it again. 0 expels nobody.
+            it again. 0 turns this off.
     """
 
     __pydantic_config__ = _STRICT

@@ -118,8 +118,8 @@ def claims_that_count(
 ) -> dict[str, Claim]:
     """Return the claim that counts for each leased shard: the last turn of the present pass.
 
-    A claim that skips more than TURNS_SKIPPED_MAX turns was written by no honest island, and nobody could ever take it
-    over. It does not count. An island that claims more than PLACES_MAX shards gets only that many.
+    No honest island skips more than TURNS_SKIPPED_MAX turns. A claim that does would keep its shard for ever, so it
+    does not count. An island that claims more than PLACES_MAX shards gets only that many.
 
     Args:
         claims: The claims of each island, by shard.

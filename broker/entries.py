@@ -45,7 +45,7 @@ def arrival(entry: str) -> tuple[int, str, int]:
 
 
 def position(name: str, after: str) -> str:
-    """Return an id that separates the stream of `name`: what comes later there arrived after that entry.
+    """Return the id in the stream of `name` after which all entries arrived later than the entry `after`.
 
     Raises:
         WireError: `after` is not the name of an entry.

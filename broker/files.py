@@ -48,7 +48,7 @@ def exposure(folder: Path) -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if fault := _fault_of(folder.stat()):
             return fault
-        # Whoever can replace an entry of a parent can replace the folder.
+        # A user who can change a parent folder can replace this folder.
         for parent in folder.resolve().parents:
             status = parent.stat()
             if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:

@@ -28,7 +28,8 @@ from archipelago.broker.redis.keys import is_name
 
 Role = Literal["island", "merger", "operator", "viewer"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
-#: The role in the join file of whoever invites others. It is no member: its user of the Redis may do everything there.
+#: The role in the join file of an administrator, who invites members. An administrator is not a member, and may use all
+#: commands of the Redis.
 ADMIN: Final = "admin"
 #: The ending of the names of join files.
 SUFFIX: Final = ".join"
@@ -153,7 +154,7 @@ class Members:
     Attributes:
         by_name: The members.
         merger_key: The public key of the run's mergers, in base64; empty if the run has none.
-        faults: What is wrong with the fields that cannot be read, by their names. They admit nobody.
+        faults: What is wrong with the fields that cannot be read, by their names. Such a field admits no member.
     """
 
     by_name: Mapping[str, Member] = field(default_factory=dict)

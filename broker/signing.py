@@ -44,7 +44,6 @@ SIGNATURE, PAYLOAD_DIGEST, STAMP, SIGNER = "signature", "payload_sha256", "stamp
 NOT_COVERED: Final = frozenset(
     {b"signature", b"payload", b"chunks", b"chunks_name", b"previous_chunks", b"previous_chunks_name"}
 )
-KEY_BYTES: Final = 32
 SIGNATURE_DIGITS: Final = 128
 
 #: The fields of an entry or hash as the server returns them.
@@ -107,11 +106,6 @@ def covered(raw: Raw) -> Raw:
 def payload_digest(payload: bytes | memoryview) -> str:
     """Return the SHA-256 digest of a payload, as 64 hexadecimal digits."""
     return hashlib.sha256(payload).hexdigest()
-
-
-def sign(private: bytes, message: bytes) -> str:
-    """Return the signature of the message, as 128 hexadecimal digits."""
-    return Ed25519PrivateKey.from_private_bytes(private).sign(message).hex()
 
 
 @lru_cache(maxsize=256)

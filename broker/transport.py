@@ -340,7 +340,7 @@ class IslandClient(Protocol):
         ...
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
-        """Take the name of an island over from whoever holds it, and return the claim."""
+        """Claim the name of an island, which ends the claim of any earlier process. Return the claim."""
         ...
 
     def confirm_name(self, island: str, claim: NameClaim) -> NameClaim:

@@ -29,7 +29,7 @@ LOGGED_MAX = 20
 #: How many refusals of one island are announced in one round. All islands read all announcements, and the stream of
 #: them is bounded, so a flood of refusals would hide the announcements of rounds. Honest islands wait for a few.
 ANNOUNCED_MAX = 256
-#: The same for entries that name no contribution, whose refusal nobody waits for.
+#: The same for entries that name no contribution, whose refusal no island waits for.
 NAMELESS_MAX = 4
 NAMELESS = "?"
 

@@ -23,7 +23,7 @@ from archipelago.broker.messages import Contribution
 
 #: An island may be this much faster than the median of at least two others.
 SPEED_MAX = 16.0
-#: An island may be this much faster than the only other one: nobody can tell which of the two is wrong.
+#: An island may be this much faster than the only other one: the merger cannot tell which of the two is wrong.
 SPEED_MAX_OF_TWO = 256.0
 #: No inner step is shorter than this, whatever an island says.
 STEP_SECONDS_MIN = 1e-4
@@ -224,7 +224,7 @@ def _believed_place(place: Place, cursor: tuple[int, int], reach: int, shard_seq
     pass_number, furthest = cursor[0], cursor[1] + reach
     if place.pass_number == pass_number and not place.ended:
         return replace(place, position=min(place.position, furthest))
-    if "/" in place.shard or shard_sequences <= furthest:  # nobody here knows the size of other corpora
+    if "/" in place.shard or shard_sequences <= furthest:  # the merger does not know the size of other corpora
         return Place(place.shard, pass_number, 0, ended=True)
     return Place(place.shard, pass_number, furthest)
 

@@ -10,9 +10,9 @@ with other data. It is 0 for an island whose contributions have nothing to do wi
 other way, and it returns to 1 when the island behaves. An island whose norms stay far above the usual one has them
 clipped to the usual one.
 
-With fewer than three islands nobody knows who is right, and nothing changes. Contributions that are two or more
-versions stale point nowhere in particular even if they are honest. They judge nobody, and cost their island nothing
-unless they point clearly away.
+With fewer than three islands there is no majority, and nothing changes. Contributions that are two or more
+versions stale point nowhere in particular even if they are honest. They are not compared with others, and
+lower no score. Only a stale contribution that points clearly away is left out of its round.
 
 The sample is chosen by the digests of all contributions of the round. An island cannot know it before it sends.
 Nothing here depends on the rule by which contributions are merged.
@@ -204,7 +204,7 @@ def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: 
 
 
 def unjudged(known: Mapping[str, Score], count: int) -> Judgement:
-    """Return what follows for a round of `count` contributions in which nobody judges."""
+    """Return what follows for a round of `count` contributions in which contributions are not compared."""
     return Judgement((1.0,) * count, (1.0,) * count, (math.inf,) * count, known)
 
 

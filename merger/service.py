@@ -245,16 +245,17 @@ class Merger:
 
     def _keep_lease(self) -> None:
         """Renew the lease if it is time, and look after the keys of the run as often."""
-        if self._renewed_at != self._renew():
+        if self._renew():
             self._keep_sound()
 
-    def _renew(self) -> float:
-        """Renew the lease if it is time, and return when it was renewed last."""
-        if self.clock() - self._renewed_at >= self.lease_seconds / 4:
-            self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
-            self._renewed_at = self.clock()
-            self._require_same_broker()
-        return self._renewed_at
+    def _renew(self) -> bool:
+        """Renew the lease if it is time, and return whether it was."""
+        if self.clock() - self._renewed_at < self.lease_seconds / 4:
+            return False
+        self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
+        self._renewed_at = self.clock()
+        self._require_same_broker()
+        return True
 
     def _require_same_broker(self) -> None:
         """Raise UnreachableError if the broker was restarted between two calls, because it may have lost writes."""

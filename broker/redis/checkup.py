@@ -140,8 +140,8 @@ class RedisCheckup:
         """
         if why_not := self._no_room():
             return Bandwidth(why_not=why_not)
-        whose = f"c:{self._name}" if self.role == "island" else "m"
-        key = f"{self._keys.tag}:{whose}:checkup.{secrets.token_hex(8)}:0"
+        owner = self._name if self.role == "island" else ""
+        key = self._keys.chunk(f"checkup.{secrets.token_hex(8)}", 0, owner)
         data = secrets.token_bytes(CHUNK_BYTES)  # random bytes cannot be compressed on the way
         try:
             up = self._rate(seconds, round_trip_seconds, lambda pipe, size: pipe.set(key, data[:size], ex=KEY_SECONDS))

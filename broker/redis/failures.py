@@ -53,7 +53,8 @@ class Failures:
         except redis.AuthenticationError as error:
             raise BrokerError(
                 f"{self.where} refuses access ({self._text(error)})",
-                "The invitation may have been revoked, or replaced by a newer one: ask whoever invited you."
+                "The invitation may have been revoked, or replaced by a newer one. Ask the administrator who invited "
+                "you."
                 if self._is_invited
                 else "Check user and password in the URL: redis://USER:PASSWORD@HOST:PORT.",
                 code="broker.access",

@@ -186,7 +186,7 @@ class RedisIsland:
             number, last_round = self._redis.hmget(self._keys.restored, "number", "round")
             found = [(value or b"0").decode("utf-8", "replace") for value in (number, last_round)]
             if number is None or not all(re.fullmatch("[0-9]{1,18}", text) for text in found):
-                return None  # the run was not restored, or nobody can tell to which checkpoint
+                return None  # the run was not restored, or the checkpoint cannot be read
             if not self._redis.hsetnx(self._keys.restored, f"by.{island}", 1):
                 return None
         return int(found[0]), int(found[1])

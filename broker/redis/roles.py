@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | viewer | the run | nothing |
 | operator | the run | requests to the run, notes, evaluations |
-| island | the run | its own keys; it can append to its own streams, but not delete from them |
+| island | the run | its own keys; it appends to its own streams, which `XADD … MAXLEN` can also shorten |
 | merger | the run | the run, except the records of its members |
 
 Only an administrator can invite members and create runs. Every role reads the whole run, including what other islands
@@ -91,13 +91,13 @@ def _operator(keys: Keys, _name: str) -> list[Grant]:
 def _island(keys: Keys, name: str) -> list[Grant]:
     tag = keys.tag
     return [
-        Grant(("XADD",), (f"{tag}:updates:{name}", f"{tag}:actions:{name}", keys.notes)),
+        Grant(("XADD",), (keys.updates(name), keys.actions(name), keys.notes)),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
-        Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), f"{tag}:leases:{name}")),
-        Grant(("SADD",), (f"{tag}:islands",)),
+        Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), keys.leases(name))),
+        Grant(("SADD",), (keys.islands,)),
         # The first to write a field keeps it.
-        Grant(("HSETNX",), (keys.restored, f"{tag}:corpora")),
-        # Islands hand each other the state of their optimisers. Whoever takes it checks it.
+        Grant(("HSETNX",), (keys.restored, keys.corpora)),
+        # Islands hand each other the state of their optimisers. The receiving island checks it.
         Grant(("HSETNX", "HSET", "HDEL", "EXPIRE"), (keys.requests,)),
         Grant(("HSET", "DEL", "UNLINK", "EXPIRE"), (f"{tag}:handover:*",)),
     ]
