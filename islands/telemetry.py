@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.observe.metrics import family
 from archipelago.islands.worker import Island
 
@@ -23,7 +24,7 @@ def point(island: Island) -> tuple[int, Mapping[str, float]] | None:
     if beat is None or beat.state != "training":
         return None
     return beat.global_step, {
-        "loss": beat.loss,
+        "loss": loss_unit(island.manifest.corpus).from_nats(beat.loss),
         "learning_rate": island.config.inner.rate_at(beat.global_step),
         "tokens_per_second": beat.tokens_per_second,
         "step_seconds": beat.step_seconds or math.nan,
@@ -43,6 +44,7 @@ class IslandCollector:
         beat = island.link.heartbeat
         if beat is None:
             return
+        unit = loss_unit(island.manifest.corpus)
         since = island.link.clock() - island.link.inbox.arrived_at
         labels = {"run": island.manifest.run, "island": beat.island}
         for name, documentation, value in (
@@ -52,7 +54,7 @@ class IslandCollector:
             ("step_seconds", "Time of an inner step, moving average.", beat.step_seconds),
             ("global_step", "Global step of the run, as the island knows it.", beat.global_step),
             ("learning_rate", "Inner learning rate.", island.config.inner.rate_at(beat.global_step)),
-            ("loss", "Training loss in nats, mean since the last contribution.", beat.loss),
+            ("loss", f"Training loss in {unit.name}, mean since the last contribution.", unit.from_nats(beat.loss)),
             ("staleness_versions", "Newest version announced minus version held, mean over fragments.", beat.staleness),
             ("backlog_contributions", "Contributions that wait to be sent.", beat.backlog),
             ("sent_contributions_total", "Contributions that the broker has acknowledged.", beat.sent),

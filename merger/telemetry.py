@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from archipelago.broker.loss_unit import LossUnit, loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 STALENESS_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 
 
-def values(entry: TapeEntry) -> Mapping[str, float]:
-    """Return the values that curves show of one round."""
+def values(entry: TapeEntry, unit: LossUnit) -> Mapping[str, float]:
+    """Return the values that curves show of one round, with the loss in that unit."""
     return {
-        "loss": entry.loss,
+        "loss": unit.from_nats(entry.loss),
         "contributions": len(entry.members),
         "staleness": statistics.fmean([m.staleness for m in entry.members]) if entry.members else math.nan,
         "gain": entry.gain,
@@ -38,7 +39,7 @@ def values(entry: TapeEntry) -> Mapping[str, float]:
 class RoundMetrics:
     """Counts the rounds that this process has closed. The gauges are absent until the first of them."""
 
-    def __init__(self, run: str, fragments: int, registry: CollectorRegistry) -> None:
+    def __init__(self, run: str, fragments: int, unit: LossUnit, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
         self._fragments = fragments
@@ -60,7 +61,7 @@ class RoundMetrics:
             buckets=STALENESS_BOUNDS,
             registry=registry,
         ).labels(run)
-        self._run = run
+        self._run, self._unit = run, unit
         self._last = {
             name: Gauge(f"archipelago_merger_{name}", f"Last round: {documentation}", ["run"], registry=registry)
             for name, documentation in {
@@ -68,7 +69,7 @@ class RoundMetrics:
                 "grace_seconds": "the grace window that was allowed.",
                 "open_seconds": "from the first contribution to the close.",
                 "merge_seconds": "arithmetic of the close.",
-                "loss": "training loss in nats, mean of the members' by tokens.",
+                "loss": f"training loss in {unit.name}, mean of the members' by tokens.",
             }.items()
         }
 
@@ -82,7 +83,7 @@ class RoundMetrics:
         for member in entry.members:
             self.staleness.observe(member.staleness)
         for name, gauge in self._last.items():
-            value = getattr(entry, name)
+            value = self._unit.from_nats(entry.loss) if name == "loss" else getattr(entry, name)
             if math.isnan(value):
                 gauge.clear()
             else:
@@ -98,15 +99,15 @@ class RoundTelemetry:
         self.clock = clock
         #: When the last round was recorded, by `clock`; NaN before the first.
         self.closed_at = math.nan
-        self._curves = curves
-        self._metrics = RoundMetrics(manifest.run, len(manifest.fragments), registry) if registry else None
+        self._curves, self._unit = curves, loss_unit(manifest.corpus)
+        self._metrics = RoundMetrics(manifest.run, len(manifest.fragments), self._unit, registry) if registry else None
 
     def closed(self, entry: TapeEntry, snapshot: Snapshot) -> None:
         """Record a round that was committed."""
         self.closed_at = self.clock()
         if self._metrics is not None:
             self._metrics.closed(entry, snapshot)
-        self._curves.put(entry.round, values(entry))
+        self._curves.put(entry.round, values(entry, self._unit))
 
 
 class MergerCollector:

@@ -73,6 +73,9 @@ class OpenCorpus:
         tokens = self.train.size + self.valid.size + self.test.size
         if self.tokenizer:
             return Corpus(self.name, self.digest, sum(self.text_bytes), self.tokenizer, tokens)
+        if self.train.ndim == 2:
+            examples = len(self.train) + len(self.valid) + len(self.test)
+            return Corpus(self.name, self.digest, tokens, tokens=examples)
         return Corpus(self.name, self.digest, tokens)
 
     @property

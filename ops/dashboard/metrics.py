@@ -13,6 +13,8 @@ from archipelago.broker.observe.metrics import family, new_registry
 from archipelago.ops.watch.run_view import RunView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+#: The units of losses (`broker.loss_unit`).
+_UNIT = "bits per byte (nats per label without text)"
 
 #: Maps a metric's name to the attribute of `RunView` and its documentation. The label is `run`.
 RUN = {
@@ -35,8 +37,8 @@ RUN = {
     "archipelago_run_memory_limit_bytes": ("memory_limit_bytes", "Redis's maxmemory; 0 if it has none."),
     "archipelago_run_grace_seconds": ("grace_seconds", "Grace window, mean over the recent rounds."),
     "archipelago_run_open_seconds": ("open_seconds", "Time that a round is open, mean over the recent rounds."),
-    "archipelago_run_loss": ("loss", "Training loss in nats, mean of the last round of each fragment."),
-    "archipelago_run_bits_per_byte": ("bits_per_byte_last", "Held-out bits per byte, newest evaluation."),
+    "archipelago_run_loss": ("loss", f"Training loss in {_UNIT}, mean of the last round of each fragment."),
+    "archipelago_run_held_out_loss": ("held_out_last", f"Held-out loss in {_UNIT}, newest evaluation."),
     "archipelago_run_merged_tokens_total": ("tokens_merged", "Tokens merged into every fragment."),
     "archipelago_run_trained_tokens_total": ("tokens_trained", "Tokens trained by all islands, merged or not."),
     "archipelago_run_lost_tokens": ("tokens_lost", "Tokens trained by islands that left before they were merged."),
@@ -64,7 +66,7 @@ RUN_ISLAND = {
     "archipelago_run_island_steps_total": ("steps", "Inner steps made."),
     "archipelago_run_island_tokens_total": ("tokens", "Tokens trained on."),
     "archipelago_run_island_tokens_per_second": ("tokens_per_second", "Training speed."),
-    "archipelago_run_island_loss": ("loss", "Training loss in nats."),
+    "archipelago_run_island_loss": ("loss", f"Training loss in {_UNIT}."),
     "archipelago_run_island_staleness_versions": ("staleness", "Versions it is behind, mean over fragments."),
     "archipelago_run_island_backlog_contributions": ("backlog", "Contributions that wait to be sent."),
     "archipelago_run_island_refused_contributions_total": ("refused", "Contributions that were refused."),

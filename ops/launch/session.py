@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.printable import printable
@@ -240,6 +241,7 @@ class Session:
             view,
             evaluations,
             curve,
+            loss_unit(self.manifest.corpus),
             tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
             seconds=self.seconds,
             server=server,

@@ -207,10 +207,10 @@ def _in(folder: Path) -> str:
 def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpOptions) -> None:
     if options.json:
         print_json(report)
-    first, last, single = (report[f"bits_per_byte_{key}"] for key in ("first", "last", "one_process"))
+    first, last, single = (report[f"held_out_{key}"] for key in ("first", "last", "one_process"))
     say()
     learnt = f"{formatting.number(first, 4)} → {formatting.number(last, 4)} with {report['islands']} islands"
-    say(f"held-out bits per byte: {learnt}; one process on as many tokens: {formatting.number(single, 4)}")
+    say(f"held-out {report['unit']}: {learnt}; one process on as many tokens: {formatting.number(single, 4)}")
     picture = f"  picture: {folder / run_summary.PICTURE}" if can_draw() else ""
     say(f"report: {folder / run_summary.TEXT}{picture}")
     if not finished:

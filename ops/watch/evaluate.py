@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.options import CurveOptions
@@ -20,7 +21,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluateOptions(CurveOptions, RunAddress):
-    """Measure bits per byte of the merged parameters on held-out text, and record it with the run."""
+    """Measure the loss of the merged parameters on held-out text, and record it with the run.
+
+    The loss is in bits per byte, or in nats per label for a corpus of examples.
+    """
 
     every: float = 0.0
     """seconds between two evaluations, until SIGTERM and then once more; 0 evaluates once"""
@@ -63,10 +67,12 @@ def main(options: EvaluateOptions) -> int:
     if options.every:
         newest = evaluate()
     curves.close()
+    unit = loss_unit(transport.reader.manifest().corpus)
+    loss = unit.from_evaluation(newest.bits_per_byte)
     if options.json:
-        print_json({"run": transport.run, "round": newest.round, "bits_per_byte": newest.bits_per_byte})
+        print_json({"run": transport.run, "round": newest.round, "held_out": loss, "unit": unit.name})
     elif not options.every:
-        print(f"{newest.bits_per_byte:.4f} bits per byte at round {newest.round}")  # noqa: T201
+        print(f"{loss:.4f} {unit.name} on held-out text at round {newest.round}")  # noqa: T201
     return 0
 
 
@@ -89,6 +95,7 @@ def evaluator(transport: ReaderTransport, curves: CurveWriter | None = None) -> 
             code="broker.other-corpus",
         )
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
+    unit = loss_unit(manifest.corpus)
     measure = compile_measures(build(config.model), text, corpus.bytes_per_token)
 
     def evaluate() -> Evaluation:
@@ -99,11 +106,12 @@ def evaluator(transport: ReaderTransport, curves: CurveWriter | None = None) -> 
         tokens = sum(presence.heartbeat.tokens for presence in transport.reader.presences())
         measured = measure(params)
         right = 100 * measured.accuracy
-        log.info("round %s: %.4f bits a target, %.1f %% right", number, measured.bits, right, extra={"round": number})
         found = Evaluation(number, step, tokens, time.time(), measured.bits)
+        loss = unit.from_evaluation(found.bits_per_byte)
+        log.info("round %s: %.4f %s, %.1f %% right", number, loss, unit.name, right, extra={"round": number})
         transport.reader.record_evaluation(found)
         if curves is not None:
-            curves.put(tokens, {"bits_per_byte": found.bits_per_byte, "accuracy": measured.accuracy, "round": number})
+            curves.put(tokens, {"held_out_loss": loss, "accuracy": measured.accuracy, "round": number})
         return found
 
     return evaluate

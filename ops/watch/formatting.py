@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from archipelago.broker.loss_unit import shortened
 from archipelago.broker.observe.printable import printable
 from archipelago.ops.watch.health import Health, describe_control
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -59,9 +60,10 @@ def number(value: float, digits: int = 3) -> str:
 
 def line(view: RunView) -> str:
     """Return the run in one line, for logs and pipes."""
+    losses = f"held-out {number(view.held_out_last)}, training {number(view.loss)} {shortened(view.unit)}"
     return (
-        f"round {view.rounds}  step {view.step}/{view.steps}  bits/byte {number(view.bits_per_byte_last)}  "
-        f"loss {number(view.loss)}  live {view.live}/{view.known}, {view.participating} participating  "
+        f"round {view.rounds}  step {view.step}/{view.steps}  {losses}  "
+        f"live {view.live}/{view.known}, {view.participating} participating  "
         f"up {size(view.bytes_up)}  down {size(view.bytes_down)}  pending {view.pending}"
     )
 
@@ -81,8 +83,8 @@ def run_lines(
     )
     grid.add_row(
         "quality",
-        f"held-out bits per byte [bold]{number(view.bits_per_byte_last)}[/] "
-        f"(first {number(view.bits_per_byte_first)}), training loss {number(view.loss)} nats",
+        f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
+        f"training loss {number(view.loss)}, in {view.unit}",
     )
     grid.add_row(
         "islands",

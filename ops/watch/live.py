@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import print_json, stop_on_signals
@@ -111,7 +112,7 @@ class Watcher:
         found = read_health(transport)
         if read_all:
             self._events = events_of(transport.reader.notes(EVENTS_READ), transport.reader.refusals(EVENTS_READ))
-        now = self._wall()
+        now, unit = self._wall(), loss_unit(self._manifest.corpus)
         if tape and tape[-1].round < self._last_round:  # The run returned to an earlier checkpoint.
             self._closes.clear()
             self._last_round = 0
@@ -122,7 +123,7 @@ class Watcher:
             health=found,
             problem=trouble(view, found, self._manifest.config.sync.interval),
             closes=tuple(self._closes),
-            bits_per_byte=tuple(evaluation.bits_per_byte for evaluation in self._evaluations),
+            held_out=tuple(unit.from_evaluation(evaluation.bits_per_byte) for evaluation in self._evaluations),
             events=tuple(event for event in self._events if now - event.unix_seconds < EVENT_SECONDS),
             unix_seconds=now,
         )

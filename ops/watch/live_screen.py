@@ -38,7 +38,7 @@ class LiveReading:
     Attributes:
         problem: Why an operator should look; empty if all is well.
         closes: Unix seconds at which the last rounds closed.
-        bits_per_byte: The results of all evaluations, oldest first.
+        held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
         events: Recent events, oldest first.
         unix_seconds: The time of the reading.
     """
@@ -47,7 +47,7 @@ class LiveReading:
     health: Health
     problem: str
     closes: Sequence[float]
-    bits_per_byte: Sequence[float]
+    held_out: Sequence[float]
     events: Sequence[Event]
     unix_seconds: float
 
@@ -133,18 +133,18 @@ def progress(view: RunView, width: int) -> Text:
 
 
 def histories(reading: LiveReading, width: int) -> Table:
-    """Return rounds per minute and held-out bits per byte over time, as sparklines."""
+    """Return rounds per minute and held-out loss over time, as sparklines."""
     room = max(8, width - HISTORY_LABEL_CELLS)
     rates = rates_a_minute(reading.closes, reading.unix_seconds, room)
-    bits = [value for value in reading.bits_per_byte if not math.isnan(value)][-room:]
+    losses = [value for value in reading.held_out if not math.isnan(value)][-room:]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
     table.add_row("rounds per minute", f"{rates[-1]:.0f}" if rates else "–", Text(sparkline(rates, low=0.0), "green"))
-    early = bits[len(bits) // CUT_SHARE] if bits else math.nan  # The first fall would flatten the rest.
-    last = formatting.number(bits[-1] if bits else math.nan)
-    table.add_row("bits per byte", last, Text(sparkline([min(value, early) for value in bits]), "magenta"))
+    early = losses[len(losses) // CUT_SHARE] if losses else math.nan  # The first fall would flatten the rest.
+    last = formatting.number(losses[-1] if losses else math.nan)
+    table.add_row(reading.view.unit, last, Text(sparkline([min(value, early) for value in losses]), "magenta"))
     return table
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from archipelago.broker.extras import is_installed
 from archipelago.broker.files import write_atomically
+from archipelago.broker.loss_unit import LossUnit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import finite
 from archipelago.ops.plots import pyplot
@@ -25,6 +26,7 @@ def summary(
     view: RunView,
     evaluations: Sequence[Evaluation],
     one_process: Curve,
+    unit: LossUnit,
     *,
     tokens_per_second: float,
     seconds: float,
@@ -35,7 +37,8 @@ def summary(
     Args:
         view: The run at its end.
         evaluations: All evaluations, oldest first.
-        one_process: The comparison's results; empty if it did not run.
+        one_process: The comparison's results, as evaluations have them; empty if it did not run.
+        unit: The unit of the report's losses.
         tokens_per_second: Training speed in this session.
         seconds: Seconds of training in this session.
         server: The Redis server, in words.
@@ -43,9 +46,11 @@ def summary(
     return {
         "run": view.run,
         "finished": view.step >= view.steps,
-        "bits_per_byte_first": view.bits_per_byte_first,
-        "bits_per_byte_last": view.bits_per_byte_last,
-        "bits_per_byte_one_process": one_process[-1][1] if one_process else math.nan,
+        "unit": unit.name,
+        "held_out_first": view.held_out_first,
+        "held_out_last": view.held_out_last,
+        "held_out_one_process": unit.from_evaluation(one_process[-1][1]) if one_process else math.nan,
+        "training_loss": view.loss,
         "rounds": view.rounds,
         "steps": view.step,
         "islands": view.known,
@@ -65,8 +70,8 @@ def summary(
         "parameters": view.parameters,
         "fragments": view.fragments,
         "server": server,
-        "curve": [[e.tokens, e.bits_per_byte] for e in evaluations],
-        "curve_one_process": [list(point) for point in one_process],
+        "curve": [[e.tokens, unit.from_evaluation(e.bits_per_byte)] for e in evaluations],
+        "curve_one_process": [[tokens, unit.from_evaluation(bits)] for tokens, bits in one_process],
         "each_island": [asdict(island) for island in view.islands],
     }
 
@@ -78,7 +83,8 @@ def write(folder: Path, report: Mapping[str, Any]) -> None:
     if not is_installed("matplotlib"):
         return
     curves = {f"{report['islands']} islands": report["curve"], "one process, same tokens": report["curve_one_process"]}
-    draw(folder / PICTURE, f"{report['run']}: {report['parameters']:,} parameters", curves)
+    title = f"{report['run']}: {report['parameters']:,} parameters"
+    draw(folder / PICTURE, title, curves, ylabel=f"held-out {report['unit']}")
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -98,23 +104,26 @@ def draw(
     curves: Mapping[str, Sequence[Sequence[float]]],
     xlabel: str = "million tokens (bytes)",
     unit: float = 1e6,
+    ylabel: str = "held-out bits per byte",
 ) -> None:
-    """Draw held-out bits per byte over tokens, or over another measure of progress.
+    """Draw held-out losses over tokens, or over another measure of progress.
 
     Args:
         path: The file to write.
         title: The title.
-        curves: Pairs of progress and bits per byte by label. Progress 0, the untrained model, is left out.
+        curves: Pairs of progress and loss by label. Progress 0, the untrained model, is left out.
         xlabel: What the x axis shows.
         unit: The progress that is drawn as 1.
+        ylabel: What the y axis shows.
     """
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for label, points in curves.items():
         if trained := [point for point in points if point[0] > 0]:
-            progress, bits = zip(*trained, strict=True)
-            axes.plot([x / unit for x in progress], bits, marker="o", markersize=3, label=f"{label}: {bits[-1]:.3f}")
-    axes.set(title=title, xlabel=xlabel, ylabel="held-out bits per byte")
+            progress, losses = zip(*trained, strict=True)
+            x = [value / unit for value in progress]
+            axes.plot(x, losses, marker="o", markersize=3, label=f"{label}: {losses[-1]:.3f}")
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from archipelago.broker.loss_unit import LossUnit, loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, TapeEntry
 from archipelago.broker.transport import Memory, ReaderTransport
@@ -24,6 +25,7 @@ class IslandView:
     Attributes:
         staleness: Versions that it is behind, mean over the fragments.
         participation: Share of the recent rounds that merged it.
+        loss: Its training loss, in the run's unit.
         score: How well its newest merged contribution's island agrees with the others; 1 is usual, 0 unrelated.
         factor: The factor on the weight of its newest merged contribution; below 1 it was lowered.
         merged_staleness: Mean staleness of its recent contributions when they were merged; NaN if there were none.
@@ -72,6 +74,10 @@ class RunView:
         known: Islands seen in the last day.
         live: Islands that sent a heartbeat lately and have not left.
         participating: Live islands that recent rounds have merged.
+        unit: The unit of all losses, such as `bits per byte`.
+        loss: The training loss.
+        held_out_first: The loss on held-out text at the first evaluation.
+        held_out_last: The same at the newest evaluation.
         tokens_lost: Tokens of islands that left before they were merged.
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
@@ -91,9 +97,10 @@ class RunView:
     contributions_per_round: float
     grace_seconds: float
     open_seconds: float
+    unit: str
     loss: float
-    bits_per_byte_first: float
-    bits_per_byte_last: float
+    held_out_first: float
+    held_out_last: float
     tokens_merged: int
     tokens_trained: int
     tokens_lost: int
@@ -179,8 +186,8 @@ def summarise(
     memory: Memory,
 ) -> RunView:
     """Combine the readings into a view. `tape` holds the recent rounds, oldest first. Pure."""
-    fragments = len(manifest.fragments)
-    islands = tuple(_island(presence, tape, merged, fragments) for presence in presences)
+    fragments, unit = len(manifest.fragments), loss_unit(manifest.corpus)
+    islands = tuple(_island(presence, tape, merged, fragments, unit) for presence in presences)
     live = [island for island in islands if island.live]
     shards = manifest.config.data.shards
     return RunView(
@@ -196,9 +203,10 @@ def summarise(
         contributions_per_round=statistics.fmean([len(e.members) for e in tape]) if tape else 0.0,
         grace_seconds=statistics.fmean([e.grace_seconds for e in tape]) if tape else 0.0,
         open_seconds=statistics.fmean([e.open_seconds for e in tape]) if tape else 0.0,
-        loss=_mean([e.loss for e in tape[-fragments:]]),
-        bits_per_byte_first=evaluations[0].bits_per_byte if evaluations else math.nan,
-        bits_per_byte_last=evaluations[-1].bits_per_byte if evaluations else math.nan,
+        unit=unit.name,
+        loss=unit.from_nats(_mean([e.loss for e in tape[-fragments:]])),
+        held_out_first=unit.from_evaluation(evaluations[0].bits_per_byte) if evaluations else math.nan,
+        held_out_last=unit.from_evaluation(evaluations[-1].bits_per_byte) if evaluations else math.nan,
         tokens_merged=books.merged_tokens // fragments,
         # Merged tokens may be newer than the last heartbeat.
         tokens_trained=sum(max(island.tokens, island.tokens_merged) for island in islands),
@@ -222,7 +230,9 @@ def _balanced(books: Books, pending: Pending) -> bool:
     return (books.published, books.published_tokens) == (contributions, tokens)
 
 
-def _island(presence: Presence, tape: Sequence[TapeEntry], merged: Mapping[str, int], fragments: int) -> IslandView:
+def _island(
+    presence: Presence, tape: Sequence[TapeEntry], merged: Mapping[str, int], fragments: int, unit: LossUnit
+) -> IslandView:
     beat = presence.heartbeat
     mine = [member for entry in tape for member in entry.members if member.island == beat.island]
     rounds = sum(any(member.island == beat.island for member in entry.members) for entry in tape)
@@ -237,7 +247,7 @@ def _island(presence: Presence, tape: Sequence[TapeEntry], merged: Mapping[str, 
         tokens=beat.tokens,
         tokens_per_second=beat.tokens_per_second,
         step_seconds=beat.step_seconds,
-        loss=beat.loss,
+        loss=unit.from_nats(beat.loss),
         staleness=beat.staleness,
         participation=rounds / len(tape) if tape else 0.0,
         score=mine[-1].score if mine else math.nan,

@@ -97,7 +97,7 @@ def test_a_run_survives_the_loss_of_redis_and_then_of_its_disk(
     assert found["rounds"] > covered + 4
     assert found["pending"] == 0
     assert found["contributions"] == found["merged"] + found["refused"]
-    assert found["bits_per_byte_last"] < 0.7 * found["bits_per_byte_first"]
+    assert found["held_out_last"] < 0.7 * found["held_out_first"]
     assert up_run.checkpoints.numbers(), "no checkpoint in the new folder"
     assert "Traceback" not in "".join(path.read_text() for path in (up_run.folder / "logs").iterdir())
 

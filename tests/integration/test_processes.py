@@ -115,8 +115,8 @@ def test_up_trains_reports_and_continues(processes: Processes, tmp_path: Path, u
     assert found["steps"] >= 1500
     assert found["rounds"] > interrupted["rounds"] > 0
     assert found["tokens_merged"] > interrupted["tokens_merged"]
-    assert found["bits_per_byte_last"] < 0.7 * found["bits_per_byte_first"]
-    assert found["bits_per_byte_one_process"] < 0.7 * found["bits_per_byte_first"]
+    assert found["held_out_last"] < 0.7 * found["held_out_first"]
+    assert found["held_out_one_process"] < 0.7 * found["held_out_first"]
     assert found["pending"] == 0
     assert found["contributions"] == found["merged"] + found["refused"]
     assert found == json.loads((tmp_path / "runs/job/report.json").read_text())

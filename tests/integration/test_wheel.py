@@ -60,4 +60,4 @@ def test_an_installed_wheel_trains(tmp_path: Path, environment: dict[str, str]) 
     printed = run([str(bin_folder / "archipelago"), "up", "--json", "--run=wheel", *SMALL], work, private)
     report = json.loads(printed)
     assert report["finished"]
-    assert report["bits_per_byte_last"] < report["bits_per_byte_first"]
+    assert report["held_out_last"] < report["held_out_first"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from archipelago.broker.errors import UnknownRunError, UnreachableError
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Member
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
@@ -22,6 +24,8 @@ from tests import samples
 from tests.broker.observe.test_curves import events
 from tests.broker.observe.test_metrics import values as exported
 from tests.merger.merger_run import Faulty, MergerRun, constant
+
+BITS = loss_unit(samples.manifest().corpus)
 
 
 class KeptCurves(CurveWriter):
@@ -46,7 +50,7 @@ def member(staleness: int) -> Member:
 
 def test_rounds_are_counted() -> None:
     registry = new_registry()
-    rounds = RoundMetrics("sample", 2, registry)
+    rounds = RoundMetrics("sample", 2, BITS, registry)
     assert scraped(registry)["rounds_total"] == 0
     assert "open_seconds" not in scraped(registry), "the gauges are absent before the first round"
     commit = samples.commit([])
@@ -57,7 +61,8 @@ def test_rounds_are_counted() -> None:
     assert scraped(registry) == {
         "rounds_total": 2, "merged_contributions_total": 4, "merged_tokens_total": 200, "received_bytes_total": 14,
         "published_bytes_total": 68, "quorum_seconds": 0.1, "grace_seconds": 0.2, "open_seconds": 0.3,
-        "merge_seconds": 0.125, "loss": 1.5, "staleness_versions_count": 4, "staleness_versions_sum": 104,
+        "merge_seconds": 0.125, "loss": pytest.approx(1.5 / math.log(2.0)),
+        "staleness_versions_count": 4, "staleness_versions_sum": 104,
     }  # fmt: skip
     assert [value for (_, bucket), value in exported(registry).items() if bucket] == [2, 2, 2, 2, 2, 3, 3, 3, 3, 4]
     rounds.closed(replace(entry, members=(), loss=float("nan")), snapshot)
@@ -97,9 +102,9 @@ def test_rounds_are_counted_and_have_curve_points() -> None:
     tape = run.transport.reader.tape(10)
     assert [step for step, _ in drawn.points] == [entry.round for entry in tape] == [1, 2, 3]
     for (_, point), entry in zip(drawn.points, tape, strict=True):
-        assert point == values(entry)
+        assert point == values(entry, BITS)
         assert point["contributions"] == 2
-        assert point["loss"] == entry.loss
+        assert point["loss"] == pytest.approx(entry.loss / math.log(2.0))
         assert point["open_seconds"] == entry.open_seconds
     run.clock.now += 4.0
     assert scraped(registry)["round_age_seconds"] == 4.0
@@ -155,7 +160,7 @@ def test_the_curves_of_a_deleted_run_are_complete(tmp_path: Path, monkeypatch: p
 def test_the_staleness_of_an_empty_round_is_nan() -> None:
     entry = samples.commit([]).tape
     two = (replace(entry.members[0], staleness=1), replace(entry.members[0], staleness=4))
-    assert values(replace(entry, members=two))["staleness"] == 2.5
-    empty = values(replace(entry, members=()))
+    assert values(replace(entry, members=two), BITS)["staleness"] == 2.5
+    empty = values(replace(entry, members=()), BITS)
     assert empty["staleness"] != empty["staleness"]
     assert empty["contributions"] == 0

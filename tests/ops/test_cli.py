@@ -383,7 +383,7 @@ def test_status_prints_one_object(call: Call, url: str) -> None:
     create_runs(url, "alpha")
     found = one_object(call("status", url, "--json"))
     assert (found["run"], found["known"], found["live"], found["rounds"]) == ("alpha", 1, 1, 0)
-    assert found["bits_per_byte_last"] is None  # JSON has no NaN.
+    assert found["held_out_last"] is None  # JSON has no NaN.
     assert found["islands"][0]["loss"] is None
     assert found["books"]["published"] == 0
 

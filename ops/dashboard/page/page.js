@@ -84,8 +84,8 @@ function write() {
 }
 
 function writeTiles(run) {
-  put("bits", fixed(run.bits_per_byte_last, 4));
-  put("bits-sub", `first ${fixed(run.bits_per_byte_first)} · loss ${fixed(run.loss)} nats`);
+  put("bits", fixed(run.held_out_last, 4));
+  put("bits-sub", `first ${fixed(run.held_out_first)} · training ${fixed(run.loss)} ${run.unit}`);
   put("size", count(run.known));
   put("live", count(run.live));
   put("part", count(run.participating));

@@ -220,6 +220,8 @@ def test_bytes_and_tokens_have_different_configs_and_corpora() -> None:
     assert from_json(WIDE.to_json()) == WIDE
     assert RunConfig().digest() != replace(RunConfig(), model=ModelConfig(vocabulary=257)).digest()
     assert Corpus("text", "0" * 32, 9).to_list() == ["text", "0" * 32, 9]
+    images = Corpus("digits", "0" * 32, 650, tokens=10)
+    assert Corpus.from_list(images.to_list()) == images
     with pytest.raises(ConfigError):
         checked({"model": {"vocabulary": 255}})
     with pytest.raises(ValueError):

@@ -309,7 +309,7 @@ def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     assert (watch.silent_since, watch.error) == (0.0, "")
     assert watch.latest is not None
     assert watch.latest.closes == (NOW - 99, NOW - 98, NOW - 97)
-    assert watch.latest.bits_per_byte == (2.5,)  # After an outage everything is read again.
+    assert watch.latest.held_out == (2.5,)  # After an outage everything is read again.
 
 
 def test_one_line_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:

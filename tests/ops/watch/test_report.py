@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import guarded
@@ -108,6 +109,7 @@ def left_behind(folder: Path) -> None:
         replace(view, tokens_lost=7),
         transport.reader.evaluations(),
         [],
+        loss_unit(MANIFEST.corpus),
         tokens_per_second=1.0,
         seconds=1.0,
         server="none",

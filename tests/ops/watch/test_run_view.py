@@ -60,8 +60,10 @@ def test_the_run_matches_a_calculation_by_hand() -> None:
     assert VIEW.contributions_per_round == (1 + 2 + 0 + 3) / 4
     assert VIEW.grace_seconds == pytest.approx(0.2)
     assert VIEW.open_seconds == pytest.approx(0.5)
-    assert VIEW.loss == 5.0  # The mean of the last round of each fragment, one of which has no loss.
-    assert (VIEW.bits_per_byte_first, VIEW.bits_per_byte_last) == (8.0, 4.25)
+    assert VIEW.loss == pytest.approx(
+        5.0 / math.log(2.0)
+    )  # In bits. The mean of the last round of each fragment, one of which has no loss.
+    assert (VIEW.held_out_first, VIEW.held_out_last) == (8.0, 4.25)
     assert VIEW.tokens_merged == 300  # A token is merged once it is in both fragments: ⌊601 / 2⌋.
     assert VIEW.tokens_trained == 1000 + 500 + 0 + 70 + 7
     assert (VIEW.pending, VIEW.pending_tokens, VIEW.memory_bytes) == (3, 299, 7_000)
@@ -95,8 +97,8 @@ def test_a_run_without_rounds() -> None:
     assert (view.rounds, view.step, view.known, view.live, view.participating) == (0, 0, 0, 0, 0)
     assert (view.contributions_per_round, view.grace_seconds, view.open_seconds) == (0.0, 0.0, 0.0)
     assert math.isnan(view.loss)
-    assert math.isnan(view.bits_per_byte_first)
-    assert math.isnan(view.bits_per_byte_last)
+    assert math.isnan(view.held_out_first)
+    assert math.isnan(view.held_out_last)
     assert view.islands == ()
 
 
@@ -113,14 +115,14 @@ def test_a_loss_that_was_not_measured() -> None:
 
 def test_one_evaluation_is_first_and_last() -> None:
     view = summarise(MANIFEST, [], [], Books(), Pending(0, 0), EVALUATIONS[1:2], {}, {}, MEMORY)
-    assert (view.bits_per_byte_first, view.bits_per_byte_last) == (5.0, 5.0)
+    assert (view.held_out_first, view.held_out_last) == (5.0, 5.0)
 
 
 def test_observing_reads_what_is_there() -> None:
     transport = samples.merged_one_of_three(EVALUATIONS[0])
     view = observe(transport, transport.reader.manifest())
     assert (view.rounds, view.known, view.live, view.participating, view.pending) == (1, 1, 1, 1, 2)
-    assert (view.books.published, view.books.merged, view.bits_per_byte_last) == (3, 1, 8.0)
+    assert (view.books.published, view.books.merged, view.held_out_last) == (3, 1, 8.0)
 
 
 def test_the_data_and_moments_of_an_island() -> None:
@@ -215,7 +217,7 @@ def test_a_terminal_shows_the_facts(width: int) -> None:
     text = words(shown(VIEW, width))
     for fact in (
         "sample 64 parameters in 2 fragments, round 4, step 40 of 2,000",
-        "held-out bits per byte 4.250 (first 8.000), training loss 5.000 nats",
+        "held-out loss 4.250 (first 8.000), training loss 7.213, in bits per byte",
         "5 known, 3 live, 1 participating; 1.50 contributions per round, open 500 ms (grace 200 ms)",
         "published 10 = merged 6 + refused 1 + pending 3",
         "in tokens 1,000 = 601 + 100 + 299 (2 fragments each)",
@@ -227,11 +229,11 @@ def test_a_terminal_shows_the_facts(width: int) -> None:
     wide = width >= 88
     for name, row, score in (
         ("island", "state steps tokens/s loss lag part{} queue up down seen", " score"),
-        ("a", "training 10 100 2.000 0.00 75%{} 0 10 B 10 B 0 s", " 1.00"),
-        ("b", "silent 10 – 2.000 0.00 25%{} 0 10 B 10 B 10 s", " 1.00"),
+        ("a", "training 10 100 2.885 0.00 75%{} 0 10 B 10 B 0 s", " 1.00"),
+        ("b", "silent 10 – 2.885 0.00 25%{} 0 10 B 10 B 10 s", " 1.00"),
         ("c", "joining 10 100 – 0.00 0%{} 0 10 B 10 B 3 s", " –"),
-        ("d", "left 10 – 2.000 0.00 0%{} 0 10 B 10 B 1 s", " –"),
-        ("e", "leaving 10 100 2.000 0.00 0%{} 0 10 B 10 B 10 s", " –"),
+        ("d", "left 10 – 2.885 0.00 0%{} 0 10 B 10 B 1 s", " –"),
+        ("e", "leaving 10 100 2.885 0.00 0%{} 0 10 B 10 B 10 s", " –"),
     ):
         assert f"{name} {row.format(score if wide else '')}" in text
     assert "does not answer" not in text  # The last link state of a silent island is not shown.
@@ -253,21 +255,21 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
     )  # fmt: skip
     view = summarise(MANIFEST, TAPE, [Presence(busy, 8.6)], BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
     text = words(shown(view, 80))
-    assert "training 123,456 1,234,567 2.345 12.34 0% 12 123 GB 9.9 MB 9 s" in text
+    assert "training 123,456 1,234,567 3.383 12.34 0% 12 123 GB 9.9 MB 9 s" in text
     assert "an-island-" in text
     assert "an-island-with-a-long-name-7: [red]no[/] link" in text  # Text from islands is not interpreted as markup.
-    assert "bits per byte – (first –)" in text
+    assert "held-out loss – (first –)" in text
 
 
 def test_an_empty_run_is_shown() -> None:
     text = words(shown(summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY), 80))
     assert "0 known, 0 live, 0 participating" in text
-    assert "loss – nats" in text
+    assert "training loss –, in bits per byte" in text
 
 
 def test_the_run_in_one_line() -> None:
     assert line(VIEW) == (
-        "round 4  step 40/2000  bits/byte 4.250  loss 5.000  live 3/5, 1 participating  "
+        "round 4  step 40/2000  held-out 4.250, training 7.213 bits/byte  live 3/5, 1 participating  "
         "up 5.0 kB  down 6.0 MB  pending 3"
     )
 

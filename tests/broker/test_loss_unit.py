@@ -1,0 +1,35 @@
+"""Losses are shown in one unit, whatever a run trains on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from archipelago.broker.loss_unit import loss_unit, shortened
+from archipelago.broker.manifest import Corpus
+
+
+def test_a_text_of_bytes_has_bits_per_byte() -> None:
+    unit = loss_unit(Corpus("text", "0" * 32, 1000))
+    assert unit.name == "bits per byte"
+    assert unit.from_nats(3 * math.log(2.0)) == pytest.approx(3.0)
+    assert unit.from_evaluation(3.0) == 3.0
+
+
+def test_a_tokenised_text_is_divided_by_its_bytes_per_token() -> None:
+    unit = loss_unit(Corpus("text", "0" * 32, 1000, "1" * 32, 250))
+    assert unit.name == "bits per byte"
+    assert unit.from_nats(8 * math.log(2.0)) == pytest.approx(2.0)  # Eight bits for a token of four bytes.
+    assert unit.from_evaluation(2.0) == 2.0  # Evaluations are recorded per byte.
+
+
+def test_examples_have_nats_per_label() -> None:
+    unit = loss_unit(Corpus("digits", "0" * 32, 650, tokens=10))
+    assert (unit.name, shortened(unit.name)) == ("nats per label", "nats/label")
+    assert unit.from_nats(2.5) == 2.5
+    assert unit.from_evaluation(1.0) == pytest.approx(math.log(2.0))
+
+
+def test_an_unknown_loss_stays_unknown() -> None:
+    assert math.isnan(loss_unit(Corpus("text", "0" * 32, 1000)).from_nats(math.nan))
