@@ -39,6 +39,21 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = READABLE) 
     sync(path.parent)
 
 
+def make_untracked(folder: Path) -> None:
+    """Create a folder for files of a run, with its parents, and make git ignore it.
+
+    What a run leaves behind is large, and some of it is secret, so it must not get into the user's repository. A folder
+    that exists already stays as it is: it may hold files of the user's.
+
+    Raises:
+        OSError: The folder cannot be created.
+    """
+    if folder.is_dir():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".gitignore").write_text("# Archipelago keeps the files of a run here.\n*\n", encoding="utf-8")
+
+
 def exposure(folder: Path) -> str:
     """Make a folder private to this user, creating it if necessary. Return why that is impossible; empty if it is not.
 

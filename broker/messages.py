@@ -226,6 +226,7 @@ class Heartbeat:
         uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
         downlink_bytes_per_second: The same for downloads.
         ignored: Announcements that no merger of the run can have sent.
+        machine: Operating system, processor, cores and memory of its host, in words.
     """
 
     __pydantic_config__ = _CONFIG
@@ -254,6 +255,7 @@ class Heartbeat:
     uplink_bytes_per_second: Measure = math.nan
     downlink_bytes_per_second: Measure = math.nan
     ignored: Count = 0
+    machine: Text = ""
 
 
 #: The merger does not wait for an island whose last heartbeat is older than this.

@@ -21,6 +21,7 @@ import tyro
 
 from archipelago.broker.control import require_welcome
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.options import WorkerOptions
@@ -174,6 +175,8 @@ def _run(
         awaited(transport.reader.control), name, manifest.run
     )  # before the island claims anything under that name
     require_free(folder, name, awaited(transport.reader.presences))
+    with suppress(OSError):  # An island trains without checkpoints where it cannot write.
+        make_untracked(folder)
     keep_compiled()
 
     from archipelago.islands import telemetry

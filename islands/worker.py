@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from archipelago.broker import machine
 from archipelago.broker.codecs import codec
 from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
@@ -349,6 +350,7 @@ def _heartbeat(island: Island, state: str) -> Heartbeat:
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
         ignored=link.inbox.ignored,
+        machine=machine.describe(),
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import (
@@ -64,6 +66,8 @@ def main(options: MergerOptions) -> int:
     curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
     # Read the manifest before JAX loads, so that errors appear quickly.
     manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
+    with suppress(OSError):  # A merger serves without checkpoints where it cannot write.
+        make_untracked(folder.path)
     keep_compiled()
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands

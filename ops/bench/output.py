@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from archipelago.broker.files import make_untracked
 from archipelago.broker.process import finite, print_json
 from archipelago.ops.plots import can_draw
 from archipelago.ops.settings import say, table_console
@@ -27,7 +28,7 @@ class OutputOptions:
 
 def finish(name: str, found: Mapping[str, Any], options: OutputOptions) -> int:
     """Write `NAME.json`, and print the same as JSON or as a table. Return the exit status 0."""
-    options.output.mkdir(parents=True, exist_ok=True)
+    make_untracked(options.output)
     path = options.output / f"{name}.json"
     path.write_text(json.dumps(finite(found), indent=2) + "\n", encoding="utf-8")
     if options.json:

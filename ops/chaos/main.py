@@ -15,6 +15,7 @@ import tyro
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.files import make_untracked
 from archipelago.broker.process import keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
 from archipelago.ops.chaos import peers
@@ -194,7 +195,7 @@ def _prepare_folder(folder: Path) -> None:
                 f"{folder} is not empty and holds no storm", "Name another run with --run.", code="chaos.foreign-folder"
             )
         shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_untracked(folder)
     (folder / SCHEDULE).touch()
 
 

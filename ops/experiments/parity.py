@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.files import make_untracked
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
@@ -140,7 +141,7 @@ def parity(
              "curves": curves, "losses": {arm.name: arm.losses for arm in arms}}  # fmt: skip
     if not can_draw():
         return found
-    output.mkdir(parents=True, exist_ok=True)
+    make_untracked(output)
     picture = output / "parity.png"
     title = f"{config.model.size} model, H = {config.sync.interval}, P = {config.sync.fragments}, {config.data.corpus}"
     draw(picture, title, arms)

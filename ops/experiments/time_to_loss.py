@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import tyro
 
 from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.files import make_untracked
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
@@ -136,7 +137,7 @@ def time_to_loss(
              "curves": {n: [[m.seconds, m.tokens, m.bits_per_byte] for m in c] for n, c in means.items()}}  # fmt: skip
     if not can_draw():
         return found
-    output.mkdir(parents=True, exist_ok=True)
+    make_untracked(output)
     picture = output / "time.png"
     title = f"one of {count} machines {slow:g}× slower: {config.model.size}, {config.data.corpus}"
     losses = {name: [(mark.seconds, mark.bits_per_byte) for mark in curve] for name, curve in means.items()}

@@ -12,6 +12,7 @@ from archipelago.broker import signing
 from archipelago.broker.address import option, with_user
 from archipelago.broker.control import DRAIN, EXPEL, island_field
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import ADMIN, SUFFIX, Invitation, Member, Members, Role, key_text, raw_key
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.keys import checked_name
@@ -130,7 +131,7 @@ class Administrator:
         return kept.private_key if kept.run == self.run else ""
 
     def _keep(self, private: str, public: str) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+        make_untracked(self.file.parent)
         invitations.write(self.file, Invitation(
             self._url, self.run, ADMIN, ADMIN, private, public, self._authority(),
         ))  # fmt: skip

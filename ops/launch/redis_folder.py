@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import get_args
 
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.files import PRIVATE, write_atomically
+from archipelago.broker.files import PRIVATE, make_untracked, write_atomically
 from archipelago.ops.launch.certificates import CertificateFolder
 from archipelago.ops.launch.redis_probe import LOOPBACK, Tls
 from archipelago.ops.launch.redis_program import Kind
@@ -79,7 +79,8 @@ class RedisFolder:
             BrokerError: Another process has locked it, or it cannot be written.
         """
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_untracked(self.path.parent)
+            self.path.mkdir(mode=0o700, exist_ok=True)
             lock = (self.path / LOCK).open("a+")
         except OSError as error:
             raise BrokerError(

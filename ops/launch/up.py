@@ -12,7 +12,7 @@ import tyro
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.files import write_atomically
+from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curve_sinks import require_wandb
@@ -109,7 +109,7 @@ def main(options: UpOptions) -> int:
         if opened:
             opened.begin()
         manifest, created = _find_or_create(transport, config, folder, options)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_untracked(folder)
         write_atomically(folder / "config.toml", to_toml(config))
         _greet(manifest, created, server, url, folder)
         joins = opened.invite_ours(island_name(number) for number in range(options.islands)) if opened else {}

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
+from archipelago.broker.files import make_untracked
 from archipelago.broker.process import print_json
 from archipelago.ops.plots import can_draw, pyplot
 from archipelago.ops.settings import say, table_console
@@ -55,7 +56,7 @@ def main(options: TablesOptions) -> int:
     goodput, uptime = goodput_and_uptime(options.model, options.days, options.seed)
     gbits = bandwidth()
     seconds = time.process_time() - began
-    options.output.mkdir(parents=True, exist_ok=True)
+    make_untracked(options.output)
     (options.output / "simulation_tables.md").write_text(markdown(goodput, uptime, gbits), encoding="utf-8")
     summary = {"goodput_rms_points": rms(goodput, GOODPUT), "uptime_rms_points": rms(uptime, UPTIME),
                "bandwidth_rms": bandwidth_rms(gbits), "cpu_seconds": seconds}  # fmt: skip

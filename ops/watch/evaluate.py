@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
+from archipelago.broker.files import make_untracked
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
@@ -52,6 +54,9 @@ def main(options: EvaluateOptions) -> int:
         options.sinks(transport.run, "evaluate", "evaluate", folder, "tokens") if options.every else []
     )
     evaluate = evaluator(transport, curves)
+    if options.every:
+        with suppress(OSError):  # It measures without curves where it cannot write.
+            make_untracked(folder)
     curves.start()
     newest = evaluate()
     due = time.monotonic() + options.every

@@ -34,6 +34,7 @@ class IslandView:
         moments: Where its inner optimiser state came from.
         uplink_bytes_per_second: The speed that its link has shown lately; NaN if it is not known.
         downlink_bytes_per_second: The same in the other direction.
+        machine: Operating system, processor, cores and memory of its host, in words.
     """
 
     name: str
@@ -64,6 +65,7 @@ class IslandView:
     uplink_bytes_per_second: float
     downlink_bytes_per_second: float
     link: str
+    machine: str = ""
 
 
 @dataclass(frozen=True)
@@ -265,6 +267,7 @@ def _island(
         uplink_bytes_per_second=beat.uplink_bytes_per_second,
         downlink_bytes_per_second=beat.downlink_bytes_per_second,
         link=beat.link,
+        machine=beat.machine,
     )
 
 

@@ -1,13 +1,15 @@
-"""Tests of atomic writes: content, permissions, and the state after a failed write."""
+"""Tests of atomic writes and of folders that git ignores."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from archipelago.broker.files import PRIVATE, staged_folder, write_atomically
+from archipelago.broker.files import PRIVATE, make_untracked, staged_folder, write_atomically
 
 
 @pytest.mark.parametrize("content", [b"bytes\x00", "text with an é\n"])
@@ -51,3 +53,16 @@ def test_a_staged_folder_appears_completely_or_not_at_all(tmp_path: Path) -> Non
     with pytest.raises(KeyError), staged_folder(tmp_path / "other"):
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_git_ignores_a_new_folder_but_not_one_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for folder in (tmp_path / "mine", tmp_path / "runs" / "demo", tmp_path / "runs" / "demo" / "islands"):
+        make_untracked(folder)
+        make_untracked(folder)
+        (folder / "file").touch()
+    git = shutil.which("git") or ""
+    subprocess.run([git, "init", "--quiet", tmp_path], check=True)
+    command = [git, "-C", str(tmp_path), "status", "--porcelain", "--untracked-files=all"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "?? mine/file\n"
