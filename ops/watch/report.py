@@ -13,6 +13,8 @@ from typing import Annotated, Any, cast
 import tyro
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
+from archipelago.broker.files import make_untracked, write_atomically
+from archipelago.broker.invitation import SUFFIX
 from archipelago.broker.messages import Pending
 from archipelago.broker.process import connect_to, print_json
 from archipelago.broker.redis.keys import checked_name
@@ -21,12 +23,16 @@ from archipelago.broker.transport import Image, Memory
 from archipelago.ops.dashboard.assets import PAGE, chart_library
 from archipelago.ops.dashboard.history import History
 from archipelago.ops.dashboard.page_data import Reading, charts_of, page_of
-from archipelago.ops.dashboard.watcher import Watcher, to_json
+from archipelago.ops.dashboard.watcher import TAPE_MOST, Watcher, to_json
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
+from archipelago.ops.watch.provenance import Provenance, provenance
+from archipelago.ops.watch.provenance_page import cards
 from archipelago.ops.watch.run_view import IslandView, RunView, merged_by_island, summarise
 
+STYLES = ("page.css", "report.css")
 SCRIPTS = ("charts.js", "page.js")
+FILE = "report.html"
 
 
 @dataclass(frozen=True)
@@ -34,46 +40,76 @@ class ReportOptions:
     """Write a run's figures into one HTML file, from its Redis, or from its folder if the Redis is gone."""
 
     target: Annotated[str | None, tyro.conf.Positional] = None
-    """URL of a Redis, or the name or folder of a run of `up`; default $ARCHIPELAGO_URL"""
+    """URL of a Redis or a join file, or the name or folder of a run of `up`; default $ARCHIPELAGO_URL"""
     run: str | None = None
     """name of the run at that URL; default $ARCHIPELAGO_RUN, or the only run there"""
     out: Path | None = None
-    """file to write; default RUN.html"""
+    """file to write; default FOLDER/RUN/report.html, in a folder that git ignores"""
     folder: Path = Path("runs")
     """where runs keep their logs, data and reports"""
     json: bool = False
     """print one JSON object: the name of the file, and the figures"""
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Everything in a report: the data of the dashboard's page and charts, and where they come from."""
+
+    data: dict[str, Any]
+    about: Provenance
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        return str(self.data["page"]["run"]["run"])
+
+
 def main(options: ReportOptions) -> int:
     """Write the file."""
     library = chart_library()
     found = everything(options)
-    path = options.out or Path(f"{checked_name(found['page']['run']['run'], 'the run name')}.html")
+    name = checked_name(found.run, "the run name")
+    path = options.out or _folder_of(options, name) / FILE
     text = html(found, library.read_text(encoding="utf-8"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        make_untracked(path.parent)
+        write_atomically(path, text)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror})", "Name another file with --out.", code="report.unwritable"
         ) from None
     if options.json:
-        print_json({"file": str(path), "page": found["page"]})
+        print_json({"file": str(path), "page": found.data["page"], "about": found.about.as_data()})
     else:
         say(f"report: {path} ({len(text.encode()) / 1e6:.1f} MB, opens without network)")
     return 0
 
 
-def everything(options: ReportOptions) -> dict[str, Any]:
-    """Return page and charts of the run that the options name. Raise ArchipelagoError."""
-    if options.target is None or "://" in options.target:
+def _folder_of(options: ReportOptions, name: str) -> Path:
+    """Return the folder that the options name, or that of the run with this name."""
+    return Path(options.target) if options.target and _is_path(options.target) else options.folder / name
+
+
+def _is_path(target: str) -> bool:
+    """Return whether the target is a folder: not a URL, a join file or the name of a run."""
+    return "/" in target and not _is_address(target)
+
+
+def _is_address(target: str) -> bool:
+    return "://" in target or target.endswith(SUFFIX)
+
+
+def everything(options: ReportOptions) -> Figures:
+    """Return the figures of the run that the options name. Raise ArchipelagoError."""
+    if options.target is None or _is_address(options.target):
         transport = connect_to(options.target, options.run)
         try:
             return of_watch(Watcher(transport, transport.reader.manifest()))
         finally:
             transport.close()
-    folder = Path(options.target) if "/" in options.target else options.folder / checked_name(options.target, "the run")
+    if not _is_path(options.target):
+        checked_name(options.target, "the run")
+    folder = _folder_of(options, options.target)
     if not folder.is_dir():
         raise ConfigError(
             f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.", code="report.no-folder"
@@ -87,13 +123,26 @@ def everything(options: ReportOptions) -> dict[str, Any]:
     return of_folder(folder)
 
 
-def of_watch(watch: Watcher) -> dict[str, Any]:
-    """Return the run as Redis has it now."""
+def of_watch(watch: Watcher, folder: Path | None = None) -> Figures:
+    """Return the run as Redis has it now. `folder` has what `up` has left there; None if that is not known."""
     reading = watch.read()
-    return {"page": watch.page(reading), "charts": watch.charts(reading), "fault": None}
+    data = {"page": watch.page(reading), "charts": watch.charts(reading), "fault": None}
+    tape = watch.transport.reader.tape(TAPE_MOST)
+    return Figures(data, provenance(watch.manifest, reading.view, tape, reading.evaluations, *_left_in(folder)))
 
 
-def of_folder(folder: Path) -> dict[str, Any]:
+def _left_in(folder: Path | None) -> tuple[Mapping[str, Any], bytes]:
+    """Return the content of the folder's report.json and loss.png, as far as they are there."""
+    if folder is None:
+        return {}, b""
+    try:
+        picture = (folder / run_summary.PICTURE).read_bytes()
+    except OSError:
+        picture = b""
+    return run_summary.read(folder) or {}, picture
+
+
+def of_folder(folder: Path) -> Figures:
     """Return a run of this machine from its embedded Redis or its data, or from the newest checkpoint."""
     from archipelago.merger.storage import MergerFolder
 
@@ -102,10 +151,10 @@ def of_folder(folder: Path) -> dict[str, Any]:
     image = MergerFolder(folder / "merger").store.load()
     if image is None:
         raise ConfigError(f"{folder} holds no checkpoint and no Redis data", "Give the URL of the run's Redis.")
-    return of_image(image, run_summary.read(folder) or {}, time.time())
+    return of_image(image, *_left_in(folder), time.time())
 
 
-def _of_own_server(folder: Path) -> dict[str, Any]:
+def _of_own_server(folder: Path) -> Figures:
     from archipelago.ops.launch.embedded_redis import running, start_server
 
     with ExitStack() as stack:
@@ -119,10 +168,10 @@ def _of_own_server(folder: Path) -> dict[str, Any]:
                 ) from None
         transport = connect(url, folder.resolve().name)
         stack.callback(transport.close)
-        return of_watch(Watcher(transport, transport.reader.manifest()))
+        return of_watch(Watcher(transport, transport.reader.manifest()), folder)
 
 
-def of_image(image: Image, report: Mapping[str, Any], unix_seconds: float) -> dict[str, Any]:
+def of_image(image: Image, report: Mapping[str, Any], picture: bytes, unix_seconds: float) -> Figures:
     """Return the run from a checkpoint, and its islands from report.json (`report`). Pure."""
     history = History(len(image.manifest.fragments))
     history.begin(image.books.merged_tokens, image.tape)
@@ -132,8 +181,9 @@ def of_image(image: Image, report: Mapping[str, Any], unix_seconds: float) -> di
         view=view, unix_seconds=unix_seconds, round_seconds=0.0, epoch=newest.epoch if newest else 0,
         evaluations=image.evaluations,
     )  # fmt: skip
-    return {"page": page_of(reading, history, image.manifest.config), "charts": charts_of(reading, history, []),
+    data = {"page": page_of(reading, history, image.manifest.config), "charts": charts_of(reading, history, []),
             "fault": None}  # fmt: skip
+    return Figures(data, provenance(image.manifest, view, image.tape, image.evaluations, report, picture))
 
 
 def _view_of(image: Image, report: Mapping[str, Any]) -> RunView:
@@ -160,16 +210,17 @@ def _island_of(fields: Mapping[str, Any]) -> IslandView:
         ) from None
 
 
-def html(found: Mapping[str, Any], library: str) -> str:
-    """Return one file with the page, its style, its scripts, the chart library and the data."""
+def html(found: Figures, library: str) -> str:
+    """Return one file with the page, its style, its scripts, the chart library, the data and where they come from."""
     page = (PAGE / "index.html").read_text(encoding="utf-8")
-    style = (PAGE / "page.css").read_text(encoding="utf-8")
+    style = "".join((PAGE / name).read_text(encoding="utf-8") for name in STYLES)
     policy = (
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
         "style-src 'unsafe-inline'; img-src data: blob:\">"
     )
     page = _replaced(page, '<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
-    page = _replaced(page, 'id="data"></script>', f'id="data">{_escaped_data(to_json(found))}</script>')
+    page = _replaced(page, 'id="data"></script>', f'id="data">{_escaped_data(to_json(found.data))}</script>')
+    page = _replaced(page, "</main>", f"{cards(found.about)}</main>")
     page = _replaced(page, '<script src="plotly.min.js"></script>', f"<script>{_escaped_script(library)}</script>")
     for name in SCRIPTS:
         script = (PAGE / name).read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from archipelago.broker.extras import is_installed
-from archipelago.broker.files import write_atomically
+from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.loss_unit import LossUnit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import finite
@@ -78,7 +78,7 @@ def summary(
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
     """Write report.json, and loss.png if matplotlib is installed, into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_untracked(folder)
     write_atomically(folder / TEXT, json.dumps(finite(report), indent=2) + "\n")
     if not is_installed("matplotlib"):
         return

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from archipelago.broker.config import checked
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Evaluation
@@ -24,11 +30,14 @@ from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.redis_program import find_program
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
-from archipelago.ops.watch.report import SCRIPTS, ReportOptions, everything, html, of_image, of_watch
+from archipelago.ops.watch.provenance import Provenance, commands
+from archipelago.ops.watch.provenance_page import cards
+from archipelago.ops.watch.report import SCRIPTS, STYLES, Figures, ReportOptions, everything, html, of_image, of_watch
 from archipelago.ops.watch.run_view import observe
 from tests import samples
 
 MANIFEST = samples.manifest()
+NOTHING = Provenance({}, {}, [], "")
 
 
 def fill(transport: Any) -> None:
@@ -69,7 +78,11 @@ def test_a_report_from_redis(
     path = tmp_path / "new" / "it.html"
     assert guarded(lambda: run(["report", url, "--out", str(path), "--json"])) == 0
     printed = json.loads(capsys.readouterr().out)
-    found = inlined(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    found = inlined(text)
+    password = urlsplit(url).password
+    assert password
+    assert password not in text + json.dumps(printed)
     assert printed["file"] == str(path)
     assert printed["page"]["run"]["rounds"] == found["page"]["run"]["rounds"] == 2
     assert found["charts"]["evaluations"]["bits_per_byte"] == [8, 4]
@@ -84,31 +97,31 @@ def test_the_file_loads_nothing() -> None:
     assert not re.search(r'(src|href)="(?!data:,)', text)
     assert "default-src 'none'" in text
     assert text.count("</script>") == text.count("<script") == 2 + len(SCRIPTS)
-    assert (PAGE / "page.css").read_text(encoding="utf-8") in text
+    assert all((PAGE / name).read_text(encoding="utf-8") in text for name in STYLES)
 
 
 def test_data_cannot_end_its_element() -> None:
-    found = {"page": {"run": "</script><script>alert(1)</script>"}, "charts": None, "fault": None}
-    assert inlined(html(found, "")) == found
+    data = {"page": {"run": "</script><script>alert(1)</script>"}, "charts": None, "fault": None}
+    assert inlined(html(Figures(data, NOTHING), "")) == data
 
 
 def test_a_page_without_the_expected_elements_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("index.html", "page.css", *SCRIPTS):
+    for name in ("index.html", *STYLES, *SCRIPTS):
         (tmp_path / name).write_text("<html></html>", encoding="utf-8")
     monkeypatch.setattr("archipelago.ops.watch.report.PAGE", tmp_path)
     with pytest.raises(LookupError):
-        html({}, "")
+        html(Figures({}, NOTHING), "")
 
 
-def left_behind(folder: Path) -> None:
-    """Return a folder with report.json and a checkpoint, as `up` leaves it, without a Redis."""
+def left_behind(folder: Path, baseline: run_summary.Curve = ()) -> None:
+    """Make a folder with report.json, loss.png and a checkpoint, as `up` leaves it, without a Redis."""
     transport = MemoryBroker().connect("sample")
     fill(transport)
     view = observe(transport, MANIFEST)
     summary = run_summary.summary(
         replace(view, tokens_lost=7),
         transport.reader.evaluations(),
-        [],
+        baseline,
         loss_unit(MANIFEST.corpus),
         tokens_per_second=1.0,
         seconds=1.0,
@@ -130,10 +143,10 @@ def test_a_report_from_a_folder_without_redis(tmp_path: Path) -> None:
     left_behind(tmp_path / "runs" / "sample")
     found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
     again = everything(ReportOptions(str(tmp_path / "runs" / "sample")))
-    assert found["charts"] == again["charts"]
-    assert found["charts"]["lines"]["round"] == [1, 2]
-    assert found["charts"]["evaluations"]["bits_per_byte"] == [8.0, 4.0]
-    page = found["page"]
+    assert found.data["charts"] == again.data["charts"]
+    assert found.data["charts"]["lines"]["round"] == [1, 2]
+    assert found.data["charts"]["evaluations"]["bits_per_byte"] == [8.0, 4.0]
+    page = found.data["page"]
     assert (page["run"]["known"], page["run"]["live"], page["run"]["tokens_lost"]) == (1, 0, 7)
     assert [(island["name"], island["strip"]) for island in page["islands"]] == [("oslo", [-1, -1])]
     assert {name: page["books"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
@@ -142,14 +155,14 @@ def test_a_report_from_a_folder_without_redis(tmp_path: Path) -> None:
 
 
 def test_a_report_from_a_checkpoint() -> None:
-    found = of_image(samples.image(MANIFEST, []), {}, 1.7e9)
-    assert found["page"]["islands"] == []
-    assert found["charts"]["lines"]["round"] == [1]
+    found = of_image(samples.image(MANIFEST, []), {}, b"", 1.7e9)
+    assert found.data["page"]["islands"] == []
+    assert found.data["charts"]["lines"]["round"] == [1]
 
 
 def test_an_island_of_another_version_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     def make() -> int:
-        of_image(samples.image(MANIFEST, []), {"each_island": [{"name": "oslo"}]}, 1.7e9)
+        of_image(samples.image(MANIFEST, []), {"each_island": [{"name": "oslo"}]}, b"", 1.7e9)
         return 0
 
     assert guarded(make) == 2
@@ -163,8 +176,8 @@ def test_a_report_from_the_servers_data(tmp_path: Path) -> None:
         fill(transport)
         transport.close()
     found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
-    assert found["page"]["run"]["rounds"] == 2
-    assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
+    assert found.data["page"]["run"]["rounds"] == 2
+    assert [island["name"] for island in found.data["page"]["islands"]] == ["oslo"]
 
 
 def test_a_running_server_is_found_by_its_folder_name(tmp_path: Path) -> None:
@@ -172,7 +185,7 @@ def test_a_running_server_is_found_by_its_folder_name(tmp_path: Path) -> None:
         transport = connect(own.url, "sample")
         fill(transport)
         found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
-        assert found["page"]["run"]["rounds"] == 2
+        assert found.data["page"]["run"]["rounds"] == 2
         assert transport.reader.control() == {}  # The server still runs.
         transport.close()
 
@@ -214,8 +227,8 @@ def test_a_file_that_cannot_be_written_is_an_error(
 def test_a_run_named_like_a_path_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = of_image(samples.image(replace(MANIFEST, run="../x"), []), {}, 1.7e9)
-    assert found["page"]["run"]["run"] == "../x"
+    found = of_image(samples.image(replace(MANIFEST, run="../x"), []), {}, b"", 1.7e9)
+    assert found.data["page"]["run"]["run"] == "../x"
     monkeypatch.setattr(run_report, "everything", lambda options: found)
     assert guarded(lambda: run(["report", "sample"])) == 2
     assert "../x" in capsys.readouterr().err
@@ -228,7 +241,67 @@ def test_an_unreadable_report_is_ignored(tmp_path: Path, text: str) -> None:
 
 
 def test_the_view_in_a_report_equals_that_of_status(transport: RedisTransport) -> None:
-    found = of_watch(Watcher(transport, MANIFEST))["page"]["run"]
+    found = of_watch(Watcher(transport, MANIFEST)).data["page"]["run"]
     expected = asdict(observe(transport, MANIFEST))
     for name in ("rounds", "step", "known", "live", "participating", "tokens_merged", "tokens_trained", "pending"):
         assert found[name] == expected[name]
+
+
+def test_the_report_says_where_its_figures_come_from(tmp_path: Path) -> None:
+    left_behind(tmp_path / "runs" / "sample", baseline=[(100, 6.0), (200, 5.0)])
+    found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
+    about = found.about
+    assert about.sections["Versions"] == MANIFEST.versions
+    assert MANIFEST.corpus.digest in about.sections["Run"]["corpus"]
+    assert about.sections["Result"]["baseline"].startswith("5.0000: ")
+    assert about.sections["Result"]["relative to it"] == "-20.00 %"
+    assert "oslo on cpu" in about.sections["Machines"]["h"]
+    assert set(about.settings) >= {"seed", "sync.interval", "model.size"}
+    text = html(found, "")
+    assert about.picture.startswith(b"\x89PNG")
+    assert "data:image/png;base64," in text
+    assert all(escape(value) in text for section in about.sections.values() for value in section.values())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"seed": 3},
+        {"record": True, "sync": {"interval": 12}, "wire": {"thin": ""}, "inner": {"learning_rate": 0.5}},
+    ],
+)
+def test_the_commands_repeat_the_settings(changed: dict[str, Any]) -> None:
+    manifest = replace(MANIFEST, config=checked(changed))
+    script = commands(manifest, islands=2, hosts=1, steered=[])
+    toml = re.search(r"<<'END'\n(.*)\nEND\n", script, re.DOTALL)
+    assert checked(tomllib.loads(toml[1] if toml else "")) == manifest.config
+    assert ("--config" in script) == bool(toml) == bool(changed)
+
+
+def test_the_commands_name_several_machines_weights_and_steering() -> None:
+    manifest = replace(MANIFEST, versions={**MANIFEST.versions, "weights": "my model.safetensors 0123"})
+    steered = replace(samples.commit([]).tape, steered="outer.learning_rate=0.5")
+    script = commands(manifest, islands=3, hosts=2, steered=[steered])
+    assert "archipelago up" not in script
+    assert "archipelago init --run sample-again" in script
+    assert "--from 'my model.safetensors'" in script
+    assert "archipelago steer --run sample-again outer.learning_rate=0.5" in script
+
+
+def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
+    about = Provenance({"Machines": {"<b>": "<script>"}}, {"<i>": "<u>"}, [], "<pre>")
+    text = cards(about)
+    assert not re.search("<(b|script|i|u|pre)>(?!#)", text.replace('<pre class="script">', ""))
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_git_sees_no_file_of_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    git = shutil.which("git") or ""
+    subprocess.run([git, "init", "--quiet", str(tmp_path)], check=True)
+    left_behind(tmp_path / "runs" / "sample")
+    assert guarded(lambda: run(["report", "sample", "--json"])) == 0
+    assert json.loads(capsys.readouterr().out)["file"] == "runs/sample/report.html"
+    assert Path("runs/sample/report.html").exists()
+    status = [git, "-C", str(tmp_path), "status", "--porcelain", "--untracked-files=all"]
+    assert subprocess.run(status, check=True, capture_output=True, text=True).stdout == ""

@@ -1,0 +1,207 @@
+"""Where the figures of a report come from: settings, times, baseline, machines, versions, and how to repeat the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tomli_w
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Evaluation, TapeEntry
+from archipelago.ops.watch.formatting import ago, number, size
+from archipelago.ops.watch.run_view import RunView
+
+#: Corpora that `archipelago prepare` makes by their name alone, with the same text everywhere.
+_SAME_EVERYWHERE = ("enwik8", "digits")
+_TOML = "run.toml"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Everything that a reader of a report needs to judge and to repeat the run.
+
+    Attributes:
+        sections: Facts in words, by section and by name.
+        settings: All settings of the run as text.
+        changed: The settings that differ from the defaults.
+        commands: A shell script that repeats the run.
+        picture: The loss curve with the baseline, as PNG; empty if there is none.
+    """
+
+    sections: Mapping[str, Mapping[str, str]]
+    settings: Mapping[str, str]
+    changed: Sequence[str]
+    commands: str
+    picture: bytes = b""
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the facts for JSON, without the picture."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in found.items() if name != "picture"}
+
+
+def provenance(
+    manifest: Manifest,
+    view: RunView,
+    tape: Sequence[TapeEntry],
+    evaluations: Sequence[Evaluation],
+    report: Mapping[str, Any],
+    picture: bytes = b"",
+) -> Provenance:
+    """Collect the facts. Pure.
+
+    Args:
+        manifest: The run's manifest.
+        view: The run as it is now.
+        tape: All rounds that are still known, oldest first.
+        evaluations: All evaluations, oldest first.
+        report: The run's report.json; empty if there is none.
+        picture: The run's loss.png; empty if there is none.
+    """
+    flat, defaults = _flat(dataclasses.asdict(manifest.config)), _flat(dataclasses.asdict(RunConfig()))
+    machines = _machines(view)
+    return Provenance(
+        sections={
+            "Run": _run(manifest, view) | _times(tape, evaluations, report),
+            "Result": _result(view, report),
+            "Machines": machines,
+            "Versions": dict(manifest.versions),
+            "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
+        },
+        settings={key: _text(value) for key, value in flat.items()},
+        changed=[key for key, value in flat.items() if value != defaults[key]],
+        commands=commands(manifest, view.known, len(machines), [e for e in tape if e.steered]),
+        picture=picture,
+    )
+
+
+def _run(manifest: Manifest, view: RunView) -> dict[str, str]:
+    corpus = manifest.corpus
+    model = manifest.config.model.size
+    return {
+        "run": view.run,
+        "model": f"{model}, {view.parameters:,} parameters in {view.fragments} fragments",
+        "corpus": f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest}",
+        **({"tokenizer": f"digest {corpus.tokenizer}, {corpus.tokens:,} tokens"} if corpus.tokenizer else {}),
+        "config digest": manifest.config.digest(),
+        "progress": f"step {view.step:,} of {view.steps:,}, round {view.rounds:,}",
+        "tokens": f"{view.tokens_trained:,} trained, {view.tokens_merged:,} merged, {view.tokens_lost:,} lost",
+        "traffic": f"{size(view.bytes_up)} up, {size(view.bytes_down)} down",
+    }
+
+
+def _times(tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], report: Mapping[str, Any]) -> dict[str, str]:
+    """Return when the run began and ended, as far as its rounds and evaluations tell."""
+    recorded = [entry.unix_seconds for entry in tape] + [evaluation.unix_seconds for evaluation in evaluations]
+    moments = [moment for moment in recorded if moment > 0]
+    if not moments:
+        return {}
+    found = {
+        "first record": _date(min(moments)),
+        "last record": _date(max(moments)),
+        "duration": f"{_hours(max(moments) - min(moments))}, pauses included",
+    }
+    trained, speed = (float(report.get(key) or math.nan) for key in ("seconds", "tokens_per_second"))
+    if trained > 0:
+        found["last session"] = f"{_hours(trained)}, {number(speed, 0)} tokens/s in all"
+    return found
+
+
+def _result(view: RunView, report: Mapping[str, Any]) -> dict[str, str]:
+    unit = view.unit
+    found = {
+        f"held-out {unit}": f"{number(view.held_out_first, 4)} at the first evaluation, "
+                            f"{number(view.held_out_last, 4)} at the last",
+        f"training {unit}": number(view.loss, 4),
+    }  # fmt: skip
+    single, curve = float(report.get("held_out_one_process") or math.nan), report.get("curve_one_process")
+    if math.isnan(single) or not curve:
+        found["baseline"] = "not measured"
+        return found
+    last = float(report.get("held_out_last") or math.nan)
+    found["baseline"] = f"{number(single, 4)}: one process that trained on {int(curve[-1][0]):,} tokens"
+    found["relative to it"] = f"{100 * (last / single - 1):+.2f} %"
+    return found
+
+
+def _machines(view: RunView) -> dict[str, str]:
+    """Return what each host is and which islands trained on it."""
+    hosts: dict[str, list[str]] = {}
+    for island in view.islands:
+        hosts.setdefault(island.host, []).append(f"{island.name} on {island.device}")
+    described = {island.host: island.machine for island in view.islands if island.machine}
+    return {host: "; ".join(filter(None, (described.get(host), ", ".join(on)))) for host, on in hosts.items()}
+
+
+def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[TapeEntry]) -> str:
+    """Return a shell script that repeats the run, without addresses and passwords.
+
+    Args:
+        manifest: The run's manifest.
+        islands: The number of islands.
+        hosts: The number of machines that they ran on.
+        steered: The rounds from which on an operator changed settings.
+    """
+    changed = _differences(dataclasses.asdict(manifest.config), dataclasses.asdict(RunConfig()))
+    name, corpus = shlex.quote(f"{manifest.run}-again"), manifest.corpus.name
+    again = corpus if corpus in _SAME_EVERYWHERE or corpus == "stdlib" else f"FILE_OR_FOLDER --name {corpus}"
+    lines = [
+        f"# archipelago-train {manifest.versions.get('archipelago-train', '')}, jax {manifest.versions.get('jax', '')}",
+        f"archipelago prepare {again}   # its digest must be {manifest.corpus.digest}",
+    ]
+    if manifest.corpus.tokenizer:
+        lines[1] = f"# The corpus has a tokenizer with the digest {manifest.corpus.tokenizer}.\n{lines[1]}"
+    if changed:
+        lines.append(f"cat > {_TOML} <<'END'\n{tomli_w.dumps(changed).strip()}\nEND")
+    config = f" --config {_TOML}" if changed else ""
+    weights = manifest.versions.get("weights", "").rpartition(" ")[0]  # The digest follows the name.
+    config += f" --from {shlex.quote(weights)}" if weights else ""
+    if hosts <= 1:
+        lines.append(f"archipelago up --run {name} --islands {max(1, islands)}{config}")
+    else:
+        lines += [
+            "export ARCHIPELAGO_URL=rediss://HOST:PORT   # on every machine",
+            f"archipelago init --run {name}{config}",
+            f"archipelago merger --run {name}   # on one machine",
+            f"archipelago island --run {name}   # {islands} islands on {hosts} machines",
+        ]
+    lines += [f"archipelago steer --run {name} {entry.steered}   # at round {entry.round}" for entry in steered]
+    return "\n".join(lines) + "\n"
+
+
+def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from the defaults, by section. TOML cannot express None, so it is left out."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            if inner := _differences(value, defaults[key]):
+                out[key] = inner
+        elif value != defaults[key] and value is not None:
+            out[key] = value
+    return out
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value) if value != "" else '""'
+
+
+def _date(unix_seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds))
+
+
+def _hours(seconds: float) -> str:
+    return ago(seconds) if seconds < 120 else f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
