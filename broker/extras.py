@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from archipelago.broker.errors import ConfigError
 
-#: The packages of each extra of `pip install archipelago-train[EXTRA]` that we import.
+#: The packages of each extra that we import.
 PACKAGES = {
     "dash": ("plotly", "starlette", "uvicorn"),
     "plots": ("matplotlib", "tensorboardX"),
@@ -39,5 +39,10 @@ def require(extra: str, purpose: str) -> None:
 
 
 def hint(extra: str) -> str:
-    """Return the sentence that says how to install an extra."""
-    return f"Run: pip install 'archipelago-train[{extra}]'."
+    """Return the sentence that says how to install an extra. No package index has the distribution."""
+    return f"In your checkout of Archipelago, run: {command(extra)}"
+
+
+def command(extra: str = "") -> str:
+    """Return the command that installs Archipelago with an extra from a checkout."""
+    return f"pip install '.[{extra}]'" if extra else "pip install ."

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 import redis
 
-from archipelago.broker.errors import BrokerError, ServerTooOldError, WireError
+from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import Failures, is_wrong_kind
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.replies import Raw, next_id
+from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_lasting, require_single
 from archipelago.broker.signing import Signing, SigningOff
 from archipelago.broker.stamps import Stamps
 from archipelago.broker.transport import START, Memory
@@ -25,8 +26,6 @@ from archipelago.broker.transport import START, Memory
 ATTEMPTS = 16
 #: Entries of a stream that one command reads.
 PAGE = 256
-#: The oldest Redis that has the commands that streams need.
-OLDEST = (6, 2)
 #: Damaged records are named once each, up to this number.
 UNREADABLE_MAX = 1000
 
@@ -71,18 +70,35 @@ class RedisConnection:
         """Raise our errors in place of the client library's."""
         return self._failures.translated()
 
-    def require_version(self) -> None:
-        """Raise ServerTooOldError when the server lacks commands that the streams need."""
-        info = self.info("server")
-        if not self.has_info:
-            return  # fakeredis does not know INFO, but has all commands that a run needs
-        found = str(info.get("redis_version", "0"))
-        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            raise ServerTooOldError(
-                f"{self.where} is Redis {found}, and {oldest} is the oldest that works",
-                "Upgrade it. Or run `archipelago up` without a URL, which starts a new server.",
-            )
+    def require_single(self) -> None:
+        """Raise BrokerError if no run can live on this server: it is too old, in a cluster, or a sentinel."""
+        info = self._server_info()
+        if self.has_info:  # fakeredis does not know INFO, but has all commands that a run needs
+            require_single(self.where, info, self.info("sentinel") if mode_of(info) == "sentinel" else {})
+
+    def _server_info(self) -> dict[str, Any]:
+        try:
+            return self.info("server")
+        except BrokerError as error:
+            if error.code != "broker.permission":
+                raise
+            user = self.redis.connection_pool.connection_kwargs.get("username") or "default"
+            raise BrokerError(
+                f"{self.where} has accepted user and password, but this user may not use INFO",
+                f"A run needs it to notice restarts and a full memory: ACL SETUSER {user} +info. `archipelago invite` "
+                "makes users with exactly the rights of a role.",
+                code="broker.no-info",
+            ) from error
+
+    def require_lasting(self) -> None:
+        """Raise BrokerError if this server is a replica, or deletes keys when its memory is full."""
+        require_lasting(self.where, self.info("replication"), self.info("memory"))
+        self.warn_of_eviction()
+
+    def warn_of_eviction(self) -> None:
+        """Log a warning if this server deletes keys when it reaches its memory limit."""
+        if warning := eviction_warning(self.where, self.info("memory")):
+            log.warning("%s", warning, extra={"code": "broker.evicts"})
 
     def info(self, section: str) -> dict[str, Any]:
         """Return one section of INFO; empty for a server without INFO, such as fakeredis."""

@@ -73,6 +73,7 @@ class Creation:
             with self._connection.watching(self._keys.manifest) as pipe:
                 if pipe.exists(self._keys.manifest):
                     raise self._exists()
+                self._connection.require_lasting()
                 # Before the transaction, whose keys all share one hash tag. Names without a run are not listed.
                 self._connection.redis.sadd(REGISTRY, self._connection.run)
                 placed = [self._chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]

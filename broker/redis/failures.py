@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import redis
 
 from archipelago.broker.errors import BrokerError, UnreachableError
+from archipelago.broker.redis.server_kind import is_cluster
 
 #: Pattern of the server's answer: what it means, and what to do. The client library strips some codes off the answers.
 _REFUSALS = {
@@ -23,6 +24,8 @@ _REFUSALS = {
     "WRONGTYPE": ("wrong-type", "holds another type of value under that key", "Delete the key, or restore it."),
     "read only replica": ("replica", "is a replica, so it refuses writes", "Use the address of its primary."),
 }  # fmt: skip
+#: What only a node of a cluster answers.
+_OF_CLUSTERS = (redis.exceptions.AskError, redis.exceptions.ClusterDownError, redis.exceptions.ClusterCrossSlotError)
 
 
 class Failures:
@@ -65,6 +68,8 @@ class Failures:
             silent = f"{self.where} does not answer ({self._text(error)})"
             plain = " An address without TLS begins with redis://." if self.where.startswith("rediss:") else ""
             raise UnreachableError(silent, f"Is it running, and can this machine reach it?{plain}") from error
+        except _OF_CLUSTERS as error:
+            raise is_cluster(self.where, self._text(error)) from error
         except redis.ResponseError as error:
             kind, what, remedy = _refusal(str(error))
             raise BrokerError(

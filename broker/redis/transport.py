@@ -43,7 +43,7 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
         authority = invitation.ca_certificate if invitation else ""
         transport = RedisTransport(client_at(url, authority), run, redacted(url), invitation)
         try:
-            transport.connection.require_version()
+            transport.connection.require_single()
         except BrokerError:
             transport.close()
             raise

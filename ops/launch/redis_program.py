@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from archipelago.broker import extras
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.redis.connection import OLDEST
+from archipelago.broker.redis.server_kind import OLDEST
 from archipelago.ops.launch.redis_probe import LOOPBACK, free_port
 
 #: The kinds of servers in the order of preference. fakeredis is a library for tests; it keeps nothing on disk.

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from archipelago.broker.errors import BrokerError
 from archipelago.broker.invitation import Members, Role
 from archipelago.broker.redis.checkup import Bandwidth, ServerFacts
-from archipelago.broker.redis.connection import OLDEST
+from archipelago.broker.redis.server_kind import OLDEST
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.ops.watch.formatting import seconds_text, size
 
@@ -159,6 +160,18 @@ def version(info: Mapping[str, Any]) -> Finding:
             f"Upgrade to Redis {oldest} or Valkey 7.2, or newer.",
         )
     return ok("version", f"The server is {name}. We need {oldest} or newer.")
+
+
+#: The subject and fault of what the connection already refuses, by its code.
+_UNUSABLE = {
+    "broker.cluster": "role.cluster", "broker.sentinel": "role.sentinel", "broker.no-info": "rights.denied",
+    "broker.server-too-old": "version.too-old", "broker.access": "reach.access",
+}  # fmt: skip
+
+
+def unusable(error: BrokerError) -> Finding:
+    """Return the finding about a server to which no connection could be made."""
+    return problem(_UNUSABLE.get(error.code, "reach.failed"), error.what, error.remedy)
 
 
 def role(info: Mapping[str, Any]) -> Iterator[Finding]:

@@ -127,7 +127,7 @@ def check_server(url: str, run: str | None, seconds: float, invited: Invitation 
     except BadUrlError:
         raise
     except BrokerError as error:
-        return Server([problem("reach.failed", error.what, error.remedy)])
+        return Server([checks.unusable(error)])
     found = Server([])
     try:
         transport = _check_run(transport, url, run, found)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from archipelago.broker import extras
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.manifest import MISSING, Corpus
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
@@ -122,7 +123,11 @@ def versions(here: Mapping[str, str], in_run: Mapping[str, str] | None) -> Findi
     """Compare the versions of packages `here` with those `in_run`, which is None without a run."""
     what = f"Installed are {', '.join(f'{name} {found}' for name, found in here.items())}."
     if missing := [name for name, found in here.items() if found == MISSING and name != "archipelago-train"]:
-        return problem("packages.missing", f"Not installed: {', '.join(missing)}.", "pip install archipelago-train")
+        return problem(
+            "packages.missing",
+            f"Not installed: {', '.join(missing)}.",
+            f"In your checkout of Archipelago, run: {extras.command()}",
+        )
     if in_run is None:
         return ok("packages", what)
     differ = [
@@ -163,7 +168,7 @@ def accelerators() -> Finding:
         return warning(
             "devices.unused-gpu",
             f"JAX finds only {found}, although the driver of a GPU is installed.",
-            "pip install 'archipelago-train[cuda]'",
+            extras.hint("cuda"),
         )
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0) if devices[0].platform != "cpu" else 0
     each = f" with {size(limit)} each" if limit else ""

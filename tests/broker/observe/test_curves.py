@@ -284,7 +284,7 @@ def test_without_tensorboardx_curves_are_off(
     assert CurveOptions().sinks("demo", "oslo", "island", tmp_path, "global_step") == []
     assert caplog.records == []
     assert CurveOptions(tensorboard=True).sinks("demo", "oslo", "island", tmp_path, "global_step") == []
-    assert "archipelago-train[plots]" in caplog.text  # The user asked for them.
+    assert "pip install '.[plots]'" in caplog.text  # The user asked for them.
 
 
 def test_by_default_only_event_files_are_written(tmp_path: Path) -> None:
