@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -10,8 +12,71 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+
 PRIVATE = 0o600
 READABLE = 0o666  # less the umask
+#: A folder without room for this many bytes is full. One checkpoint of the smallest model has about as many.
+PROBE_BYTES = 1 << 20
+
+#: What to do about an error of the operating system, and the code of our error.
+_REMEDIES = {
+    errno.ENOSPC: ("Free some space, or choose a folder on another disk.", "file.disk-full"),
+    errno.EDQUOT: ("Free some space, or choose a folder on another disk.", "file.disk-full"),
+    errno.EACCES: ("Choose a folder that this user may write to.", "file.denied"),
+    errno.EPERM: ("Choose a folder that this user may write to.", "file.denied"),
+    errno.EROFS: ("Choose a folder on a disk that can be written to.", "file.read-only"),
+    errno.ENOTDIR: ("A file is in the place of a folder. Move it away, or choose another folder.", "file.no-folder"),
+    errno.EEXIST: ("A file is in the place of a folder. Move it away, or choose another folder.", "file.no-folder"),
+    errno.EISDIR: ("A folder is in the place of a file. Move it away, or choose another name.", "file.no-file"),
+    errno.ENOENT: ("Check the path.", "file.missing"),
+    errno.ENAMETOOLONG: ("Choose a shorter path.", "file.name"),
+    errno.ELOOP: ("Its symbolic links form a loop. Choose another path.", "file.name"),
+    errno.EIO: ("The disk may be damaged. Choose a folder on another disk.", "file.disk"),
+    errno.EMFILE: ("Raise the limit of open files (ulimit -n).", "file.too-many"),
+}
+#: The beginning of a path that was a URL, such as that of a bucket.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+
+
+def file_error(error: BaseException) -> ArchipelagoError | None:
+    """Return the user's error that stands for an OSError about a file or a disk, or None for another error."""
+    if not isinstance(error, OSError) or error.errno not in _REMEDIES:
+        return None
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE):
+        return None
+    remedy, code = _REMEDIES[error.errno]
+    where = f"cannot use {os.fsdecode(error.filename)!s:.200}" if error.filename else "cannot write to the disk"
+    return ConfigError(f"{where} ({error.strerror})", remedy, code=code)
+
+
+def require_writable(folder: Path) -> None:
+    """Create a folder for files of a run if necessary, and try to write to it. Raises ConfigError (`file.…`)."""
+    try:
+        make_untracked(folder)
+        probe = folder / f".probe-{secrets.token_hex(4)}"
+        try:
+            probe.write_bytes(bytes(PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = str(folder)
+        raise file_error(error) or error from None
+
+
+def require_local(path: Path, what: str) -> None:
+    """Raise ConfigError (`file.url`) for a path that was a URL: buckets are not supported yet.
+
+    Args:
+        path: The path, in which `//` has become `/`.
+        what: The option that named it.
+    """
+    if path.parts and _SCHEME.fullmatch(path.parts[0]):
+        raise ConfigError(
+            f"{what} must be a path on this machine, not a URL ({path.parts[0]}//…)",
+            "Name a local folder. Buckets cannot be used yet; a mounted one can.",
+            code="file.url",
+        )
 
 
 def write_atomically(path: Path, content: bytes | str, *, mode: int = READABLE) -> None:

@@ -21,7 +21,7 @@ import tyro
 
 from archipelago.broker import invitation as invitations
 from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError, WireError
-from archipelago.broker.files import exposure
+from archipelago.broker.files import exposure, file_error
 from archipelago.broker.invitation import Invitation, Role
 from archipelago.broker.observe import logs
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -31,6 +31,8 @@ RUN_VARIABLE = "ARCHIPELAGO_RUN"
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 #: The pause before a failed call is repeated.
 PAUSE_SECONDS = 0.5
+#: The exit status of a command that a user's mistake ended, and of one that Ctrl-C ended.
+USER_ERROR, INTERRUPTED = 2, 130
 #: Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
@@ -39,19 +41,43 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+_interrupted = threading.Event()
+
+
+def interruptible() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt. `guarded` knows of it even if a library turns it into another error."""
+    _interrupted.clear()
+
+    def interrupt(_number: int, _frame: object) -> None:
+        _interrupted.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
 def guarded(main: Callable[[], int]) -> int:
-    """Run `main` and return its exit status. An ArchipelagoError becomes a message on standard error and status 2."""
+    """Run `main` and return its exit status.
+
+    An ArchipelagoError, and an error of a disk or a folder, becomes a message on standard error and status 2. Ctrl-C
+    becomes status 130.
+    """
     try:
         return main()
-    except ArchipelagoError as error:
-        logs.say_error(str(error), error.code)
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the interpreter flushes it at exit
-        return 0
+    except SystemExit:
+        raise
+    except BaseException as error:  # Ctrl-C may arrive as any error.
+        if _interrupted.is_set() or isinstance(error, KeyboardInterrupt):
+            _interrupted.clear()
+            sys.stderr.write("interrupted\n")
+            return INTERRUPTED
+        if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has closed it
+            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the interpreter flushes it at exit
+            return 0
+        known = error if isinstance(error, ArchipelagoError) else file_error(error)
+        if known is None:
+            raise
+        logs.say_error(str(known), known.code)
+        return USER_ERROR
 
 
 def stop_on_signals() -> Callable[[], bool]:
@@ -142,9 +168,13 @@ class Patience:
         self.seconds, self.stopped, self.clock, self.pause = seconds, stopped, clock, pause
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """Return the result of `call`. Raises its last UnreachableError, and every other error at once.
+        """Return the result of `call`.
 
         A fragment that cannot be read counts as an outage, because the merger writes it again.
+
+        Raises:
+            UnreachableError: The last one, when the time is over. Every other error is raised at once.
+            KeyboardInterrupt: A signal has arrived.
         """
         gives_up_at = math.inf
         while True:
@@ -157,7 +187,9 @@ class Patience:
                     gives_up_at = self.clock() + self.seconds
                     if self.seconds > 0:
                         log.warning("%s Trying again for %g s.", error, self.seconds)
-                if self.stopped() or self.clock() >= gives_up_at:
+                if self.stopped():
+                    raise KeyboardInterrupt from error
+                if self.clock() >= gives_up_at:
                     raise
             self.pause(PAUSE_SECONDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from contextlib import suppress
@@ -57,6 +58,12 @@ def main(options: MergerOptions) -> int:
     origin = options.log_as("merger", options.run)
     if options.lease_seconds < LEASE_SECONDS_MIN:
         raise ConfigError(f"--lease-seconds cannot be {options.lease_seconds}", f"Give at least {LEASE_SECONDS_MIN}.")
+    if not 0.0 <= options.checkpoint_every < math.inf:
+        raise ConfigError(
+            f"--checkpoint-every cannot be {options.checkpoint_every}",
+            "Give a number of seconds, or 0 for no checkpoints.",
+            code="config.checkpoint-every",
+        )
     require_role(options.invitation(), "merger")
     awaited = options.patience(stopped)
     transport = awaited(options.connect)

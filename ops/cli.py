@@ -1,44 +1,29 @@
-"""The command line: the table of verbs, and the entry point."""
+"""The entry point of the command `archipelago`. It imports next to nothing before it handles Ctrl-C.
 
-from __future__ import annotations
+Until a verb's code is loaded, Ctrl-C ends the process at once, because nothing has been started that needs an end. From
+then on it raises KeyboardInterrupt, until the verb handles signals itself.
+"""
 
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from types import FrameType
 
-from archipelago.broker.process import guarded
-from archipelago.ops import verbs
-from archipelago.ops.verbs import Group, Verb, Verbs
-
-SUMMARY = "Train one model over islands that share nothing but a Redis."
-
-VERBS: Verbs = {
-    "up": Verb("archipelago.ops.launch.up", "UpOptions", "Train on this machine: Redis, merger, islands, report."),
-    "init": Verb("archipelago.ops.launch.init", "InitOptions", "Create a run in a Redis."),
-    "island": Verb("archipelago.islands.main", "IslandOptions", "Join a run and train."),
-    "merger": Verb("archipelago.merger.main", "MergerOptions", "Serve a run: merge what its islands send."),
-    "status": Verb("archipelago.ops.watch.status", "StatusOptions", "Show a run, once or live with --watch."),
-    "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run in the browser, and steer it there."),
-    "steer": Verb("archipelago.ops.watch.steer", "SteerOptions", "Change the settings of a running run."),
-    "invite": Verb("archipelago.ops.launch.invite", "InviteOptions", "Give a member of a run credentials of its own."),
-    "revoke": Verb("archipelago.ops.launch.revoke", "RevokeOptions", "End a membership of a run."),
-    "doctor": Verb("archipelago.ops.watch.doctor.main", "DoctorOptions", "Check this machine and the Redis."),
-    "report": Verb("archipelago.ops.watch.report", "ReportOptions", "Write a run's figures into one HTML file."),
-    "evaluate": Verb("archipelago.ops.watch.evaluate", "EvaluateOptions", "Measure the merged model on held-out text."),
-    "export": Verb("archipelago.ops.weights.export", "ExportOptions", "Write the merged model as safetensors."),
-    "generate": Verb("archipelago.ops.weights.generate", "GenerateOptions", "Continue a prompt with the merged model."),
-    "prepare": Verb("archipelago.ops.launch.prepare", "PrepareOptions", "Make a corpus ready for islands to read."),
-    "replay": Verb("archipelago.ops.experiments.replay", "ReplayOptions", "Merge a recorded run again."),
-    "chaos": Verb("archipelago.ops.chaos.main", "ChaosOptions", "Train through injected faults and report."),
-    "bench": Group("archipelago.ops.bench.main", "Measure loss, speed, memory and traffic; run studies."),
-    "simulate": Group("archipelago.ops.simulation.main", "Plan a run; simulate failures and links."),
-}
-
-
-def run(args: Sequence[str]) -> int:
-    """Run the verb that `args` begins with, and return its exit status."""
-    return verbs.run("archipelago", SUMMARY, VERBS, args)
+#: The exit status of a command that Ctrl-C ended, as shells report it.
+INTERRUPTED = 130
 
 
 def main() -> int:
     """Run the command `archipelago`."""
-    return guarded(lambda: run(sys.argv[1:]))
+    signal.signal(signal.SIGINT, _end)
+    from archipelago.broker.process import guarded, interruptible
+    from archipelago.ops.commands import run
+
+    status = guarded(lambda: run(sys.argv[1:], interruptible))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # The interpreter's own end would print a traceback.
+    return status
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tyro
 
+from archipelago.broker.files import require_local
 from archipelago.ops.settings import config_file
 
 Options = TypeVar("Options")
@@ -44,7 +46,11 @@ class Group(NamedTuple):
 Verbs = Mapping[str, Verb | Group]
 
 
-def run(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> int:
+def nothing() -> None:
+    """Do nothing."""
+
+
+def run(program: str, summary: str, verbs: Verbs, args: Sequence[str], begin: Callable[[], None] = nothing) -> int:
     """Run the verb that `args` begins with, or list the verbs.
 
     Args:
@@ -52,6 +58,7 @@ def run(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> int:
         summary: The line above the list of verbs.
         verbs: The verbs by name.
         args: The rest of the command line.
+        begin: Called once the verb's code is loaded and its options are read, before it runs.
 
     Returns:
         The exit status.
@@ -61,13 +68,19 @@ def run(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> int:
     verb, program = verbs[args[0]], f"{program} {args[0]}"
     module = importlib.import_module(verb.module)
     if isinstance(verb, Group):
-        return run(program, verb.summary, module.VERBS, args[1:])
-    return int(module.main(parse(getattr(module, verb.options), program, args[1:])))
+        return run(program, verb.summary, module.VERBS, args[1:], begin)
+    options = parse(getattr(module, verb.options), program, args[1:])
+    begin()
+    return int(module.main(options))
 
 
 def parse(options_type: type[Options], program: str, args: Sequence[str]) -> Options:
     """Return the options that `args` state. A file named with `--config` supplies the defaults of the settings."""
     options: Options = tyro.cli(options_type, prog=program, args=list(args), **_defaults(options_type, args))
+    for each in dataclasses.fields(options_type):  # type: ignore[arg-type]
+        value = getattr(options, each.name)
+        if isinstance(value, Path):
+            require_local(value, f"--{each.name.strip('_').replace('_', '-')}")
     return options
 
 

@@ -14,7 +14,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.islands.models.registry import MODELS
 from archipelago.merger.merge_rules import MERGE_RULES
 from archipelago.merger.outer import OUTER
-from archipelago.ops.cli import VERBS
+from archipelago.ops.commands import VERBS
 from archipelago.ops.verbs import Group
 
 ROOT = Path(__file__).parents[1]

@@ -25,6 +25,7 @@ from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import DataError
+from archipelago.broker.files import require_local
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
@@ -143,7 +144,10 @@ def card_json(card: Card) -> bytes:
 def data_folder() -> Path:
     """Return the folder of all corpora: $ARCHIPELAGO_DATA, or one in the user's cache."""
     chosen = os.environ.get("ARCHIPELAGO_DATA")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("archipelago") / "corpora"
+    if not chosen:
+        return platformdirs.user_cache_path("archipelago") / "corpora"
+    require_local(Path(chosen), "$ARCHIPELAGO_DATA")
+    return Path(chosen).expanduser()
 
 
 def prepared() -> list[str]:

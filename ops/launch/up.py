@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import tyro
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.files import make_untracked, write_atomically
+from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curve_sinks import require_wandb
@@ -105,11 +106,12 @@ def main(options: UpOptions) -> int:
         invited = administrator_at(server, name, folder) if server and server.opening else None
         transport = connect(url, name, invited)
         stack.callback(transport.close)
+        if not server:
+            require_writable(folder)
         opened = OpenRun(transport, server, folder) if server and server.opening else None
         if opened:
             opened.begin()
         manifest, created = _find_or_create(transport, config, folder, options)
-        make_untracked(folder)
         write_atomically(folder / "config.toml", to_toml(config))
         _greet(manifest, created, server, url, folder)
         joins = opened.invite_ours(island_name(number) for number in range(options.islands)) if opened else {}
@@ -134,7 +136,13 @@ def _require_sensible(options: UpOptions) -> None:
         )
     require_standbys(options.standbys)
     _require_openable(options)
-    if not options.evaluate_every > 0:
+    if not 0.0 <= options.checkpoint_every < math.inf:
+        raise ConfigError(
+            f"--checkpoint-every cannot be {options.checkpoint_every}",
+            "Give a number of seconds, such as 30, or 0 for no checkpoints.",
+            code="config.checkpoint-every",
+        )
+    if not 0.0 < options.evaluate_every < math.inf:
         raise ConfigError(
             f"--evaluate-every cannot be {options.evaluate_every}",
             "Give a number of seconds, such as 15.",
@@ -181,6 +189,7 @@ def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[Server 
     if options.url:
         return None, options.url
     opening = opening_of(options.host) if options.open_ else None
+    require_writable(folder)
     server = stack.enter_context(start_server(folder / "redis", opening=opening))
     return server, server.url
 

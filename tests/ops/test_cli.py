@@ -25,7 +25,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.ops.cli import VERBS, run
+from archipelago.ops.commands import VERBS, run
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.verbs import Group, Verbs
 from tests import samples

@@ -29,7 +29,7 @@ from archipelago.broker.messages import Books, Evaluation, Note, Pending, Presen
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory, MergerStatus
-from archipelago.ops.cli import run
+from archipelago.ops.commands import run
 from archipelago.ops.dashboard import main, metrics, page_data
 from archipelago.ops.dashboard.actions import sentence, stamped
 from archipelago.ops.dashboard.app import BODY_BYTES_MAX, application

@@ -15,7 +15,7 @@ import pytest
 
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.ops.cli import run as archipelago
+from archipelago.ops.commands import run as archipelago
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import study_run
 from archipelago.ops.experiments import trial as trials

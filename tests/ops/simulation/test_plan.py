@@ -8,7 +8,7 @@ import pytest
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.errors import ConfigError
-from archipelago.ops.cli import run
+from archipelago.ops.commands import run
 from archipelago.ops.simulation.plan import (
     LADDER,
     LINK_SHARE,

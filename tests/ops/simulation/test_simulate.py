@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import ConfigError, DataError
-from archipelago.ops.cli import run
+from archipelago.ops.commands import run
 from archipelago.ops.simulation.tape import read
 from tests.failing import failing
 

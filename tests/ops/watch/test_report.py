@@ -23,7 +23,7 @@ from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.ops.cli import run
+from archipelago.ops.commands import run
 from archipelago.ops.dashboard.assets import PAGE
 from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.launch.embedded_redis import Server, start_server

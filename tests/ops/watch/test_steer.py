@@ -20,7 +20,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.merger.state import RunState
-from archipelago.ops.cli import run
+from archipelago.ops.commands import run
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch.steer import changes_of
 from tests import samples

@@ -44,7 +44,7 @@ from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.models.llama import to_llama
 from archipelago.islands.models.registry import Params, build
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.ops.cli import run
+from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.weights.export import write
 from archipelago.ops.weights.generate import open_text_model, show, tokens_per_second

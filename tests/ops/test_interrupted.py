@@ -1,0 +1,97 @@
+"""Ctrl-C ends every verb with status 130 and without a traceback, also while its code is loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.process import guarded, interruptible
+
+#: Nothing answers there, so that verbs that wait for a Redis wait.
+NOWHERE = "redis://127.0.0.1:1"
+COMMAND = "import sys; from archipelago.ops.cli import main; sys.exit(main())"
+
+
+def interrupted_after(module: str, args: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Run a command, send it SIGINT once it has loaded that module, and return its status and standard error."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", COMMAND, *args],
+        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1", "ARCHIPELAGO_DATA": str(folder / "data")},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    with process:
+        lines = []
+        for line in process.stderr:  # one for each module, when it is loaded
+            lines.append(line)
+            if line.rpartition("|")[2].strip() == module:
+                process.send_signal(signal.SIGINT)
+                break
+        else:
+            pytest.fail(f"{module} is not loaded by {args}: {''.join(lines)[-500:]}")
+        rest = process.stderr.read()
+    return process.returncode, "".join(line for line in rest.splitlines(True) if not line.startswith("import time:"))
+
+
+MOMENTS = [
+    ("archipelago.broker.errors", ["status", NOWHERE]),
+    ("pydantic", ["up"]),
+    ("archipelago.ops.commands", ["generate", NOWHERE, "a"]),
+]
+MORE = [
+    ("redis", ["init", NOWHERE]),
+    ("tyro", ["simulate", "plan"]),
+    ("encodings.idna", ["island", NOWHERE]),
+    ("encodings.idna", ["merger", NOWHERE]),
+    ("archipelago.islands.data.stdlib", ["prepare", "stdlib"]),
+    ("jax._src.config", ["up"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "args"),
+    [*MOMENTS, *(pytest.param(*each, marks=pytest.mark.full) for each in MORE)],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_ctrl_c_during_the_start_leaves_no_traceback(module: str, args: list[str], tmp_path: Path) -> None:
+    status, said = interrupted_after(module, args, tmp_path)
+    assert status == 130, said
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "interrupted"
+
+
+def test_an_interrupted_library_may_raise_another_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Extension modules turn KeyboardInterrupt into ImportError when they are interrupted while they load."""
+
+    def main() -> int:
+        interruptible()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+        return 0
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert guarded(main) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_error_without_ctrl_c_keeps_its_traceback() -> None:
+    def main() -> int:
+        raise ImportError("not ours")
+
+    with pytest.raises(ImportError):
+        guarded(main)
