@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from archipelago.broker.corpus_shards import parse_places
+from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
@@ -35,7 +35,7 @@ NAMELESS = "?"
 
 log = logging.getLogger(__name__)
 #: Returns a contribution with the claims that the merger believes, and the names of those that it lowered.
-Bounded = Callable[[Contribution], tuple[Contribution, list[str]]]
+Believed = Callable[[Contribution], tuple[Contribution, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -119,23 +119,24 @@ class Inbox:
         transport: The connection to the run.
         rules: How rounds are merged.
         is_expelled: Whether the operator has expelled an island.
-        bounded: Returns a contribution with the claims that the merger believes, and which ones it lowered.
+        believed: Returns a contribution with the claims that the merger believes, and which ones it lowered.
     """
 
     def __init__(
-        self, transport: MergerTransport, rules: RoundMerge, is_expelled: Callable[[str], bool], bounded: Bounded
+        self, transport: MergerTransport, rules: RoundMerge, is_expelled: Callable[[str], bool], believed: Believed
     ) -> None:
         self.transport, self.rules = transport, rules
         #: How many contributions this process has refused.
         self.refused = 0
         #: How many contributions this process has refused or lowered, by code.
         self.codes: Counter[str] = Counter()
-        self._is_expelled, self._bounded = is_expelled, bounded
-        self._shard_sequences = claims.shard_sequences(rules.manifest)
+        self._is_expelled, self._believed = is_expelled, believed
         self._sums: dict[int, RoundSum] = {}
         self._rooms: dict[int, Room] = {}
         self._identities: set[tuple[str, str, int]] = set()
         self._entries: dict[str, None] = {}  # in the order of arrival
+        #: Where the waiting contributions will move the cursors of the corpus.
+        self.cursors: dict[str, tuple[int, int]] = {}
         self._refusals: list[tuple[str, Refusal]] = []
         self._announced: Counter[tuple[str, bool]] = Counter()  # refusals in this round, by island
 
@@ -223,7 +224,7 @@ class Inbox:
         delivery = delivery.with_payload()
         if delivery.contribution is None or delivery.fault:
             return Reason("unreadable", delivery.fault)
-        believed, lowered = self._believed(delivery.contribution, state)
+        believed, lowered = self._believed(delivery.contribution)
         p = believed.fragment
         try:
             self.rules.add(self._sum(p, fragments, state.closed), replace(delivery, contribution=believed))
@@ -232,13 +233,9 @@ class Inbox:
         self._rooms.setdefault(p, Room()).put(believed)
         self._identities.add(believed.identity)
         self._entries[delivery.entry] = None
+        self.cursors |= advanced(self.cursors, parse_places(believed.data))
         self.note_lowered(believed, lowered, state)
         return believed
-
-    def _believed(self, c: Contribution, state: RunState) -> tuple[Contribution, list[str]]:
-        bounded, lowered = self._bounded(c)
-        data = claims.believed_data(bounded, state.cursors, self.rules.manifest.config, self._shard_sequences)
-        return replace(bounded, data=data), lowered + (["data"] if data != " ".join(c.data.split()) else [])
 
     def note_lowered(self, c: Contribution, lowered: Sequence[str], state: RunState) -> None:
         """Count and log claims of a contribution that the merger lowered."""
@@ -261,6 +258,8 @@ class Inbox:
         for addend in self._sums.pop(p).addends:
             self._identities.discard(addend.contribution.identity)
             self._entries.pop(addend.entry, None)
+        waiting = (addend.contribution for each in self._sums.values() for addend in each.addends)
+        self.cursors = advanced({}, (place for c in waiting for place in parse_places(c.data)))
 
     # -- refusals -----------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ STRIDES_OF_A_ROUND = 2
 BATCH_SLACK = 4.0
 #: An island may train batches that are larger than the run's by this factor, because weights grow with tokens squared.
 TOKENS_PER_STEP_MAX = 64
-#: A contribution may move cursors by this many times its tokens, because earlier ones of its island may have been lost.
+#: An island may have read this many times the text of its steps, because contributions of it may have been lost.
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
 HELD_OUT_SHARE_MAX = 0.5
@@ -189,7 +189,12 @@ def _schedule_step_seconds(island: str, reported: Mapping[str, float], live: Col
 
 
 def believed_data(
-    contribution: Contribution, cursors: Mapping[str, tuple[int, int]], config: RunConfig, shard_sequences: int
+    contribution: Contribution,
+    steps: int,
+    cursors: Mapping[str, tuple[int, int]],
+    waiting: Mapping[str, tuple[int, int]],
+    config: RunConfig,
+    shard_sequences: int,
 ) -> str:
     """Return the places of a contribution that move cursors no further than its island can have read.
 
@@ -199,16 +204,18 @@ def believed_data(
 
     Args:
         contribution: A contribution that is `bounded`, and whose places can be parsed.
+        steps: In how many steps its island may have read them (`Accounts.steps_read`).
         cursors: The cursor of each started shard.
+        waiting: Where contributions that wait for their rounds will move the cursors.
         config: The run's config.
         shard_sequences: How many sequences a shard of the run's corpus has, or fewer.
     """
-    data, tokens = config.data, contribution.tokens * DATA_SLACK
+    data, tokens = config.data, steps * contribution.tokens / contribution.steps * DATA_SLACK
     reach = math.ceil(tokens / data.sequence_length) + config.sync.interval * data.batch_size
     believed: list[Place] = []
     moved: dict[str, tuple[int, int]] = {}
     for place in parse_places(contribution.data):
-        before = moved.get(place.shard) or cursors.get(place.shard)
+        before = max((each[place.shard] for each in (cursors, waiting, moved) if place.shard in each), default=None)
         if before is None and "/" in place.shard and len(cursors) + len(moved) >= data.shards + OTHER_CURSORS_MAX:
             continue
         cursor = before or (0, 0)
@@ -301,6 +308,22 @@ class Accounts:
         lowered = [name for name, before, after in (("steps", c.steps, steps), ("tokens", c.tokens, tokens))
                    if after < before]  # fmt: skip
         return (replace(c, steps=steps, tokens=tokens) if lowered else c), lowered
+
+    def steps_read(self, contribution: Contribution, reported: Mapping[str, float], now: float) -> int:
+        """Return in how many steps the island may have read the text that a contribution claims.
+
+        That is more than the steps of the contribution if the island trained on after its last one and waited for
+        snapshots, as it does while no merger serves: the work of that time is lost, and the text was read.
+
+        Args:
+            contribution: A `bounded` contribution.
+            reported: The step times that islands report.
+            now: The merger's clock.
+        """
+        c, known = contribution, self._accounts.get(contribution.island)
+        if known is None or known.incarnation != c.incarnation:
+            return c.steps
+        return max(c.steps, min(c.global_step - known.global_step, self._steps_possible(c, reported, now)))
 
     def accept(self, contribution: Contribution, closed: int, now: float, unix_seconds: float) -> None:
         """Note a contribution that is going to be merged."""

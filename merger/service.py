@@ -108,7 +108,8 @@ class Merger:
         fragments = len(self.manifest.fragments)
         self.accounts = Accounts(self.config, fragments)
         self.liveness = Liveness(self.accounts)
-        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._bounded)
+        self._shard_sequences = claims.shard_sequences(self.manifest)
+        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed)
         self.retention = Retention(transport, checkpointer, self.controls, clock, self._cut)
         self.rounds = Rounds(self.config.sync, fragments, self.state, self.accounts.seen)
         self.on_round = on_round
@@ -297,8 +298,14 @@ class Merger:
             # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
             self.live = self.live - {island} if contribution.farewell else self.live | {island}
 
-    def _bounded(self, contribution: Contribution) -> tuple[Contribution, list[str]]:
-        return self.accounts.bounded(contribution, self.rounds.reported(self.live), self.clock())
+    def _believed(self, contribution: Contribution) -> tuple[Contribution, list[str]]:
+        """Return the contribution with the claims that the merger believes, and the names of the lowered ones."""
+        reported, now = self.rounds.reported(self.live), self.clock()
+        bounded, lowered = self.accounts.bounded(contribution, reported, now)
+        steps = self.accounts.steps_read(bounded, reported, now)
+        cursors = self.state.cursors, self.inbox.cursors
+        data = claims.believed_data(bounded, steps, *cursors, self.config, self._shard_sequences)
+        return replace(bounded, data=data), lowered + (["data"] if data != " ".join(contribution.data.split()) else [])
 
     # -- closing ----------------------------------------------------------------------------------------------------
 

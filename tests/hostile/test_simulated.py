@@ -31,6 +31,7 @@ def workers() -> Iterator[ProcessPoolExecutor]:
 @example(3, [Move("contribution", (("step_seconds", 1e-300),)), Move("heartbeat", (("step_seconds", 1e-300),))])
 @example(4, [Move("contribution", (("island", "ada"), ("incarnation", "i2"), ("digest", "0" * 32)), "zeros", 40)])
 @example(5, [Move("leases"), Move("contribution", (("data", "0:0:end 1:0:end 2:0:end 3:0:end"),))])
+@example(1, [Move("leases"), Move("heartbeat", (("state", "dead"),))])
 @settings(
     max_examples=examples(EXAMPLES), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

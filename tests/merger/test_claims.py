@@ -230,7 +230,8 @@ def test_places_that_no_island_can_have_reached_move_nothing() -> None:
     cursors = {"0": (2, 10), "1": (0, 0)}
 
     def believed(data: str, tokens: int = 4 * BATCH, sequences: int = 10_000) -> str:
-        return believed_data(claim(data=data, tokens=tokens), cursors, CONFIG, sequences)
+        c = claim(data=data, tokens=tokens)
+        return believed_data(c, c.steps, cursors, {}, CONFIG, sequences)
 
     assert believed("0:2:18 1:0:3") == "0:2:18 1:0:3"
     assert believed("0:1:end 0:2:9") == "0:1:end 0:2:9"  # nothing new
@@ -242,7 +243,7 @@ def test_places_that_no_island_can_have_reached_move_nothing() -> None:
     assert believed("0:2:end", sequences=50) == "0:2:end"
     assert believed("site/1:0:end") == "site/1:0:end"
     many = {f"site/{number}": (0, 1) for number in range(claims.OTHER_CURSORS_MAX + CONFIG.data.shards)}
-    assert believed_data(claim(data="site/0:0:2 forged/0:0:1 0:0:1"), many, CONFIG, 10_000) == "site/0:0:2 0:0:1"
+    assert believed_data(claim(data="site/0:0:2 forged/0:0:1 0:0:1"), 4, many, {}, CONFIG, 10_000) == "site/0:0:2 0:0:1"
     assert believed("1:0:70 0:2:70") == f"1:0:70 0:2:{10 + reach - 70}"  # the shards share the work of the contribution
     assert believed(f"1:0:{reach} 0:2:99") == f"1:0:{reach} 0:2:10"
 
@@ -259,13 +260,25 @@ def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_shard(
         place = f"0:0:{position}" if position < size else "0:0:end"
         c = claim(data=place, tokens=steps * BATCH)
         if not lost:
-            cursors |= advanced(cursors, parse_places(believed_data(c, cursors, CONFIG, size // 2)))
+            cursors |= advanced(cursors, parse_places(believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
         assert cursors.get("0", (0, 0)) <= parse_places(place)[0].cursor
     for _ in range(1000):
         if cursors.get("0", (0, 0)) == (parse_places(place)[0].cursor):
             break
-        cursors |= advanced(cursors, parse_places(believed_data(c, cursors, CONFIG, size // 2)))
+        cursors |= advanced(cursors, parse_places(believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
     assert cursors["0"] == parse_places(place)[0].cursor
+
+
+def test_an_island_that_waited_for_snapshots_may_have_read_on() -> None:
+    """While no merger serves, an island trains on. Its next contribution has few steps, and says all that was read."""
+    accounts, reported = Accounts(CONFIG, P), {"a": 1.0, "b": 1.0, "c": 1.0}
+    accounts.meet(["a"], 0.0)
+    for p in range(P):
+        accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, 40.0, 40.0)
+    waited = claim(steps=1, tokens=BATCH, global_step=86)
+    assert accounts.steps_read(waited, reported, 42.0) == min(82, claims.BURST_INTERVALS * H + 2 * 16)
+    assert accounts.steps_read(replace(waited, global_step=1 << 40), reported, 42.0) == claims.BURST_INTERVALS * H + 32
+    assert accounts.steps_read(replace(waited, incarnation="other"), reported, 42.0) == 1
 
 
 def test_the_shards_of_a_corpus_have_at_least_the_stated_sequences() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from archipelago.broker.control import is_expelled
 from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.memory.state import entry_number
-from archipelago.broker.messages import LIVE_SECONDS, Books, Contribution, Member, Refusal, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import Books, Contribution, Member, Presence, Refusal, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.outbox import ContributionHeader
@@ -130,9 +130,9 @@ class Invariants:
         busy = {f"{entry.sender}/{entry.contribution.incarnation}" for entry in run.waiting().values()}
         assert before not in busy, f"{by} leases shard {shard}, while contributions of {before} wait"
         beat, seen = run.islands.get(island, (None, 0.0))
-        heard = beat is not None and beat.incarnation == incarnation and beat.state != "left"
-        is_gone = self.simulation.clock.now - seen >= LIVE_SECONDS or is_expelled(run.control, before)
-        assert not heard or is_gone, f"{by} leases shard {shard} from {before}"
+        if beat is not None and beat.incarnation == incarnation and not is_expelled(run.control, before):
+            presence = Presence(beat, self.simulation.clock.now - seen)
+            assert not presence.is_live, f"{by} leases shard {shard} from {before}"
         self.leases.pop((before, shard), None)
         on_their_way = {process.who for process, name, *_ in self.simulation.late if name == "publish"}
         if before in self.simulation.alive | on_their_way:
@@ -266,7 +266,7 @@ class Invariants:
             assert merger.state.has_seen((island, incarnation, int(sequence))), f"{identity} is unknown to the merger"
         assert merger.state.cursors == run.cursors
         for p, (version, data) in damaged.items():
-            if run.fragments[p][0].version == version:
+            if p in run.fragments and run.fragments[p][0].version == version:
                 now = outer.dump(merger.fragments[p].params_N, merger.fragments[p].outer)
                 assert now == data, f"fragment {p} was rebuilt to other bits"
         for p, entry in {entry.fragment: entry for entry in run.tape[-2:]}.items():
