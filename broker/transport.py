@@ -52,6 +52,8 @@ NOTES_KEPT = 1000
 REFUSALS_AMONG = 2048
 #: Islands do not publish while the broker uses more than this share of its memory limit.
 MEMORY_SHARE_MAX = 0.8
+#: A standby without a sign of life for this long is not listed.
+STANDBY_SECONDS = 10.0
 #: The id before the first event of a run.
 START = "0-0"
 
@@ -211,6 +213,14 @@ class MergerStatus:
     still_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Standby:
+    """A merger that waits for the lease, and the time since its last sign of life."""
+
+    name: str
+    age_seconds: float
+
+
 class ReaderClient(Protocol):
     """The client of a process that reads a run, and of operators, who can also write requests."""
 
@@ -313,6 +323,10 @@ class ReaderClient(Protocol):
         """Return which merger serves the run now; None from a broker that does not record it, as in virtual time."""
         ...
 
+    def standbys(self) -> list[Standby]:
+        """Return the mergers that wait for the lease, by name."""
+        ...
+
 
 class IslandClient(Protocol):
     """The client of an island."""
@@ -413,6 +427,14 @@ class MergerClient(Protocol):
 
     def release(self, epoch: int) -> None:
         """Release the lease, so that another merger need not wait until it expires."""
+        ...
+
+    def stand_by(self, name: str) -> None:
+        """Register a merger that waits for the lease. It is listed for STANDBY_SECONDS."""
+        ...
+
+    def stand_down(self, name: str) -> None:
+        """Remove a merger from the standbys."""
         ...
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:

@@ -26,6 +26,7 @@ from archipelago.broker.process import (
     stop_on_signals,
 )
 from archipelago.broker.transport import ReaderTransport
+from archipelago.merger.standby import merger_name
 from archipelago.merger.storage import KEEP, MergerFolder
 
 LINGER_SECONDS = 0.5
@@ -36,7 +37,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MergerOptions(WorkerOptions, AwaitedRun):
-    """Serve a run: merge what the islands send. Runs on the CPU. A second merger waits until the first has left."""
+    """Serve a run: merge what the islands send. It runs on the CPU.
+
+    A second merger stands by, is listed in `status`, and takes over when the first one ends. Mergers end with status 0
+    when the run is finished: all steps are made, its islands have left, and a checkpoint holds everything.
+    """
 
     folder: Path | None = None
     """folder for the run's checkpoints and its record; default runs/RUN/merger"""
@@ -53,7 +58,7 @@ class MergerOptions(WorkerOptions, AwaitedRun):
 
 
 def main(options: MergerOptions) -> int:
-    """Serve until a signal arrives or another merger takes over."""
+    """Serve until the run is finished, a signal arrives or another merger takes over."""
     stopped = stop_on_signals()
     origin = options.log_as("merger", options.run)
     if options.lease_seconds < LEASE_SECONDS_MIN:
@@ -89,6 +94,7 @@ def main(options: MergerOptions) -> int:
     merger = awaited(  # reads the manifest
         lambda: Merger(
             transport,
+            holder=merger_name(),
             linger_seconds=LINGER_SECONDS,
             checkpointer=checkpointer,
             lease_seconds=options.lease_seconds,
@@ -99,12 +105,17 @@ def main(options: MergerOptions) -> int:
         registry.register(MergerCollector(merger, telemetry))
     curves.start()
     try:
-        serve(merger, stopped)
+        is_finished = serve(merger, stopped)
     finally:
         curves.close()
-    log.info("leaving after round %s", merger.state.closed, extra={"round": merger.state.closed})
+    closed = merger.state.closed
+    if is_finished:
+        text = "the run is finished: all %s steps are made, its islands have left, and everything is merged"
+        log.info(text, f"{merger.state.step:,}", extra={"round": closed})
+    log.info("leaving after round %s", closed, extra={"round": closed})
     if options.json:
-        print_json({"run": transport.run, "round": merger.state.closed, "merged": _merged(transport)})
+        found = {"run": transport.run, "round": closed, "merged": _merged(transport), "finished": is_finished}
+        print_json(found)
     return 0
 
 

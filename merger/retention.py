@@ -100,8 +100,12 @@ class Retention:
             )
         return gone
 
-    def checkpoint_if_due(self, state: RunState, epoch: int) -> None:
-        """Take a checkpoint if one is due, or if the operator asks for one."""
+    def is_covered(self, state: RunState) -> bool:
+        """Return whether a checkpoint holds all closed rounds, or this merger takes none."""
+        return self.checkpointer is None or not self.checkpointer.lacks(state.closed, state.covered)
+
+    def checkpoint_if_due(self, state: RunState, epoch: int, *, is_last: bool = False) -> None:
+        """Take a checkpoint if one is due, if the operator asks for one, or if the run is finished (`is_last`)."""
         asked = self.controls.wanted_checkpoint(state)
         if self.checkpointer is None:
             if asked:
@@ -109,7 +113,9 @@ class Retention:
                 self.controls.note("checkpoint", "this merger takes no checkpoints (--checkpoint-every 0)")
             return
         crowded = self._kept_bytes() > KEPT_BYTES_MAX / 2
-        urgent = crowded or asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
+        urgent = (
+            is_last or crowded or asked not in ("", self._asked)
+        )  # a request whose checkpoint failed is not urgent again
         if not self.checkpointer.is_due(self.clock(), urgent=urgent):
             return
         if self.checkpointer.lacks(state.closed, state.covered):

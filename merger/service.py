@@ -38,6 +38,7 @@ from archipelago.merger.restore import Loaded, load, repair_from
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge, new_state, publish
 from archipelago.merger.rounds import Close, Rounds
+from archipelago.merger.standby import Standing
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import OperatorControls
 
@@ -52,6 +53,8 @@ FAULTS_MAX = 10
 #: Payload bytes that are read at once. Each payload is added to its round's sum and dropped, so memory stays bounded.
 READ_BYTES = 64 << 20
 READ_COUNT_MAX = 64
+#: A merger ends when its run has been finished, without live islands and without anything to merge, for this long.
+FINISHED_SECONDS = 3.0
 
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
@@ -119,6 +122,9 @@ class Merger:
         self._closed_at = clock()
         self._idle: frozenset[str] = frozenset()
         self._instance = ""
+        #: Whether an island was live when heartbeats were read last.
+        self._has_islands = True
+        self._finished_at: float | None = None
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -149,6 +155,7 @@ class Merger:
         self.inbox.clear()
         self.retention.load(self.state, self.epoch)
         self._live_at = float("-inf")
+        self._has_islands, self._finished_at = True, None
         self.controls.resume_from(self.state)
         self._follow_controls()  # before the first contribution, which may come from an expelled island
         self._receive(self._unacknowledged())
@@ -224,8 +231,23 @@ class Merger:
         while (close := self.rounds.close(self.clock(), self.live, self.inbox.waiting_fragments())) is not None:
             self._close(close)
             closed = True
-        self.retention.checkpoint_if_due(self.state, self.epoch)
+        self._finished_at = (self._finished_at or self.clock()) if self._is_finished() else None
+        self.retention.checkpoint_if_due(self.state, self.epoch, is_last=self._finished_at is not None)
         return closed
+
+    def _is_finished(self) -> bool:
+        """Return whether the run has made all its steps, its islands have left, and nothing waits to be merged."""
+        is_done = self.state.closed > 0 and self.state.step >= self.config.inner.steps
+        return is_done and not self._has_islands and self.transport.reader.backlog() == 0
+
+    def is_over(self) -> bool:
+        """Return whether this merger has nothing left to do: the run is finished and in a checkpoint.
+
+        An extension of the run by an operator, an island that comes back and a failing disk all keep it serving.
+        """
+        if self._finished_at is None or self.clock() - self._finished_at < FINISHED_SECONDS:
+            return False
+        return self.retention.is_covered(self.state)
 
     def _patience(self, block_seconds: float) -> float:
         deadline = self.rounds.deadline()
@@ -268,6 +290,7 @@ class Merger:
             self._follow_controls()
             presences = [p for p in self.transport.reader.presences() if not self.controls.refuses(p.heartbeat.island)]
             self.live = self.liveness.look(presences, self.clock(), self.state.closed)
+            self._has_islands = any(presence.is_live for presence in presences)
             self._warn_of_idle()
             self._live_at = self.clock()
 
@@ -380,13 +403,16 @@ class Merger:
 # -- serving -------------------------------------------------------------------------------------------------------
 
 
-def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> None:
-    """Serve until `stopped`, through outages and repairs, and as a standby while another merger holds the lease.
+def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> bool:
+    """Serve until `stopped` or the end of the run, through outages, and as a standby while another merger serves.
 
     Args:
         merger: The merger. It has neither acquired the lease nor loaded.
         stopped: Whether to stop.
         pause: Waits that many seconds between two tries.
+
+    Returns:
+        Whether the run is finished, and everything that islands sent is merged and in a checkpoint.
 
     Raises:
         UnknownRunError: The run was deleted.
@@ -394,12 +420,22 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
         BrokerError: The same fault came back after FAULTS_MAX repairs.
     """
     merger.warm_up()  # before it takes the lease, so that a standby is ready when it is needed
-    loaded, troubles = False, Troubles()
-    while not stopped():
+    standing = Standing(merger.transport, merger.holder, merger.clock)
+    try:
+        return _serve(merger, stopped, pause, standing)
+    finally:
+        standing.end()
+
+
+def _serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None], standing: Standing) -> bool:
+    loaded, is_over, troubles = False, False, Troubles()
+    while not is_over and not stopped():
         try:
             if not merger.epoch and not merger.acquire():
+                standing.wait()
                 pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
                 continue
+            standing.take_over()
             if not loaded:
                 merger.load()
                 loaded = True
@@ -407,12 +443,13 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
                 log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
             if merger.turn():
                 troubles.end()
+            is_over = merger.is_over()
         except FencedError as error:
             loaded, merger.epoch = False, 0
             if not _serves_again(merger, pause):
                 log.warning("another merger holds the lease and serves this run; this one leaves (%s)", error.what)
                 merger.controls.note("left", "another merger serves")
-                return
+                return False
             log.warning("%s", error)
         except UnknownRunError:
             raise
@@ -421,7 +458,10 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
             loaded, merger.epoch = False, 0
             pause(troubles.seconds(error))
     if merger.epoch:
-        _leave(merger, loaded)
+        _leave(
+            merger, loaded, "the run is finished" if is_over else f"it was stopped after round {merger.state.closed}"
+        )
+    return is_over
 
 
 class Troubles:
@@ -460,11 +500,11 @@ def _serves_again(merger: Merger, pause: Callable[[float], None]) -> bool:
     return False
 
 
-def _leave(merger: Merger, loaded: bool) -> None:
+def _leave(merger: Merger, loaded: bool, why: str) -> None:
     try:
         if loaded:
             merger.finish()
         merger.transport.merger.release(merger.epoch)
-        merger.controls.note("left", f"it was stopped after round {merger.state.closed}")
+        merger.controls.note("left", why)
     except BrokerError as error:
         log.info("cannot release the lease, which will expire: %s", error.what)

@@ -52,6 +52,15 @@ class MemoryMerger:
         with self._fenced(epoch) as run:
             run.lease = ("", float("-inf"))
 
+    def stand_by(self, name: str) -> None:
+        now = self._broker.clock()
+        with self._broker.opened(self._run) as run:
+            run.standbys[name] = now
+
+    def stand_down(self, name: str) -> None:
+        with self._broker.opened(self._run) as run:
+            run.standbys.pop(name, None)
+
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
         with self._broker.opened(self._run) as run:
             if block_seconds > 0:

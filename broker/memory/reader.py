@@ -24,8 +24,10 @@ from archipelago.broker.messages import (
 from archipelago.broker.transport import (
     NOTES_KEPT,
     REFUSALS_AMONG,
+    STANDBY_SECONDS,
     START,
     Memory,
+    Standby,
 )
 
 
@@ -139,3 +141,9 @@ class MemoryReader:
 
     def merger_status(self) -> None:
         return None
+
+    def standbys(self) -> list[Standby]:
+        now = self._broker.clock()
+        with self._broker.opened(self._run) as run:
+            ages = [Standby(name, now - at) for name, at in sorted(run.standbys.items())]
+        return [standby for standby in ages if standby.age_seconds < STANDBY_SECONDS]

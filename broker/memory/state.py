@@ -60,6 +60,7 @@ class MemoryRun:
         epoch: The newest epoch and the merger that holds it. A broker that crashes may forget an epoch and give its
             number to two mergers, so the number alone does not identify the merger.
         lease: The merger that holds the lease, and the time of its end.
+        standbys: The mergers that wait for the lease, each with the time of its last sign of life.
     """
 
     manifest: Manifest
@@ -92,6 +93,7 @@ class MemoryRun:
     names: dict[str, NameClaim] = field(default_factory=dict)
     epoch: tuple[int, str] = (0, "")
     lease: tuple[str, float] = ("", float("-inf"))
+    standbys: dict[str, float] = field(default_factory=dict)
 
     def announce(self, event: Event) -> None:
         """Append an event under the next number."""

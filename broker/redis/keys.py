@@ -27,6 +27,7 @@ cannot contain a colon. All roles read all keys.
 | `fragment:P`, `difference:…`, `outer:P`, `m:…` | hashes, strings | mergers | snapshots and the merger's state |
 | `data` | hash | mergers | cursors of the shards |
 | `state`, `books`, `epoch`, `lease` | string, hash, strings | mergers | the merger's state, counters, lease |
+| `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
 | `damaged:…` | any | mergers | values that were moved aside |
 """
 
@@ -76,6 +77,7 @@ class Keys:
         self.tape = f"{self.tag}:tape"
         self.lease = f"{self.tag}:lease"
         self.epoch = f"{self.tag}:epoch"
+        self.standbys = f"{self.tag}:standbys"
         self.state = f"{self.tag}:state"
         self.books = f"{self.tag}:books"
 

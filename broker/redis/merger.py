@@ -36,6 +36,7 @@ from archipelago.broker.redis.replies import (
     counts_in,
     signed_state,
 )
+from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
 from archipelago.broker.signing import Signing
@@ -78,6 +79,7 @@ class RedisMerger:
         self._actions = ActionsStreams(connection, updates)
         self._consumer = UpdatesConsumer(connection, stored, updates)
         self.lease = Lease(connection, stored)
+        self._standbys = Standbys(connection)
         self._stamps = connection.stamps
         self._repair = RedisRepair(connection, stored, chunks, updates, self.lease)
 
@@ -101,6 +103,12 @@ class RedisMerger:
 
     def release(self, epoch: int) -> None:
         self.lease.release(epoch)
+
+    def stand_by(self, name: str) -> None:
+        self._standbys.announce(name)
+
+    def stand_down(self, name: str) -> None:
+        self._standbys.withdraw(name)
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
         return self._consumer.new(block_seconds, count)

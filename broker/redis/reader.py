@@ -39,11 +39,12 @@ from archipelago.broker.redis.replies import (
     text_fields,
     verified_state,
 )
+from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP
 from archipelago.broker.stamps import HeartbeatOrder, stamp_of
-from archipelago.broker.transport import NOTES_KEPT, Memory, MergerStatus
+from archipelago.broker.transport import NOTES_KEPT, Memory, MergerStatus, Standby
 
 #: How long the heartbeat of a silent island is kept.
 REMEMBER_SECONDS = 24 * 3600
@@ -260,6 +261,9 @@ class RedisReader:
     def record_evaluation(self, evaluation: Evaluation) -> None:
         with self._connection.translated():
             self._redis.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
+
+    def standbys(self) -> list[Standby]:
+        return Standbys(self._connection).all()
 
     def merger_status(self) -> MergerStatus:
         keys = self._keys

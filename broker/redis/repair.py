@@ -40,6 +40,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
     kinds = {
         "hash": [
             keys.manifest, keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.books,
+            keys.standbys,
             *(keys.fragment(p) for p in range(fragments)), *(keys.outer(p) for p in range(fragments)),
             *map(keys.island, islands), *map(keys.leases, islands),
         ],

@@ -81,6 +81,7 @@ class Reading:
         round_seconds: Time since the newest round was closed, or first seen here.
         epoch: The epoch of the merger that closed it; 0 before the first round.
         merger_status: The merger that serves the run; None if it is not known.
+        standbys: The names of the mergers that wait for the lease.
     """
 
     view: RunView
@@ -94,6 +95,7 @@ class Reading:
     token_books: TokenBooks | None = None
     rates: Mapping[str, Rate] = field(default_factory=dict)
     merger_status: MergerStatus | None = None
+    standbys: Sequence[str] = ()
 
 
 def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, 
         ],
         "books": _books(view, reading.token_books),
         "events": events(reading.notes, reading.refusals),
-        "serving": serving(reading.notes, reading.epoch, reading.merger_status),
+        "serving": serving(reading.notes, reading.epoch, reading.merger_status) | {"standbys": list(reading.standbys)},
         "control": {
             "set": dict(reading.control),
             "own": {name: float(own(config, name)) for name in SETTINGS},

@@ -169,6 +169,7 @@ class Watcher:
             round_seconds=max(0.0, now - self._round_at),
             epoch=newest.epoch if newest else 0,
             merger_status=transport.reader.merger_status(),
+            standbys=[standby.name for standby in transport.reader.standbys()],
             control=transport.reader.control(),
             notes=transport.reader.notes(NOTES_READ),
             refusals=self._refusals.newest(),

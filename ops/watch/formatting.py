@@ -105,7 +105,7 @@ def run_lines(
     traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
     grid.add_row("bytes", traffic)
     if health:
-        grid.add_row("merger", _merger(health))
+        grid.add_row("merger", _merger(health, is_finished=view.steps <= view.step))
         if changes := describe_control(health.control):
             grid.add_row("steered", Text(plain(changes), style="yellow"))
     if problem:
@@ -127,13 +127,17 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
     )
 
 
-def _merger(health: Health) -> Text:
+def _merger(health: Health, *, is_finished: bool) -> Text:
     status = health.merger_status
     last = f", the last round closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
+    names = ", ".join(plain(standby.name) for standby in health.standbys)
+    waiting = f"; standing by: {names}" if names else ""
     if status.holder:
-        return Text(f"{plain(status.holder)} serves with epoch {status.epoch}{last}")
+        return Text(f"{plain(status.holder)} serves with epoch {status.epoch}{last}{waiting}")
+    if is_finished:
+        return Text(f"the run is finished, so no merger serves it{last}{waiting}")
     past = f" (the last epoch was {status.epoch})" if status.epoch else ""
-    return Text(f"no merger serves the run{past}{last}", style="yellow")
+    return Text(f"no merger serves the run{past}{last}{waiting}", style="yellow")
 
 
 def ago(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from archipelago.broker.control import DRAIN, EXPEL, Control
 from archipelago.broker.messages import Note, Refusal
-from archipelago.broker.transport import MergerStatus, ReaderTransport
+from archipelago.broker.transport import MergerStatus, ReaderTransport, Standby
 from archipelago.ops.watch.run_view import RunView
 
 REFUSALS_SHOWN = 3
@@ -27,12 +27,14 @@ class Health:
         control: The controls that operators have set.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
         refused: How many contributions were refused, by code; those of `claims.…` were merged for less.
+        standbys: The mergers that wait for the lease.
     """
 
     merger_status: MergerStatus
     control: Control = field(default_factory=Control)
     refusals: tuple[tuple[float, Refusal], ...] = ()
     refused: Mapping[str, int] = field(default_factory=dict)
+    standbys: tuple[Standby, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def read_health(transport: ReaderTransport, refusals: int = REFUSALS_SHOWN) -> H
         Control.of(transport.reader.control()),
         tuple(found[-refusals:]),
         refused_by_code(transport.reader.merger_state()),
+        tuple(transport.reader.standbys()),
     )
 
 
@@ -111,6 +114,7 @@ def as_json(view: RunView, health: Health, problem: str) -> dict[str, Any]:
     return {
         **asdict(view),
         "merger": asdict(health.merger_status),
+        "standbys": [asdict(standby) for standby in health.standbys],
         "steered": dict(health.control.fields),
         "steered_words": describe_control(health.control),
         "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in health.refusals],

@@ -20,6 +20,7 @@ from archipelago.broker.transport import (
     DIFFERENCES_KEPT,
     NOTES_KEPT,
     REFUSALS_AMONG,
+    STANDBY_SECONDS,
     START,
     Delivery,
     Memory,
@@ -831,6 +832,18 @@ def test_a_shard_is_released_after_the_expelled_islands_contributions_end(transp
     epoch = acquire_lease(transport)
     transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in transport.merger.updates(0.0)])
     assert transport.island.lease_shard(["0"], "b/x") == Place("0", 0, 0)
+
+
+def test_standbys_are_listed_until_they_leave(transport: Transport, connections: Connect) -> None:
+    assert transport.reader.standbys() == []
+    for name in ("b", "a", "b"):
+        transport.merger.stand_by(name)
+    found = connections().reader.standbys()
+    assert [standby.name for standby in found] == ["a", "b"]
+    assert all(0.0 <= standby.age_seconds < STANDBY_SECONDS for standby in found)
+    transport.merger.stand_down("a")
+    transport.merger.stand_down("never")
+    assert [standby.name for standby in connections().reader.standbys()] == ["b"]
 
 
 def test_notes_are_kept_in_order_and_only_the_newest(transport: Transport, connections: Connect) -> None:
