@@ -28,6 +28,7 @@ from archipelago.broker.errors import DataError
 from archipelago.broker.files import require_local
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.keys import checked_name
+from archipelago.islands.data.documents import Reading
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, Tokens, byte_tokenizer, dtype_of, from_file
 from archipelago.islands.data.verification import is_verified
@@ -56,6 +57,7 @@ class OpenCorpus:
         vocabulary: The number of different tokens.
         tokenizer: The digest of the tokenizer. Empty if a token is a byte.
         text_bytes: The bytes of text in each split, if there is a tokenizer.
+        reading: The files that it was made of, if it was made of a user's files.
     """
 
     name: str
@@ -67,6 +69,11 @@ class OpenCorpus:
     vocabulary: int = BYTES
     tokenizer: str = ""
     text_bytes: tuple[int, ...] = ()
+    reading: Reading | None = None
+
+    def describe(self) -> str:
+        """Return where the data came from, and what was read, skipped and held out."""
+        return f"{self.source}: {self.reading.describe()}" if self.reading else self.source
 
     @property
     def identity(self) -> Corpus:
@@ -119,6 +126,7 @@ class Card:
         vocabulary: The number of different tokens.
         tokenizer: The digest of `tokenizer.json`. Empty if an element is a byte of the text.
         text_bytes: The bytes of text in each split, if there is a tokenizer.
+        reading: The files that it was made of, if it was made of a user's files.
     """
 
     name: str
@@ -131,6 +139,7 @@ class Card:
     vocabulary: Annotated[int, Ge(BYTES)] = BYTES
     tokenizer: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32})?$")] = ""
     text_bytes: Splits | None = None
+    reading: Reading | None = None
 
 
 _CARD = TypeAdapter(Card)
@@ -200,7 +209,9 @@ def open_corpus(name: str) -> OpenCorpus:
     if card.example_bytes:
         train, valid, test = (split.reshape(-1, card.example_bytes) for split in (train, valid, test))
     text_bytes = tuple(asdict(card.text_bytes).values()) if card.text_bytes else ()
-    return OpenCorpus(name, card.digest, card.source, train, valid, test, card.vocabulary, card.tokenizer, text_bytes)
+    return OpenCorpus(
+        name, card.digest, card.source, train, valid, test, card.vocabulary, card.tokenizer, text_bytes, card.reading
+    )
 
 
 def _read_card(folder: Path) -> Card:

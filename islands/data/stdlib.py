@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import sysconfig
 from pathlib import Path
 
 from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import STDLIB, OpenCorpus, is_prepared, open_corpus
-from archipelago.islands.data.preparation import create
+from archipelago.islands.data.preparation import create, fill_from_files
 
 #: Folders that do not belong to the library, and tests, which slim installations leave out.
 _OTHER_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -17,8 +16,6 @@ _OTHER_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "te
 
 def prepare_stdlib() -> OpenCorpus:
     """Prepare the sources of this Python's standard library, or open the corpus if it exists.
-
-    The files are ordered by a hash of their path, so that the three splits hold similar text.
 
     Raises:
         DataError: This Python has no sources (`data.no-source`), or one of the errors of `create`.
@@ -34,18 +31,14 @@ def prepare_stdlib() -> OpenCorpus:
             code="data.no-source",
         )
     what = f"standard library of Python {platform.python_version()}"
-    return create(STDLIB, lambda writer: writer.write_files(files, what))
+    return create(STDLIB, lambda writer: fill_from_files(writer, files, what))
 
 
 def _sources(root: Path) -> list[Path]:
     """Return the library's sources, without tests and without `_sysconfigdata`, which differs between builds."""
-
-    def order(path: Path) -> bytes:
-        return hashlib.blake2b(path.relative_to(root).as_posix().encode(), digest_size=16).digest()
-
     wanted = (
         path
         for path in root.rglob("*.py")
         if _OTHER_FOLDERS.isdisjoint(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
     )
-    return sorted(filter(Path.is_file, wanted), key=order)
+    return list(filter(Path.is_file, wanted))

@@ -10,6 +10,7 @@ import codecs
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 VOCABULARY_MAX = 1 << 20
 _FILE_BYTES_MAX = 256 << 20
+#: Text that a byte-level tokenizer keeps: words, white space, several scripts, and a character of four bytes.
+_SAMPLE = "The Quick fox's\n\n\tif x == 10:  # Häfen, 港, \U0001f30a\r\n <end>"
 _SPEC = re.compile(r"bpe:([0-9]{1,9})")
 
 #: uint8 if a token is a byte, else uint16, or uint32 for a vocabulary of more than 65,536 tokens.
@@ -45,17 +48,26 @@ _CHARACTERS = _characters()
 _BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTERS)}
 
 
-def vocabulary_of(spec: str) -> int:
-    """Return V of `bpe:V`. Raises ConfigError (`tokenizer.bad-name`) for any other text, and for V out of range."""
-    found = _SPEC.fullmatch(spec)
-    size = int(found[1]) if found else 0
-    if not BYTES < size <= VOCABULARY_MAX:
+def encoding_of(spec: str) -> int | TextTokenizer:
+    """Return V of `bpe:V`, or the tokenizer in a file or in a folder that has a `tokenizer.json`.
+
+    Raises:
+        ConfigError: V is out of range, or there is no such file (`tokenizer.bad-name`).
+        DataError: The file cannot be used as a tokenizer (`from_file`).
+    """
+    found, path = _SPEC.fullmatch(spec), Path(spec)
+    if found and BYTES < int(found[1]) <= VOCABULARY_MAX:
+        return int(found[1])
+    if found or not spec or not path.exists():
         raise ConfigError(
-            f"--tokenizer cannot be {spec!r:.80}",
-            f"Write bpe:V, where V is the number of tokens, {BYTES + 1} to {VOCABULARY_MAX:,}.",
+            f"--tokenizer cannot be {spec!r:.80}" + ("" if found else ", because there is no such file"),
+            f"Write bpe:V, where V is the number of tokens, {BYTES + 1} to {VOCABULARY_MAX:,}, or a tokenizer.json.",
             code="tokenizer.bad-name",
         )
-    return size
+    tokenizer = from_file(path / FILE if path.is_dir() else path)
+    if tokenizer.vocabulary <= BYTES and not tokenizer.is_bytes:
+        raise _not_byte_level(f"has only {tokenizer.vocabulary} tokens")
+    return tokenizer
 
 
 def dtype_of(vocabulary: int) -> np.dtype[np.unsignedinteger]:
@@ -68,16 +80,34 @@ class TextTokenizer:
 
     def __init__(self, inner: Tokenizer) -> None:
         self._inner = inner
-        self.vocabulary: int = inner.get_vocab_size()
+        added = {token: each.content.encode() for token, each in inner.get_added_tokens_decoder().items()}
+        names = {token: name for name, token in inner.get_vocab().items() if token not in added}
+        #: One more than the largest token. A tokenizer may leave out numbers.
+        self.vocabulary: int = max([*names, *added], default=-1) + 1
+        if self.vocabulary > VOCABULARY_MAX:
+            raise _not_byte_level(f"has the token {self.vocabulary - 1:,}")
         try:
-            names = [inner.id_to_token(token) for token in range(self.vocabulary)]
-            self._bytes = [bytes(_BYTE_OF[character] for character in name or "\n") for name in names]
-        except KeyError:
-            raise DataError(
-                "this is not a byte-level tokenizer, whose tokens stand for bytes",
-                "Use one that `archipelago prepare --tokenizer` or `archipelago export` wrote.",
-                code="tokenizer.not-byte-level",
-            ) from None
+            plain = {token: bytes(_BYTE_OF[character] for character in name) for token, name in names.items()}
+        except KeyError as error:
+            raise _not_byte_level(f"has tokens that stand for no bytes, with {error.args[0]!r}") from None
+        self._bytes = [added.get(token, plain.get(token, b"")) for token in range(self.vocabulary)]
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether each token is a byte and its number is that byte."""
+        return self._bytes == [bytes([byte]) for byte in range(BYTES)]
+
+    @cached_property
+    def meaning(self) -> str:
+        """A digest of the bytes that each token stands for, 32 hexadecimal digits.
+
+        Tokenizers of equal meaning can be exchanged for each other. Unlike `digest`, it does not depend on how their
+        files are written.
+        """
+        whole = hashlib.blake2b(digest_size=16)
+        for text in self._bytes:
+            whole.update(len(text).to_bytes(4, "big") + text)
+        return whole.hexdigest()
 
     @property
     def digest(self) -> str:
@@ -174,7 +204,29 @@ def from_file(path: Path) -> TextTokenizer:
             "Restore the file from a copy, or prepare the corpus again.",
             code="tokenizer.damaged",
         ) from None
-    return TextTokenizer(inner)
+    inner.no_truncation()  # Files of Hugging Face may cut long texts, or fill up short ones.
+    inner.no_padding()
+    return _checked(TextTokenizer(inner))
+
+
+def _checked(tokenizer: TextTokenizer) -> TextTokenizer:
+    """Return the tokenizer if it keeps text as it is, up to a space before it."""
+    try:
+        found = tokenizer.bytes_of(tokenizer.encode(_SAMPLE))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise _not_byte_level(f"cannot encode any text ({error!s:.100})") from None
+    if found.removeprefix(b" ") != _SAMPLE.encode():
+        raise _not_byte_level("changes text")
+    return tokenizer
+
+
+def _not_byte_level(fault: str) -> DataError:
+    return DataError(
+        f"this is not a byte-level tokenizer: it {fault}",
+        "Use one whose tokens stand for bytes, as those of GPT-2 and Llama 3 do, or that `archipelago prepare "
+        "--tokenizer` or `archipelago export` wrote.",
+        code="tokenizer.not-byte-level",
+    )
 
 
 def pieces(stream: BinaryIO, size: int, piece_bytes: int) -> Iterator[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +37,8 @@ class PrepareOptions:
     """A copy of enwik8.zip, or of scikit-learn's digits.csv.gz. Without it, they are downloaded."""
     tokenizer: str | None = None
     """bpe:16384 learns byte-level BPE with this many tokens from the training split, and stores the text as tokens. The
-    default stores bytes."""
+    name of a tokenizer.json, or of a folder that has one, takes this tokenizer, for instance that of weights to begin
+    with. The default stores bytes."""
     json: bool = False
     """Print one JSON object."""
 
@@ -49,6 +52,8 @@ def main(options: PrepareOptions) -> int:
         "corpus": corpus.name, "digest": corpus.digest, "train": corpus.train.size, "valid": corpus.valid.size,
         "test": corpus.test.size, "folder": str(data_folder() / corpus.name),
     }  # fmt: skip
+    if corpus.reading:
+        found["reading"] = asdict(corpus.reading)
     if corpus.tokenizer:
         train_bytes, valid_bytes, test_bytes = corpus.text_bytes
         found |= {"vocabulary": corpus.vocabulary, "dtype": corpus.train.dtype.name, "tokenizer": corpus.tokenizer,
@@ -56,6 +61,8 @@ def main(options: PrepareOptions) -> int:
     if options.json:
         print_json(found)
         return 0
+    if corpus.reading:
+        say(corpus.describe())
     train, valid, test = (f"{len(split):,}" for split in (corpus.train, corpus.valid, corpus.test))
     use = f"archipelago up --data.corpus {corpus.name}"
     if corpus.tokenizer:
@@ -73,17 +80,34 @@ def main(options: PrepareOptions) -> int:
 
 def _prepare(options: PrepareOptions) -> OpenCorpus:
     from archipelago.islands.data.corpus import KNOWN
-    from archipelago.islands.data.preparation import prepare_text, prepare_tokens
-    from archipelago.islands.data.tokenizer import vocabulary_of
+    from archipelago.islands.data.preparation import is_bytes, prepare_text, prepare_tokens
+    from archipelago.islands.data.tokenizer import encoding_of
 
-    vocabulary = vocabulary_of(options.tokenizer) if options.tokenizer is not None else BYTES
-    is_known, is_tokenised = options.source in KNOWN, vocabulary > BYTES
+    encoding = encoding_of(options.tokenizer) if options.tokenizer is not None else BYTES
+    is_known, is_tokenised = options.source in KNOWN, not is_bytes(encoding)
     _require_useful(options, is_known=is_known, is_tokenised=is_tokenised)
-    name = options.name or (f"{_name(options)}-bpe{vocabulary}" if is_tokenised else _name(options))
+    suffix = (f"-bpe{encoding}" if isinstance(encoding, int) else "-tokens") if is_tokenised else ""
+    name = options.name or _name(options) + suffix
     if not is_known:
-        return prepare_text(Path(options.source), checked_name(name, "the corpus name"), vocabulary)
+        with _progress() as progress:
+            return prepare_text(Path(options.source), checked_name(name, "the corpus name"), encoding, progress)
     plain = _prepare_known(options)
-    return prepare_tokens(plain, checked_name(name, "the corpus name"), vocabulary) if is_tokenised else plain
+    return prepare_tokens(plain, checked_name(name, "the corpus name"), encoding) if is_tokenised else plain
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that draws a progress bar for each activity."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(activity: str, done: int, total: int) -> None:
+            if activity not in tasks:
+                tasks[activity] = bar.add_task(activity, total=total)
+            bar.update(tasks[activity], completed=done, total=total)
+
+        yield progress
 
 
 def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bool) -> None:
@@ -109,14 +133,7 @@ def _prepare_known(options: PrepareOptions) -> OpenCorpus:
     if options.source == "stdlib":
         return prepare_stdlib()
     prepare = prepare_enwik8 if options.source == "enwik8" else prepare_digits
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(activity: str, done: int, total: int) -> None:
-            if activity not in tasks:
-                tasks[activity] = bar.add_task(activity, total=total)
-            bar.update(tasks[activity], completed=done)
-
+    with _progress() as progress:
         return prepare(options.path, progress)
 
 

@@ -20,7 +20,7 @@ from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.manifest import Corpus
 from archipelago.islands.creation import require_readable
-from archipelago.islands.data import corpus, preparation, stdlib, verification
+from archipelago.islands.data import corpus, documents, preparation, stdlib, verification
 from tests.failing import failing
 
 LINE = "Ein Boot, zwei Häfen, drei Inseln.\n"
@@ -70,29 +70,32 @@ def test_a_file_becomes_three_read_only_views_of_its_bytes(tmp_path: Path, data:
     assert json.loads((data / "mine" / "corpus.json").read_text())["digest"] == opened.digest
 
 
-def test_a_folder_is_joined_in_order_without_binary_and_hidden_files(tmp_path: Path) -> None:
+def test_a_folder_is_joined_without_binary_and_hidden_files(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     write(folder / "b.txt", "second")
     write(folder / "a" / "deep.txt")
     write(folder / "c.txt", "third")
     write(folder / "image.png", b"\x89PNG\0\0")
     write(folder / "latin.txt", "Häfen".encode("latin-1"))
+    write(folder / "nothing.txt", " \n")
     write(folder / ".git" / "config", "not this")
     opened = preparation.prepare_text(folder, "mine")
-    assert whole(opened) == TEXT.encode() + b"\nsecond\nthird"
-    assert opened.source == "texts (3 files of text, 2 others skipped)"
+    assert sorted(whole(opened).replace(TEXT.encode(), b"text\n").split()) == [b"second", b"text", b"third"]
+    assert opened.reading is not None
+    assert opened.reading.files == 3
+    assert opened.reading.skipped == {"binary": 1, "empty": 1, "hidden": 1, "not UTF-8": 1}
+    assert corpus.open_corpus("mine").reading == opened.reading
 
 
 def test_a_file_with_late_binary_data_is_skipped_entirely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "CHUNK_BYTES", 7)  # a limit that also cuts characters
+    monkeypatch.setattr(documents, "LIMITS", (40, 40, 40))
     write(tmp_path / "texts" / "1.txt")
-    write(tmp_path / "texts" / "2.txt", LINE.encode() + b"\0")
-    write(tmp_path / "texts" / "3.txt", LINE.encode() + "ä".encode()[:1])
-    write(tmp_path / "texts" / "4.txt", LINE)
+    write(tmp_path / "texts" / "2.txt", LINE.encode() * 3 + b"\0")
+    write(tmp_path / "texts" / "3.txt", LINE.encode() * 3 + "ä".encode()[:1])
     opened = preparation.prepare_text(tmp_path / "texts", "mine")
-    assert whole(opened) == f"{TEXT}\n{LINE}".encode()
-    write(tmp_path / "same.txt", whole(opened))
-    assert preparation.prepare_text(tmp_path / "same.txt", "same").digest == opened.digest
+    assert whole(opened) == TEXT.encode()
+    assert opened.reading is not None
+    assert opened.reading.skipped == {"binary": 1, "not UTF-8": 1}
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\0" * (1 << 17)])
@@ -223,20 +226,20 @@ def test_a_card_that_is_not_json_is_damaged(tmp_path: Path, data: Path) -> None:
 
 
 def test_two_processes_can_prepare_the_same_corpus(data: Path) -> None:
-    def overtaken(writer: preparation.TextWriter) -> str:
+    def overtaken(writer: preparation.TextWriter) -> preparation.Filled:
         preparation.create("mine", fill)
         return fill(writer)
 
-    def fill(writer: preparation.TextWriter) -> str:
+    def fill(writer: preparation.TextWriter) -> preparation.Filled:
         writer.write(TEXT.encode())
-        return "test"
+        return preparation.Filled("test")
 
     assert whole(preparation.create("mine", overtaken)) == TEXT.encode()
     assert [path.name for path in data.iterdir()] == ["mine"]
 
 
 def test_a_failed_write_leaves_no_files(data: Path) -> None:
-    def fill(writer: preparation.TextWriter) -> str:
+    def fill(writer: preparation.TextWriter) -> preparation.Filled:
         writer.write(TEXT.encode())
         raise DataError("the disk failed", code="data.cable")
 
@@ -273,15 +276,10 @@ def test_the_library_excludes_tests_and_installed_packages(library: Path) -> Non
     assert sorted(whole(opened).count(content.encode()) for content in wanted.values()) == [1, 1, 1]
     assert opened.identity.bytes == sum(len(content.encode()) for content in wanted.values()) + 2
     assert b"not this" not in whole(opened)
-    assert opened.source.endswith("(3 files of text, 1 others skipped)")
+    assert opened.reading is not None
+    assert (opened.reading.files, opened.reading.skipped) == (3, {"not UTF-8": 1})
     write(library / "later.py")
     assert stdlib.prepare_stdlib().identity == opened.identity
-
-
-def test_the_library_has_the_same_order_on_every_machine(library: Path) -> None:
-    for name in ("a", "b", "c", "d/e"):
-        write(library / f"{name}.py")
-    assert [path.stem for path in stdlib._sources(library)] == ["b", "a", "c", "e"]
 
 
 def test_a_python_without_sources_is_refused(library: Path) -> None:

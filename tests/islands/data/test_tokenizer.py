@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,13 +89,13 @@ def test_a_tokenizer_of_words_is_refused() -> None:
 
 @pytest.mark.parametrize(("spec", "size"), [("bpe:257", 257), ("bpe:16384", 16384), (f"bpe:{1 << 20}", 1 << 20)])
 def test_a_valid_tokenizer_name_gives_the_vocabulary(spec: str, size: int) -> None:
-    assert tokenizer.vocabulary_of(spec) == size
+    assert tokenizer.encoding_of(spec) == size
 
 
 @pytest.mark.parametrize("spec", ["", "bpe", "bpe:", "bpe:256", "bpe:-1", "bpe:1e4", "word:1000", "bpe:99999999999"])
 def test_an_invalid_tokenizer_name_is_refused(spec: str) -> None:
     with failing(ConfigError, "tokenizer.bad-name"):
-        tokenizer.vocabulary_of(spec)
+        tokenizer.encoding_of(spec)
 
 
 @pytest.mark.parametrize(("size", "name"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")])
@@ -116,3 +118,54 @@ def test_pieces_end_after_a_line() -> None:
 
 def test_a_stream_that_ends_early_ends_the_pieces() -> None:
     assert "".join(pieces(io.BytesIO(b"abcdef"), 10, 4)) == "abcdef"
+
+
+# -- tokenizers of others ------------------------------------------------------------------------------------------
+
+
+def other() -> Any:
+    """Return a byte-level tokenizer as other programs write it, with special tokens."""
+    from tokenizers import AddedToken, Tokenizer
+
+    inner = Tokenizer.from_str(LEARNED.to_json())
+    inner.add_special_tokens(["<|endoftext|>"])
+    inner.add_tokens([AddedToken("  two spaces", normalized=False)])
+    inner.enable_truncation(4)
+    inner.enable_padding(length=8)
+    return inner
+
+
+def test_a_tokenizer_of_another_program_is_read_without_its_limits(tmp_path: Path) -> None:
+    path = tmp_path / tokenizer.FILE
+    other().save(str(path))
+    found = tokenizer.from_file(path)
+    text = "a much longer text than four tokens<|endoftext|>  two spaces"
+    assert found.bytes_of(found.encode(text)).decode() == text
+    assert found.vocabulary == LEARNED.vocabulary + 2
+    assert tokenizer.encoding_of(str(tmp_path)).meaning == found.meaning  # type: ignore[union-attr]
+    assert tokenizer.encoding_of(str(path)).meaning == found.meaning  # type: ignore[union-attr]
+
+
+def test_the_meaning_does_not_depend_on_how_a_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(LEARNED.to_json(), encoding="utf-8")
+    content = json.loads(LEARNED.to_json()) | {"truncation": None, "decoder": None}
+    (tmp_path / "two.json").write_text(json.dumps(content), encoding="utf-8")
+    one, two = (tokenizer.from_file(tmp_path / f"{name}.json") for name in ("one", "two"))
+    assert one.digest != two.digest
+    assert one.meaning == two.meaning == LEARNED.meaning
+    assert tokenizer.byte_tokenizer().meaning != LEARNED.meaning
+    assert tokenizer.byte_tokenizer().is_bytes
+    assert not LEARNED.is_bytes
+
+
+def test_tokenizers_that_change_text_are_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    lower = Tokenizer.from_str(LEARNED.to_json())
+    lower.normalizer = normalizers.Lowercase()
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2}, unk_token="[UNK]"))
+    pieces.pre_tokenizer = pre_tokenizers.Whitespace()
+    for inner in (lower, pieces):
+        inner.save(str(tmp_path / tokenizer.FILE))
+        with failing(DataError, "tokenizer.not-byte-level"):
+            tokenizer.from_file(tmp_path / tokenizer.FILE)

@@ -1,0 +1,218 @@
+"""Documents: which files of a folder are text, and which of them are held out.
+
+A document is a file. Files of more than 16 MiB are cut into blocks, and each block is a document. The hash of a
+document's bytes decides whether it is trained on or held out. So the choice depends on no name, no order and no
+machine, and another file in the folder moves no document.
+
+A small folder may have too few documents: then one split would be empty or too large. In that case all files are cut
+into smaller blocks, and at last the end of the text is held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from archipelago.broker.errors import DataError
+from archipelago.islands.data.tokenizer import character_start
+
+#: The largest documents, in bytes. A smaller limit is tried while a held-out split is too small or too large.
+LIMITS = (16 << 20, 64 << 10, 4 << 10)
+#: The share of the documents that is trained on. The rest is held out: half for validation, half for the test.
+TRAINED = 0.90
+#: The least and the largest share of the text that each held-out split may have.
+LEAST, MOST = 0.01, 0.20
+BINARY, EMPTY, HIDDEN, NOT_UTF8, UNREADABLE = "binary", "empty", "hidden", "not UTF-8", "unreadable"
+_RANGE = 1 << 64
+
+#: Called with an activity, how much of it is done, and how much there is.
+Progress = Callable[[str, int, int], None]
+
+
+class Writer(Protocol):
+    """What text is written to."""
+
+    size: int
+
+    def write(self, data: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read to make a corpus, for its card.
+
+    Attributes:
+        files: The files of text that were read.
+        skipped: The number of files that were skipped, by reason.
+        documents: The number of documents.
+        held_out: The number of documents that are held out.
+        limit: The size of the largest documents in bytes. 0 if the end of the text is held out instead of documents.
+    """
+
+    files: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    documents: int = 0
+    held_out: int = 0
+    limit: int = 0
+
+    def describe(self) -> str:
+        """Return the numbers in words."""
+        why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped.items()))
+        text = f"{self.files:,} files read, {sum(self.skipped.values()):,} skipped{f' ({why})' if why else ''}"
+        if not self.limit:
+            return f"{text}; the last tenth of the text is held out"
+        what = "documents" if self.limit == LIMITS[0] else f"blocks of at most {self.limit >> 10} KiB"
+        return f"{text}; {self.held_out:,} of {self.documents:,} {what} are held out, by the hash of their bytes"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A part of a file, or a whole one.
+
+    Attributes:
+        path: The file.
+        start: The offset of its first byte.
+        size: Its size in bytes.
+        digest: BLAKE2b-128 of its bytes.
+    """
+
+    path: Path
+    start: int
+    size: int
+    digest: bytes
+
+    @property
+    def split(self) -> int:
+        """0 if it is trained on, 1 if it is for validation, 2 for the test."""
+        place = int.from_bytes(self.digest[:8], "big") / _RANGE
+        return 0 if place < TRAINED else 1 if place < (1 + TRAINED) / 2 else 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The documents of a corpus.
+
+    Attributes:
+        splits: The documents of each split, in the order in which they are written.
+        reading: What was read.
+    """
+
+    splits: tuple[tuple[Document, ...], ...]
+    reading: Reading
+
+    def write(self, writer: Writer) -> tuple[int, ...]:
+        """Write the documents, split after split, with a newline between files. Return the size of each split."""
+        sizes, last = [], None
+        for documents in self.splits:
+            before = writer.size
+            for document in documents:
+                if last is not None and document.path != last:
+                    writer.write(b"\n")
+                writer.write(_read_again(document))
+                last = document.path
+            sizes.append(writer.size - before)
+        return tuple(sizes)
+
+
+def visible_files(folder: Path) -> tuple[list[Path], int]:
+    """Return the files of a folder, and the number of those that are hidden or in hidden folders."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    return visible, len(found) - len(visible)
+
+
+def choose(files: Sequence[Path], progress: Progress | None = None, hidden: int = 0) -> Choice:
+    """Read all files, and choose the documents that are held out.
+
+    Args:
+        files: The files, in any order.
+        progress: Called after each file.
+        hidden: The number of files that were left out before.
+    """
+    skipped: Counter[str] = Counter({HIDDEN: hidden} if hidden else {})
+    wanted: Sequence[Path] = files
+    texts: list[list[Document]] = []
+    ordered: list[Document] = []
+    for limit in LIMITS:
+        texts = []
+        for number, path in enumerate(wanted):
+            found = documents_of(path, limit)
+            if isinstance(found, str):
+                skipped[found] += 1
+            else:
+                texts.append(found)
+            if progress:
+                progress("reading", number + 1, len(wanted))
+        wanted = [documents[0].path for documents in texts]
+        # The order depends on the contents alone, so that names do not change the corpus.
+        ordered = [document for documents in sorted(texts, key=_digest_of_file) for document in documents]
+        if _is_balanced(ordered):
+            splits = tuple(tuple(document for document in ordered if document.split == split) for split in range(3))
+            held_out = len(splits[1]) + len(splits[2])
+            return Choice(splits, Reading(len(texts), dict(skipped), len(ordered), held_out, limit))
+    return Choice((tuple(ordered),), Reading(len(texts), dict(skipped), len(ordered)))
+
+
+def documents_of(path: Path, limit: int) -> list[Document] | str:
+    """Return the documents of a file, or why it is skipped."""
+    out, start, is_blank = [], 0, True
+    try:
+        with path.open("rb") as file:
+            for block in blocks(file, limit):
+                if b"\0" in block:
+                    return BINARY
+                block.decode("utf-8")
+                is_blank = is_blank and not block.strip()
+                out.append(Document(path, start, len(block), _digest(block)))
+                start += len(block)
+    except UnicodeDecodeError:
+        return NOT_UTF8
+    except OSError:
+        return UNREADABLE
+    return EMPTY if is_blank else out
+
+
+def blocks(file: BinaryIO, limit: int) -> Iterator[bytes]:
+    """Read the rest of a file in blocks of at most `limit` bytes, cut after paragraphs, else lines, else characters."""
+    rest = b""
+    while len(data := rest + file.read(limit + 1 - len(rest))) > limit:
+        end = data.rfind(b"\n\n", limit // 2, limit) + 2
+        if end < 2:
+            end = data.rfind(b"\n", 0, limit) + 1 or character_start(data, limit) or limit
+        yield data[:end]
+        rest = data[end:]
+    if data:
+        yield data
+
+
+def _is_balanced(documents: Sequence[Document]) -> bool:
+    sizes = [0, 0, 0]
+    for document in documents:
+        sizes[document.split] += document.size
+    whole = sum(sizes)
+    return whole > 0 and all(LEAST * whole <= size <= MOST * whole for size in sizes[1:])
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _digest_of_file(documents: Sequence[Document]) -> bytes:
+    return documents[0].digest if len(documents) == 1 else _digest(b"".join(each.digest for each in documents))
+
+
+def _read_again(document: Document) -> bytes:
+    """Return the bytes of a document. Raise DataError (`data.changed`) if they are not those that were hashed."""
+    try:
+        with document.path.open("rb") as file:
+            file.seek(document.start)
+            data = file.read(document.size)
+    except OSError:
+        data = b""
+    if _digest(data) != document.digest:
+        raise DataError(f"{document.path} changed while it was read", "Run the command again.", code="data.changed")
+    return data

@@ -1,0 +1,135 @@
+"""Documents: which text is held out depends on the bytes of documents, and on nothing else."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archipelago.broker.errors import DataError
+from archipelago.islands.data import documents
+from archipelago.islands.data.documents import Choice, blocks, choose, visible_files
+from archipelago.islands.data.preparation import prepare_text
+from tests.failing import failing
+from tests.tiers import examples
+
+#: Texts that look alike by their beginning, as the files of a project do.
+TEXTS = [f"# {n // 60}\n" + f"value_{n} = {n * n % 97}\n" * (30 + n % 17) for n in range(600)]
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
+
+
+def folder_of(folder: Path, texts: dict[str, str]) -> Path:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def chosen(folder: Path) -> Choice:
+    return choose(visible_files(folder)[0])
+
+
+def held_out(folder: Path) -> set[str]:
+    return {each.path.read_text() for split in chosen(folder).splits[1:] for each in split}
+
+
+def test_names_and_order_do_not_change_a_corpus(tmp_path: Path) -> None:
+    one = folder_of(tmp_path / "one", {f"{n:03}.py": text for n, text in enumerate(TEXTS)})
+    two = folder_of(tmp_path / "two", {f"x/{n % 7}/{900 - n}.txt": text for n, text in enumerate(TEXTS)})
+    assert prepare_text(one, "one").digest == prepare_text(two, "two").digest
+
+
+def test_another_file_moves_no_document(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "texts", {f"{n}.py": text for n, text in enumerate(TEXTS[:400])})
+    before = held_out(folder)
+    folder_of(folder, {f"later/{n}.py": text for n, text in enumerate(TEXTS[400:])})
+    after = held_out(folder)
+    assert before < after
+    assert not (after - before) & set(TEXTS[:400])
+
+
+def test_the_splits_have_whole_files_of_every_part_of_a_folder(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "texts", {f"{n:03}.py": text for n, text in enumerate(TEXTS)})
+    opened = prepare_text(folder, "mine")
+    train, valid, test = (split.tobytes().decode() for split in (opened.train, opened.valid, opened.test))
+    held = held_out(folder)
+    assert held
+    assert all((text in valid or text in test) == (text in held) for text in TEXTS)
+    assert all((text in train) != (text in held) for text in TEXTS)
+    assert len({text.split("\n")[0] for text in held}) >= 8  # Of ten parts; the tail of the names has one or two.
+    assert 0.01 < len(valid) / sum(map(len, TEXTS)) < 0.2
+    assert opened.reading is not None
+    assert (opened.reading.documents, opened.reading.held_out) == (len(TEXTS), len(held))
+
+
+def test_a_few_files_are_held_out_in_blocks(tmp_path: Path) -> None:
+    parts = {f"{k}.txt": "".join(f"{k} of {n}, {n * n % 91}\n\n" for n in range(40_000)) for k in "ab"}
+    opened = prepare_text(folder_of(tmp_path / "books", parts), "mine")
+    reading = opened.reading
+    assert reading is not None
+    assert (reading.files, reading.limit) == (2, 64 << 10)
+    assert 0 < reading.held_out < reading.documents
+    assert min(opened.valid.size, opened.test.size) > 0
+    assert all(f"{name} of" in opened.train.tobytes().decode() for name in "ab")
+
+
+def test_text_that_is_all_the_same_has_its_end_held_out(tmp_path: Path) -> None:
+    opened = prepare_text(folder_of(tmp_path / "texts", {"a.txt": "same\n" * 40_000}), "mine")
+    assert opened.reading is not None
+    assert opened.reading.limit == 0
+    assert opened.valid.size == pytest.approx(0.05 * 200_000, abs=2)
+
+
+def test_the_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    opened = prepare_text(tmp_path / "a.txt", "mine")
+    assert b"".join(split.tobytes() for split in (opened.train, opened.valid, opened.test)).decode() == "".join(TEXTS)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "texts", {f"{n}.py": text for n, text in enumerate(TEXTS)})
+    choice = chosen(folder)
+    choice.splits[0][0].path.write_text("other text")
+
+    class Kept:
+        size = 0
+
+        def write(self, data: bytes) -> None:
+            self.size += len(data)
+
+    with failing(DataError, "data.changed"):
+        choice.write(Kept())
+
+
+def test_odd_files_are_counted(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "texts", {"näme with\nbreak.txt": "text", ".hidden/a.txt": "no", "empty.txt": ""})
+    (folder / "image.png").write_bytes(b"\x89PNG\0")
+    (folder / "latin.txt").write_bytes("Häfen".encode("latin-1"))
+    (folder / "broken-link").symlink_to(tmp_path / "absent")
+    files, hidden = visible_files(folder)
+    reading = choose(files, hidden=hidden).reading
+    assert reading.files == 1
+    assert reading.skipped == {"binary": 1, "empty": 1, "hidden": 1, "not UTF-8": 1}
+
+
+@settings(max_examples=examples(100))
+@given(st.text("aä港\n ", max_size=300), st.integers(8, 40))
+def test_blocks_join_to_the_text_and_cut_no_character(text: str, limit: int) -> None:
+    found = list(blocks(io.BytesIO(text.encode()), limit))
+    assert b"".join(found).decode() == text
+    assert all(0 < len(block) <= limit and block.decode() for block in found)
+
+
+def test_a_file_as_large_as_the_limit_is_not_cut(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345\n\n890")
+    assert isinstance(found := documents.documents_of(tmp_path / "a", 10), list)
+    assert [each.size for each in found] == [10]
+    assert isinstance(found := documents.documents_of(tmp_path / "a", 9), list)
+    assert [each.size for each in found] == [7, 3]
