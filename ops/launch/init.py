@@ -47,9 +47,17 @@ def main(options: InitOptions) -> int:
     else:
         done = "created" if created else "exists already, with this config"
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
+        say(f"  text:      {text_of(manifest)}")
         say(f"  serve it:  archipelago merger URL --run {manifest.run}")
         say(f"  join it:   archipelago island URL --run {manifest.run}")
     return 0
+
+
+def text_of(manifest: Manifest) -> str:
+    """Return where the run's text came from, and what of it was read, skipped and held out."""
+    from archipelago.islands.data.corpus import open_corpus
+
+    return open_corpus(manifest.corpus.name).describe()
 
 
 def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunConfig, OpenCorpus]:

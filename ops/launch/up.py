@@ -26,7 +26,7 @@ from archipelago.broker.transport import Transport
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE
 from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.init import create, require_same, require_usable
+from archipelago.ops.launch.init import create, require_same, require_usable, text_of
 from archipelago.ops.launch.open_run import OpenRun, administrator_at, opening_of
 from archipelago.ops.launch.session import RedisSupervisor, Session, SessionOptions, island_name
 from archipelago.ops.launch.standbys import require_standbys
@@ -198,6 +198,7 @@ def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, f
     say(f"run {manifest.run!r} {'begins' if created else 'continues'}: {manifest.parameters:,} parameters "
         f"({manifest.config.model.size}) in {len(manifest.fragments)} fragments, corpus {manifest.corpus.name} "
         f"({manifest.corpus.bytes:,} bytes)")  # fmt: skip
+    say(f"  text    {text_of(manifest)}")
     say(f"  redis   {server.describe() if server else redacted(url)}")
     if server and server.opening:
         say(f"  invite  archipelago invite NAME --role island --run {manifest.run}{_in(folder)}   (makes a join file)")
