@@ -207,6 +207,11 @@ def is_join_file(address: str) -> bool:
     return "://" not in address
 
 
+def names_redis(target: str) -> bool:
+    """Return whether a target is a URL or a join file, where a verb also takes the name or the folder of a run."""
+    return "://" in target or target.endswith(SUFFIX)
+
+
 def write(path: Path, invitation: Invitation) -> None:
     """Write a join file that only its owner can read. Raises ConfigError."""
     try:

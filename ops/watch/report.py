@@ -14,7 +14,7 @@ import tyro
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
-from archipelago.broker.invitation import SUFFIX
+from archipelago.broker.invitation import names_redis
 from archipelago.broker.messages import Pending
 from archipelago.broker.process import connect_to, print_json
 from archipelago.broker.redis.keys import checked_name
@@ -92,16 +92,12 @@ def _folder_of(options: ReportOptions, name: str) -> Path:
 
 def _is_path(target: str) -> bool:
     """Return whether the target is a folder: not a URL, a join file or the name of a run."""
-    return "/" in target and not _is_address(target)
-
-
-def _is_address(target: str) -> bool:
-    return "://" in target or target.endswith(SUFFIX)
+    return "/" in target and not names_redis(target)
 
 
 def everything(options: ReportOptions) -> Figures:
     """Return the figures of the run that the options name. Raise ArchipelagoError."""
-    if options.target is None or _is_address(options.target):
+    if options.target is None or names_redis(options.target):
         transport = connect_to(options.target, options.run)
         try:
             return of_watch(Watcher(transport, transport.reader.manifest()))

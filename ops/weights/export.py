@@ -36,8 +36,8 @@ class ExportOptions:
     out: Path
     """The folder to write. It must be empty or not exist."""
     source: Annotated[str | None, tyro.conf.Positional] = None
-    """A Redis URL such as redis://HOST:PORT (default $ARCHIPELAGO_URL), or the name or folder of a run with checkpoints
-    on this machine."""
+    """A Redis URL such as redis://HOST:PORT (default $ARCHIPELAGO_URL), a join file, or the name or folder of a run
+    with checkpoints on this machine."""
     run: str | None = None
     """The name of the run. The default is $ARCHIPELAGO_RUN, or the only run there."""
     format: Literal["safetensors", "orbax"] = "safetensors"

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from archipelago.broker.config import BYTES, ModelConfig
 from archipelago.broker.errors import ConfigError, DataError
+from archipelago.broker.invitation import names_redis
 from archipelago.broker.observe.printable import CONTROLS
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.ops.settings import say
@@ -168,7 +169,7 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
         ConfigError: The model generates no text (`model.no-text`), or one of the errors of `find`.
         DataError: The export is damaged.
     """
-    if source is not None and "://" not in source and read_config(Path(source)):
+    if source is not None and not names_redis(source) and read_config(Path(source)):
         return _of_export(Path(source))
     found = find(source, run)
 

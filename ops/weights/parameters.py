@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker.errors import ConfigError, DataError, UnknownRunError, UnreachableError
+from archipelago.broker.invitation import names_redis
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, keep_compiled
 from archipelago.broker.redis.keys import checked_name
@@ -47,7 +48,8 @@ def find(source: str | None, run: str | None) -> RunParameters:
     If no Redis is named, or it does not answer or has lost the run, they come from the checkpoints of `up`.
 
     Args:
-        source: A Redis URL, or the name or folder of a run with checkpoints. The default is $ARCHIPELAGO_URL.
+        source: A Redis URL or a join file, or the name or folder of a run with checkpoints. The default is
+            $ARCHIPELAGO_URL.
         run: The run's name. The default is $ARCHIPELAGO_RUN, or the only run in that Redis.
 
     Raises:
@@ -55,7 +57,7 @@ def find(source: str | None, run: str | None) -> RunParameters:
         ConfigError: There is no checkpoint in the folder (`checkpoint.missing`), or no source at all.
     """
     keep_compiled()
-    if source is not None and "://" not in source:
+    if source is not None and not names_redis(source):
         return from_checkpoint(_folder(source), run)
     name = run or os.environ.get(RUN_VARIABLE)
     folder = RUNS / checked_name(name, "the run name") if name else None
