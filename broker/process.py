@@ -20,7 +20,14 @@ import platformdirs
 import tyro
 
 from archipelago.broker import invitation as invitations
-from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError, WireError
+from archipelago.broker.errors import (
+    ArchipelagoError,
+    ConfigError,
+    DivergedError,
+    UnreachableError,
+    WireError,
+    is_outage,
+)
 from archipelago.broker.files import exposure, file_error
 from archipelago.broker.invitation import Invitation, Role
 from archipelago.broker.observe import logs
@@ -33,6 +40,8 @@ CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 PAUSE_SECONDS = 0.5
 #: The exit status of a command that a user's mistake ended, and of one that Ctrl-C ended.
 USER_ERROR, INTERRUPTED = 2, 130
+#: Further statuses of processes that a supervisor restarts. 75 is EX_TEMPFAIL of sysexits.h.
+FAILED, OUTAGE = 1, 75
 #: Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
@@ -55,11 +64,16 @@ def interruptible() -> None:
     signal.signal(signal.SIGINT, interrupt)
 
 
-def guarded(main: Callable[[], int]) -> int:
+def guarded(main: Callable[[], int], *, supervised: bool = False) -> int:
     """Run `main` and return its exit status.
 
     An ArchipelagoError, and an error of a disk or a folder, becomes a message on standard error and status 2. Ctrl-C
     becomes status 130.
+
+    Args:
+        main: The program.
+        supervised: Whether a supervisor restarts this process. Errors that a restart may end then have other statuses:
+            OUTAGE if Redis is away, FAILED if the loss is not finite.
     """
     try:
         return main()
@@ -77,7 +91,9 @@ def guarded(main: Callable[[], int]) -> int:
         if known is None:
             raise
         logs.say_error(str(known), known.code)
-        return USER_ERROR
+        if supervised and is_outage(known):
+            return OUTAGE
+        return FAILED if supervised and isinstance(known, DivergedError) else USER_ERROR
 
 
 def stop_on_signals() -> Callable[[], bool]:

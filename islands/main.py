@@ -251,4 +251,4 @@ def _run(
 
 def entry() -> int:
     """Run an island with the arguments of this process."""
-    return guarded(lambda: main(tyro.cli(IslandOptions, args=sys.argv[1:])))
+    return guarded(lambda: main(tyro.cli(IslandOptions, args=sys.argv[1:])), supervised=True)

@@ -130,4 +130,4 @@ def _merged(transport: ReaderTransport) -> int | None:
 
 def entry() -> int:
     """`python -m archipelago.merger`."""
-    return guarded(lambda: main(tyro.cli(MergerOptions, args=sys.argv[1:])))
+    return guarded(lambda: main(tyro.cli(MergerOptions, args=sys.argv[1:])), supervised=True)

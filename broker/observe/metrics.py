@@ -9,6 +9,7 @@ https://prometheus.io/docs/practices/naming: base units, and `_total` for counte
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -64,9 +65,26 @@ def serve(port: int, host: str, registry: CollectorRegistry) -> int:
     try:
         server, _ = start_http_server(port, host, registry=registry)
     except OSError as error:
-        raise ConfigError(
-            f"metrics cannot be served on {host}:{port} ({error.strerror or error})",
-            "Choose another --metrics-port or --metrics-host.",
-            code="config.metrics-address",
-        ) from None
+        raise _unusable(host, port, error) from None
     return int(server.server_port)
+
+
+def require_free(host: str, ports: Iterable[int]) -> None:
+    """Raise ConfigError if metrics cannot be served on one of these ports. Another process may still take it later."""
+    for port in ports:
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+                probe.bind(address)
+                probe.listen()
+        except OSError as error:
+            raise _unusable(host, port, error) from None
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"metrics cannot be served on {host}:{port} ({error.strerror or error})",
+        "Choose another --metrics-port or --metrics-host.",
+        code="config.metrics-address",
+    )

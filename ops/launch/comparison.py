@@ -51,15 +51,16 @@ def compare(folder: Path, tokens: int, weights: Path | None, stopped: Callable[[
         child.stop(5.0)
     found = _read(result, tokens)
     if found is None:
-        say("  it did not finish, so the report has no comparison")
+        why = "" if stopped() or not (said := child.last_words()) else f" (its log ends with: {said})"
+        say(f"  it did not finish, so the report has no comparison{why}")
     return found or []
 
 
 def _read(path: Path, tokens: int) -> Curve | None:
     """Return the curve in that file if it is about that many tokens."""
-    if not path.exists():
-        return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found["tokens"] != tokens:
-        return None
-    return [(int(tokens), float(bits)) for tokens, bits in found["curve"]]
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        curve = [(int(tokens), float(bits)) for tokens, bits in found["curve"]]
+        return curve if found["tokens"] == tokens else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # It is not there, or damaged: train again.

@@ -183,12 +183,14 @@ class Session:
         return line_due
 
     def _require_workers(self) -> None:
-        """Raise ArchipelagoError if the merger or all islands have failed for good."""
+        """Raise ArchipelagoError if a process has made a fatal error, or if all islands have failed for good."""
         broken = [child for child in [self.merger, *self.islands] if child.failed]
-        if self.merger.failed or all(island.failed for island in self.islands):
+        fatal = [child for child in broken if child.is_fatal or child is self.merger]
+        if fatal or len(broken) == len(self.islands):
+            child = (fatal or broken)[0]
             raise ArchipelagoError(
-                f"{broken[0].name} cannot continue: {broken[0].failed.removeprefix('error: ')}",
-                f"Its log is {broken[0].log}.",
+                f"{child.name} cannot continue: {child.failed.removeprefix('error: ')}",
+                "\n  ".join([f"Its log is {child.log}, which ends with:", *child.last_lines()]),
                 code="up.worker-failed",
             )
 

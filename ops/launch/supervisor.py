@@ -13,15 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from archipelago.broker.observe.logs import message_of
+from archipelago.broker.process import OUTAGE, USER_ERROR
 from archipelago.islands.replaced import REPLACED_STATUS
 from archipelago.ops.launch import parent_death
 
 RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0)
 #: A child that has lived for longer than this is treated as if it had never died.
 LONG_SECONDS = 60.0
-USER_ERROR = 2
-#: A child that ends with a user's error more often is not restarted. Up to this number it may be an outage of Redis.
-USER_ERRORS_MAX = 3
+#: A child that fails this often in a row, each time within LONG_SECONDS of its start, is not restarted.
+FAILURES_MAX = 5
+#: Lines of a log that explain a failure.
+LAST_LINES = 5
+#: The signals of a program that crashed. Others come from outside.
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
 #: The environment of a process that computes on one core only, in XLA and in numpy.
 ONE_THREAD = {
@@ -56,7 +60,9 @@ class Child:
         log: The file for its output.
         restarts: Restarts since it last lived for `LONG_SECONDS`.
         done: Whether it ended with status 0.
+        failures: How often it has failed by itself since it last lived for `LONG_SECONDS`.
         failed: Why it cannot continue; empty if it can.
+        is_fatal: Whether that is a mistake of the user or a failure at each start, and not the work of another process.
         process: The running process, or the last one.
         stand_in: Tries to give this child the process of a standby, and returns whether it did.
         stood_in: Whether the newest process was a standby.
@@ -68,7 +74,9 @@ class Child:
     log: Path
     restarts: int = 0
     done: bool = False
+    failures: int = 0
     failed: str = ""
+    is_fatal: bool = False
     process: subprocess.Popen[bytes] | None = None
     stand_in: Callable[[Child], bool] | None = None
     stood_in: bool = False
@@ -115,11 +123,13 @@ class Child:
         if status == REPLACED_STATUS:
             self.failed = self.last_words()
             return f"{self.name} leaves its name to another process and is not restarted; its log: {self.log}"
-        if now - self._began >= LONG_SECONDS:
-            self.restarts = 0
-        if status == USER_ERROR and self.restarts >= USER_ERRORS_MAX:
-            self.failed = self.last_words()
-            return f"{self.name} cannot continue: {self.failed}"
+        if is_old := now - self._began >= LONG_SECONDS:
+            self.restarts = self.failures = 0
+        if _is_failure(status):
+            self.failures += 1
+            if (status == USER_ERROR and not is_old) or self.failures >= FAILURES_MAX:
+                self.failed, self.is_fatal = self.last_words() or _cause(status), True
+                return f"{self.name} cannot continue: {self.failed}"
         if not self.restarts and self._takes_stand_in():
             self.restarts += 1
             return f"{self.name} died ({_cause(status)}), a standby takes its place; its log: {self.log}"
@@ -163,11 +173,15 @@ class Child:
 
     def last_words(self) -> str:
         """Return the message in the last line of the log."""
-        try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        except OSError:
-            return ""
+        lines = self.last_lines(1)
         return message_of(lines[-1]) if lines else ""
+
+    def last_lines(self, count: int = LAST_LINES) -> list[str]:
+        """Return the last lines of the log."""
+        try:
+            return self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-count:]
+        except OSError:
+            return []
 
 
 def stop_all(children: Sequence[Child], seconds: float) -> None:
@@ -177,6 +191,11 @@ def stop_all(children: Sequence[Child], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for child in children:
         child.wait(deadline - time.monotonic())
+
+
+def _is_failure(status: int) -> bool:
+    """Return whether a process with that status ended by itself, and for another reason than an outage of Redis."""
+    return (status > 0 and status != OUTAGE) or -status in _CRASHES
 
 
 def _cause(status: int) -> str:

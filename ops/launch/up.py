@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import tyro
 
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
@@ -125,7 +126,17 @@ def main(options: UpOptions) -> int:
     else:  # This call trained nothing, so the report of the call that did is kept.
         report = run_summary.read(folder) or report
     _farewell(report, finished, folder, options)
+    if finished and not _has_losses(report):
+        raise ArchipelagoError(
+            "the run has made all its steps, but nothing has measured its held-out loss",
+            f"See {session.evaluator.log}. `archipelago evaluate` measures the model while its Redis runs.",
+            code="up.no-loss",
+        )
     return 0 if finished else INTERRUPTED
+
+
+def _has_losses(report: Mapping[str, Any]) -> bool:
+    return not any(math.isnan(report[f"held_out_{key}"]) for key in ("first", "last"))
 
 
 def _require_sensible(options: UpOptions) -> None:
@@ -154,6 +165,10 @@ def _require_sensible(options: UpOptions) -> None:
     if options.metrics_port is not None and not 0 <= options.metrics_port <= last:
         raise ConfigError(
             f"--metrics-port cannot be {options.metrics_port}", f"Choose 0 to {last}.", code="config.metrics-port"
+        )
+    if options.metrics_port:
+        metrics.require_free(
+            options.metrics_host, range(options.metrics_port, options.metrics_port + options.islands + 1)
         )
 
 

@@ -96,3 +96,13 @@ def test_children_get_the_same_options_and_separate_ports() -> None:
     assert options.curve_flags() == flags
     assert WorkerOptions().flags(1) == []
     assert WorkerOptions(metrics_port=0).flags(3) == ["--metrics-port", "0", "--metrics-host", "127.0.0.1"]
+
+
+def test_a_port_that_is_taken_is_found_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with failing(ConfigError, "config.metrics-address"):
+            metrics.require_free("127.0.0.1", [port])
+    metrics.require_free("127.0.0.1", [port])

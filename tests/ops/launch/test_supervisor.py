@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from archipelago.broker.process import OUTAGE
 from archipelago.islands.replaced import REPLACED_STATUS
 from archipelago.ops.launch import supervisor
 from archipelago.ops.launch.supervisor import Child, stop_all, thread_environment
@@ -60,14 +61,44 @@ def test_a_child_that_dies_is_restarted(make: Make, until: Until, tmp_path: Path
     assert child.restarts == 1
 
 
-def test_a_child_with_a_user_error_fails_after_some_restarts(make: Make, until: Until) -> None:
-    """The first errors may have been an outage of Redis."""
+def test_a_mistake_of_the_user_is_fatal_at_once(make: Make, until: Until) -> None:
     child = make("import sys; sys.stderr.write('error: no such run\\n'); sys.exit(2)")
     child.start()
     tended(child, until, lambda: bool(child.failed), "its failure")
-    assert child.failed == "error: no such run"
-    assert child.restarts == supervisor.USER_ERRORS_MAX
-    assert not child.done
+    assert (child.failed, child.is_fatal, child.restarts, child.done) == ("error: no such run", True, 0, False)
+
+
+def test_a_mistake_after_a_long_life_gets_one_more_start(
+    make: Make, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LONG_SECONDS", 0.0)
+    child = make("import sys; sys.exit(2)")
+    child.start()
+    tended(child, until, lambda: child.restarts == 1, "its restart")
+    monkeypatch.setattr(supervisor, "LONG_SECONDS", 60.0)
+    tended(child, until, lambda: child.is_fatal, "its failure")
+
+
+@pytest.mark.parametrize("code", ["raise RuntimeError('broken')", "import os; os.abort()"])
+def test_a_child_that_fails_at_each_start_is_fatal(make: Make, until: Until, code: str) -> None:
+    child = make(f"print('one', flush=True); print('two', flush=True)\n{code}")
+    child.start()
+    tended(child, until, lambda: bool(child.failed), "its failure")
+    assert (child.is_fatal, child.failures, child.restarts) == (
+        True,
+        supervisor.FAILURES_MAX,
+        supervisor.FAILURES_MAX - 1,
+    )
+    assert child.failed == ("RuntimeError: broken" if "raise" in code else "two")
+    assert len(child.last_lines()) == supervisor.LAST_LINES
+
+
+@pytest.mark.parametrize("code", ["import os; os.kill(os.getpid(), 9)", f"import sys; sys.exit({OUTAGE})"])
+def test_kills_and_outages_are_never_fatal(make: Make, until: Until, code: str) -> None:
+    child = make(code)
+    child.start()
+    tended(child, until, lambda: child.restarts > supervisor.FAILURES_MAX, "many restarts")
+    assert (child.failed, child.is_fatal, child.failures) == ("", False, 0)
 
 
 def test_an_island_that_has_left_its_name_to_another_is_not_restarted(make: Make, until: Until) -> None:
