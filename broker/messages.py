@@ -365,6 +365,7 @@ class Evaluation:
             would train on the same number.
         unix_seconds: The wall clock of the process that evaluated.
         bits_per_byte: The loss. Of a corpus of examples, it is in bits per label (`broker.loss_unit` converts it).
+        by: The island that evaluated; empty for `archipelago evaluate`.
     """
 
     __pydantic_config__ = _CONFIG
@@ -373,6 +374,7 @@ class Evaluation:
     tokens: Count
     unix_seconds: UnixSeconds
     bits_per_byte: Measure
+    by: Text = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,6 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models.interface import Model, Params
-from archipelago.islands.sync.arrays import unflatten
 
 BATCH = 32
 
@@ -65,19 +65,55 @@ def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | Non
 
 def compile_measures(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], Measures]:
     """Return a function from parameters to bits and accuracy over these sequences."""
-
-    def both(params: Params, tokens_BxT1: jax.Array) -> jax.Array:  # one function, so that the model is compiled once
-        guesses = jnp.argmax(model.logits(params, tokens_BxT1[:, :-1]), axis=-1)
-        targets = tokens_BxT1[:, -1] if guesses.ndim == 1 else tokens_BxT1[:, 1:]
-        return jnp.stack([model.loss(params, tokens_BxT1), jnp.mean(guesses == targets, dtype=jnp.float32)])
-
-    mean_2 = _mean_over(held_out_NxT1, both)
+    mean_2 = _mean_over(held_out_NxT1, partial(_nats_and_accuracy, model))
 
     def measure(params: Params) -> Measures:
         nats, accuracy = np.asarray(mean_2(params)).tolist()
         return Measures(nats / math.log(2.0) / bytes_per_token, accuracy)
 
     return measure
+
+
+def _nats_and_accuracy(model: Model, params: Params, tokens_BxT1: jax.Array) -> jax.Array:
+    """Return both measures, so that the model is compiled once."""
+    guesses = jnp.argmax(model.logits(params, tokens_BxT1[:, :-1]), axis=-1)
+    targets = tokens_BxT1[:, -1] if guesses.ndim == 1 else tokens_BxT1[:, 1:]
+    return jnp.stack([model.loss(params, tokens_BxT1), jnp.mean(guesses == targets, dtype=jnp.float32)])
+
+
+class SlicedMeasures:
+    """An evaluation in slices of a few sequences, each of them a short call of the device.
+
+    It reads the same sequences as `compile_measures`.
+
+    Attributes:
+        slices: The number of slices.
+    """
+
+    def __init__(
+        self, model: Model, held_out_NxT1: Tokens, params: Params, batch_size: int, bytes_per_token: float = 1.0
+    ) -> None:
+        """Compile the program of a slice. `params` gives the shapes; a slice has at most `batch_size` sequences."""
+        whole = min(BATCH, len(held_out_NxT1))
+        used = len(held_out_NxT1) // whole * whole
+        size = math.gcd(used, batch_size) if used % min(used, batch_size) else min(used, batch_size)
+        self.slices = used // size
+        self._batches = jax.device_put(list(held_out_NxT1[:used].reshape(self.slices, size, -1)))
+        self._bits = 1.0 / math.log(2.0) / bytes_per_token
+        both = jax.jit(lambda params, tokens: _nats_and_accuracy(model, params, tokens.astype(jnp.int32)))
+        self._run = both.lower(params, self._batches[0]).compile()
+
+    def measure_slice(self, params: Params, index: int) -> Measures:
+        """Return the measures of one slice, once the device has made them."""
+        nats, accuracy = np.asarray(self._run(params, self._batches[index])).tolist()
+        return Measures(nats * self._bits, accuracy)
+
+
+def mean_of(slices: Sequence[Measures]) -> Measures:
+    """Return the measures of an evaluation from those of its slices. No number is infinite."""
+    bits = math.fsum(each.bits for each in slices) / len(slices)
+    accuracy = math.fsum(each.accuracy for each in slices) / len(slices)
+    return Measures(bits if math.isfinite(bits) else math.nan, accuracy)
 
 
 def _mean_over(
@@ -97,10 +133,14 @@ def _mean_over(
 
 def assemble(manifest: Manifest, vectors: Sequence[Vector]) -> Params:
     """Return parameters by name from one flat vector for each fragment."""
-    params: Params = {}
-    for rows, vector_N in zip(manifest.layout, vectors, strict=True):
-        params |= unflatten(rows, jnp.asarray(vector_N))
-    return dict(sorted(params.items()))
+    # Slicing on the host compiles nothing. Slicing on the device compiles a program for each tensor.
+    parts = {
+        tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)
+        for rows, vector_N in zip(manifest.layout, map(np.asarray, vectors), strict=True)
+        for tensor, offset in rows
+    }
+    params: Params = jax.device_put(dict(sorted(parts.items())))
+    return params
 
 
 def published(transport: ReaderTransport, manifest: Manifest) -> tuple[Params, int, int]:

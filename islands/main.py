@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from archipelago.broker.control import require_welcome
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
@@ -38,7 +38,10 @@ from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
 from archipelago.islands.standby import READY, await_assignment
 
 if TYPE_CHECKING:
+    from archipelago.broker.transport import IslandTransport
+    from archipelago.islands.evaluator import Evaluator
     from archipelago.islands.prepared import PreparedIsland
+    from archipelago.islands.sync.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,9 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """minimum duration of an inner step, for trials of more islands than the machine has cores"""
     standby: bool = False
     """load and compile everything, print `ready`, and join once a line on standard input names the island"""
+    evaluate_every: float = 15.0
+    """seconds between two evaluations of the published parameters by this island, if it is the one that evaluates; they
+    take at most 2 % of the device's time; 0: this island never evaluates"""
     json: bool = False
     """print one JSON object at the end"""
 
@@ -128,6 +134,12 @@ def _require_valid(options: IslandOptions) -> None:
         raise ConfigError(f"--scan-steps is {options.scan_steps}", "Give a number of steps, or 0 to measure.")
     if not 0.0 <= options.step_seconds_min < math.inf:
         raise ConfigError(f"--step-seconds-min is {options.step_seconds_min}", "Give seconds, or 0 for none.")
+    if not 0.0 <= options.evaluate_every < math.inf:
+        raise ConfigError(
+            f"--evaluate-every cannot be {options.evaluate_every}",
+            "Give a number of seconds such as 15, or 0 for no evaluations.",
+            code="config.evaluate-every",
+        )
 
 
 def _island(options: IslandOptions, stopped: Callable[[], bool], prepared: PreparedIsland | None = None) -> int:
@@ -211,6 +223,7 @@ def _run(
     rejoin.complete(whole)
     del arrivals, rejoin, whole  # each holds another copy of the model
     curves.start()
+    evaluator = _evaluator(options, prepared, transport, link, curves)
     ready = time.process_time() - began
     log.info(
         "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary, after %.1f s of processor time",
@@ -219,6 +232,11 @@ def _run(
     )  # fmt: skip
     try:
         state = train(island, stopped, TurnLog.named_in(os.environ, incarnation))
+        if evaluator is not None:
+            evaluator.stop()
+            if state == "done":
+                with suppress(BrokerError):  # the run is complete without it
+                    evaluator.finish(stopped)
     finally:
         link.stop()
         curves.close()  # the last points matter most after a divergence
@@ -247,6 +265,22 @@ def _run(
             "state": ready - compiled,
         },
     }
+
+
+def _evaluator(
+    options: IslandOptions, prepared: PreparedIsland, transport: IslandTransport, link: Link, curves: CurveWriter
+) -> Evaluator | None:
+    """Start the evaluations of this island; None if it makes none."""
+    from archipelago.islands.evaluator import Evaluator, run_corpus
+
+    corpus = run_corpus(prepared.manifest, prepared.corpus, options.corpus) if options.evaluate_every else None
+    if corpus is None:
+        return None
+    evaluator = Evaluator(
+        transport, prepared.manifest, link.who, corpus, link.inbox.snapshots.all_held, options.evaluate_every, curves
+    )
+    evaluator.start()
+    return evaluator
 
 
 def entry() -> int:

@@ -82,6 +82,15 @@ class MemoryIsland:
         with self._broker.opened(self._run) as run:
             return frozenset(shard for shard in shards if run.holders.get(shard) == me)
 
+    def lease_evaluation(self, me: str, seconds: float) -> bool:
+        with self._broker.opened(self._run) as run:
+            now = self._broker.clock()
+            holder, until = run.evaluator
+            if holder != me and now < until:
+                return False
+            run.evaluator = (me, now + seconds)
+            return seconds > 0.0
+
     def register_corpus(self, name: str, digest: str) -> str:
         with self._broker.opened(self._run) as run:
             return run.corpora.setdefault(name, digest)

@@ -61,6 +61,7 @@ class MemoryRun:
             number to two mergers, so the number alone does not identify the merger.
         lease: The merger that holds the lease, and the time of its end.
         standbys: The mergers that wait for the lease, each with the time of its last sign of life.
+        evaluator: The island that evaluates, and the time at which its lease ends.
     """
 
     manifest: Manifest
@@ -94,6 +95,7 @@ class MemoryRun:
     epoch: tuple[int, str] = (0, "")
     lease: tuple[str, float] = ("", float("-inf"))
     standbys: dict[str, float] = field(default_factory=dict)
+    evaluator: tuple[str, float] = ("", float("-inf"))
 
     def announce(self, event: Event) -> None:
         """Append an event under the next number."""

@@ -31,6 +31,8 @@ from archipelago.broker.signing import MERGER, Signing
 
 #: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600
+#: The longest lease on evaluating the run, in seconds.
+EVALUATION_LEASE_MAX = 60
 #: With more requests for optimiser state than this, only those of live islands are read.
 REQUESTS_READ = 256
 
@@ -175,6 +177,23 @@ class RedisIsland:
 
     def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
         return self._leases.held(shards, me) if shards else frozenset()
+
+    def lease_evaluation(self, me: str, seconds: float) -> bool:
+        key = self._keys.evaluator
+
+        def take(pipe: Any) -> bool:
+            holder: bytes | None = None
+            with self._connection.forgiving(key, "a string"):
+                holder = pipe.get(key)
+            # A lease without an end was not written by an island of ours.
+            is_free = holder is None or not 0 <= pipe.pttl(key) <= EVALUATION_LEASE_MAX * 1000
+            if not (is_free or holder == me.encode()) or (seconds <= 0.0 and holder is None):
+                return False
+            pipe.multi()
+            pipe.set(key, me, px=max(1, round(min(seconds, EVALUATION_LEASE_MAX) * 1000)))
+            return seconds > 0.0
+
+        return bool(self._connection.attempted(key, take))
 
     def register_corpus(self, name: str, digest: str) -> str:
         with self._connection.translated():

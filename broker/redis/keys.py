@@ -21,6 +21,7 @@ cannot contain a colon. All roles read all keys.
 | `restored` | hash | mergers; islands (HSETNX) | the checkpoint, and the islands that have returned to it |
 | `notes` | stream | islands, mergers and operators append | notes |
 | `evaluations` | stream | islands and operators append | results on held-out text |
+| `evaluator` | string | islands | the island that evaluates, until its lease expires |
 | `control` | hash | operators | requests to the run |
 | `members` | hash | administrators | the members of the run |
 | `snapshots`, `tape` | streams | mergers | events and decisions |
@@ -71,6 +72,7 @@ class Keys:
         self.requests = f"{self.tag}:asks"
         self.restored = f"{self.tag}:restored"
         self.evaluations = f"{self.tag}:evaluations"
+        self.evaluator = f"{self.tag}:evaluator"
         self.control = f"{self.tag}:control"
         self.notes = f"{self.tag}:notes"
         self.snapshots = f"{self.tag}:snapshots"
@@ -99,6 +101,7 @@ class Keys:
             self.data,
             self.corpora,
             self.evaluations,
+            self.evaluator,
             self.requests,
             self.restored,
             self.control,

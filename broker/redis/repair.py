@@ -46,7 +46,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
         ],
         "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, *map(keys.updates, islands),
                    *map(keys.actions, islands)],
-        "string": [keys.state, keys.epoch, keys.lease, *map(keys.name, islands)],
+        "string": [keys.state, keys.epoch, keys.lease, keys.evaluator, *map(keys.name, islands)],
         "set": [keys.islands, REGISTRY],
     }  # fmt: skip
     return {key: kind for kind, of_kind in kinds.items() for key in of_kind}

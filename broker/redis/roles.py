@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | viewer | the run | nothing |
 | operator | the run | requests to the run, notes, evaluations |
-| island | the run | its own keys; it appends to its own streams, which `XADD … MAXLEN` can also shorten |
+| island | the run | its own keys, notes, evaluations; it appends to its streams, and `XADD … MAXLEN` shortens |
 | merger | the run | the run, except the records of its members |
 
 Only an administrator can invite members and create runs. Every role reads the whole run, including what other islands
@@ -91,7 +91,8 @@ def _operator(keys: Keys, _name: str) -> list[Grant]:
 def _island(keys: Keys, name: str) -> list[Grant]:
     tag = keys.tag
     return [
-        Grant(("XADD",), (keys.updates(name), keys.actions(name), keys.notes)),
+        Grant(("XADD",), (keys.updates(name), keys.actions(name), keys.notes, keys.evaluations)),
+        Grant(("SET",), (keys.evaluator,)),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
         Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), keys.leases(name))),
         Grant(("SADD",), (keys.islands,)),

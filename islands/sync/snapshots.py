@@ -87,6 +87,11 @@ class Snapshots:
         """Forget all announced versions, because the run went back and their numbers will be used again."""
         self._announced.clear()
 
+    def all_held(self) -> list[Arrival]:
+        """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""
+        found = [self.held.get(p) for p in range(len(self._manifest.fragments))]
+        return [] if None in found else [arrival for arrival in found if arrival is not None]
+
     def is_current(self, p: int, heads: Heads) -> bool:
         """Return whether the newest version of a fragment has arrived already."""
         head = heads[p]

@@ -190,7 +190,17 @@ def taken_over(folder: Path, environment: Mapping[str, str]) -> tuple[float, flo
 
 
 def _arguments(folder: Path) -> list[str]:
-    return ["--name", NAME, "--folder", str(folder / "island"), *PACE, "--no-tensorboard", "--json"]
+    return [
+        "--name",
+        NAME,
+        "--folder",
+        str(folder / "island"),
+        *PACE,
+        "--evaluate-every",
+        "0",
+        "--no-tensorboard",
+        "--json",
+    ]
 
 
 def _fresh(environment: Mapping[str, str]) -> Path:

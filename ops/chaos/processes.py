@@ -140,7 +140,7 @@ class RunProcesses(FaultInjector):
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def _island(self, name: str, stack: ExitStack) -> Worker:
-        argv = [*ISLAND, "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
+        argv = [*ISLAND, "--evaluate-every", "0", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
         worker = self._worker(name, [*argv, *self._step_flags(self.plan.step_seconds[name])], stack)
         worker.child.stand_in = self.standbys.stand_in
         return worker

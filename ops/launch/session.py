@@ -32,6 +32,7 @@ from archipelago.ops.watch.run_view import RunView, observe
 LOOK_SECONDS = 1.0
 LINE_SECONDS = 10.0
 LEAVE_SECONDS = 30.0
+EVALUATE_SECONDS = 30.0
 DRAIN_SECONDS = 20.0
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.1
@@ -65,7 +66,7 @@ class SessionOptions:
         islands: Number of islands on this machine.
         standbys: Number of standbys on this machine.
         checkpoint_every: Seconds between two checkpoints; 0 for none.
-        evaluate_every: Seconds between two evaluations.
+        evaluate_every: Seconds between two evaluations; 0 for one at the end only.
         weights: The weights that the run began with, for the comparison; None for fresh ones.
         worker: Options that all workers share.
     """
@@ -79,7 +80,7 @@ class SessionOptions:
 
 
 class Session:
-    """The merger, the islands, the standbys and the evaluator of a run on this machine.
+    """The merger, the islands and the standbys of a run on this machine, and its last evaluation.
 
     Attributes:
         seconds: How long this session trained; 0 if the run was already complete.
@@ -110,12 +111,12 @@ class Session:
 
         merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
         self.merger = child("merger", "-m", "archipelago.merger", *merger, *worker.flags(0))
-        evaluate = ["--every", str(options.evaluate_every), "--folder", str(folder / "evaluate")]
-        self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate", *evaluate, *worker.curve_flags())
+        self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate")
         self.islands = []
         for number in range(options.islands):
             name = island_name(number)
             where = ["--name", name, "--folder", str(folder / "islands" / name)]
+            where += ["--evaluate-every", str(options.evaluate_every)]
             self.islands.append(child(name, *ISLAND, *where, *worker.flags(number + 1)))
         self.standbys = Standbys(options.standbys, worker.curve_flags(), environment("standby"), folder / "logs")
         for island in self.islands:
@@ -133,7 +134,7 @@ class Session:
         if view.step >= view.steps:
             say(f"the run has already made all its {view.steps:,} steps")
             return True
-        children = [self.merger, self.evaluator, *self.islands]
+        children = [self.merger, *self.islands]
         began = time.monotonic()
         try:
             for child in children:
@@ -144,7 +145,7 @@ class Session:
             self._end()
         finally:
             self.standbys.end()
-            stop_all(children, KILL_SECONDS)
+            stop_all([*children, self.evaluator], KILL_SECONDS)
         self.seconds = time.monotonic() - began
         return self._last_view().step >= view.steps
 
@@ -195,7 +196,7 @@ class Session:
             )
 
     def _end(self) -> None:
-        """Let the islands send their last contributions and leave, the merger merge them, and the evaluator measure."""
+        """Let the islands send their last contributions and leave, the merger merge them, and measure the result."""
         stop_all(self.islands, LEAVE_SECONDS)
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.merger.process is not None and self.merger.process.poll() is None and time.monotonic() < deadline:
@@ -205,8 +206,19 @@ class Session:
                 if self.transport.reader.backlog() == 0:
                     break
             time.sleep(POLL_SECONDS)
-        stop_all([self.evaluator], LEAVE_SECONDS)
+        if not self._is_evaluated():
+            self.evaluator.start()
+            self.evaluator.wait(EVALUATE_SECONDS)
         stop_all([self.merger], LEAVE_SECONDS)
+
+    def _is_evaluated(self) -> bool:
+        """Return whether the newest parameters have been evaluated, as the last island does at the end of a run."""
+        try:
+            rounds = [head.round for head in self.transport.reader.heads() if head is not None]
+            known = self.transport.reader.evaluations()
+        except BrokerError:
+            return True  # nobody can evaluate without Redis
+        return bool(known) and known[-1].round >= max(rounds, default=0)
 
     def _observe(self) -> RunView:
         self._view = observe(self.transport, self.manifest)

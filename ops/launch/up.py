@@ -65,7 +65,7 @@ class UpOptions(WorkerOptions):
     checkpoint_every: float = 30.0
     """seconds between two checkpoints of the whole run, merger and islands; 0 takes none"""
     evaluate_every: float = 15.0
-    """seconds between two evaluations on held-out text"""
+    """seconds between two evaluations on held-out text, by one of the islands; 0 evaluates at the end only"""
     one_process: bool = True
     """afterwards train one process on as many tokens, for comparison"""
     metrics_port: int | None = None
@@ -153,10 +153,10 @@ def _require_sensible(options: UpOptions) -> None:
             "Give a number of seconds, such as 30, or 0 for no checkpoints.",
             code="config.checkpoint-every",
         )
-    if not 0.0 < options.evaluate_every < math.inf:
+    if not 0.0 <= options.evaluate_every < math.inf:
         raise ConfigError(
             f"--evaluate-every cannot be {options.evaluate_every}",
-            "Give a number of seconds, such as 15.",
+            "Give a number of seconds such as 15, or 0 to evaluate at the end only.",
             code="config.evaluate-every",
         )
     if options.wandb:

@@ -86,6 +86,7 @@ def run_lines(
         f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
         f"training loss {number(view.loss)}, in {view.unit}",
     )
+    grid.add_row("", Text(plain(evaluated(view, time.time())), style="dim"))
     grid.add_row(
         "islands",
         f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] participating; "
@@ -111,6 +112,16 @@ def run_lines(
     if problem:
         grid.add_row("[bold red]trouble[/]", Text(plain(problem), style="bold red"))
     return grid
+
+
+def evaluated(view: RunView, now: float) -> str:
+    """Return when the held-out figure was measured and of which round, as a sentence."""
+    if not view.evaluated_unix_seconds:
+        return "not evaluated yet"
+    by = f" by {view.evaluated_by}" if view.evaluated_by else ""
+    behind = view.rounds - view.evaluated_round
+    rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago" if behind > 0 else "the newest"
+    return f"evaluated {ago(now - view.evaluated_unix_seconds)} ago{by}, of round {view.evaluated_round:,} ({rounds})"
 
 
 def _add_tokens(grid: Table, view: RunView, equals: str) -> None:

@@ -81,6 +81,9 @@ class RunView:
         held_out_first: The loss on held-out text at the first evaluation.
         held_out_last: The same at the newest evaluation.
         tokens_lost: Tokens of islands that left before they were merged.
+        evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first evaluation.
+        evaluated_unix_seconds: When they were evaluated, by the clock of whoever did; 0 before the first evaluation.
+        evaluated_by: The island that did; empty for `archipelago evaluate`.
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
@@ -117,6 +120,9 @@ class RunView:
     bytes_down: int
     islands: tuple[IslandView, ...]
     unreadable: tuple[str, ...] = ()
+    evaluated_round: int = 0
+    evaluated_unix_seconds: float = 0.0
+    evaluated_by: str = ""
 
     @property
     def unreadable_records(self) -> int:
@@ -209,6 +215,9 @@ def summarise(
         loss=unit.from_nats(_mean([e.loss for e in tape[-fragments:]])),
         held_out_first=unit.from_evaluation(evaluations[0].bits_per_byte) if evaluations else math.nan,
         held_out_last=unit.from_evaluation(evaluations[-1].bits_per_byte) if evaluations else math.nan,
+        evaluated_round=evaluations[-1].round if evaluations else 0,
+        evaluated_unix_seconds=evaluations[-1].unix_seconds if evaluations else 0.0,
+        evaluated_by=evaluations[-1].by if evaluations else "",
         tokens_merged=books.merged_tokens // fragments,
         # Merged tokens may be newer than the last heartbeat.
         tokens_trained=sum(max(island.tokens, island.tokens_merged) for island in islands),

@@ -23,6 +23,7 @@ _CALLERS: dict[str, Callable[..., str]] = {
     "heartbeat": lambda heartbeat: heartbeat.island,
     "lease_shard": lambda shards, me: me,
     "leased": lambda shards, me: me,
+    "lease_evaluation": lambda me, seconds: me,
     "claim_checkpoint": lambda island: island,
     "claim_name": lambda island, incarnation: island,
     "confirm_name": lambda island, claim: island,

@@ -343,6 +343,17 @@ def test_evaluations_are_kept_in_order(transport: Transport) -> None:
     assert [e.bits_per_byte for e in transport.reader.evaluations()] == [5.0, 4.0, 3.0]
 
 
+def test_one_island_at_a_time_holds_the_lease_on_evaluating(transport: Transport, until: Callable[..., None]) -> None:
+    lease = transport.island.lease_evaluation
+    assert lease("a/1", 30.0)
+    assert lease("a/1", 30.0)
+    assert not lease("b/1", 30.0)
+    assert not lease("a/1", 0.0)
+    until(lambda: lease("b/1", 0.05), "the lease that a has ended")
+    until(lambda: lease("a/2", 30.0), "the lease of b to expire")
+    assert not lease("b/1", 30.0)
+
+
 def test_the_tape_returns_its_newest_entries(transport: Transport) -> None:
     epoch = acquire_lease(transport)
     for round_number in (1, 3, 5):

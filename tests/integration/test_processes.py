@@ -164,7 +164,7 @@ def test_up_starts_a_killed_redis_and_merger_again(processes: Processes, tmp_pat
 def test_no_process_survives_a_killed_launcher(processes: Processes, until: Until) -> None:
     launcher = processes.start("up", "--run=killed", "--islands=1", "--inner.steps=100000", *SETTINGS)
     us = psutil.Process(launcher.pid)
-    until(lambda: len(us.children(recursive=True)) >= 4, "server, merger, island and evaluator")
+    until(lambda: len(us.children(recursive=True)) >= 3, "server, merger and island")
     children = us.children(recursive=True)
     launcher.kill()
     launcher.wait()

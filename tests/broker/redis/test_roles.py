@@ -29,7 +29,8 @@ PLACES = {
     "merger chunk": f"{TAG}:m:f0.1:0", "snapshots": KEYS.snapshots, "tape": KEYS.tape, "state": KEYS.state,
     "books": KEYS.books, "fragment": KEYS.fragment(0), "difference": KEYS.difference(0, 1), "outer": KEYS.outer(0),
     "lease": KEYS.lease, "epoch": KEYS.epoch, "manifest": KEYS.manifest, "members": KEYS.members, "data": KEYS.data,
-    "control": KEYS.control, "notes": KEYS.notes, "evaluations": KEYS.evaluations, "islands": f"{TAG}:islands",
+    "control": KEYS.control, "notes": KEYS.notes, "evaluations": KEYS.evaluations, "evaluator": KEYS.evaluator,
+    "islands": f"{TAG}:islands",
     "registry": REGISTRY, "other run": Keys("other").books, "similar run": Keys("demo2").books, "own key": "mine",
 }  # fmt: skip
 WRITES = (
@@ -47,7 +48,7 @@ ALLOWED: dict[Role, dict[str, set[str]]] = {
     "operator": {"control": {"HSET", "HDEL"}, "notes": {"XADD"}, "evaluations": {"XADD"}},
     "island": {
         "own stream": {"XADD"}, "own actions": {"XADD"}, "own chunk": _VALUES, "own heartbeat": _PARTS,
-        "own leases": _PARTS, "islands": {"SADD"}, "notes": {"XADD"},
+        "own leases": _PARTS, "islands": {"SADD"}, "notes": {"XADD"}, "evaluations": {"XADD"}, "evaluator": {"SET"},
     },
     "merger": {**dict.fromkeys(_RUN, _ALL), "registry": {"SADD"}},
 }  # fmt: skip

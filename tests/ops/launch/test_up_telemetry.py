@@ -21,7 +21,7 @@ def argv(options: UpOptions) -> dict[str, list[str]]:
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
     session = Session(options.session(), manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)  # type: ignore[arg-type]
-    return {child.name: list(child.argv) for child in (session.merger, session.evaluator, *session.islands)}
+    return {child.name: list(child.argv) for child in (session.merger, *session.islands)}
 
 
 def test_workers_get_no_flags_by_default() -> None:
@@ -33,9 +33,8 @@ def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
     found = argv(UpOptions(islands=2, metrics_port=9310, wandb=True, log_json=True, tensorboard=False))
     for given in found.values():
         assert {"--no-tensorboard", "--wandb", "--log-json"} <= set(given)
-    ports = {name: given[given.index("--metrics-port") + 1] for name, given in found.items() if name != "evaluate"}
+    ports = {name: given[given.index("--metrics-port") + 1] for name, given in found.items()}
     assert ports == {"merger": "9310", "island-0": "9311", "island-1": "9312"}
-    assert "--metrics-port" not in found["evaluate"]
 
 
 def test_there_must_be_a_port_for_each_worker() -> None:

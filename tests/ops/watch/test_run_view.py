@@ -14,7 +14,7 @@ from rich.console import Console
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import LIVE_SECONDS, Books, Evaluation, Member, Pending, Presence, TapeEntry
 from archipelago.broker.transport import Memory
-from archipelago.ops.watch.formatting import line, number, render, size
+from archipelago.ops.watch.formatting import evaluated, line, number, render, size
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RunView, merged_by_island, observe, summarise
 from tests import samples
 from tests.intercept import Intercepted
@@ -92,14 +92,29 @@ def test_the_islands_match_a_calculation_by_hand() -> None:
             assert shown[key] == value
 
 
+#: A run without rounds.
+VIEW_BEFORE = summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY)
+
+
 def test_a_run_without_rounds() -> None:
-    view = summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY)
+    view = VIEW_BEFORE
     assert (view.rounds, view.step, view.known, view.live, view.participating) == (0, 0, 0, 0, 0)
     assert (view.contributions_per_round, view.grace_seconds, view.open_seconds) == (0.0, 0.0, 0.0)
     assert math.isnan(view.loss)
     assert math.isnan(view.held_out_first)
     assert math.isnan(view.held_out_last)
     assert view.islands == ()
+
+
+def test_the_age_of_the_newest_evaluation_is_known() -> None:
+    known = [Evaluation(2, 0, 0, 1000.0, 5.0), Evaluation(3, 0, 0, 1060.0, 4.0, "b")]
+    tape = [entry(number, [member("a")]) for number in range(1, 8)]
+    view = summarise(MANIFEST, tape, [], Books(), Pending(0, 0), known, {}, {}, MEMORY)
+    assert (view.evaluated_round, view.evaluated_unix_seconds, view.evaluated_by) == (3, 1060.0, "b")
+    said = evaluated(view, 1090.0)
+    assert "30 s ago by b" in said
+    assert "round 3 (4 rounds ago)" in said
+    assert "ago" not in evaluated(VIEW_BEFORE, 1090.0)
 
 
 def test_an_island_before_the_first_round() -> None:

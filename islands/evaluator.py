@@ -1,0 +1,231 @@
+"""Evaluation of the published parameters on held-out text by the islands of a run, while they train.
+
+One island at a time holds a lease in Redis and evaluates; if it dies, another one takes over. The evaluation runs in a
+thread of its own and never makes the training thread wait. The two share the device, so the evaluation is cut into
+slices of one batch, and these take a bounded share of the device's time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from archipelago.broker.errors import ArchipelagoError, BrokerError, WireError
+from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Evaluation
+from archipelago.broker.observe.curves import CurveWriter
+from archipelago.broker.transport import IslandTransport, ReaderTransport
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.sharding import held_out
+from archipelago.islands.evaluation import Measures, SlicedMeasures, assemble, mean_of, published
+from archipelago.islands.models.interface import Params
+from archipelago.islands.models.registry import build
+from archipelago.islands.sync.snapshots import Arrival
+
+#: The largest share of the device's time that evaluations take.
+DEVICE_SHARE: Final = 0.02
+#: Device time in seconds that may be used at once after a rest.
+SPARE_SECONDS: Final = 1.0
+#: How long an island that has died keeps the lease.
+LEASE_SECONDS: Final = 15.0
+TICK_SECONDS: Final = 1.0
+#: How long an island waits at the end of a run until its last contributions are merged.
+MERGED_SECONDS: Final = 20.0
+POLL_SECONDS: Final = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Allowance:
+    """The device time that evaluations may take: a share of all time, of which at most SPARE_SECONDS are saved up."""
+
+    def __init__(self, now: float) -> None:
+        self._saved, self._at = SPARE_SECONDS, now
+
+    def wait_seconds(self, seconds: float, now: float) -> float:
+        """Return how long to wait until `seconds` of device time may be used."""
+        self._saved = min(max(SPARE_SECONDS, seconds), self._saved + DEVICE_SHARE * max(0.0, now - self._at))
+        self._at = now
+        return max(0.0, seconds - self._saved) / DEVICE_SHARE
+
+    def use(self, seconds: float) -> None:
+        """Record that so much device time was used."""
+        self._saved -= seconds
+
+
+class Evaluator:
+    """The evaluations of one island.
+
+    Args:
+        transport: The connection to the broker.
+        manifest: The run.
+        who: The island and its incarnation, as `NAME/INCARNATION`.
+        corpus: The run's corpus.
+        arrivals: Returns the newest snapshots that the island holds, as they were published; an empty list if it does
+            not hold them all.
+        every_seconds: The time between the beginnings of two evaluations.
+        curves: Receives each result.
+        clock: Monotonic seconds.
+        wall: Seconds of the wall clock, for the record.
+    """
+
+    def __init__(
+        self,
+        transport: IslandTransport,
+        manifest: Manifest,
+        who: str,
+        corpus: OpenCorpus,
+        arrivals: Callable[[], Sequence[Arrival]],
+        every_seconds: float,
+        curves: CurveWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._transport, self._manifest, self._who = transport, manifest, who
+        self._corpus, self._arrivals, self._every_seconds, self._curves = corpus, arrivals, every_seconds, curves
+        self._clock, self._wall = clock, wall
+        self._measures: SlicedMeasures | None = None
+        self._allowance = Allowance(clock())
+        self._slice_seconds = math.inf
+        self._due = -math.inf
+        self._round = -1
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep_evaluating, name="evaluator", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its slice, if any. A thread that hangs in a call ends with the process."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(2.0)
+
+    def turn(self) -> Evaluation | None:
+        """Evaluate if this island holds the lease and an evaluation is due. Return the result, if any."""
+        if not self._holds_lease() or self._clock() < self._due:
+            return None
+        began = self._clock()
+        found = self._newest()
+        if found is None:
+            return None
+        params, number, step = found
+        measured = self._measure(params)
+        if measured is None:
+            return None
+        self._due, self._round = began + self._every_seconds, number
+        return self._record(measured, number, step)
+
+    def finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
+        """Evaluate the final parameters if no other island still trains. Return the result, if any."""
+        deadline = self._clock() + MERGED_SECONDS
+        while self._transport.reader.backlog() and self._clock() < deadline and not stopped():
+            time.sleep(POLL_SECONDS)
+        beats = (presence.heartbeat.state for presence in self._transport.reader.presences() if presence.is_live)
+        if stopped() or any(state in ("joining", "training") for state in beats) or not self._holds_lease():
+            return None
+        try:
+            params, number, step = published(self._transport, self._manifest)
+            known = self._transport.reader.evaluations()
+            if known and known[-1].round == number:
+                return None
+            log.info("evaluating the final parameters on %s", self._corpus.name)
+            measured = self._measure(params, is_paced=False, stopped=stopped)
+            return self._record(measured, number, step) if measured else None
+        finally:
+            self._transport.island.lease_evaluation(self._who, 0.0)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _keep_evaluating(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.turn()
+            except (BrokerError, WireError) as error:  # the next turn may succeed
+                log.debug("no evaluation: %s", error.what if isinstance(error, BrokerError) else error.reason)
+            except Exception as error:  # noqa: BLE001 - training goes on without evaluations
+                log.warning("this island evaluates no more (%.300s); it trains on", error)
+                return
+            self._stopping.wait(TICK_SECONDS)
+
+    def _holds_lease(self) -> bool:
+        return self._transport.island.lease_evaluation(self._who, LEASE_SECONDS)
+
+    def _newest(self) -> tuple[Params, int, int] | None:
+        """Return the newest published parameters, their round and their step; None if they are known already."""
+        if not self._manifest.config.wire.sends_differences:  # then the island keeps no exact copy
+            rounds = [head.round for head in self._transport.reader.heads() if head is not None]
+            is_new = bool(rounds) and max(rounds) != self._round
+            return published(self._transport, self._manifest) if is_new else None
+        arrivals = self._arrivals()
+        if not arrivals or max(arrival.snapshot.round for arrival in arrivals) == self._round:
+            return None
+        params = assemble(self._manifest, [arrival.params_N for arrival in arrivals])
+        snapshots = [arrival.snapshot for arrival in arrivals]
+        return params, max(snapshot.round for snapshot in snapshots), max(snapshot.step for snapshot in snapshots)
+
+    def _measure(
+        self, params: Params, *, is_paced: bool = True, stopped: Callable[[], bool] = lambda: False
+    ) -> Measures | None:
+        """Evaluate slice by slice. Return None if the lease or the time is over before the end."""
+        measures = self._compiled(params)
+        found: list[Measures] = []
+        for index in range(measures.slices):
+            if stopped() or (is_paced and not self._wait_for_device()):
+                return None
+            began = time.perf_counter()
+            found.append(measures.measure_slice(params, index))
+            # The fastest slice is the one that waited the least for inner steps on the same device.
+            self._slice_seconds = min(self._slice_seconds, time.perf_counter() - began)
+            self._allowance.use(self._slice_seconds)
+        return mean_of(found)
+
+    def _compiled(self, params: Params) -> SlicedMeasures:
+        if self._measures is None:
+            data = self._manifest.config.data
+            text = held_out(self._corpus.valid, data.held_out_sequences, data.sequence_length)
+            model = build(self._manifest.config.model)
+            self._measures = SlicedMeasures(model, text, params, data.batch_size, self._corpus.bytes_per_token)
+        return self._measures
+
+    def _wait_for_device(self) -> bool:
+        """Wait until the next slice may run, and keep the lease. Return False if the lease is lost or we stop."""
+        seconds = self._slice_seconds if math.isfinite(self._slice_seconds) else 0.0
+        while wait := self._allowance.wait_seconds(seconds, self._clock()):
+            if self._stopping.wait(min(wait, TICK_SECONDS)) or not self._holds_lease():
+                return False
+        return not self._stopping.is_set()
+
+    def _record(self, measured: Measures, number: int, step: int) -> Evaluation:
+        tokens, unit = tokens_trained(self._transport), loss_unit(self._manifest.corpus)
+        loss = unit.from_evaluation(measured.bits)
+        log.info("round %s: %.4f %s on held-out text, %.1f %% right", number, loss, unit.name, 100 * measured.accuracy,
+                 extra={"round": number})  # fmt: skip
+        by = self._who.partition("/")[0]
+        found = Evaluation(number, step, tokens, self._wall(), measured.bits, by)
+        self._transport.reader.record_evaluation(found)
+        if self._curves is not None:
+            self._curves.put(step, {"held_out_loss": loss, "accuracy": measured.accuracy, "round": number})
+        return found
+
+
+def tokens_trained(transport: ReaderTransport) -> int:
+    """Return the tokens that all islands have trained on."""
+    return sum(presence.heartbeat.tokens for presence in transport.reader.presences())
+
+
+def run_corpus(manifest: Manifest, corpus: OpenCorpus, pinned: str | None) -> OpenCorpus | None:
+    """Return the run's corpus; None if this machine has only the pinned one, which no evaluation may use."""
+    if not pinned:
+        return corpus
+    try:
+        own = open_corpus(manifest.corpus.name)
+    except ArchipelagoError:
+        return None
+    return own if own.identity == manifest.corpus else None

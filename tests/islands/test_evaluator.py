@@ -1,0 +1,176 @@
+"""One island of a run evaluates the published parameters: its lease, its result, and its share of the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archipelago.broker.config import DataConfig
+from archipelago.broker.messages import Heartbeat
+from archipelago.islands import evaluator as evaluator_module
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import held_out
+from archipelago.islands.evaluation import compile_measures, published
+from archipelago.islands.evaluator import (
+    DEVICE_SHARE,
+    LEASE_SECONDS,
+    SPARE_SECONDS,
+    Allowance,
+    Evaluator,
+    run_corpus,
+)
+from archipelago.islands.models.registry import Model, Params
+from archipelago.islands.worker import Island
+from tests import samples
+from tests.islands import tiny
+from tests.islands.tiny import TEXT, TinyRun
+from tests.tiers import examples
+
+CORPUS = OpenCorpus("text", "0" * 32, "noise", TEXT, TEXT[:100], TEXT[:0])
+EVERY_SECONDS = 15.0
+DATA = DataConfig(sequence_length=4, batch_size=2, shards=4, held_out_sequences=7)
+
+
+def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
+    return jnp.mean(params["kernel"]) ** 2 + jnp.mean(tokens_BxT1) / 100.0
+
+
+def _logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
+    return jnp.zeros((*tokens_BxT.shape, 256)) + params["scale"][0]
+
+
+MODEL = Model(lambda seed: {}, _loss, tiny.TENSORS, _logits)
+
+
+@pytest.fixture(autouse=True)
+def _model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(evaluator_module, "build", lambda config: MODEL)
+    yield
+
+
+@pytest.fixture(params=["int4", "float32"])
+def run(request: pytest.FixtureRequest) -> TinyRun:
+    """Return a run whose snapshots travel as differences, or in full."""
+    config = replace(tiny.CONFIG, data=DATA, wire=replace(tiny.CONFIG.wire, down=request.param))
+    return TinyRun(tiny.manifest(config=config))
+
+
+def of(run: TinyRun, island: Island) -> Evaluator:
+    arrivals = island.link.inbox.snapshots.all_held
+    return Evaluator(
+        run.transport, run.manifest, island.link.who, CORPUS, arrivals, EVERY_SECONDS,
+        clock=run.clock, wall=lambda: 1.7e9 + run.clock.now,
+    )  # fmt: skip
+
+
+def expected(run: TinyRun) -> float:
+    text = held_out(CORPUS.valid, DATA.held_out_sequences, DATA.sequence_length)
+    return compile_measures(MODEL, text)(published(run.transport, run.manifest)[0]).bits
+
+
+def test_an_island_evaluates_what_the_merger_has_published(run: TinyRun) -> None:
+    island = run.island("a")
+    evaluator = of(run, island)
+    first = evaluator.turn()
+    assert first is not None
+    assert (first.round, first.step, first.by) == (0, 0, "a")
+    assert first.bits_per_byte == pytest.approx(expected(run), rel=1e-6)
+    run.play(island, 10)
+    assert evaluator.turn() is None  # not due yet
+    run.clock.now += EVERY_SECONDS
+    island.link.pump()
+    second = evaluator.turn()
+    assert second is not None
+    assert second.round == run.merger.rounds.closed > 0
+    assert second.bits_per_byte == pytest.approx(expected(run), rel=1e-6)
+    assert second.bits_per_byte != pytest.approx(first.bits_per_byte, rel=1e-3)
+    assert run.transport.reader.evaluations() == [first, second]
+    run.clock.now += EVERY_SECONDS
+    assert evaluator.turn() is None  # nothing was published since
+
+
+def test_another_island_takes_over_when_the_evaluating_one_has_died(run: TinyRun) -> None:
+    first, second = of(run, run.island("a")), of(run, run.island("b"))
+    assert first.turn() is not None
+    assert second.turn() is None
+    run.clock.now += LEASE_SECONDS / 2
+    first.turn()
+    run.clock.now += LEASE_SECONDS / 2
+    assert second.turn() is None  # the first island has kept its lease
+    run.clock.now += LEASE_SECONDS
+    found = second.turn()
+    assert found is not None
+    assert found.by == "b"
+    run.clock.now += EVERY_SECONDS / 2
+    assert first.turn() is None
+
+
+def test_the_last_island_evaluates_the_final_parameters(run: TinyRun) -> None:
+    island, other = run.island("a"), run.island("b")
+    evaluator = of(run, island)
+    run.play(island, 10)
+    beat = other.link.heartbeat
+    assert isinstance(beat, Heartbeat)
+    assert evaluator.finish(lambda: False) is None  # the other one still trains
+    for name in "ab":
+        run.transport.island.heartbeat(samples.heartbeat(name, "done"))
+    found = evaluator.finish(lambda: False)
+    assert found is not None
+    assert found.round == run.merger.rounds.closed
+    assert found.bits_per_byte == pytest.approx(expected(run), rel=1e-6)
+    assert of(run, other).finish(lambda: False) is None  # the same round is not evaluated twice
+    assert run.transport.island.lease_evaluation("c/x", 1.0)  # the lease has ended
+
+
+def test_a_failing_evaluation_does_not_stop_the_island(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    evaluator = of(run, run.island("a"))
+    monkeypatch.setattr(evaluator, "_compiled", fail)
+    evaluator.start()
+    evaluator._thread.join()
+    evaluator.stop()
+    assert run.transport.reader.evaluations() == []
+
+
+def test_a_loss_that_is_not_finite_is_recorded_as_not_a_number(run: TinyRun) -> None:
+    island = run.island("a")
+    evaluator = of(run, island)
+    held = [arrival.params_N for arrival in island.link.join()]
+    broken = {"kernel": jnp.full((2, 3), jnp.inf), "scale": jnp.asarray(held[1])}
+    evaluator._newest = lambda: (broken, 0, 0)  # type: ignore[method-assign]
+    found = evaluator.turn()
+    assert found is not None
+    assert math.isnan(found.bits_per_byte)
+    (recorded,) = run.transport.reader.evaluations()
+    assert math.isnan(recorded.bits_per_byte)
+
+
+def test_only_the_corpus_of_the_run_is_evaluated() -> None:
+    manifest = tiny.manifest()
+    assert run_corpus(manifest, CORPUS, None) is CORPUS
+    assert run_corpus(manifest, replace(CORPUS, name="ours"), "ours") is None  # this machine lacks the run's
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(1e-4, 20.0)), min_size=1, max_size=60))
+def test_evaluations_take_a_bounded_share_of_the_device(slices: list[tuple[float, float]]) -> None:
+    now, used = 100.0, 0.0
+    allowance = Allowance(now)
+    for idle, seconds in slices:
+        now += idle
+        while wait := allowance.wait_seconds(seconds, now):
+            now += min(max(wait, 1e-3), 1.0)
+        allowance.use(seconds)
+        used += seconds
+        longest = max(each for _, each in slices)
+        assert used <= DEVICE_SHARE * (now - 100.0) + max(SPARE_SECONDS, longest) + 1e-6
+        now += seconds
