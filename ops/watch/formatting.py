@@ -12,9 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from archipelago.broker.config import RunConfig
 from archipelago.broker.loss_unit import shortened
 from archipelago.broker.observe.printable import printable
+from archipelago.broker.transport import MergerStatus
+from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.health import Health, describe_control
+from archipelago.ops.watch.remedies import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 #: `part` is the share of the recent rounds that merged the island; `seen` is the time since its last heartbeat. `score`
@@ -34,9 +38,11 @@ BARS_FROM = 96
 BAR_CELLS = 10
 
 
-def render(view: RunView, health: Health | None = None, problem: str = "") -> RenderableType:
-    """Return the run's lines, its islands and its troubles. `problem` is shown as the last of the run's lines."""
-    return Group(run_lines(view, health, problem), Islands(view), *troubles(view, health))
+def render(
+    view: RunView, health: Health | None = None, problem: str = "", found: Sequence[Problem] | None = None
+) -> RenderableType:
+    """Return the run's lines, its islands and its problems. `problem` is shown as the last of the run's lines."""
+    return Group(run_lines(view, health, problem), Islands(view), *troubles(view, health, found))
 
 
 def plain(text: str) -> str:
@@ -166,24 +172,30 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
 
 
-def troubles(view: RunView, health: Health | None = None, now: float | None = None) -> list[Text]:
-    """Return a line for each island whose link has a problem, and for each island whose work was refused."""
-    lines = [f"{i.name}: {i.link}" for i in view.islands if i.live and i.link != "ok"]
-    lowered = [island for island in view.islands if island.live and island.factor < 1.0]
-    lines += [f"{i.name}: its weight is lowered to {i.factor:.0%}, because its contributions disagree with those of "
-              f"the others (score {number(i.score, 2)})" for i in lowered]  # fmt: skip
+def troubles(
+    view: RunView, health: Health | None = None, found: Sequence[Problem] | None = None, now: float | None = None
+) -> list[Text]:
+    """Return a line for each problem with what to do about it, and for each island whose work was refused.
+
+    Args:
+        view: The run.
+        health: Its merger, controls and refusals.
+        found: The problems; by default those that the view alone shows.
+        now: Unix seconds; by default the present.
+    """
+    if found is None:
+        found = problems(view, health or Health(MergerStatus()), RunConfig())
+    lines = [f"{each.who}: {each.text} {each.remedy}" for each in found if each.code != "island.refused"]
     now = time.time() if now is None else now
     newest = {refusal.island: (at, refusal) for at, refusal in (health.refusals if health else ())}
-    lines += [f"{name}: refused {ago(now - at)} ago, round {refusal.round:,}: {refusal.reason}"
-             for name, (at, refusal) in newest.items()]  # fmt: skip
+    lines += [f"{name}: refused {ago(now - at)} ago, round {refusal.round:,}: {refusal.reason}. "
+              f"{refusal_remedy(refusal.reason)}" for name, (at, refusal) in newest.items()]  # fmt: skip
     lines += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
-             if i.last_refusal and i.name not in newest]  # fmt: skip
+              if i.last_refusal and i.name not in newest]  # fmt: skip
     counts = sorted((health.refused if health else {}).items(), key=lambda each: -each[1])
     for words, is_lowered in (("refused", False), ("counted for less than they claim", True)):
         if some := [f"{code} {count:,}" for code, count in counts if code.startswith("claims.") == is_lowered]:
             lines.append(f"contributions {words} so far: {', '.join(some)}")
-    if view.unreadable:
-        lines.append(f"{len(view.unreadable)} records cannot be read and are skipped: {', '.join(view.unreadable[:3])}")
     return [Text(plain(line), style="yellow") for line in lines]
 
 

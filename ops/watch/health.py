@@ -28,6 +28,7 @@ class Health:
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
         refused: How many contributions were refused, by code; those of `claims.…` were merged for less.
         standbys: The mergers that wait for the lease.
+        covered: The last round in a finished checkpoint; 0 if there is none.
     """
 
     merger_status: MergerStatus
@@ -35,27 +36,35 @@ class Health:
     refusals: tuple[tuple[float, Refusal], ...] = ()
     refused: Mapping[str, int] = field(default_factory=dict)
     standbys: tuple[Standby, ...] = ()
+    covered: int = 0
 
 
 @dataclass(frozen=True)
 class Event:
-    """A note or a refusal, as one line of a run's history."""
+    """A note, a refusal or a problem's begin or end, as one line of a run's history.
+
+    Attributes:
+        remedy: What to do about it; empty if its kind says so (`remedies`).
+    """
 
     unix_seconds: float
     who: str
     kind: str
     text: str
+    remedy: str = ""
 
 
 def read_health(transport: ReaderTransport, refusals: int = REFUSALS_SHOWN) -> Health:
     """Return the run's health now, with at most `refusals` refusals. Raise BrokerError."""
     found = [(at, refusal) for at, refusal in transport.reader.refusals(8 * refusals) if not refusal.repeat]
+    state = transport.reader.merger_state()
     return Health(
         transport.reader.merger_status() or MergerStatus(),
         Control.of(transport.reader.control()),
         tuple(found[-refusals:]),
-        refused_by_code(transport.reader.merger_state()),
+        refused_by_code(state),
         tuple(transport.reader.standbys()),
+        covered_round(state),
     )
 
 
@@ -66,6 +75,14 @@ def refused_by_code(state: str) -> dict[str, int]:
         return {str(code): int(count) for code, count in found.items()}
     except (ValueError, AttributeError, TypeError, RecursionError):
         return {}
+
+
+def covered_round(state: str) -> int:
+    """Return the last round in a finished checkpoint, from the merger's state; 0 if there is none."""
+    try:
+        return int(json.loads(state or "{}").get("covered", 0))
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return 0
 
 
 def events_of(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[Event]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import RunAddress, print_json
+from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import render
 from archipelago.ops.watch.health import as_json, read_health, trouble
-from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.run_view import RECENT_ROUNDS, observe
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,12 @@ def main(options: StatusOptions) -> int:
 
         live.watch(transport, options.every, as_json=options.json)
         return 0
-    manifest = transport.reader.manifest()
+    manifest, reader = transport.reader.manifest(), transport.reader
     view, health = observe(transport, manifest), read_health(transport)
     problem = trouble(view, health, manifest.config.sync.interval)
+    found = problems(view, health, manifest.config, reader.tape(RECENT_ROUNDS), reader.evaluations(), time.time())
     if options.json:
-        print_json(as_json(view, health, problem))
+        print_json(as_json(view, health, problem) | {"problems": [asdict(each) for each in found]})
     else:
-        Console(highlight=False).print(render(view, health, problem))
+        Console(highlight=False).print(render(view, health, problem, found))
     return 1 if problem else 0

@@ -260,7 +260,7 @@ def test_a_lowered_weight_is_shown_with_its_score() -> None:
     presence = Presence(samples.heartbeat(name), 0.0)
     view = summarise(MANIFEST, [*TAPE[:-1], lowered], [presence], BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
     assert (view.islands[0].score, view.islands[0].factor) == (-0.41, 0.0)
-    assert f"{name}: its weight is lowered to 0%" in words(shown(view, 120))
+    assert f"{name}: Its weight is lowered to 0%" in words(shown(view, 120))
 
 
 def test_numbers_are_not_cut_in_80_columns() -> None:
@@ -272,7 +272,8 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
     text = words(shown(view, 80))
     assert "training 123,456 1,234,567 3.383 12.34 0% 12 123 GB 9.9 MB 9 s" in text
     assert "an-island-" in text
-    assert "an-island-with-a-long-name-7: [red]no[/] link" in text  # Text from islands is not interpreted as markup.
+    # Text from islands is not interpreted as markup.
+    assert "an-island-with-a-long-name-7: Its link fails: [red]no[/] link" in text
     assert "held-out loss – (first –)" in text
 
 

@@ -1,0 +1,306 @@
+"""What is wrong with a run now, and what to do about it. Pure.
+
+`status`, the live screen and the dashboard show the same problems, so that nobody reads two answers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.messages import Evaluation, TapeEntry
+from archipelago.ops.watch.health import Event, Health, stall_seconds
+from archipelago.ops.watch.remedies import refusal_remedy
+from archipelago.ops.watch.run_view import IslandView, RunView
+
+Mood = Literal["bad", "warn", "info"]
+#: An island that has been silent for longer than this is gone. Its row still says so.
+SILENT_SHOWN_SECONDS = 3600.0
+#: A refusal is a present problem for this long.
+REFUSAL_SECONDS = 300.0
+#: Rounds that pass during this time should be in a checkpoint.
+CHECKPOINT_SECONDS = 600.0
+#: A held-out figure that is older than this, and than this many strides, is too old.
+EVALUATION_SECONDS = 900.0
+EVALUATION_STRIDES = 60.0
+#: A share of Redis's memory limit. Islands stop sending at 80 %.
+MEMORY_WARN, MEMORY_BAD = 0.7, 0.8
+#: A loss rises if the newer half of the recent rounds is higher by this share and by this many standard errors.
+RISE_SHARE, RISE_ERRORS = 0.02, 4.0
+RISE_ROUNDS = 16
+#: A run does not learn if its held-out loss is still above this share of the first one.
+FLAT_SHARE = 0.995
+#: A live island with steps this many times as long as the median is slow.
+SLOW_TIMES = 3.0
+EVENTS_KEPT = 200
+_ORDER = ("bad", "warn", "info")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong now.
+
+    Attributes:
+        code: A stable name.
+        mood: `bad` if the run suffers, `warn` if somebody should look, `info` if nothing has to be done.
+        who: The island that it is about, `merger`, `redis` or `run`.
+        text: What is wrong, as one sentence.
+        remedy: What to do, as whole sentences.
+        seconds: How long it has been so, as far as that is known; otherwise 0.
+    """
+
+    code: str
+    mood: Mood
+    who: str
+    text: str
+    remedy: str
+    seconds: float = 0.0
+
+
+def problems(
+    view: RunView,
+    health: Health,
+    config: RunConfig,
+    tape: Sequence[TapeEntry] = (),
+    evaluations: Sequence[Evaluation] = (),
+    unix_seconds: float = 0.0,
+) -> tuple[Problem, ...]:
+    """Return what is wrong now, the worst first.
+
+    Args:
+        view: The run.
+        health: Its merger, controls and refusals.
+        config: The run's settings.
+        tape: The recent rounds, oldest first.
+        evaluations: All evaluations, oldest first.
+        unix_seconds: The reader's wall clock.
+    """
+    if view.steps <= view.step and not view.pending:
+        return ()
+    found = [
+        *_run_problems(view, health, config),
+        *_memory_problems(view),
+        *_loss_problems(view, config, tape, evaluations, unix_seconds),
+        *_checkpoint_problems(view, health, tape),
+        *(problem for island in view.islands for problem in _island_problems(island, view)),
+        *_refusal_problems(health, unix_seconds),
+    ]
+    return tuple(sorted(found, key=lambda problem: _ORDER.index(problem.mood)))
+
+
+def _run_problems(view: RunView, health: Health, config: RunConfig) -> Iterator[Problem]:
+    status, command = health.merger_status, f"--run {view.run}"
+    if view.known and not view.live:
+        yield Problem(
+            "run.no-islands", "bad", "run", "No island is live.",
+            f"Start one with `archipelago island URL {command}`; the run goes on where it is. The log of the last "
+            "island says why it ended.", min(island.last_seen_seconds for island in view.islands),
+        )  # fmt: skip
+    if health.control.is_paused:
+        yield Problem(
+            "run.paused", "warn", "run", "Merging is paused; islands continue to train.",
+            "Resume it under Steer, or with `archipelago steer URL merging=`.",
+        )  # fmt: skip
+    served = status.epoch > 0 or status.still_seconds > 0.0
+    stalls = status.still_seconds > stall_seconds(view, config.sync.interval)
+    if served and not status.holder:
+        yield Problem(
+            "merger.missing", "bad", "merger", "No merger serves the run.",
+            f"Start one with `archipelago merger URL {command}`. It goes on where the last one stopped. Until then "
+            "islands train within their window, and their work waits.", status.still_seconds,
+        )  # fmt: skip
+    elif stalls and not health.control.is_paused:
+        yield Problem(
+            "run.stalled", "bad", "merger", f"Nothing was merged for {status.still_seconds:,.0f} s.",
+            "Look at the merger's log. If it hangs, stop it: a standby or a new one takes over without a loss."
+            if view.live else "Start an island.", status.still_seconds,
+        )  # fmt: skip
+    for name, why in health.control.faults.items():
+        yield Problem(
+            "steer.ignored", "warn", "run", f"The request {name} is ignored: {why}.",
+            f"Correct it, or remove it with `archipelago steer URL {name}=`.",
+        )  # fmt: skip
+    if view.unreadable:
+        yield Problem(
+            "redis.unreadable", "warn", "redis",
+            f"{len(view.unreadable)} records cannot be read and are skipped: {', '.join(view.unreadable[:3])}.",
+            "Something else writes to these keys, or another version of the program does. `archipelago doctor URL` "
+            "looks at the server.",
+        )  # fmt: skip
+
+
+def _memory_problems(view: RunView) -> Iterator[Problem]:
+    used = view.memory_bytes / view.memory_limit_bytes if view.memory_limit_bytes else 0.0
+    if used < MEMORY_WARN:
+        return
+    full = used >= MEMORY_BAD
+    yield Problem(
+        "redis.memory", "bad" if full else "warn", "redis",
+        f"Redis uses {used:.0%} of its memory limit" + (", so islands do not send." if full else "."),
+        "Raise `maxmemory`, or delete runs that nobody needs. Islands stop sending at 80 %, and lose nothing.",
+    )  # fmt: skip
+
+
+def _loss_problems(
+    view: RunView, config: RunConfig, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], unix_seconds: float
+) -> Iterator[Problem]:
+    if rise := rising([entry.loss for entry in tape]):
+        newer = (len(tape) + 1) // 2
+        yield Problem(
+            "loss.rises", "warn", "run",
+            f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest {newer} rounds than before.",
+            "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate under Steer; "
+            "if that does not help, go on from a checkpoint with a lower --inner.learning-rate.",
+        )  # fmt: skip
+    known = [each for each in evaluations if not math.isnan(each.bits_per_byte)]
+    late = view.step > max(2 * config.inner.warmup_steps, config.inner.steps // 10)
+    if late and len(known) > 2 and known[-1].bits_per_byte > FLAT_SHARE * known[0].bits_per_byte:
+        yield Problem(
+            "loss.flat", "warn", "run",
+            f"The run does not learn: the held-out loss is at {known[-1].bits_per_byte / known[0].bits_per_byte:.1%} of "
+            "the first one.",
+            "Look at the text and its tokenizer, and at the learning rate: too high and too low look the same. "
+            "`archipelago up --islands 1` on the same data shows whether one process learns.",
+        )  # fmt: skip
+    allowed = max(EVALUATION_SECONDS, EVALUATION_STRIDES * stall_seconds(view, config.sync.interval) / 3.0)
+    age = unix_seconds - evaluations[-1].unix_seconds if evaluations else 0.0
+    if view.live and age > allowed and evaluations[-1].round < view.rounds:
+        yield Problem(
+            "evaluation.old", "warn", "run", f"The newest held-out figure is {age / 60:,.0f} min old.",
+            "Run `archipelago evaluate URL --every 60` on a machine with the corpus.", age - allowed,
+        )  # fmt: skip
+
+
+def rising(losses: Sequence[float]) -> tuple[float, float] | None:
+    """Return the mean loss of the older and of the newer half if the newer one is clearly higher, else None."""
+    known = [loss for loss in losses if not math.isnan(loss)]
+    if len(known) < 2 * RISE_ROUNDS:
+        return None
+    half = len(known) // 2
+    before, after = known[:half], known[half:]
+    if statistics.fmean(before) <= 0.0:
+        return None
+    error = math.hypot(statistics.stdev(before) / math.sqrt(half), statistics.stdev(after) / math.sqrt(len(after)))
+    rise = statistics.fmean(after) - statistics.fmean(before)
+    if rise <= max(RISE_SHARE * abs(statistics.fmean(before)), RISE_ERRORS * error):
+        return None
+    return statistics.fmean(before), statistics.fmean(after)
+
+
+def _checkpoint_problems(view: RunView, health: Health, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
+    behind = view.rounds - health.covered
+    times = [entry.unix_seconds for entry in tape if entry.unix_seconds]
+    if len(times) < 2 or behind <= 0 or not health.merger_status.holder:
+        return
+    seconds = behind * (times[-1] - times[0]) / (len(times) - 1)
+    if seconds > CHECKPOINT_SECONDS:
+        covers = f"The newest checkpoint ends at round {health.covered:,}" if health.covered else "There is none"
+        yield Problem(
+            "checkpoint.late", "warn", "merger", f"A checkpoint is late: {covers}, {seconds / 60:,.0f} min ago.",
+            "Look at the space on the merger's disk and at its log. Until the next checkpoint, only Redis can restore "
+            "the newer rounds.", seconds - CHECKPOINT_SECONDS,
+        )  # fmt: skip
+
+
+def is_silent(island: IslandView) -> bool:
+    """Return whether the island sends no heartbeats, and did not say that it leaves."""
+    return not island.live and island.state not in ("left", "done")
+
+
+def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
+    if is_silent(island) and island.last_seen_seconds < SILENT_SHOWN_SECONDS:
+        yield Problem(
+            "island.silent", "warn", island.name,
+            f"It fell silent {_span(island.last_seen_seconds)} ago: it was killed, or its machine or its link is down.",
+            f"The run goes on without it. Start it again with `--name {island.name}`; if only its link is down, it "
+            "comes back by itself.", island.last_seen_seconds,
+        )  # fmt: skip
+    if not island.live:
+        return
+    if island.link.startswith("thin link"):
+        yield Problem(
+            "island.thin-link", "info", island.name, f"Its link is thin: {island.link.removeprefix('thin link ')}.",
+            "Nothing has to be done: it sends fewer bits, and less often. A faster link gives its work more weight.",
+        )  # fmt: skip
+    elif island.link != "ok":
+        yield Problem(
+            "island.link", "warn", island.name, f"Its link fails: {island.link}.",
+            f"Check the network between {island.host} and Redis. It trains on, and sends when the link is back.",
+        )  # fmt: skip
+    if island.factor < 1.0:
+        yield Problem(
+            "island.lowered", "warn", island.name,
+            f"Its weight is lowered to {island.factor:.0%}, because its contributions disagree with those of the "
+            f"others (score {island.score:.2f}).",
+            "Check its corpus, its software and its device. If you do not trust it, expel it under Steer or with "
+            f"`archipelago steer URL island.{island.name}=expel`.",
+        )  # fmt: skip
+    paces = [other.step_seconds for other in view.islands if other.live and other.step_seconds > 0.0]
+    usual = statistics.median_low(paces) if len(paces) > 1 else math.inf
+    if island.step_seconds > SLOW_TIMES * usual:
+        yield Problem(
+            "island.slow", "info", island.name,
+            f"It is slow: its steps take {island.step_seconds / usual:.1f} times as long as usual here.",
+            "Nothing has to be done: its work counts by its tokens. If it should be faster, see what else its machine "
+            "does.",
+        )  # fmt: skip
+
+
+def _refusal_problems(health: Health, unix_seconds: float) -> Iterator[Problem]:
+    newest = {refusal.island: (at, refusal) for at, refusal in health.refusals}
+    for name, (at, refusal) in newest.items():
+        age = unix_seconds - at
+        if age < REFUSAL_SECONDS:
+            yield Problem(
+                "island.refused", "warn", name,
+                f"A contribution to round {refusal.round:,} was refused: {refusal.reason}.",
+                refusal_remedy(refusal.reason), max(0.0, age),
+            )  # fmt: skip
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60.0:.0f} min"
+
+
+class ProblemLog:
+    """The beginnings and ends of problems, as events, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], Problem] = {}
+        self._events: list[Event] = []
+
+    def update(self, found: Iterable[Problem], unix_seconds: float) -> None:
+        """Compare the present problems with those of the last call. Refusals have events of their own."""
+        now = {(each.code, each.who): each for each in found if each.code != "island.refused"}
+        for key, problem in now.items():
+            if key not in self._open:
+                began = unix_seconds - problem.seconds
+                kind = problem.code.partition(".")[2]
+                self._events.append(Event(began, problem.who, kind, problem.text, problem.remedy))
+        for key, problem in self._open.items():
+            if key not in now:
+                self._events.append(_end_of(problem, unix_seconds))
+        self._open = now
+        del self._events[:-EVENTS_KEPT]
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The events, oldest first."""
+        return tuple(self._events)
+
+
+_ENDS = {
+    "island.silent": "It is back, has left, or is forgotten.",
+    "merger.missing": "A merger serves again.",
+    "run.no-islands": "An island is live again.",
+    "run.stalled": "Rounds close again.",
+}
+
+
+def _end_of(problem: Problem, unix_seconds: float) -> Event:
+    text = _ENDS.get(problem.code, f"Over: {problem.text}")
+    return Event(unix_seconds, problem.who, "over", text, "Nothing has to be done.")

@@ -1,0 +1,96 @@
+"""What an operator does about each event of a run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from archipelago.ops.watch.health import Event
+
+NOTHING = "Nothing has to be done."
+
+#: Pairs of words in the reason of a refusal, and what to do. The first that matches counts.
+_REFUSALS = (
+    ("over the cap", "Its link or its steps are too slow for the run: give it a faster link, or choose a larger "
+                     "sync.interval in a new run. A single late contribution is harmless."),
+    ("far ahead", "The run went back to a checkpoint. The island follows by itself within seconds."),
+    ("not exist yet", "The run went back to a checkpoint. The island follows by itself within seconds."),
+    ("too many", "The merger is slower than the islands. It catches up, or needs a faster machine."),
+    ("repeat", NOTHING),
+    ("expelled", "The operator or the run's rule has expelled it. To admit it, use `readmit` in its row."),
+    ("finite", "Its arithmetic broke. Start it again; if that repeats, lower the learning rate in a new run."),
+    ("digest", "Its bytes were changed on the way. Check its network, its machine and its version of the program."),
+    ("sign", "It has no invitation to this run, or a wrong one. Create a join file with `archipelago invite`."),
+    ("in the name of", "Somebody sends in another's name. Give each island credentials of its own (`invite`)."),
+    ("impossible", "Its clock or its counters are wrong, or it cheats. Start it again, or expel it."),
+    ("codec", "It has another version of the program. Install the run's version there."),
+)  # fmt: skip
+
+#: By kind of event.
+_REMEDIES = {
+    "joined": NOTHING,
+    "left": "If it should go on, start it again under the same name.",
+    "replaced": "Give each island its own --name. The newer process goes on.",
+    "diverged": "Start it again: it takes the run's parameters. If all islands diverge, begin a new run with a lower "
+                "--inner.learning-rate.",
+    "drained": "To let it join again, use `readmit` in its row, and start it.",
+    "expelled": "To let it join again, use `readmit` in its row, and start it.",
+    "lowered": "Check the island's corpus, its software and its device. Its weight returns when it agrees again.",
+    "restored": NOTHING,
+    "idle": "Look at these islands' logs: they live and send nothing. Restart or expel them.",
+    "paused": "Resume merging under Steer, or with `archipelago steer URL merging=`.",
+    "resumed": NOTHING,
+    "steered": "To undo it, reset the value under Steer.",
+    "checkpoint": NOTHING,
+    "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",
+    "refused": "Look at the island's log.",
+}  # fmt: skip
+
+
+def refusal_remedy(reason: str) -> str:
+    """Return what to do about a refusal, by its reason."""
+    low = reason.lower()
+    return next((remedy for words, remedy in _REFUSALS if words in low), "Look at the island's log and its version.")
+
+
+def remedy_of(event: Event) -> str:
+    """Return what to do about the event. Each event has a remedy, if only that nothing has to be done."""
+    if event.remedy:
+        return event.remedy
+    if event.kind == "refused":
+        return refusal_remedy(event.text)
+    if event.kind == "left" and "end" in event.text:
+        return NOTHING
+    if event.kind == "left" and event.who == "merger":
+        return "If no other merger serves, start one: it goes on where this one stopped."
+    if event.kind == "steered" and event.text.startswith("ignored"):
+        return "Correct the value, or remove it under Steer."
+    if event.kind == "checkpoint" and "takes no" in event.text:
+        return "Start the merger with --checkpoint-every 30 if you want checkpoints."
+    if event.kind == "served":
+        first = event.text.startswith("epoch 1 ")
+        return (
+            NOTHING if first else "It goes on with the same bits. If you did not restart it, read the log of the last."
+        )
+    return _REMEDIES.get(event.kind, "If you did not expect this, look at the log of its process.")
+
+
+def with_comebacks(events: Iterable[Event]) -> list[Event]:
+    """Call an island's `joined` a `came back` if it had joined before; if it had not left, it was killed.
+
+    Args:
+        events: The events, oldest first.
+    """
+    out, state = [], dict[str, str]()
+    for event in events:
+        before = state.get(event.who, "")
+        if event.kind in ("joined", "left", "drained", "expelled", "replaced", "diverged"):
+            state[event.who] = event.kind
+        if event.kind == "joined" and before == "joined":
+            text = f"{event.text}. It had ended without leaving: it was killed, or its machine went down"
+            remedy = "It goes on with what was merged. If you did not stop it, look at its machine: memory, preemption."
+            event = replace(event, kind="came back", text=text, remedy=remedy)
+        elif event.kind == "joined" and before:
+            event = replace(event, kind="came back", remedy=NOTHING)
+        out.append(event)
+    return out

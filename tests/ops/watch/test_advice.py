@@ -1,0 +1,178 @@
+"""Problems and remedies: each problem is found when it is there and only then, and each event has a remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.control import Control
+from archipelago.broker.messages import Books, Evaluation, Pending, Presence, Refusal, TapeEntry
+from archipelago.broker.transport import Memory, MergerStatus
+from archipelago.ops.watch.advice import Problem, ProblemLog, problems, rising
+from archipelago.ops.watch.health import Event, Health
+from archipelago.ops.watch.remedies import NOTHING, remedy_of, with_comebacks
+from archipelago.ops.watch.run_view import RunView, summarise
+from tests import samples
+
+NOW = 1.8e9
+MANIFEST = samples.manifest()
+ROUND = samples.commit([]).tape
+SERVED = Health(MergerStatus("m", 1, 4.0, 0.5), covered=1 << 40)
+
+
+def tape_of(losses: Sequence[float], seconds: float = 1.0) -> list[TapeEntry]:
+    """Return one round for each loss, `seconds` apart, the last of them at NOW."""
+    begin = NOW - seconds * (len(losses) - 1)
+    member = replace(ROUND.members[0], island="a")
+    return [replace(ROUND, round=n + 1, step=1000, loss=loss, unix_seconds=begin + n * seconds, members=(member,))
+            for n, loss in enumerate(losses)]  # fmt: skip
+
+
+def view(*beats: Presence, tape: Sequence[TapeEntry] = (), **changes: Any) -> RunView:
+    """Return a run that is half finished, with two healthy islands and those of `beats`."""
+    usual = [Presence(samples.heartbeat(name), 0.5) for name in ("a", "b")]
+    presences = {each.heartbeat.island: each for each in (*usual, *beats)}
+    found = summarise(
+        MANIFEST, tape or tape_of([2.0]), list(presences.values()), Books(), Pending(0, 0), [], {}, {}, Memory(6, 10)
+    )  # fmt: skip
+    return replace(found, **changes)
+
+
+def beat(island: str, age: float = 0.5, **changes: Any) -> Presence:
+    return Presence(samples.heartbeat(island, **changes), age)
+
+
+def codes(found: Sequence[Problem]) -> list[str]:
+    return [problem.code for problem in found]
+
+
+def look(seen: RunView, health: Health = SERVED, **more: Any) -> list[str]:
+    return codes(problems(seen, health, MANIFEST.config, unix_seconds=NOW, **more))
+
+
+def test_a_healthy_run_has_no_problem() -> None:
+    seen = view(tape=tape_of([3.0 - 0.01 * n for n in range(48)]))
+    evaluations = [Evaluation(n, n, n, NOW - 60, 8.0 - n) for n in range(5)]
+    assert look(seen, tape=tape_of([3.0 - 0.01 * n for n in range(48)]), evaluations=evaluations) == []
+
+
+def status(**changes: Any) -> Health:
+    return replace(SERVED, merger_status=replace(SERVED.merger_status, **changes))
+
+
+REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
+
+
+@pytest.mark.parametrize(
+    ("seen", "health", "expected"),
+    [
+        (view(beat("a", 90.0), beat("b", 80.0)), SERVED, ["run.no-islands", "island.silent", "island.silent"]),
+        (view(beat("b", 40.0)), SERVED, ["island.silent"]),
+        (view(beat("b", 7200.0)), SERVED, []),  # It is gone for good.
+        (view(beat("b", 40.0, state="left")), SERVED, []),
+        (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), SERVED, ["island.thin-link"]),
+        (view(beat("b", link="the Redis does not answer")), SERVED, ["island.link"]),
+        (view(beat("b", step_seconds=0.31)), SERVED, ["island.slow"]),
+        (view(beat("b", step_seconds=0.29)), SERVED, []),
+        (view(memory_bytes=79, memory_limit_bytes=100), SERVED, ["redis.memory"]),
+        (view(unreadable=("x",)), SERVED, ["redis.unreadable"]),
+        (view(), status(holder=""), ["merger.missing"]),
+        (view(), status(still_seconds=61.0), ["run.stalled"]),
+        (view(), replace(status(still_seconds=61.0), control=Control.of({"merging": "paused"})), ["run.paused"]),
+        (view(), replace(SERVED, control=Control.of({"sync.quorum": "many"})), ["steer.ignored"]),
+        (view(), replace(SERVED, refusals=((NOW - 200.0, REFUSED),)), ["island.refused"]),
+        (view(), replace(SERVED, refusals=((NOW - 400.0, REFUSED),)), []),
+        (view(), Health(MergerStatus()), []),  # This broker does not know its merger.
+        (view(beat("a", 90.0), step=2000), status(holder=""), []),  # The run is finished.
+    ],
+)
+def test_each_problem_is_found(seen: RunView, health: Health, expected: list[str]) -> None:
+    assert look(seen, health) == expected
+
+
+def test_a_lowered_weight_is_a_problem() -> None:
+    tape = tape_of([2.0])
+    lowered = [replace(tape[0], members=(replace(tape[0].members[0], factor=0.2, score=0.1),))]
+    assert look(view(tape=lowered)) == ["island.lowered"]
+
+
+def test_the_worst_comes_first() -> None:
+    found = problems(view(beat("b", step_seconds=1.0)), status(holder=""), RunConfig(), unix_seconds=NOW)
+    assert [(problem.mood, problem.who) for problem in found] == [("bad", "merger"), ("info", "b")]
+    assert all(problem.text and problem.remedy for problem in found)
+
+
+def test_a_late_checkpoint() -> None:
+    tape = tape_of([2.0] * 4, seconds=100.0)
+    assert look(view(tape=tape), replace(SERVED, covered=0), tape=tape) == []  # 4 rounds take 400 s.
+    tape = tape_of([2.0] * 7, seconds=100.0)
+    assert look(view(tape=tape), replace(SERVED, covered=0), tape=tape) == ["checkpoint.late"]
+    assert look(view(tape=tape), replace(SERVED, covered=2), tape=tape) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "rises"),
+    [
+        ([2.0 + 0.02 * n for n in range(48)], True),
+        ([3.0 - 0.02 * n for n in range(48)], False),
+        ([2.0 + 0.3 * math.sin(7.0 * n) for n in range(48)], False),
+        ([math.nan] * 40 + [1.0, 9.0], False),
+        ([1.0] * 10 + [9.0] * 10, False),  # There are too few rounds.
+    ],
+)
+def test_a_rising_loss(losses: list[float], rises: bool) -> None:
+    assert (rising(losses) is not None) is rises
+    assert look(view(), tape=tape_of(losses)) == (["loss.rises"] if rises else [])
+
+
+@pytest.mark.parametrize(("last", "step", "flat"), [(7.99, 1000, True), (7.5, 1000, False), (7.99, 150, False)])
+def test_a_run_that_does_not_learn(last: float, step: int, flat: bool) -> None:
+    evaluations = [Evaluation(n, n, n, NOW - 60, bits) for n, bits in enumerate([8.0, 7.9, last])]
+    assert look(view(step=step), evaluations=evaluations) == (["loss.flat"] if flat else [])
+
+
+def test_an_old_evaluation() -> None:
+    old = [Evaluation(0, 0, 0, NOW - 2000.0, 8.0)]
+    assert look(view(), evaluations=old) == ["evaluation.old"]
+    assert look(view(), evaluations=[replace(old[0], unix_seconds=NOW - 800.0)]) == []
+    assert look(view(), evaluations=[replace(old[0], round=1)]) == []  # No round has closed since.
+
+
+def test_the_begin_and_the_end_of_a_problem_are_events() -> None:
+    log, silent = ProblemLog(), problems(view(beat("b", 40.0)), SERVED, RunConfig(), unix_seconds=NOW)
+    log.update(silent, NOW)
+    log.update(silent, NOW + 1)
+    log.update([], NOW + 9)
+    assert [(event.unix_seconds, event.who, event.kind) for event in log.events] == [
+        (NOW - 40.0, "b", "silent"), (NOW + 9, "b", "over"),
+    ]  # fmt: skip
+    for n in range(1000):
+        log.update(silent if n % 2 else [], NOW + n)
+    assert len(log.events) <= 200
+
+
+def test_each_event_has_a_remedy() -> None:
+    kinds = (
+        "joined", "left", "replaced", "diverged", "drained", "expelled", "lowered", "restored", "idle", "paused",
+        "resumed", "steered", "checkpoint", "served", "repaired", "refused", "never seen before",
+    )  # fmt: skip
+    for kind in kinds:
+        assert remedy_of(Event(NOW, "a", kind, "something"))
+    assert remedy_of(Event(NOW, "merger", "served", "epoch 1 begins after round 0")) == NOTHING
+    assert remedy_of(Event(NOW, "merger", "served", "epoch 2 begins after round 9")) != NOTHING
+    late, expelled = (remedy_of(Event(NOW, "a", "refused", text)) for text in (REFUSED.reason, "it is expelled"))
+    assert late != expelled
+    assert remedy_of(Event(NOW, "a", "silent", "", "its own")) == "its own"
+
+
+def test_an_island_that_was_killed_comes_back() -> None:
+    told = [("joined", "a"), ("joined", "b"), ("joined", "a"), ("left", "b"), ("joined", "b")]
+    found = with_comebacks([Event(float(n), who, kind, "after round 1") for n, (kind, who) in enumerate(told)])
+    assert [event.kind for event in found] == ["joined", "joined", "came back", "left", "came back"]
+    assert "killed" in found[2].text
+    assert "killed" not in found[4].text
