@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,6 +25,8 @@ DETAIL_ROUNDS = 96
 #: The number of newest rounds in the histogram of staleness.
 STALENESS_ROUNDS = 1024
 MARKS_KEPT = 100
+#: Islands whose own losses are kept, and rows and drawn points of each.
+ISLANDS_KEPT, ISLAND_ROWS, ISLAND_POINTS = 64, 512, 120
 SMOOTHING = 0.8
 
 Row = TypeVar("Row")
@@ -36,17 +39,30 @@ class RoundRow(NamedTuple):
         round: The last of the rounds.
         tokens: Tokens merged so far, each counted once.
         loss: Mean loss in nats per token.
-        size: The largest number of islands that were known.
+        known: The largest number of islands that were known.
         live: The smallest number of live islands.
         participating: The smallest number of live islands that recent rounds had merged.
+        unix_seconds: When the last of the rounds closed, by the merger's clock.
+        step: The global step of the last of the rounds.
     """
 
     round: float
     tokens: float
     loss: float
-    size: float
+    known: float
     live: float
     participating: float
+    unix_seconds: float = math.nan
+    step: float = math.nan
+
+
+class IslandRow(NamedTuple):
+    """One island's loss in nats per token, in one of its merged contributions or in several neighbouring ones."""
+
+    round: float
+    tokens: float
+    unix_seconds: float
+    loss: float
 
 
 class QueueRow(NamedTuple):
@@ -78,9 +94,14 @@ class Detail(NamedTuple):
 def joined_rounds(rows: Sequence[RoundRow]) -> RoundRow:
     """Join neighbouring rows. A drop in live or participating islands stays visible."""
     return RoundRow(
-        rows[-1].round, rows[-1].tokens, mean([row.loss for row in rows]), max(row.size for row in rows),
-        min(row.live for row in rows), min(row.participating for row in rows),
+        rows[-1].round, rows[-1].tokens, mean([row.loss for row in rows]), max(row.known for row in rows),
+        min(row.live for row in rows), min(row.participating for row in rows), rows[-1].unix_seconds, rows[-1].step,
     )  # fmt: skip
+
+
+def joined_losses(rows: Sequence[IslandRow]) -> IslandRow:
+    """Join neighbouring rows."""
+    return rows[-1]._replace(loss=mean([row.loss for row in rows]))
 
 
 def joined_queues(rows: Sequence[QueueRow]) -> QueueRow:
@@ -146,6 +167,7 @@ class Mark(NamedTuple):
 
     round: int
     tokens: float
+    unix_seconds: float
     text: str
 
 
@@ -161,6 +183,7 @@ class History:
         self._details: deque[Detail] = deque(maxlen=DETAIL_ROUNDS)
         self._staleness: deque[tuple[int, ...]] = deque(maxlen=STALENESS_ROUNDS)
         self._marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
+        self._losses: dict[str, Trail[IslandRow]] = {}
         self._tokens = 0.0
 
     def begin(self, merged_tokens: int, tape: Sequence[TapeEntry]) -> None:
@@ -202,13 +225,50 @@ class History:
                 entry.merge_seconds, entry.grace_seconds, len(entry.members), entry.live,
             )
         )  # fmt: skip
-        size, live = max(entry.live, len(self._known)), float(entry.live)
-        self._trail.add(RoundRow(entry.round, self._tokens, entry.loss, size, live, min(live, participating)))
+        known, live = max(entry.live, len(self._known)), float(entry.live)
+        closed = entry.unix_seconds or math.nan
+        self._trail.add(
+            RoundRow(entry.round, self._tokens, entry.loss, known, live, min(live, participating), closed, entry.step)
+        )
         if self.newest and entry.epoch != self.newest.epoch:
-            self._marks.append(Mark(entry.round, self._tokens, f"epoch {entry.epoch} begins"))
+            self._marks.append(Mark(entry.round, self._tokens, closed, f"epoch {entry.epoch} begins"))
         if entry.steered:
-            self._marks.append(Mark(entry.round, self._tokens, f"steered: {entry.steered}"))
+            self._marks.append(Mark(entry.round, self._tokens, closed, f"steered: {entry.steered}"))
+        for member in entry.members:
+            self._add_loss(member.island, IslandRow(entry.round, self._tokens, closed, member.loss))
         self.newest = entry
+
+    def _add_loss(self, island: str, row: IslandRow) -> None:
+        trail = self._losses.pop(island, None) or Trail(joined_losses, ISLAND_ROWS)
+        self._losses[island] = trail  # The island that was merged longest ago stays first.
+        if len(self._losses) > ISLANDS_KEPT:
+            del self._losses[next(iter(self._losses))]
+        trail.add(row)
+
+    def losses(self, points: int = ISLAND_POINTS) -> dict[str, dict[str, list[float]]]:
+        """Return columns of each island's own loss in nats per token, by the island's name."""
+        return {
+            name: columns(thinned(trail.rows, points, joined_losses), IslandRow)
+            for name, trail in sorted(self._losses.items())
+        }
+
+    def tokens_at(self, rounds: Iterable[float]) -> list[float]:
+        """Return the tokens that were merged at each of these rounds, between two known rounds in proportion."""
+        rows = [RoundRow(0, 0.0, math.nan, 0, 0, 0), *self._trail.rows]
+        numbers = [row.round for row in rows]
+        out = []
+        for number in rounds:
+            n = min(len(rows) - 1, bisect_left(numbers, number))
+            low, high = rows[max(0, n - 1)], rows[n]
+            share = (number - low.round) / (high.round - low.round) if high.round > low.round else 1.0
+            out.append(low.tokens + min(1.0, max(0.0, share)) * (high.tokens - low.tokens))
+        return out
+
+    def steps_per_second(self) -> float:
+        """Return the global steps per second over the recent rounds; NaN if it is not known."""
+        rows = [row for row in self._trail.rows[-RECENT_ROUNDS:] if not math.isnan(row.unix_seconds)]
+        seconds = rows[-1].unix_seconds - rows[0].unix_seconds if rows else 0.0
+        return (rows[-1].step - rows[0].step) / seconds if seconds > 0.0 else math.nan
 
     def lines(self, points: int = POINTS_DRAWN) -> dict[str, list[float]]:
         """Return columns over rounds, thinned to at most `points`."""

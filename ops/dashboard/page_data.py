@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import MERGING, PAUSED, SETTINGS, island_field, own
+from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard.history import (
@@ -20,7 +22,9 @@ from archipelago.ops.dashboard.history import (
     joined_queues,
     thinned,
 )
-from archipelago.ops.watch.health import events_of, stall_seconds
+from archipelago.ops.watch.advice import Problem
+from archipelago.ops.watch.health import Event, events_of, stall_seconds
+from archipelago.ops.watch.remedies import remedy_of, with_comebacks
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 EVENTS_SHOWN = 120
@@ -82,6 +86,8 @@ class Reading:
         epoch: The epoch of the merger that closed it; 0 before the first round.
         merger_status: The merger that serves the run; None if it is not known.
         standbys: The names of the mergers that wait for the lease.
+        problems: What is wrong now, the worst first.
+        problem_events: When problems began and ended.
     """
 
     view: RunView
@@ -96,16 +102,21 @@ class Reading:
     rates: Mapping[str, Rate] = field(default_factory=dict)
     merger_status: MergerStatus | None = None
     standbys: Sequence[str] = ()
+    problems: Sequence[Problem] = ()
+    problem_events: Sequence[Event] = ()
 
 
-def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, Any]:
+def page_of(reading: Reading, history: History, manifest: Manifest) -> dict[str, Any]:
     """Return the data that changes with each reading: everything except the charts. The JSON writer replaces NaN."""
-    view = reading.view
+    view, config = reading.view, manifest.config
     run = asdict(view)
     del run["islands"], run["books"]
     return {
         "run": run,
         "state": state_of(reading, config.sync.interval),
+        "problems": [asdict(problem) for problem in reading.problems],
+        "progress": progress(reading, history, config),
+        "settings": settings(manifest),
         "unix_seconds": reading.unix_seconds,
         "round_seconds": reading.round_seconds,
         "tokens_per_second": sum(i.tokens_per_second for i in view.islands if i.live and i.state == "training"),
@@ -114,7 +125,7 @@ def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, 
             for island in view.islands
         ],
         "books": _books(view, reading.token_books),
-        "events": events(reading.notes, reading.refusals),
+        "events": events(reading.notes, reading.refusals, reading.problem_events),
         "serving": serving(reading.notes, reading.epoch, reading.merger_status) | {"standbys": list(reading.standbys)},
         "control": {
             "set": dict(reading.control),
@@ -123,16 +134,59 @@ def page_of(reading: Reading, history: History, config: RunConfig) -> dict[str, 
     }
 
 
-def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow]) -> dict[str, Any]:
-    """Return the charts' data, thinned to a few hundred points for each line."""
-    evaluations = thinned(reading.evaluations, POINTS_DRAWN, joined_evaluations)
+def progress(reading: Reading, history: History, config: RunConfig) -> dict[str, float]:
+    """Return how long the run still takes, its learning rate, and the age of its newest evaluation; NaN if unknown."""
+    view, newest = reading.view, reading.evaluations[-1:]
+    moves = view.live and not reading.control.get(MERGING) and reading.round_seconds < stall_seconds(
+        view, config.sync.interval
+    )  # fmt: skip
+    speed = history.steps_per_second() if moves else math.nan
     return {
-        "lines": history.lines(),
-        "evaluations": {
+        "seconds_left": max(0, view.steps - view.step) / speed if speed > 0.0 else math.nan,
+        "steps_per_second": speed,
+        "learning_rate": config.inner.rate_at(view.step),
+        "peak_rate": config.inner.peak,
+        "held_out_age": max(0.0, reading.unix_seconds - newest[0].unix_seconds) if newest else math.nan,
+        "held_out_round": newest[0].round if newest else math.nan,
+    }
+
+
+def settings(manifest: Manifest) -> dict[str, str]:
+    """Return the run's settings as words, by name: its config, its corpus and the versions that created it."""
+    flat = {name: str(value) for name, value in _flat(asdict(manifest.config))}
+    corpus = manifest.corpus
+    flat["corpus"] = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest[:12]}"
+    flat["tokenizer"] = f"{corpus.tokenizer[:12]}, {corpus.tokens:,} tokens" if corpus.tokenizer else "bytes"
+    return flat | {f"version.{name}": version for name, version in manifest.versions.items()}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, "default" if value is None else value
+
+
+def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow], manifest: Manifest) -> dict[str, Any]:
+    """Return the charts' data, thinned to a few hundred points for each line. All losses have the run's unit."""
+    evaluations, unit = thinned(reading.evaluations, POINTS_DRAWN, joined_evaluations), loss_unit(manifest.corpus)
+    lines = history.lines()
+    in_unit = {name: [unit.from_nats(value) for value in lines[name]] for name in ("loss", "smooth")}
+    islands = history.losses()
+    for columns_of in islands.values():
+        columns_of["loss"] = [unit.from_nats(value) for value in columns_of["loss"]]
+    return {
+        "unit": unit.name,
+        "lines": lines | in_unit | {"rate": [_rate_at(manifest.config, step) for step in lines["step"]]},
+        "held_out": {
             "round": [e.round for e in evaluations],
-            "tokens": [e.tokens for e in evaluations],
-            "bits_per_byte": [e.bits_per_byte for e in evaluations],
+            "tokens": history.tokens_at(e.round for e in evaluations),
+            "unix_seconds": [e.unix_seconds for e in evaluations],
+            "loss": [unit.from_evaluation(e.bits_per_byte) for e in evaluations],
         },
+        "islands": islands,
+        "now": {name: getattr(reading.view, name) for name in ("rounds", "known", "live", "participating")},
         "details": history.details(),
         "marks": history.marks(),
         "staleness": history.staleness(),
@@ -141,6 +195,10 @@ def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow]) ->
             "limit": reading.view.memory_limit_bytes,
         },
     }
+
+
+def _rate_at(config: RunConfig, step: float) -> float:
+    return math.nan if math.isnan(step) else config.inner.rate_at(step)
 
 
 def state_of(reading: Reading, interval: int) -> dict[str, str]:
@@ -197,10 +255,16 @@ def _books(view: RunView, tokens: TokenBooks | None) -> dict[str, Any]:
     }
 
 
-def events(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[dict[str, Any]]:
-    """Return the events, newest first. Repeated refusals of an island for one reason become one line with a count."""
+def events(
+    notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]], more: Sequence[Event] = ()
+) -> list[dict[str, Any]]:
+    """Return the events with their remedies, newest first.
+
+    Repeated refusals of an island for one reason become one line with a count.
+    """
     out: list[dict[str, Any]] = []
-    for event in map(asdict, reversed(events_of(notes, refusals))):
+    known = sorted([*with_comebacks(events_of(notes, refusals)), *more], key=lambda event: event.unix_seconds)
+    for event in (asdict(event) | {"remedy": remedy_of(event)} for event in reversed(known)):
         if out and event["kind"] == "refused" and _alike(out[-1]) == _alike(event):
             out[-1]["times"] += 1
         else:

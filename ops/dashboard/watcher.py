@@ -10,12 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from archipelago.broker.control import Control
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Refusal
-from archipelago.broker.transport import ReaderTransport
+from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.dashboard.history import History, QueueRow, Trail, joined_queues
 from archipelago.ops.dashboard.page_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
+from archipelago.ops.watch.advice import ProblemLog, problems
+from archipelago.ops.watch.health import Health, covered_round
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, RunView, glance
 
 LOOK_SECONDS = 1.0
@@ -128,6 +131,8 @@ class Watcher:
         self._refusals: RareReading[list[tuple[float, Refusal]]] = RareReading(
             lambda: transport.reader.refusals(REFUSALS_READ), clock
         )
+        self._covered = RareReading(lambda: covered_round(transport.reader.merger_state()), clock)
+        self._problem_log = ProblemLog()
         self._round_at = wall()
         self._charts_due = -math.inf
 
@@ -142,10 +147,10 @@ class Watcher:
             self.board.end_reading(Fault(self.wall(), error.what, error.remedy))
         else:
             self.board.end_reading(None)
-            self.board.show(page_of(reading, self._history, self.manifest.config), reading)
+            self.board.show(page_of(reading, self._history, self.manifest), reading)
             if self.clock() >= self._charts_due:
                 self._charts_due = self.clock() + CHARTS_SECONDS
-                self.board.draw(charts_of(reading, self._history, self._queues.rows))
+                self.board.draw(charts_of(reading, self._history, self._queues.rows, self.manifest))
 
     def update_until(self, stopped: threading.Event) -> None:
         """Update once a second until `stopped` is set."""
@@ -163,16 +168,26 @@ class Watcher:
         self._rates = measured(self._rates, view.islands, now)
         self._queues.add(QueueRow(now, view.pending, view.memory_bytes))
         newest = self._history.newest
+        status, control = transport.reader.merger_status(), transport.reader.control()
+        refusals = self._refusals.newest()
+        health = Health(
+            status or MergerStatus(), Control.of(control),
+            tuple((at, refusal) for at, refusal in refusals if not refusal.repeat), covered=self._covered.newest(),
+        )  # fmt: skip
+        found = problems(view, health, self.manifest.config, tape[-RECENT_ROUNDS:], evaluations, now)
+        self._problem_log.update(found, now)
         return Reading(
             view=view,
             unix_seconds=now,
             round_seconds=max(0.0, now - self._round_at),
             epoch=newest.epoch if newest else 0,
-            merger_status=transport.reader.merger_status(),
+            merger_status=status,
             standbys=[standby.name for standby in transport.reader.standbys()],
-            control=transport.reader.control(),
+            control=control,
             notes=transport.reader.notes(NOTES_READ),
-            refusals=self._refusals.newest(),
+            refusals=refusals,
+            problems=found,
+            problem_events=self._problem_log.events,
             evaluations=evaluations,
             token_books=self._token_books.newest(),
             rates=self._rates,
@@ -180,11 +195,11 @@ class Watcher:
 
     def charts(self, reading: Reading) -> dict[str, Any]:
         """Return the charts' data."""
-        return charts_of(reading, self._history, self._queues.rows)
+        return charts_of(reading, self._history, self._queues.rows, self.manifest)
 
     def page(self, reading: Reading) -> dict[str, Any]:
         """Return the page's data."""
-        return page_of(reading, self._history, self.manifest.config)
+        return page_of(reading, self._history, self.manifest)
 
     def _follow(self) -> list[Any]:
         """Add the recent tape to the history and return it. If they do not connect, read the whole tape again."""

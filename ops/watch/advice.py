@@ -152,7 +152,7 @@ def _loss_problems(
         newer = (len(tape) + 1) // 2
         yield Problem(
             "loss.rises", "warn", "run",
-            f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest {newer} rounds than before.",
+            f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest {newer} rounds.",
             "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate under Steer; "
             "if that does not help, go on from a checkpoint with a lower --inner.learning-rate.",
         )  # fmt: skip
@@ -161,8 +161,8 @@ def _loss_problems(
     if late and len(known) > 2 and known[-1].bits_per_byte > FLAT_SHARE * known[0].bits_per_byte:
         yield Problem(
             "loss.flat", "warn", "run",
-            f"The run does not learn: the held-out loss is at {known[-1].bits_per_byte / known[0].bits_per_byte:.1%} of "
-            "the first one.",
+            "The run does not learn: the held-out loss is still at "
+            f"{known[-1].bits_per_byte / known[0].bits_per_byte:.1%} of the first one.",
             "Look at the text and its tokenizer, and at the learning rate: too high and too low look the same. "
             "`archipelago up --islands 1` on the same data shows whether one process learns.",
         )  # fmt: skip

@@ -177,9 +177,10 @@ def of_image(image: Image, report: Mapping[str, Any], picture: bytes, unix_secon
         view=view, unix_seconds=unix_seconds, round_seconds=0.0, epoch=newest.epoch if newest else 0,
         evaluations=image.evaluations,
     )  # fmt: skip
-    data = {"page": page_of(reading, history, image.manifest.config), "charts": charts_of(reading, history, []),
+    manifest = image.manifest
+    data = {"page": page_of(reading, history, manifest), "charts": charts_of(reading, history, [], manifest),
             "fault": None}  # fmt: skip
-    return Figures(data, provenance(image.manifest, view, image.tape, image.evaluations, report, picture))
+    return Figures(data, provenance(manifest, view, image.tape, image.evaluations, report, picture))
 
 
 def _view_of(image: Image, report: Mapping[str, Any]) -> RunView:

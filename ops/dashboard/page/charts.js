@@ -4,6 +4,7 @@
 const Charts = (() => {
   let data = null;
   let axis = "tokens";
+  let part = "all";
 
   /** Returns a colour of the page in the present theme. */
   function colour(name, alpha = 1) {
@@ -24,7 +25,7 @@ const Charts = (() => {
     const { xaxis, yaxis, ...others } = changes;
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
-      margin: { l: 8, r: 10, t: 8, b: 8 }, hovermode: "x unified", uirevision: axis,
+      margin: { l: 8, r: 10, t: 8, b: 8 }, hovermode: "x unified", uirevision: axis + part,
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       font: { family: getComputedStyle(document.body).fontFamily, color: colour("text"), size: 12 },
       hoverlabel: { bgcolor: colour("card"), bordercolor: line, font: { color: colour("text"), size: 12 } },
@@ -77,65 +78,132 @@ const Charts = (() => {
 
   const last = (values) => values.length ? values[values.length - 1] : null;
   const fixed = (value, digits) => value === null || value === undefined ? "–" : value.toFixed(digits);
-  const across = (words) => axis === "tokens"
-    ? { title: { text: words }, tickformat: "~s", hoverformat: ".4s" }
-    : { title: { text: "round" }, tickformat: ",d", hoverformat: ",d" };
+  const dates = (wall) => ({ type: "date", nticks: 5, tickformat: wall < 6e5 ? "%H:%M:%S" : wall < 8e7 ? "%H:%M" : "%b %d", hoverformat: "%b %d %H:%M:%S" });
 
-  /** Returns the y range without the first steep fall, which would flatten the rest; undefined if there are few points. */
-  function settled(x, y, ...others) {
-    const begin = x[0] + 0.08 * (last(x) - x[0]);
-    const known = [y, ...others].flatMap((values) => values.filter((value, n) => value !== null && x[n] >= begin));
-    if (x.length < 12 || known.length < 6) return undefined;
-    const [low, high] = [Math.min(...known), Math.max(...known)];
-    const room = Math.max(0.005, (high - low) * 0.08);
-    return [low - room, high + room];
+  /** Returns the values of the chosen axis. Times become dates. */
+  const along = (columns) => axis === "unix_seconds" ? columns[axis].map((seconds) => seconds === null ? null : new Date(seconds * 1e3)) : columns[axis];
+
+  function across(x) {
+    if (axis === "tokens") return { title: { text: "tokens merged" }, tickformat: "~s", hoverformat: ".4s", rangemode: "tozero" };
+    if (axis === "round") return { title: { text: "round" }, tickformat: ",d", hoverformat: ",d" };
+    const known = x.filter((value) => value !== null);
+    return { title: { text: "time" }, ...dates(known.length ? last(known) - known[0] : 0) };
   }
 
-  function bits() {
-    const { evaluations } = data;
-    const x = evaluations[axis];
-    const range = settled(x, evaluations.bits_per_byte);
-    draw("chart-bits", [line("bits per byte", x, evaluations.bits_per_byte, "s1", {
-      mode: x.length > 60 ? "lines" : "lines+markers", marker: { size: 5 }, hovertemplate: "%{y:.4f}",
-    })], { xaxis: across("tokens trained"), yaxis: { range } },
-    "There is no evaluation yet. Run `archipelago evaluate`; `up` runs it for you.");
-    const known = evaluations.bits_per_byte.filter((value) => value !== null);
-    legend("legend-bits", known.length ? [["s1", "newest", fixed(last(known), 4)], ["", "best", fixed(Math.min(...known), 4)]] : []);
+  const LOG = Math.log10;
+
+  /**
+   * Returns a logarithmic y axis with round ticks that do not repeat, and the x range. Early losses are far above late
+   * ones, so a linear axis would flatten one of them. `newest` shows the second half of x only.
+   */
+  function scaled(lines) {
+    const xs = lines.flatMap(([x]) => x.filter((value) => value !== null).map(Number));
+    const [low, high] = [Math.min(...xs), Math.max(...xs)];
+    const begin = part === "newest" ? low + (high - low) / 2 : low;
+    const known = lines.flatMap(([x, y]) => y.filter((value, n) => value !== null && value > 0 && x[n] !== null && Number(x[n]) >= begin));
+    if (!known.length) return { x: {}, y: {} };
+    const [bottom, top] = [Math.min(...known), Math.max(...known)];
+    const room = Math.max(0.004, (LOG(top) - LOG(bottom)) * 0.06);
+    const ends = [LOG(bottom) - room, LOG(top) + room];
+    const date = axis === "unix_seconds", edge = (value) => date ? new Date(value) : value;
+    return {
+      x: part === "newest" && high > begin ? { range: [edge(begin), edge(high)] } : {},
+      y: { type: "log", range: ends, ...ticks(...ends) },
+    };
+  }
+
+  /** Returns round values at least an eighth of the axis apart, with as many digits as they need. */
+  function ticks(from, to) {
+    const [low, high] = [10 ** from, 10 ** to], tickvals = [];
+    const raw = (high - low) / 24, ten = 10 ** Math.floor(LOG(raw));
+    const step = [1, 2, 5, 10].map((factor) => factor * ten).find((value) => value >= raw);
+    let before = -Infinity;
+    for (let n = Math.ceil(low / step); n * step <= high; n += 1) {
+      const place = (LOG(n * step) - from) / (to - from);
+      const round = n % 5 === 0 || high / low < 1.5;
+      if (place - before >= 0.125 && (round || place - before >= 0.2)) { tickvals.push(n * step); before = place; }
+    }
+    const digits = Math.max(0, -Math.floor(LOG(step) + 1e-9));
+    return { tickmode: "array", tickvals, ticktext: tickvals.map((value) => value.toFixed(digits)) };
   }
 
   /** Returns points on a line where a merger took over or an operator's change took effect. Hovering shows the event. */
-  function marks(x, y) {
-    const { marks } = data, at = marks[axis].map((value) => Math.max(0, x.findIndex((other) => other >= value)));
+  function marks(lines, y) {
+    const { marks } = data, at = marks.round.map((value) => Math.max(0, lines.round.findIndex((other) => other >= value)));
     return {
-      name: "", x: marks[axis], y: at.map((n) => y[n]), text: marks.text, type: "scatter", mode: "markers",
+      name: "", x: along(marks), y: at.map((n) => y[n]), text: marks.text, type: "scatter", mode: "markers",
       marker: { symbol: "diamond", size: 8, color: colour("s4"), line: { color: colour("card"), width: 1.5 } }, hovertemplate: "%{text}<extra></extra>",
     };
   }
 
-  function loss() {
-    const { lines } = data;
-    draw("chart-loss", [
-      line("as measured", lines[axis], lines.loss, "s1", { line: { color: colour("s1", 0.3), width: 1 }, hovertemplate: "%{y:.4f}" }),
-      line("smoothed", lines[axis], lines.smooth, "s1", { hovertemplate: "%{y:.4f}" }),
-      marks(lines[axis], lines.smooth),
-    ], { xaxis: across("tokens merged"), yaxis: { range: settled(lines[axis], lines.smooth, lines.loss) } }, "No round has closed yet.");
-    legend("legend-loss", lines.round.length ? [["s1", "smoothed", fixed(last(lines.smooth), 4)],
-      ...(data.marks.round.length ? [["s4", "steered, or taken over", "", true]] : [])] : []);
+  const known = (values) => values.filter((value) => value !== null && value !== undefined);
+
+  function learn() {
+    const { lines, held_out: held } = data, x = along(lines), at = along(held);
+    document.getElementById("unit").textContent = data.unit;
+    const scale = scaled([[x, lines.smooth], [x, lines.loss], [at, held.loss]]);
+    draw("chart-learn", [
+      line("training", x, lines.loss, "s1", { line: { color: colour("s1", 0.3), width: 1 }, hoverinfo: "skip" }),
+      line("training", x, lines.smooth, "s1", { hovertemplate: "%{y:.4f}" }),
+      line("held-out", at, held.loss, "s2", {
+        mode: held.loss.length > 60 ? "lines" : "lines+markers", marker: { size: 6 }, hovertemplate: "%{y:.4f}",
+      }),
+      marks(lines, lines.smooth),
+      line("learning rate", x, lines.rate, "s0", { yaxis: "y2", line: { dash: "dot", width: 1.4 }, hovertemplate: "%{y:.2e}" }),
+    ], {
+      xaxis: { ...across(x), ...scale.x }, yaxis: scale.y,
+      yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, visible: false },
+    }, "No round has closed yet.");
+    const training = last(known(lines.smooth)), newest = last(known(held.loss));
+    legend("legend-learn", lines.round.length || held.loss.length ? [
+      ["s1", "training, smoothed", fixed(training, 4)], ["s2", "held-out", fixed(newest, 4)],
+      ...(known(held.loss).length ? [["", "best", fixed(Math.min(...known(held.loss)), 4)]] : []),
+      ...(training && newest ? [["", "gap", fixed(newest - training, 3)]] : []),
+      ["s0", "learning rate", lines.rate.length && last(lines.rate) !== null ? last(lines.rate).toPrecision(2) : ""],
+      ...(data.marks.round.length ? [["s4", "steered, or taken over", "", true]] : []),
+    ] : []);
   }
 
+  const COLOURS = ["s1", "s2", "s3", "s4", "good", "bad", "s0", "text"];
+  const ISLANDS_DRAWN = 16;
+
+  function losses() {
+    const names = Object.keys(data.islands), newest = (name) => last(known(data.islands[name].loss));
+    const recent = [...names].sort((a, b) => last(data.islands[b].round) - last(data.islands[a].round)).slice(0, ISLANDS_DRAWN).sort();
+    const drawn = recent.map((name, n) => [name, along(data.islands[name]), smooth(data.islands[name].loss), COLOURS[n % COLOURS.length]]);
+    const scale = scaled(drawn.map(([, x, y]) => [x, y]));
+    draw("chart-losses", drawn.map(([name, x, y, swatch]) => line(name.slice(0, 24), x, y, swatch, {
+      line: { width: 1.5, dash: recent.indexOf(name) >= COLOURS.length ? "dot" : "solid" }, hovertemplate: "%{y:.3f}",
+    })), { xaxis: { ...across(drawn.flatMap(([, x]) => x)), ...scale.x, nticks: 4 }, yaxis: scale.y, hovermode: "closest" }, "Nothing was merged yet.");
+    const worst = drawn.filter(([name]) => newest(name) !== null).sort((a, b) => newest(b[0]) - newest(a[0])).slice(0, 4);
+    legend("legend-losses", worst.map(([name, , , swatch]) => [swatch, name.length > 14 ? `${name.slice(0, 13)}…` : name, fixed(newest(name), 3)]));
+  }
+
+  /** Returns the bias-corrected moving average. */
+  function smooth(values, keep = 0.8) {
+    let total = 0, weight = 0;
+    return values.map((value) => {
+      if (value !== null) { total = keep * total + (1 - keep) * value; weight = keep * weight + 1 - keep; }
+      return weight ? total / weight : null;
+    });
+  }
+
+  /** Returns round tick distances for counts from 0 to `most`. */
+  const whole = (most) => [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((step) => most / step <= 5) ?? Math.ceil(most / 5);
+
   function islands() {
-    const { lines } = data;
+    const { lines, now } = data, x = [...lines.round, now.rounds], most = Math.max(1, now.known, ...lines.known);
     const step = { line: { shape: "hv" } };
-    draw("chart-islands", [
-      line("size", lines.round, lines.size, "s0", { line: { shape: "hv", dash: "dot", width: 1.8 } }),
-      line("live", lines.round, lines.live, "s1", step),
-      line("participating", lines.round, lines.participating, "s3", step),
-    ], {
-      xaxis: { title: { text: "round" }, tickformat: ",d" },
-      yaxis: { rangemode: "tozero", tickformat: ",d", range: [0, Math.max(1, ...lines.size) * 1.12], dtick: Math.ceil(Math.max(1, ...lines.size) / 5) },
+    draw("chart-islands", lines.round.length ? [
+      line("known", x, [...lines.known, now.known], "s0", { line: { shape: "hv", dash: "dot", width: 1.8 } }),
+      line("live", x, [...lines.live, now.live], "s1", step),
+      line("participating", x, [...lines.participating, now.participating], "s3", step),
+    ] : [], {
+      xaxis: { title: { text: "round" }, tickformat: ",d", nticks: 5 },
+      yaxis: { tickformat: ",d", range: [0, most * 1.12], dtick: whole(most) },
     }, "No round has closed yet.");
     legend("legend-islands", lines.round.length
-      ? [["s0", "size", last(lines.size)], ["s1", "live", last(lines.live)], ["s3", "participating", last(lines.participating)]] : []);
+      ? [["s0", "known", now.known], ["s1", "live", now.live], ["s3", "participating", now.participating]] : []);
   }
 
   function rounds() {
@@ -190,7 +258,7 @@ const Charts = (() => {
       line("memory", times, mega, "s2", { yaxis: "y2", hovertemplate: "%{y:,.1f} MB" }),
       ...limit,
     ] : [], {
-      xaxis: { type: "date", nticks: 5, tickformat: wall < 6e5 ? "%H:%M:%S" : wall < 8e7 ? "%H:%M" : "%b %d", hoverformat: "%b %d %H:%M:%S" },
+      xaxis: dates(wall),
       yaxis: { rangemode: "tozero", tickformat: "~s", nticks: 5, title: { text: "contributions" }, ...(most < 4 ? { range: [0, 4.2], dtick: 1 } : {}) },
       yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, ticksuffix: " MB", tickformat: "~g", tickmode: "auto", nticks: 4 },
     }, "This chart begins when the dashboard starts.");
@@ -199,13 +267,14 @@ const Charts = (() => {
 
   function all() {
     if (!data || document.hidden) return;
-    for (const figure of [bits, loss, islands, rounds, staleness, queues]) figure();
+    for (const figure of [learn, islands, losses, rounds, staleness, queues]) figure();
   }
 
   document.addEventListener("visibilitychange", all);
   return {
     show(charts) { data = charts; all(); },
     over(name) { axis = name; all(); },
+    zoom(name) { part = name; all(); },
     again: all,
   };
 })();

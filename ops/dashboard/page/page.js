@@ -80,12 +80,27 @@ function write() {
     : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.");
   put("join-run", run.run);
   writeKnobs(page.control);
+  writeProblems(page.problems);
+  writeSettings(page.settings, page.control.set);
   put("footer", inlined ? `Report of ${new Date(page.unix_seconds * 1e3).toLocaleString([], { hour12: false })}` : "");
+}
+
+/** Returns a sentence about the expected end of the run. */
+function ending(seconds) {
+  if (seconds === null || inlined) return "";
+  const at = Date.now() / 1e3 + seconds;
+  return seconds ? `The run ends in about ${span(seconds)}, at ${clock(at).slice(0, -3)}.` : "";
 }
 
 function writeTiles(run) {
   put("bits", fixed(run.held_out_last, 4));
-  put("bits-sub", `first ${fixed(run.held_out_first)} · training ${fixed(run.loss)} ${run.unit}`);
+  const { progress } = page, old = progress.held_out_age;
+  put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
+  put("learn-sub", [
+    old === null ? "No evaluation yet: run `archipelago evaluate URL --every 60`." : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(progress.held_out_round)}, ${span(old)} old.`,
+    `Learning rate ${progress.learning_rate.toPrecision(2)} of at most ${progress.peak_rate.toPrecision(2)}.`,
+    ending(progress.seconds_left),
+  ].filter(Boolean).join(" "));
   put("size", count(run.known));
   put("live", count(run.live));
   put("part", count(run.participating));
@@ -94,6 +109,8 @@ function writeTiles(run) {
   step.replaceChildren(short(run.step), Object.assign(element("small"), { textContent: ` of ${short(run.steps)}` }));
   bar("step-bar", run.step / run.steps);
   const ago = page.round_seconds;
+  const left = page.progress.seconds_left;
+  put("eta", inlined ? "" : left === null ? run.step >= run.steps ? "finished ·" : "" : left ? `about ${span(left)} left ·` : "finished ·");
   put("step-sub", run.rounds ? `round ${count(run.rounds)}${inlined ? "" : ago < 3 ? ", just now" : `, ${span(ago)} ago`}` : "no round yet");
   put("tokens", short(run.tokens_merged));
   put("tokens-sub", [
@@ -213,7 +230,7 @@ function writeLane(island) {
   fill(cells.speed, island.live ? count(island.tokens_per_second) : dash);
   fill(cells.step, island.live && island.step_seconds ? duration(island.step_seconds) : dash);
   const flows = island.live && !inlined; // A report is one reading, so it has no rates.
-  const used = (share) => share === null ? "" : `${share < 0.01 ? "under 1" : (100 * share).toFixed(0)} % of its link`;
+  const used = (share) => share === null ? "" : `${share < 0.01 ? "<1" : (100 * share).toFixed(0)} % of link`;
   fill(cells.up, size(island.bytes_up), flows ? `${size(island.up_per_second)}/s` : "", flows ? used(island.up_share) : "");
   fill(cells.down, size(island.bytes_down), flows ? `${size(island.down_per_second)}/s` : "", flows ? used(island.down_share) : "");
   fill(cells.queue, count(island.backlog));
@@ -266,7 +283,7 @@ function writeLanes(islands) {
 
 // -- events ------------------------------------------------------------------------------------------------------------
 
-const KINDS = { refused: "warn", diverged: "bad", expelled: "bad", paused: "warn", drained: "warn", joined: "good", resumed: "good", served: "busy", steered: "busy", checkpoint: "idle", left: "idle" };
+const KINDS = { refused: "warn", diverged: "bad", expelled: "bad", paused: "warn", drained: "warn", joined: "good", "came back": "good", resumed: "good", over: "good", silent: "warn", "no-islands": "bad", missing: "bad", stalled: "bad", link: "warn", rises: "warn", flat: "warn", late: "warn", lowered: "warn", memory: "warn", old: "warn", served: "busy", steered: "busy", checkpoint: "idle", left: "idle" };
 let eventsShown = "";
 
 function writeEvents(events) {
@@ -280,10 +297,46 @@ function writeEvents(events) {
     const kind = element("span", "kind", event.kind + (event.times > 1 ? ` ×${event.times}` : ""));
     kind.dataset.mood = KINDS[event.kind] ?? "idle";
     const what = element("span", "what");
-    what.append(element("b", "", event.who), event.text);
+    what.append(element("b", "", event.who), event.text, element("small", "remedy", event.remedy));
     item.append(time, kind, what);
     return item;
   }));
+}
+
+// -- what to do --------------------------------------------------------------------------------------------------------
+
+function writeProblems(problems) {
+  $("problems").hidden = !problems.length;
+  const text = JSON.stringify(problems.map((each) => [each.code, each.who, each.text]));
+  if ($("problem-list").dataset.text === text) return;
+  $("problem-list").dataset.text = text;
+  $("problem-list").replaceChildren(...problems.map((problem) => {
+    const item = element("li");
+    item.dataset.mood = problem.mood;
+    item.append(element("b", "", problem.who), problem.text, element("span", "", problem.remedy));
+    return item;
+  }));
+}
+
+/** Returns the words of the banner: the worst problem and what to do, unless nothing suffers. */
+function worst(problems) {
+  const shown = problems.filter((problem) => problem.mood !== "info");
+  if (!shown.length) return null;
+  const [first] = shown, who = ["run", "redis", "merger"].includes(first.who) ? "" : `${first.who}: `;
+  const more = shown.length > 1 ? ` (and ${shown.length - 1} more below)` : "";
+  return { mood: first.mood, text: `${who}${first.text} ${first.remedy}${more}` };
+}
+
+function writeSettings(settings, set) {
+  const rows = Object.entries(settings).map(([name, value]) => {
+    const row = element("tr"), cell = element("td", set[name] === undefined ? "" : "steered", set[name] === undefined ? value : `${set[name]} (steered; the run's own is ${value})`);
+    row.append(element("th", "", name), cell);
+    return row;
+  });
+  const text = rows.map((row) => row.textContent).join();
+  if ($("settings-rows").dataset.text === text) return;
+  $("settings-rows").dataset.text = text;
+  $("settings-rows").replaceChildren(...rows);
 }
 
 // -- faults and the connection -------------------------------------------------------------------------
@@ -294,10 +347,11 @@ let connected = null;
 function writeLink() {
   const banner = $("banner"), link = $("link");
   const lost = !still && connected === false;
+  const problem = worst(page?.problems ?? []);
   const trouble = lost ? "The dashboard does not answer. The page continues when it answers again."
-    : fault ? `${fault.what} since ${clock(fault.since)}. ${fault.more}` : page?.state.sentence ?? "";
+    : fault ? `${fault.what} since ${clock(fault.since)}. ${fault.more}` : problem?.text ?? page?.state.sentence ?? "";
   banner.hidden = !trouble;
-  banner.dataset.mood = lost || fault ? "bad" : page?.state.mood ?? "idle";
+  banner.dataset.mood = lost || fault ? "bad" : problem?.mood ?? page?.state.mood ?? "idle";
   put("banner", trouble);
   link.dataset.mood = inlined ? "idle" : lost ? "bad" : fault ? "warn" : everConnected ? "good" : "idle";
   link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "no answer from Redis" : everConnected ? "live" : "connecting";
@@ -339,7 +393,10 @@ function lock() {
 
 async function unlock(given, quiet = false) {
   token = given;
-  if (await steer({})) {
+  const done = await steer({});
+  $("token").classList.toggle("rejected", !done);
+  $("token").setAttribute("aria-invalid", String(!done));
+  if (done) {
     kept?.setItem("token", given);
     if (quiet) say("", "idle");
   } else {
@@ -370,13 +427,29 @@ function writeKnobs(control) {
 
 for (const form of document.querySelectorAll(".knob")) {
   const input = form.querySelector("input"), { name } = form.dataset;
-  input.addEventListener("input", () => { input.dataset.dirty = "yes"; });
+  const why = element("p", "why");
+  why.id = `why-${input.id}`;
+  why.hidden = true;
+  form.append(why);
+  /** Marks the field as rejected with the reason, or as good with an empty one. */
+  const mark = (reason) => {
+    input.classList.toggle("rejected", Boolean(reason));
+    input.setAttribute("aria-invalid", String(Boolean(reason)));
+    input.setAttribute("aria-describedby", why.id);
+    why.textContent = reason;
+    why.hidden = !reason;
+  };
+  input.addEventListener("input", () => { input.dataset.dirty = "yes"; mark(""); });
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (await steer({ [name]: input.value.trim() })) delete input.dataset.dirty;
+    const words = input.value.trim();
+    if (!words) { mark("Enter a number, or press reset."); return; }
+    const done = await steer({ [name]: words });
+    mark(done ? "" : $("answer").textContent);
+    if (done) delete input.dataset.dirty;
   });
   form.querySelector("[data-own]").addEventListener("click", async () => {
-    if (await steer({ [name]: "" })) { delete input.dataset.dirty; input.blur(); }
+    if (await steer({ [name]: "" })) { delete input.dataset.dirty; mark(""); input.blur(); }
   });
 }
 $("merging").addEventListener("click", () => steer({ merging: $("merging").dataset.to }));
@@ -408,6 +481,12 @@ function over(name) {
 }
 for (const button of document.querySelectorAll("[data-axis]")) button.addEventListener("click", () => over(button.dataset.axis));
 
+function zoom(name) {
+  for (const button of document.querySelectorAll("[data-part]")) button.setAttribute("aria-pressed", String(button.dataset.part === name));
+  Charts.zoom(name);
+}
+for (const button of document.querySelectorAll("[data-part]")) button.addEventListener("click", () => zoom(button.dataset.part));
+
 // -- receiving events ---------------------------------------------------------------------------------------------------------
 
 function receive(name, value) {
@@ -435,6 +514,7 @@ function listen() {
 
 theme(query.get("theme") ?? local?.getItem("theme") ?? "");
 over("tokens");
+zoom("all");
 document.documentElement.classList.toggle("still", Boolean(inlined));
 if (inlined) receiveAll(JSON.parse(inlined));
 else if (still) fetch("api/view").then((answer) => answer.json()).then(receiveAll);

@@ -130,7 +130,14 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
         (event["who"], event["kind"], event["text"]) for event in page["events"]
     }
     assert charts["lines"]["round"] == [1]
-    assert charts["evaluations"] == {"round": [1], "tokens": [100], "bits_per_byte": [5]}
+    assert charts["held_out"] == {"round": [1], "tokens": [50], "unix_seconds": [1_700_000_000], "loss": [5]}
+    assert charts["unit"] == page["run"]["unit"] == "bits per byte"
+    assert charts["lines"]["loss"] == [pytest.approx(2.5 / math.log(2), abs=1e-3)]  # The tape has 2.5 nats.
+    assert charts["now"] == {name: page["run"][name] for name in ("rounds", "known", "live", "participating")}
+    assert page["settings"]["inner.steps"] == str(MANIFEST.config.inner.steps)
+    assert page["settings"]["version.jax"] == "1"
+    assert page["progress"]["learning_rate"] == pytest.approx(MANIFEST.config.inner.rate_at(4), rel=1e-4)
+    assert all(event["remedy"] for event in page["events"])
     assert charts["staleness"] == [1]
     assert charts["queues"]["pending"] == [1]
 

@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from archipelago.broker.messages import Evaluation, Member, TapeEntry
 from archipelago.ops.dashboard.history import (
     DETAIL_ROUNDS,
+    ISLAND_POINTS,
+    ISLANDS_KEPT,
     POINTS_DRAWN,
     ROWS_KEPT,
     History,
+    IslandRow,
     QueueRow,
     RoundRow,
     Trail,
     joined_evaluations,
+    joined_losses,
     joined_queues,
     joined_rounds,
     smoothed,
@@ -60,13 +64,13 @@ def test_lines_match_a_calculation_by_hand() -> None:
     assert lines["loss"][:2] == [4.0, 2.0]
     assert math.isnan(lines["loss"][2])
     assert lines["live"] == [1, 3, 2]
-    assert lines["size"] == [1, 3, 2]  # Three islands were live in round 2, and the tape names two of them.
+    assert lines["known"] == [1, 3, 2]  # Three islands were live in round 2, and the tape names two of them.
     assert lines["participating"] == [1, 2, 2]
 
 
 def test_an_island_that_left_stays_known() -> None:
     lines = history([entry(1, [member("a"), member("b")], live=2), entry(2, [member("a")], live=1)]).lines()
-    assert (lines["size"], lines["live"]) == ([2, 2], [2, 1])
+    assert (lines["known"], lines["live"]) == ([2, 2], [2, 1])
 
 
 def test_participating_islands_never_exceed_live_ones() -> None:
@@ -106,12 +110,39 @@ def test_the_times_of_a_round() -> None:
 def test_changes_and_takeovers_are_marked() -> None:
     tape = [
         entry(1, [member("a")], epoch=1),
-        entry(2, [member("a")], epoch=1, steered="sync.quorum=2"),
-        entry(3, [member("a")], epoch=4),
+        entry(2, [member("a")], epoch=1, steered="sync.quorum=2", unix_seconds=7.0),
+        entry(3, [member("a")], epoch=4, unix_seconds=9.0),
     ]
     assert history(tape, merged_tokens=300).marks() == {
-        "round": [2, 3], "tokens": [100, 150], "text": ["steered: sync.quorum=2", "epoch 4 begins"],
+        "round": [2, 3], "tokens": [100, 150], "unix_seconds": [7.0, 9.0],
+        "text": ["steered: sync.quorum=2", "epoch 4 begins"],
     }  # fmt: skip
+
+
+def test_the_losses_of_each_island() -> None:
+    losses = history().losses()
+    assert {name: (columns["round"], columns["tokens"], columns["loss"]) for name, columns in losses.items()} == {
+        "a": ([1, 2], [50, 250], [2.0, 2.0]), "b": ([2, 3], [250, 300], [2.0, 2.0]),
+    }  # fmt: skip
+    many = history([entry(n, [member("a"), member(f"i{n}")], live=2) for n in range(1, 3 * ISLANDS_KEPT)]).losses()
+    assert len(many) == ISLANDS_KEPT
+    assert {"a", f"i{3 * ISLANDS_KEPT - 1}"} <= many.keys()
+    assert len(many["a"]["loss"]) <= ISLAND_POINTS
+
+
+def test_tokens_at_a_round() -> None:
+    """After rounds 1, 2 and 3, 50, 250 and 300 tokens are merged."""
+    assert history().tokens_at([0, 1, 2, 3, 9]) == [0, 50, 250, 300, 300]
+    thin = history([TAPE[0], TAPE[2]], merged_tokens=300)
+    assert thin.tokens_at([2]) == [sum(thin.tokens_at([1, 3])) / 2]
+    assert History(2).tokens_at([5]) == [0]
+
+
+def test_the_speed_of_a_run() -> None:
+    assert math.isnan(history().steps_per_second())  # This tape has no times.
+    timed = [entry(n, [member("a")], step=10 * n, unix_seconds=1e9 + 4.0 * n) for n in range(1, 9)]
+    assert history(timed).steps_per_second() == pytest.approx(2.5)
+    assert math.isnan(history(timed[:1]).steps_per_second())
 
 
 def test_staleness_is_counted() -> None:
@@ -151,7 +182,10 @@ def test_an_empty_tape_connects_to_an_empty_history() -> None:
 
 def test_neighbours_are_joined() -> None:
     rows = [RoundRow(1, 10, 4.0, 3, 3, 2), RoundRow(2, 20, math.nan, 4, 1, 1), RoundRow(3, 30, 2.0, 4, 4, 3)]
-    assert joined_rounds(rows) == RoundRow(3, 30, 3.0, 4, 1, 1)
+    assert joined_rounds([row._replace(unix_seconds=9.0, step=5) for row in rows]) == RoundRow(
+        3, 30, 3.0, 4, 1, 1, 9.0, 5
+    )
+    assert joined_losses([IslandRow(1, 10, 1.0, 4.0), IslandRow(2, 20, 2.0, 2.0)]) == IslandRow(2, 20, 2.0, 3.0)
     assert joined_queues([QueueRow(1, 5, 100), QueueRow(2, 1, 300)]) == QueueRow(2, 5, 300)
     first, second = Evaluation(1, 1, 1, 1.0, 8.0), Evaluation(2, 2, 2, 2.0, 4.0)
     assert joined_evaluations([first, second]) == second

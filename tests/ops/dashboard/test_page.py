@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 TOKEN = "open-sesame"  # noqa: S105 - only for tests
 MANIFEST = samples.manifest()
 NAMES = [*(f"island-{n}" for n in range(15)), "A" * 64]
+#: The lines of the chart "Does it learn?".
+TRAINING, HELD_OUT = 1, 2
 TROUBLE = "thin link at 3.2 Mbit/s up, 12.0 Mbit/s down: fewer bits, interval 2.0x"
 
 #: A script that returns the contrast of each text with its background, as defined by WCAG 2.2.
@@ -155,7 +158,8 @@ def is_shown(driver: WebDriver, place: str) -> bool:
 
 def line(driver: WebDriver, chart: str, trace: int = 0) -> Any:
     script = (
-        "const d = document.getElementById(arguments[0]).data[arguments[1]]; return [Array.from(d.x), Array.from(d.y)]"
+        "const d = document.getElementById(arguments[0]).data[arguments[1]];"
+        " return [Array.from(d.x, x => x instanceof Date ? x.toISOString() : x), Array.from(d.y)]"
     )
     return driver.execute_script(script, chart, trace)
 
@@ -179,9 +183,11 @@ def test_the_page_shows_the_run(driver: WebDriver, address: str, opened: Opened,
     opened(address)
     assert [text(driver, f"#{name}") for name in ("run", "size", "live", "part")] == ["sample", "16", "15", "15"]
     assert text(driver, "#bits") == "2.1250"
-    assert line(driver, "chart-bits")[1][-1] == 2.125
-    assert line(driver, "chart-bits")[0][-1] == 40_000
-    assert [line(driver, "chart-islands", n)[1][-1] for n in range(3)] == [16, 16, 16]
+    held_out, training = line(driver, "chart-learn", HELD_OUT), line(driver, "chart-learn", TRAINING)
+    assert held_out[1][-1] == 2.125
+    assert held_out[0][-1] == training[0][-1] == 40 * 16 * 100 / 2
+    assert training[1][-1] == pytest.approx(2.5 / math.log(2), abs=1e-3)  # 2.5 nats per byte, in the same unit
+    assert [line(driver, "chart-islands", n)[1][-1] for n in range(3)] == [16, 15, 15]  # as in the tiles
     assert line(driver, "chart-staleness")[1] == [50, 50]
     assert driver.execute_script("return document.querySelectorAll('.lane').length") == 16
     lane = f"[title='{NAMES[3]}']"
@@ -219,12 +225,52 @@ def test_a_new_round_appears_without_reloading(
 
 def test_the_axis_can_be_tokens_or_rounds(driver: WebDriver, address: str, opened: Opened) -> None:
     opened(address)
-    tokens = line(driver, "chart-loss")[0]
-    assert tokens == [n * 16 * 100 / 2 for n in range(1, 41)]
+    tokens = line(driver, "chart-learn", TRAINING)[0]
+    assert tokens == line(driver, "chart-learn", HELD_OUT)[0] == [n * 16 * 100 / 2 for n in range(1, 41)]
     click(driver, "[data-axis=round]")
-    assert line(driver, "chart-loss")[0] == line(driver, "chart-bits")[0] == list(range(1, 41))
+    assert line(driver, "chart-learn", TRAINING)[0] == line(driver, "chart-learn", HELD_OUT)[0] == list(range(1, 41))
+    click(driver, "[data-axis=unix_seconds]")
+    assert {value[:10] for value in map(str, line(driver, "chart-learn", HELD_OUT)[0])} == {"2023-11-14"}
     click(driver, "[data-axis=tokens]")
-    assert line(driver, "chart-loss")[0] == tokens
+    assert line(driver, "chart-learn", TRAINING)[0] == tokens
+
+
+def test_the_axis_shows_early_losses_and_no_tick_twice(driver: WebDriver, address: str, opened: Opened) -> None:
+    opened(address)
+    script = (
+        "const {yaxis} = document.getElementById(arguments[0])._fullLayout; return [yaxis.range, [...yaxis.ticktext]]"
+    )
+    values = [value for n in (TRAINING, HELD_OUT) for value in line(driver, "chart-learn", n)[1]]
+    (low, high), ticks = driver.execute_script(script, "chart-learn")
+    assert 10**low <= min(values) < max(values) <= 10**high
+    assert len(set(ticks)) == len(ticks) >= 3
+    click(driver, "[data-part=newest]")
+    assert 10 ** driver.execute_script(script, "chart-learn")[0][1] < max(values)
+
+
+def test_problems_have_a_remedy_and_a_banner(
+    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
+) -> None:
+    opened(address)
+    assert TROUBLE.removeprefix("thin link ") in text(driver, "#problem-list")
+    assert not is_shown(driver, "#banner")  # Nobody has to do anything about a thin link.
+    transport.island.heartbeat(samples.heartbeat(NAMES[5], link="the Redis does not answer"))
+    until(lambda: is_shown(driver, "#banner"), "the banner is there")
+    assert text(driver, "#banner").startswith(f"{NAMES[5]}: Its link fails")
+    until(lambda: "the Redis does not answer" in text(driver, "#events"), "the event is there")
+    transport.island.heartbeat(samples.heartbeat(NAMES[5]))
+    until(lambda: not is_shown(driver, "#banner"), "the problem is over")
+    assert "Over: Its link fails" in text(driver, "#events")
+
+
+def test_no_title_is_cut(driver: WebDriver, address: str, opened: Opened) -> None:
+    for pixels in (390, 768, 1400):
+        width(driver, pixels)
+        opened(address)
+        script = """return [...document.querySelectorAll('main h2, .titles span, .tile .big, .num small')]
+            .filter(place => place.checkVisibility() && place.scrollWidth > place.clientWidth + 1 && place.clientWidth)
+            .map(place => place.textContent)"""
+        assert driver.execute_script(script) == []
 
 
 def test_the_page_survives_a_restart_of_its_server(
@@ -264,7 +310,7 @@ def test_the_page_of_an_empty_run(driver: WebDriver, until: Until) -> None:
     with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as address:
         driver.get(address)
         until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page reports it")
-        until(lambda: "No round has closed yet." in text(driver, "#chart-loss"), "empty charts say why")
+        until(lambda: "No round has closed yet." in text(driver, "#chart-learn"), "empty charts say why")
         assert is_shown(driver, "#no-events")
         assert is_shown(driver, "#no-lanes")
 
@@ -294,7 +340,7 @@ def test_the_choice_of_theme_is_kept(driver: WebDriver, address: str, opened: Op
     def ground() -> Any:
         return driver.execute_script(
             "return [getComputedStyle(document.body).backgroundColor,"
-            " document.querySelector('#chart-loss .xtick text')?.style.fill]"
+            " document.querySelector('#chart-learn .xtick text')?.style.fill]"
         )
 
     def preferred(wanted: str) -> Any:
@@ -353,10 +399,14 @@ def test_settings_and_islands_are_steered(
     type_into(driver, "#k-rate", "fast")
     click(driver, "[data-name='outer.learning_rate'] button")
     until(lambda: "fast" in text(driver, "#answer"), "a wrong value is explained")
+    until(lambda: "fast" in text(driver, "#why-k-rate"), "beside its field")
+    assert driver.execute_script("return document.querySelector('#k-rate').getAttribute('aria-invalid')") == "true"
     assert transport.reader.control() == {}
     type_into(driver, "#k-rate", "0.5")
     click(driver, "[data-name='outer.learning_rate'] button")
     until(lambda: transport.reader.control() == {"outer.learning_rate": "0.5"}, "the rate is set")
+    until(lambda: not is_shown(driver, "#why-k-rate"), "the field is good again")
+    until(lambda: "0.5 (steered" in text(driver, "#settings-rows"), "the settings show it")
     own = "[data-name='outer.learning_rate'] [data-own]"
     until(lambda: not driver.execute_script("return document.querySelector(arguments[0]).disabled", own), "it is shown")
     click(driver, own)
@@ -399,7 +449,7 @@ def test_a_report_is_one_file_that_needs_no_network(
     assert not is_shown(driver, "#steer")
     assert driver.execute_script("return window.evil === undefined")
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
-    ticks = "return document.querySelector('#chart-loss .xtick text').style.fill"
+    ticks = "return document.querySelector('#chart-learn .xtick text').style.fill"
     before = driver.execute_script(ticks)
     click(driver, "#theme")
     until(lambda: driver.execute_script(ticks) != before, "the charts follow the theme")

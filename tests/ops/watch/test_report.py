@@ -85,7 +85,7 @@ def test_a_report_from_redis(
     assert password not in text + json.dumps(printed)
     assert printed["file"] == str(path)
     assert printed["page"]["run"]["rounds"] == found["page"]["run"]["rounds"] == 2
-    assert found["charts"]["evaluations"]["bits_per_byte"] == [8, 4]
+    assert found["charts"]["held_out"]["loss"] == [8, 4]
     assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
 
 
@@ -145,7 +145,7 @@ def test_a_report_from_a_folder_without_redis(tmp_path: Path) -> None:
     again = everything(ReportOptions(str(tmp_path / "runs" / "sample")))
     assert found.data["charts"] == again.data["charts"]
     assert found.data["charts"]["lines"]["round"] == [1, 2]
-    assert found.data["charts"]["evaluations"]["bits_per_byte"] == [8.0, 4.0]
+    assert found.data["charts"]["held_out"]["loss"] == [8.0, 4.0]
     page = found.data["page"]
     assert (page["run"]["known"], page["run"]["live"], page["run"]["tokens_lost"]) == (1, 0, 7)
     assert [(island["name"], island["strip"]) for island in page["islands"]] == [("oslo", [-1, -1])]
