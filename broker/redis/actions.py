@@ -11,8 +11,9 @@ from archipelago.broker.entries import arrival, entry_name, position
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Actions, from_fields
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.replies import Raw, next_id, text_fields
+from archipelago.broker.redis.replies import next_id, text_fields
 from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.signing import Raw
 from archipelago.broker.transport import START
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.replies import Raw
+from archipelago.broker.signing import Raw
 
 #: Payloads up to this size lie inline in the entry or hash.
 INLINE_BYTES = 16 << 10

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import redis
 
 from archipelago.broker.errors import BrokerError, WireError
+from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import Failures, is_wrong_kind
 from archipelago.broker.redis.keys import Keys
-from archipelago.broker.redis.replies import Raw, next_id
+from archipelago.broker.redis.replies import next_id
 from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_lasting, require_single
-from archipelago.broker.signing import Signing, SigningOff
+from archipelago.broker.signing import Payload, Raw, Signing, SigningOff
 from archipelago.broker.stamps import Stamps
 from archipelago.broker.transport import START, Memory
 
@@ -190,6 +191,18 @@ class RedisConnection:
             if len(found) < count:
                 return
             after = found[-1][0].decode()
+
+    def newest(self, key: str, count: int) -> list[tuple[bytes, Raw]]:
+        """Return the newest entries of a stream, newest first; none if the key holds no stream."""
+        found: list[tuple[bytes, Raw]] = []
+        with self.forgiving(key, "a stream"):
+            found += self.redis.xrevrange(key, count=count)
+        return found
+
+    def signed_snapshot(self, snapshot: Snapshot, payload: Payload, epoch: int) -> dict[str, str]:
+        """Return the fields of a fragment's snapshot, signed as a write of a merger with that epoch."""
+        about, stamp = str(snapshot.fragment), self.stamps.next(epoch)
+        return self.signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
 
     def tolerant(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Return the answers to reading commands; None where the stream or its group is missing, or is no stream.

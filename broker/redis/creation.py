@@ -17,7 +17,7 @@ from archipelago.broker.redis.islands import chunks_name
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, outer_fields
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT
-from archipelago.broker.redis.replies import GROUP, epoch_in, signed_state
+from archipelago.broker.redis.replies import GROUP, epoch_in, epoch_mark, signed_state
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import Signing
@@ -79,7 +79,7 @@ class Creation:
                 placed = [self._chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
                 fill = self.prepared(image) if image else None
                 epoch = self._first_epoch(pipe, image)
-                signed = [self._signed(snapshot, payload, epoch) for snapshot, payload in snapshots]
+                signed = [self._connection.signed_snapshot(snapshot, payload, epoch) for snapshot, payload in snapshots]
                 # Keys remain if someone deleted only the manifest by hand.
                 past = self._keys.of_the_past(len(snapshots), self._updates.names())
                 pipe.multi()
@@ -88,7 +88,7 @@ class Creation:
                     self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), fields, where)
                 pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
                 if epoch:
-                    pipe.set(self._keys.epoch, f"{epoch} nobody")
+                    pipe.set(self._keys.epoch, epoch_mark(epoch))
                 if fill:
                     fill(pipe)
                 pipe.execute()
@@ -98,10 +98,6 @@ class Creation:
     @property
     def _signing(self) -> Signing:
         return self._connection.signing
-
-    def _signed(self, snapshot: Snapshot, payload: bytes, epoch: int) -> dict[str, str]:
-        about, stamp = str(snapshot.fragment), self._stamps.next(epoch)
-        return self._signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
 
     def _first_epoch(self, pipe: Any, image: Image | None) -> int:
         """Return the epoch with which a signed run begins again after its Redis was lost; 0 for any other run.

@@ -7,8 +7,8 @@ import time
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import KINDS, Event, Refusal, Resume
 from archipelago.broker.redis.connection import RedisConnection, block_ms
-from archipelago.broker.redis.replies import Raw, entry_id, event_of, stream_entries
-from archipelago.broker.signing import MERGER
+from archipelago.broker.redis.replies import entry_id, event_of, stream_entries
+from archipelago.broker.signing import MERGER, Raw
 from archipelago.broker.stamps import FIRST, EventOrder, FragmentOrder, Stamp, stamp_of
 from archipelago.broker.transport import REFUSALS_AMONG, START
 
@@ -29,7 +29,7 @@ class EventStream:
 
     def last(self) -> str:
         """Return the id of the newest event, or START. Events with older stamps are replayed ones from here on."""
-        newest = self._newest(NEWEST if self._connection.signing.is_on else 1)
+        newest = self._connection.newest(self._key, NEWEST if self._connection.signing.is_on else 1)
         last = newest[0][0].decode() if newest else START
         self._order.begin(last, max((self._stamp(raw) for _, raw in newest), default=FIRST))
         return last
@@ -66,19 +66,13 @@ class EventStream:
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
         """See `ReaderClient.refusals`."""
         out: list[tuple[float, Refusal]] = []
-        for entry, raw in self._newest(REFUSALS_AMONG) if count else []:
+        for entry, raw in self._connection.newest(self._key, REFUSALS_AMONG) if count else []:
             event = self._read(entry.decode(), raw) if raw.get(b"kind") == REFUSED else None
             if isinstance(event, Refusal):
                 out.append((entry_id(entry.decode())[0] / 1000, event))
             if len(out) == count:
                 break
         return out[::-1]
-
-    def _newest(self, count: int) -> list[tuple[bytes, Raw]]:
-        found: list[tuple[bytes, Raw]] = []
-        with self._connection.forgiving(self._key, "a stream"):
-            found += self._redis.xrevrange(self._key, count=count)
-        return found
 
     def _event(self, position: str, entry: str, raw: Raw) -> Event | None:
         """Return the event that follows the entry `position`; None if it cannot be read or is not the merger's."""

@@ -24,10 +24,10 @@ from archipelago.broker.redis.keys import is_name
 from archipelago.broker.redis.leases import ShardLeases
 from archipelago.broker.redis.members import KnownMembers
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
-from archipelago.broker.redis.replies import Raw, count_in, text_fields
+from archipelago.broker.redis.replies import count_in, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.signing import MERGER, Signing
+from archipelago.broker.signing import MERGER, Raw, Signing
 
 #: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600

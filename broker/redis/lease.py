@@ -15,7 +15,7 @@ from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.failures import is_full
-from archipelago.broker.redis.replies import epoch_in
+from archipelago.broker.redis.replies import epoch_in, epoch_mark
 from archipelago.broker.redis.stored_run import StoredRun
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
@@ -104,7 +104,7 @@ class Lease:
         with self._connection.watching(self._keys.epoch) as pipe:
             epoch = self._next_epoch(pipe)
             pipe.multi()
-            pipe.set(self._keys.epoch, f"{epoch} nobody")
+            pipe.set(self._keys.epoch, epoch_mark(epoch))
             pipe.execute()
 
     def mark(self, epoch: int) -> bytes:
@@ -112,7 +112,7 @@ class Lease:
 
         The number alone is not enough: a server that loses its newest writes would give one number to two mergers.
         """
-        return f"{epoch} {self._holder}".encode()
+        return epoch_mark(epoch, self._holder)
 
     @contextmanager
     def fenced(self, epoch: int, after_round: int | None = None) -> Iterator[Any]:

@@ -9,8 +9,9 @@ from archipelago.broker.corpus_shards import Claim, Place, choose, claims_that_c
 from archipelago.broker.errors import WireError
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
-from archipelago.broker.redis.replies import Raw, text_fields
+from archipelago.broker.redis.replies import text_fields
 from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.signing import Raw
 
 #: The most claims of one island that are read. An honest island has fewer, and another one may have written any number.
 CLAIMS_MAX = 256

@@ -30,16 +30,11 @@ from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.members import KnownMembers
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.repair import RedisRepair
-from archipelago.broker.redis.replies import (
-    GROUP,
-    Raw,
-    counts_in,
-    signed_state,
-)
+from archipelago.broker.redis.replies import GROUP, counts_in, signed_state
 from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
-from archipelago.broker.signing import Signing
+from archipelago.broker.signing import Raw, Signing
 from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery, Repair
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
@@ -179,9 +174,7 @@ class RedisMerger:
             outer_at = self._chunks.place(f"o{p}.{version}.e{epoch}", commit.outer)
             failpoint("commit.placed-outer")
             differ = self._difference(commit, epoch) if commit.difference else None
-        stamp = self._stamps.next(epoch)
-        snapshot = to_fields(commit.snapshot)
-        signed = self._signing.signed("fragment", snapshot, about=str(p), payload=hashing, stamp=stamp)
+        signed = self._connection.signed_snapshot(commit.snapshot, hashing, epoch)
         with self.lease.fenced(epoch, commit.after_round) as pipe:
             failpoint("commit.watched")
             self._chunks.keep(pipe, self._keys.fragment(p), signed, snapshot_at, old_snapshot)

@@ -30,7 +30,6 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.replies import (
-    Raw,
     count_in,
     counts_in,
     entry_id,
@@ -42,7 +41,7 @@ from archipelago.broker.redis.replies import (
 from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP
+from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, Raw
 from archipelago.broker.stamps import HeartbeatOrder, stamp_of
 from archipelago.broker.transport import NOTES_KEPT, Memory, MergerStatus, Standby
 
@@ -228,20 +227,13 @@ class RedisReader:
     ) -> list[Message]:
         """Return the newest entries of a stream as messages, oldest first. Those that cannot be read are skipped."""
         out = []
-        for entry, raw in reversed(self._entries(key, count) if count else []):
+        for entry, raw in reversed(self._connection.newest(key, count) if count else []):
             try:
                 verify(raw)
                 out.append(from_fields(kind, text_fields(raw)))
             except WireError as error:
                 self._connection.warn_once(f"entry {entry.decode()} of {key}", error)
         return out
-
-    def _entries(self, key: str, count: int) -> list[tuple[bytes, Raw]]:
-        """Return the newest entries of a stream, newest first; none if the key holds no stream."""
-        found: list[tuple[bytes, Raw]] = []
-        with self._connection.forgiving(key, "a stream"):
-            found += self._redis.xrevrange(key, count=count)
-        return found
 
     def steer(self, changes: Mapping[str, str]) -> None:
         self._stored.require()

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from archipelago.broker.corpus_shards import cursor_text
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
@@ -74,10 +73,6 @@ class RedisRepair:
     @property
     def _signing(self) -> Signing:
         return self._connection.signing
-
-    def _signed(self, snapshot: Snapshot, payload: bytes, epoch: int) -> dict[str, str]:
-        about, stamp = str(snapshot.fragment), self._connection.stamps.next(epoch)
-        return self._signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
 
     def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
         wrong = self._of_another_type(manifest)
@@ -183,7 +178,10 @@ class RedisRepair:
     def write_back(self, epoch: int, repair: Repair) -> None:
         with self._connection.translated():
             placed = {
-                p: (self._chunks.place(f"f{p}.{s.version}.e{epoch}", payload), self._signed(s, payload, epoch))
+                p: (
+                    self._chunks.place(f"f{p}.{s.version}.e{epoch}", payload),
+                    self._connection.signed_snapshot(s, payload, epoch),
+                )
                 for p, (s, payload) in repair.fragments.items()
             }
             outers = {

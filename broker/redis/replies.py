@@ -14,16 +14,13 @@ from archipelago.broker.entries import NUMBER_MAX
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import COUNT_MAX, EVENTS, Books, Event, from_fields
 from archipelago.broker.redis.keys import is_name
-from archipelago.broker.signing import MERGER, SIGNATURE, Signing
+from archipelago.broker.signing import MERGER, SIGNATURE, Raw, Signing
 from archipelago.broker.transport import START
 
 #: The consumer group of the updates stream.
 GROUP = "merger"
 #: A larger epoch is damage. Every take-over counts one.
 EPOCH_MAX = 1 << 53
-
-#: The fields of an entry or hash as the server returns them.
-Raw = Mapping[bytes, bytes]
 
 
 def text_fields(raw: Raw) -> dict[str, str]:
@@ -42,6 +39,11 @@ def entry_id(entry: str) -> tuple[int, int]:
     return int(milliseconds), int(number or 0)
 
 
+def epoch_mark(epoch: int, holder: str = "nobody") -> bytes:
+    """Return the value of the epoch's key. The holder is the merger that serves."""
+    return f"{epoch} {holder}".encode()
+
+
 def epoch_in(mark: bytes | None) -> int:
     """Return the number with which the epoch's key begins; 0 if there is none, or no merger can have written it."""
     try:
@@ -58,7 +60,11 @@ def next_id(entry: str) -> str:
 
 
 def entries_by_stream(found: Any) -> Iterator[tuple[str, str, Raw]]:
-    """Yield the key, the id and the fields of each entry that a read of several streams returned."""
+    """Yield the key, the id and the fields of each entry that a read of several streams returned.
+
+    Args:
+        found: A list of pairs (the reply in RESP2), a map (the reply in RESP3), or nothing.
+    """
     if not found:
         return
     for key, entries in found.items() if isinstance(found, dict) else found:
@@ -68,14 +74,8 @@ def entries_by_stream(found: Any) -> Iterator[tuple[str, str, Raw]]:
 
 
 def stream_entries(found: Any) -> Iterator[tuple[str, Raw]]:
-    """Yield the entries of one stream from a list of pairs (the reply in RESP2) or a map (the reply in RESP3)."""
-    if not found:
-        return
-    streams: Any = found.values() if isinstance(found, dict) else (entries for _, entries in found)
-    for entries in streams:
-        flat = entries[0] if entries and isinstance(entries[0], list) else entries
-        for entry, raw in flat:
-            yield entry.decode(), raw or {}
+    """Yield the id and the fields of each entry that a read of one stream returned."""
+    return ((entry, raw) for _, entry, raw in entries_by_stream(found))
 
 
 def event_of(raw: Raw) -> Event | None:
@@ -99,18 +99,21 @@ def counts_in(fields: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
     """
     counts, faults = {}, []
     for name in (f.name for f in dataclasses.fields(Books) if f.name in fields):
-        text = fields[name]
-        if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII):
-            counts[name] = min(int(text), COUNT_MAX)
-        else:
+        count = _count(fields[name])
+        if count is None:
             faults.append(name)
+        else:
+            counts[name] = count
     return counts, faults
 
 
 def count_in(value: bytes | None) -> int:
     """Return a counter, at most COUNT_MAX; 0 for a value that is missing or no number."""
-    text = (value or b"").decode("utf-8", "replace")
-    return min(int(text), COUNT_MAX) if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII) else 0
+    return _count((value or b"").decode("utf-8", "replace")) or 0
+
+
+def _count(text: str) -> int | None:
+    return min(int(text), COUNT_MAX) if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII) else None
 
 
 def group_of(groups: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import is_name
-from archipelago.broker.redis.replies import Raw
+from archipelago.broker.signing import Raw
 from archipelago.broker.transport import STANDBY_SECONDS, Standby
 
 #: The hash expires this long after its last change, because standbys that were killed remove nothing.

@@ -15,16 +15,8 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
 from archipelago.broker.redis.connection import PAGE, RedisConnection
-from archipelago.broker.redis.replies import (
-    GROUP,
-    Raw,
-    entry_id,
-    group_of,
-    last_delivered,
-    names_in,
-    next_id,
-    text_fields,
-)
+from archipelago.broker.redis.replies import GROUP, entry_id, group_of, last_delivered, names_in, next_id, text_fields
+from archipelago.broker.signing import Raw
 from archipelago.broker.transport import START, Delivery
 
 #: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
