@@ -206,7 +206,10 @@ def from_file(path: Path) -> TextTokenizer:
         ) from None
     inner.no_truncation()  # Files of Hugging Face may cut long texts, or fill up short ones.
     inner.no_padding()
-    return _checked(TextTokenizer(inner))
+    try:
+        return _checked(TextTokenizer(inner))
+    except DataError as error:
+        raise DataError(f"{path} cannot be used: {error.what}", error.remedy, code=error.code) from None
 
 
 def _checked(tokenizer: TextTokenizer) -> TextTokenizer:

@@ -17,6 +17,7 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.settings import say
 from archipelago.ops.weights.safetensors_files import WeightFiles
+from archipelago.ops.weights.tokenizers import require_tokenizer
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,32 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.data.sharding import held_out
-    from archipelago.islands.models.registry import build
 
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
     require_readable(config, corpus)
     if weights is not None:
-        WeightFiles(weights).require(build(config.model).tensors)
+        require_fitting(WeightFiles(weights), config, corpus)
     Batches(corpus.train, config, lambda: None)
     held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
     return config, corpus
+
+
+def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -> bool:
+    """Check that the weights fit the model, and that the corpus was made with the tokenizer of the weights.
+
+    Returns:
+        False if the weights do not say which tokenizer they were trained with.
+
+    Raises:
+        DataError: They do not fit (`weights.unfit`, `weights.tokenizer`).
+    """
+    from archipelago.islands.models.registry import build
+
+    model = build(config.model)
+    is_known = model.decoder is None or require_tokenizer(files, corpus)
+    files.require(model.tensors)
+    return is_known
 
 
 def create(transport: Transport, config: RunConfig, weights: Path | None = None) -> tuple[Manifest, bool]:
@@ -99,6 +116,9 @@ def create(transport: Transport, config: RunConfig, weights: Path | None = None)
     params = None
     if weights is not None and transport.run not in transport.reader.runs():
         files = WeightFiles(weights)
+        if not require_fitting(files, fitting, corpus):
+            say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
+                f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
         params = files.load(manifest.tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
     try:

@@ -16,7 +16,7 @@ from archipelago.broker.files import staged_folder
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
 from archipelago.ops.weights.parameters import RunParameters, find, has_text, tokenizer_of
-from archipelago.ops.weights.safetensors_files import CONFIG_FILE, ORBAX_FOLDER
+from archipelago.ops.weights.safetensors_files import CONFIG_FILE, ORBAX_FOLDER, TOKENIZER_KEY
 
 if TYPE_CHECKING:
     import jax
@@ -122,7 +122,8 @@ def write(found: RunParameters, out: Path, form: str, dtype: str) -> str:
             _write_orbax(stage / ORBAX_FOLDER, found.params, dtype)
         else:
             path = stage / WEIGHTS_FILE
-            _write_safetensors(path, found.params, dtype, is_llama=config["model_type"] == "llama")
+            meaning = {TOKENIZER_KEY: tokenizer.meaning} if tokenizer else {}
+            _write_safetensors(path, found.params, dtype, meaning, is_llama=config["model_type"] == "llama")
             path.chmod((stage / CONFIG_FILE).stat().st_mode)  # Safetensors lets only the user read the file.
         if tokenizer is not None:
             _write_tokenizer(stage, tokenizer, found.manifest.config.data.sequence_length)
@@ -167,7 +168,7 @@ def _cast(params: Params, dtype: str) -> dict[str, jax.Array]:
     return {name: value.astype(jnp.dtype(dtype)) for name, value in params.items()}
 
 
-def _write_safetensors(path: Path, params: Params, dtype: str, *, is_llama: bool) -> None:
+def _write_safetensors(path: Path, params: Params, dtype: str, metadata: Mapping[str, str], *, is_llama: bool) -> None:
     from safetensors.flax import save_file
 
     from archipelago.islands.models.llama import to_llama
@@ -176,7 +177,7 @@ def _write_safetensors(path: Path, params: Params, dtype: str, *, is_llama: bool
     for name, value in _cast(params, dtype).items():
         place = to_llama(name) if is_llama else None
         tensors[place.name if place else name] = value.T if place and place.transposed else value
-    save_file(tensors, str(path), metadata={"format": "pt"})
+    save_file(tensors, str(path), metadata={"format": "pt", **metadata})
 
 
 def _write_orbax(path: Path, params: Params, dtype: str) -> None:

@@ -24,6 +24,7 @@ from archipelago.ops.settings import say
 from archipelago.ops.weights.export import OWN_KIND
 from archipelago.ops.weights.parameters import find, tokenizer_of
 from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config
+from archipelago.ops.weights.tokenizers import tokenizer_beside
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
@@ -182,12 +183,10 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
 
 
 def _of_export(folder: Path) -> TextModel:
-    from archipelago.islands.data.tokenizer import FILE, from_file
-
     files = WeightFiles(folder)
     model, name, context = _described(folder, files)
     params = files.load(_of_text(model, name).tensors)
-    return TextModel(model, params, from_file(folder / FILE), _context(context), str(folder))
+    return TextModel(model, params, tokenizer_beside(files), _context(context), str(folder))
 
 
 def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 ORBAX_FOLDER = "orbax"
+#: Where an export says which tokenizer its weights were trained with, in the metadata of the file.
+TOKENIZER_KEY = "archipelago.tokenizer"
 _CONFIG_BYTES_MAX = 16 << 20
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 #: A table that older programs store with the weights.
@@ -44,6 +46,10 @@ class FileTensor:
 class WeightFiles:
     """The tensors of a file, or of all `*.safetensors` of a folder, by our names. Opening reads only the headers.
 
+    Attributes:
+        folder: The folder of the files.
+        tokenizer: The `meaning` of the tokenizer that the weights were trained with; empty if they do not say it.
+
     Raises:
         DataError: There are none (`weights.missing`), or a header is damaged (`weights.damaged`).
         ConfigError: A `config.json` beside them describes a Llama that our transformer cannot be (`llama.different`).
@@ -51,6 +57,8 @@ class WeightFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.folder = path if path.is_dir() else path.parent
+        self.tokenizer = ""
         self.files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not self.files and (path / ORBAX_FOLDER).is_dir():
             raise DataError(
@@ -62,7 +70,7 @@ class WeightFiles:
                 "Name a .safetensors file, or a folder with one, such as `archipelago export` writes.",
                 code="weights.missing",
             )
-        self.config = read_config(path if path.is_dir() else path.parent)
+        self.config = read_config(self.folder)
         if self.config.get("model_type") == "llama":
             from archipelago.islands.models.llama import require_compatible
 
@@ -78,6 +86,7 @@ class WeightFiles:
 
         try:
             with safe_open(file, framework="numpy") as opened:
+                self.tokenizer = (opened.metadata() or {}).get(TOKENIZER_KEY, self.tokenizer)
                 for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                     place, part = from_llama(name), opened.get_slice(name)
                     held = FileTensor(file, name, tuple(part.get_shape()), part.get_dtype(), place.transposed)
