@@ -24,6 +24,7 @@ from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.actions import sentence, stamped
 from archipelago.ops.dashboard.assets import FILES, PAGE, chart_library
 from archipelago.ops.dashboard.hosts import HostCheck
+from archipelago.ops.dashboard.run_list import RunList
 from archipelago.ops.dashboard.watcher import Board, Watcher, to_json
 
 BODY_BYTES_MAX = 1 << 16
@@ -45,6 +46,7 @@ def application(
     wall: Callable[[], float] = time.time,
     clock: Callable[[], float] = time.monotonic,
     names: Collection[str] = ("localhost",),
+    runs: RunList | None = None,
 ) -> Starlette:
     """Return the web application.
 
@@ -55,8 +57,9 @@ def application(
         clock: Monotonic seconds.
         names: Host names that requests may carry, beside addresses. Other names are refused, so a page of another
             site whose name resolves to this machine cannot read the dashboard.
+        runs: The runs that the page compares; None for this run alone.
     """
-    service = _Service(watch, token, wall, clock)
+    service = _Service(watch, token, wall, clock, runs)
     library = chart_library()
     files = [Route(at, _file(PAGE / name, FRESH)) for at, name in FILES.items()]
     kept = {**HEADERS, "Cache-Control": "max-age=86400"}
@@ -67,6 +70,7 @@ def application(
         Route("/metrics", service.metrics),
         Route("/api/view", service.view),
         Route("/api/events", service.events),
+        Route("/api/runs", service.runs),
         Route("/api/steer", service.steer, methods=["POST"]),
     ]
     named = Middleware(HostCheck, names=names)
@@ -85,8 +89,10 @@ def _answer(status: int, text: str, **more: str) -> Response:
 
 
 class _Service:
-    def __init__(self, watch: Watcher, token: str, wall: Callable[[], float], clock: Callable[[], float]) -> None:
-        self.watch, self.wall, self.clock = watch, wall, clock
+    def __init__(
+        self, watch: Watcher, token: str, wall: Callable[[], float], clock: Callable[[], float], runs: RunList | None
+    ) -> None:
+        self.watch, self.wall, self.clock, self.run_list = watch, wall, clock, runs
         self._token = token.encode()
 
     @property
@@ -119,6 +125,12 @@ class _Service:
     def _fault(self) -> str:
         fault = self.board.fault(self.clock())
         return to_json({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more}) if fault else "null"
+
+    async def runs(self, request: Request) -> Response:
+        """Answer with the runs of this Redis and of the folder."""
+        empty = {"own": self.watch.manifest.run, "folder": "", "runs": []}
+        found = await run_in_threadpool(self.run_list.newest) if self.run_list else empty
+        return Response(to_json(found), media_type="application/json", headers=FRESH)
 
     async def events(self, request: Request) -> Response:
         """Answer with server-sent events `page`, `charts` and `fault`, each when it changes."""

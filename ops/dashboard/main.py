@@ -18,7 +18,8 @@ from urllib.parse import quote
 
 from archipelago.broker import extras
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.process import RunAddress, print_json, stop_on_signals
+from archipelago.broker.process import RunAddress, connect_to, print_json, stop_on_signals
+from archipelago.ops.dashboard.run_list import RunList
 from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.settings import say
 
@@ -41,6 +42,8 @@ class DashOptions(RunAddress):
     """port to listen on; 0 takes a free one"""
     token: str | None = None
     """token that changes need; default $ARCHIPELAGO_TOKEN, or a random one that is printed at the start"""
+    folder: Path = Path("runs")
+    """where runs of `up` keep their reports, which the page compares with this run"""
     open: bool = True
     """open the page in a browser if this machine has one"""
     screenshot: Path | None = None
@@ -57,17 +60,18 @@ def main(options: DashOptions) -> int:
     transport = options.connect()
     try:
         watch = Watcher(transport, transport.reader.manifest())
+        runs = RunList(lambda name: connect_to(options.url, name), transport.run, options.folder, time.monotonic)
         if options.screenshot is not None:
             from archipelago.ops.dashboard.screenshot import take
 
-            with serving(watch, token, "127.0.0.1", 0) as address:
+            with serving(watch, token, "127.0.0.1", 0, runs=runs) as address:
                 paths = [str(path) for path in take(address, token, options.screenshot, stopped)]
             if options.json:
                 print_json({"files": paths})
             else:
                 say("\n".join(paths))
             return 0
-        with serving(watch, token, options.host, options.port, options.name) as address:
+        with serving(watch, token, options.host, options.port, options.name, runs) as address:
             _greet(watch.manifest.run, address, token, options)
             while not stopped():
                 time.sleep(0.1)
@@ -104,7 +108,9 @@ def _has_screen() -> bool:
 
 
 @contextmanager
-def serving(watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = ()) -> Iterator[str]:
+def serving(
+    watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = (), runs: RunList | None = None
+) -> Iterator[str]:
     """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError.
 
     Args:
@@ -113,13 +119,14 @@ def serving(watch: Watcher, token: str, host: str, port: int, names: Sequence[st
         host: The address or name to listen on.
         port: The port to listen on; 0 takes a free one.
         names: Host names that requests may carry, beside this machine's own names and addresses.
+        runs: The runs that the page compares; None for this run alone.
     """
     import uvicorn
 
     from archipelago.ops.dashboard.app import application
     from archipelago.ops.dashboard.hosts import own_names
 
-    app = application(watch, token, names=own_names(host).union(names))
+    app = application(watch, token, names=own_names(host).union(names), runs=runs)
     with _listening(host, port) as listener:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,
