@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 from archipelago.ops import verbs
@@ -15,6 +16,8 @@ VERBS: Verbs = {
     "island": Verb("archipelago.islands.main", "IslandOptions", "Join a run and train."),
     "merger": Verb("archipelago.merger.main", "MergerOptions", "Serve a run: merge what its islands send."),
     "status": Verb("archipelago.ops.watch.status", "StatusOptions", "Show a run, once or live with --watch."),
+    "runs": Verb("archipelago.ops.watch.runs", "RunsOptions", "List the runs of a Redis and of the folder of runs."),
+    "rm": Verb("archipelago.ops.launch.rm", "RmOptions", "Delete a run."),
     "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run in the browser, and steer it there."),
     "steer": Verb("archipelago.ops.watch.steer", "SteerOptions", "Change the settings of a running run."),
     "invite": Verb("archipelago.ops.launch.invite", "InviteOptions", "Give a member of a run credentials of its own."),
@@ -34,4 +37,13 @@ VERBS: Verbs = {
 
 def run(args: Sequence[str], begin: Callable[[], None] = verbs.nothing) -> int:
     """Run the verb that `args` begins with, and return its exit status. `begin` is called once its code is loaded."""
+    if list(args) in (["--version"], ["version"]):
+        return _print_version()
     return verbs.run("archipelago", SUMMARY, VERBS, args, begin)
+
+
+def _print_version() -> int:
+    from importlib.metadata import version
+
+    sys.stdout.write(f"archipelago {version('archipelago-train')}\n")
+    return 0

@@ -102,7 +102,7 @@ def _overview(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> 
     out.write(f"usage: {program} VERB [OPTIONS]\n\n{summary}\n\n")
     for name, verb in verbs.items():
         out.write(f"  {name:<10}{verb.summary}\n")
-    out.write(f"\n`{program} VERB --help` lists the options of a verb.\n")
+    out.write(f"\n`{program} VERB --help` lists the options of a verb, with examples.\n")
     if not asked:
         out.write(f"`{program} --help` shows this list.\n")
     return 0 if asked else 2

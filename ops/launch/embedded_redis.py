@@ -177,6 +177,18 @@ def running(path: Path) -> str | None:
     return _url(port, password) if port and server_state(port, password) == "ready" else None
 
 
+def url_of_running(folder: Path) -> str:
+    """Return the address of the server of a folder, with its password; empty if it does not run."""
+    files = RedisFolder(folder.absolute())
+    if not files.config.exists():
+        return ""
+    port, password = files.last_address()
+    is_open = files.was_open()
+    if server_state(port, password, files.tls if is_open else None) in ("silent", "foreign"):
+        return ""
+    return _open_url(LOOPBACK, port, password) if is_open else _url(port, password)
+
+
 def _tls(folder: Path, opening: Opening | None) -> Tls | None:
     return RedisFolder(folder).tls if opening else None
 

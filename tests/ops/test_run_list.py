@@ -1,0 +1,210 @@
+"""`archipelago runs` and `archipelago rm`: runs are listed, and exactly one of them is deleted."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+import archipelago
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.invitation import Member
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.ops.commands import run
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from tests import samples
+from tests.failing import failing
+
+
+@pytest.fixture
+def url(server: Server) -> Iterator[str]:
+    """Return the URL of a database without runs."""
+    mine = server.url.removesuffix("/0") + "/6"
+    with redis.Redis.from_url(mine) as client:
+        client.flushdb()
+        yield mine
+        client.flushdb()
+
+
+@pytest.fixture
+def raw(url: str) -> Iterator[Any]:
+    with redis.Redis.from_url(url) as client:
+        yield client
+
+
+def create(url: str, name: str, *islands: str, state: str = "left") -> RedisTransport:
+    """Create a run with the keys that islands and mergers write."""
+    transport = connect(url, name)
+    manifest = samples.manifest(name)
+    transport.create(manifest, samples.first_snapshots(manifest))
+    for island in islands:
+        transport.island.heartbeat(samples.heartbeat(island, state=state))
+        transport.island.publish(samples.contribution(island=island), b"payload")
+    return transport
+
+
+def listed(capsys: pytest.CaptureFixture[str], *args: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert run(["runs", *args, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["runs"]
+    return found
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"archipelago {archipelago.__version__}\n"
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_of_a_redis_with_their_state(url: str, raw: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert listed(capsys, url) == []
+    create(url, "fresh").close()
+    create(url, "left", "a", state="left").close()
+    create(url, "alone", "a", "b", state="training").close()
+    served = create(url, "served", "a", state="training")
+    served.merger.acquire("me", 5.0)
+    paused = create(url, "paused")
+    paused.reader.steer({"merging": "paused"})
+    create(url, "broken").close()
+    raw.hset("{broken:s0}:manifest", mapping=dict.fromkeys(raw.hkeys("{broken:s0}:manifest"), b"\xff"))
+    found = {entry["run"]: entry for entry in listed(capsys, url)}
+    assert {name: entry["state"] for name, entry in found.items()} == {
+        "alone": "no merger", "broken": "unreadable", "fresh": "new", "left": "waiting", "paused": "paused",
+        "served": "training",
+    }  # fmt: skip
+    assert (found["alone"]["live"], found["alone"]["known"]) == (2, 2)
+    assert found["fresh"]["idle_seconds"] is None
+    assert found["left"]["idle_seconds"] < 60
+    assert run(["runs", url]) == 0
+    assert "no merger" in capsys.readouterr().out
+    served.close()
+    paused.close()
+
+
+def folder_of(name: str, **report: object) -> Path:
+    """Make the folder of a run of `up` that has ended."""
+    folder = Path("runs") / name
+    (folder / "merger" / "checkpoints" / "12").mkdir(parents=True)
+    (folder / "config.toml").write_text("[inner]\nsteps = 77\n[model]\nsize = 'small'\n")
+    if report:
+        (folder / "report.json").write_text(json.dumps(report))
+    return folder
+
+
+def test_runs_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert listed(capsys) == []
+    assert run(["runs"]) == 0
+    folder_of("cut")
+    folder_of("whole", finished=True, steps=77, rounds=25, islands=3)
+    (Path("runs") / "other" / "logs").mkdir(parents=True)
+    cut, whole = listed(capsys)
+    assert (cut["run"], cut["state"], cut["round"], cut["steps"], cut["model"]) == ("cut", "stopped", 12, 77, "small")
+    assert (whole["state"], whole["round"], whole["step"], whole["known"]) == ("finished", 25, 77, 3)
+    assert whole["where"] == str(Path("runs") / "whole")
+
+
+def test_a_run_whose_own_redis_runs_is_read_from_it(capsys: pytest.CaptureFixture[str]) -> None:
+    folder_of("mine")
+    with start_server(Path("runs/mine/redis")) as own:
+        create(own.url, "mine", "a", state="training").close()
+        (entry,) = listed(capsys)
+        assert (entry["state"], entry["live"]) == ("no merger", 1)
+        with failing(BrokerError, "run.alive"):
+            run(["rm", "mine", "--yes"])
+    assert listed(capsys)[0]["state"] == "stopped"
+
+
+# -- rm -------------------------------------------------------------------------------------------------------------
+
+
+def test_rm_deletes_exactly_one_run(url: str, raw: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("old", "old2", "ol", "old.old", "OLD"):
+        create(url, name, "a", "b").close()
+    raw.set("{old:s0}:damaged:tape", "x")
+    raw.set("{old:s0}:m:f0.0:0", "x")
+    raw.set("older:island:a", "of another program")
+    others = {key: raw.dump(key) for key in raw.scan_iter() if not key.startswith((b"{old:s0}:", b"old:"))}
+    others.pop(b"archipelago:runs")
+    assert run(["rm", "old", url, "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["keys"] >= 8
+    assert {key: raw.dump(key) for key in raw.scan_iter() if key != b"archipelago:runs"} == others
+    assert raw.smembers("archipelago:runs") == {b"old2", b"ol", b"old.old", b"OLD"}
+    with failing(UnknownRunError):
+        run(["rm", "old", url, "--yes"])
+
+
+def test_rm_ends_what_an_interrupted_deletion_has_begun(url: str, raw: Any) -> None:
+    create(url, "old", "a").close()
+    raw.delete("{old:s0}:manifest")
+    assert run(["rm", "old", url, "--yes"]) == 0
+    assert raw.keys() == []
+
+
+@pytest.mark.parametrize("who", ["island", "merger", "standby"])
+def test_rm_refuses_while_processes_live_unless_it_is_forced(url: str, raw: Any, who: str) -> None:
+    transport = create(url, "old", "a", state="training" if who == "island" else "left")
+    if who == "merger":
+        transport.merger.acquire("me", 60.0)
+    if who == "standby":
+        transport.merger.stand_by("me")
+    before = sorted(raw.keys())
+    with failing(BrokerError, "run.alive"):
+        run(["rm", "old", url, "--yes"])
+    assert sorted(raw.keys()) == before
+    assert run(["rm", "old", url, "--yes", "--force"]) == 0
+    assert raw.keys() == []
+    with failing(UnknownRunError):  # A merger that still serves ends, and repairs nothing.
+        transport.merger.acquire("me", 60.0)
+    assert raw.keys() == []
+    transport.close()
+
+
+class Terminal(io.StringIO):
+    """Standard input on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_rm_asks_for_the_name(url: str, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(url, "old").close()
+    for answer in (io.StringIO("old\n"), Terminal("ol\n"), Terminal("")):
+        monkeypatch.setattr(sys, "stdin", answer)
+        with failing(ConfigError, "rm.unconfirmed"):
+            run(["rm", "old", url])
+    assert raw.keys() != []
+    monkeypatch.setattr(sys, "stdin", Terminal("old\n"))
+    assert run(["rm", "old", url]) == 0
+    assert raw.keys() == []
+
+
+def test_rm_deletes_the_users_of_members(url: str, raw: Any) -> None:
+    transport = create(url, "old")
+    transport.membership.set_user("old~oslo", "secret", ["reset", "on"])
+    transport.membership.put("oslo", Member(role="viewer", user="old~oslo"))
+    transport.close()
+    assert run(["rm", "old", url, "--yes"]) == 0
+    assert "old~oslo" not in raw.acl_users()
+
+
+def test_rm_without_a_url_deletes_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    folder, other = folder_of("old"), folder_of("old2")
+    foreign = Path("runs/notes/logs")
+    foreign.mkdir(parents=True)
+    for name in ("notes", "missing"):
+        with failing(ConfigError, "rm.no-run"):
+            run(["rm", name, "--yes"])
+    with failing(ConfigError, "config.name"):
+        run(["rm", "..", "--yes"])
+    assert run(["rm", "old", "--yes"]) == 0
+    assert not folder.exists()
+    assert other.exists()
+    assert foreign.exists()
