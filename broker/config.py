@@ -9,6 +9,7 @@ The `Attributes` sections are also the help texts of the command line.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from archipelago.broker.errors import ConfigError
 
@@ -279,18 +281,31 @@ def _adapter() -> TypeAdapter[RunConfig]:
     return TypeAdapter(RunConfig)
 
 
+_UNKNOWN = "unexpected_keyword_argument"
+
+
+def _key(fault: ErrorDetails) -> str:
+    return ".".join(map(str, fault["loc"]))
+
+
+def _similar(unknown: str) -> str:
+    """Return a question about the setting whose name is most similar; empty if there is none."""
+    found = difflib.get_close_matches(unknown, flat(RunConfig()), 1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
 def checked(settings: RunConfig | Mapping[str, Any], source: str = "the settings") -> RunConfig:
     """Return the config if every value is in range. Raises ConfigError that names each wrong key and its value."""
     values = dataclasses.asdict(settings) if isinstance(settings, RunConfig) else settings
     try:
         return _adapter().validate_python(values)
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}"
-            + ("" if fault["type"] == "unexpected_keyword_argument" else f", not {fault['input']!r}")
+        unknown = [_key(fault) for fault in error.errors() if fault["type"] == _UNKNOWN]
+        faults = [f"there is no setting {key}{_similar(key)}" for key in unknown] + [
+            f"{_key(fault)}: {fault['msg'].lower()}, not {fault['input']!r}"
             for fault in error.errors()
+            if fault["type"] != _UNKNOWN
         ]
-        unknown = any(fault["type"] == "unexpected_keyword_argument" for fault in error.errors())
         raise ConfigError(
             f"{source} cannot be used: " + "; ".join(faults),
             "See `archipelago init --help`.",
@@ -327,10 +342,14 @@ def from_toml(path: Path) -> RunConfig:
 def differences(theirs: RunConfig, ours: RunConfig) -> list[str]:
     """Return `key: theirs → ours` for every setting in which two configs differ."""
 
-    def flat(value: Any, prefix: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {prefix: value}
-        return {k: v for name, part in value.items() for k, v in flat(part, f"{prefix}.{name}".lstrip(".")).items()}
-
-    a, b = flat(dataclasses.asdict(theirs), ""), flat(dataclasses.asdict(ours), "")
+    a, b = flat(theirs), flat(ours)
     return [f"{key}: {a[key]} → {b[key]}" for key in a if a[key] != b[key]]
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Return the settings by their whole names, such as `sync.interval`."""
+    sections = dataclasses.asdict(config)
+    out: dict[str, Any] = {}
+    for name, value in sections.items():
+        out |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return out

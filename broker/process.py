@@ -267,7 +267,9 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
     url = url or os.environ.get(URL_VARIABLE)
     if not url:
         raise ConfigError(
-            "no Redis URL was given", f"Give it (redis://HOST:PORT) as an argument, or in ${URL_VARIABLE}."
+            "no Redis URL was given",
+            f"Give it (redis://HOST:PORT) as an argument, or in ${URL_VARIABLE}.",
+            code="config.no-url",
         )
     run = run or os.environ.get(RUN_VARIABLE)
     if invited := invitation_at(url):
@@ -281,7 +283,11 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         finder.close()
     if len(runs) != 1:
         here = f"there are {len(runs)} runs ({', '.join(runs)})" if runs else "there is no run"
-        raise ConfigError(f"{here} at that Redis", "Choose one with --run, or create one with `archipelago init`.")
+        raise ConfigError(
+            f"{here} at that Redis",
+            "Choose one with --run, or create one with `archipelago init`.",
+            code="config.which-run" if runs else "config.no-run",
+        )
     return connect(url, runs[0])
 
 

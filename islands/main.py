@@ -131,9 +131,17 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
 
 def _require_valid(options: IslandOptions) -> None:
     if options.scan_steps < 0:
-        raise ConfigError(f"--scan-steps is {options.scan_steps}", "Give a number of steps, or 0 to measure.")
+        raise ConfigError(
+            f"--scan-steps is {options.scan_steps}",
+            "Give a number of steps, or 0 to measure.",
+            code="config.scan-steps",
+        )
     if not 0.0 <= options.step_seconds_min < math.inf:
-        raise ConfigError(f"--step-seconds-min is {options.step_seconds_min}", "Give seconds, or 0 for none.")
+        raise ConfigError(
+            f"--step-seconds-min is {options.step_seconds_min}",
+            "Give seconds, or 0 for none.",
+            code="config.step-seconds",
+        )
     if not 0.0 <= options.evaluate_every < math.inf:
         raise ConfigError(
             f"--evaluate-every cannot be {options.evaluate_every}",
@@ -187,8 +195,6 @@ def _run(
         awaited(transport.reader.control), name, manifest.run
     )  # before the island claims anything under that name
     require_free(folder, name, awaited(transport.reader.presences))
-    with suppress(OSError):  # An island trains without checkpoints where it cannot write.
-        make_untracked(folder)
     keep_compiled()
 
     from archipelago.islands import telemetry
@@ -202,6 +208,8 @@ def _run(
     if prepared is None or not prepared.fits(manifest, options.corpus):
         prepared = prepare(manifest, options.corpus)
     awaited(partial(register_text, prepared.corpus, transport, options.corpus))
+    with suppress(OSError):  # An island trains without checkpoints where it cannot write.
+        make_untracked(folder)
     store = IslandStore(folder, manifest)
     returned = awaited(lambda: transport.island.claim_checkpoint(name))
     whole = store.find(*returned) if returned else None

@@ -62,7 +62,11 @@ def main(options: MergerOptions) -> int:
     stopped = stop_on_signals()
     origin = options.log_as("merger", options.run)
     if options.lease_seconds < LEASE_SECONDS_MIN:
-        raise ConfigError(f"--lease-seconds cannot be {options.lease_seconds}", f"Give at least {LEASE_SECONDS_MIN}.")
+        raise ConfigError(
+            f"--lease-seconds cannot be {options.lease_seconds}",
+            f"Give at least {LEASE_SECONDS_MIN}.",
+            code="config.lease-seconds",
+        )
     if not 0.0 <= options.checkpoint_every < math.inf:
         raise ConfigError(
             f"--checkpoint-every cannot be {options.checkpoint_every}",

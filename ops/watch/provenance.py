@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import RunConfig, flat
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.watch.formatting import ago, number, size
@@ -65,7 +65,7 @@ def provenance(
         report: The run's report.json; empty if there is none.
         picture: The run's loss.png; empty if there is none.
     """
-    flat, defaults = _flat(dataclasses.asdict(manifest.config)), _flat(dataclasses.asdict(RunConfig()))
+    settings, defaults = flat(manifest.config), flat(RunConfig())
     machines = _machines(view)
     return Provenance(
         sections={
@@ -75,8 +75,8 @@ def provenance(
             "Versions": dict(manifest.versions),
             "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
         },
-        settings={key: _text(value) for key, value in flat.items()},
-        changed=[key for key, value in flat.items() if value != defaults[key]],
+        settings={key: _text(value) for key, value in settings.items()},
+        changed=[key for key, value in settings.items() if value != defaults[key]],
         commands=commands(manifest, view.known, len(machines), [e for e in tape if e.steered]),
         picture=picture,
     )
@@ -185,13 +185,6 @@ def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
                 out[key] = inner
         elif value != defaults[key] and value is not None:
             out[key] = value
-    return out
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return out
 
 

@@ -146,7 +146,9 @@ def of_folder(folder: Path) -> Figures:
         return _of_own_server(folder)
     image = MergerFolder(folder / "merger").store.load()
     if image is None:
-        raise ConfigError(f"{folder} holds no checkpoint and no Redis data", "Give the URL of the run's Redis.")
+        raise ConfigError(
+            f"{folder} holds no checkpoint and no Redis data", "Give the URL of the run's Redis.", code="report.no-data"
+        )
     return of_image(image, *_left_in(folder), time.time())
 
 

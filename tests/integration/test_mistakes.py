@@ -1,0 +1,293 @@
+"""Mistakes that new users make, one command line each: each ends with one clear error and leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.observe.logs import LOGGERS
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.data.preparation import prepare_text
+from archipelago.ops.commands import run
+from archipelago.ops.launch.embedded_redis import Server
+from tests import samples
+
+ROOT = Path(__file__).parents[2]
+#: In command lines: RUNS is the URL of a Redis with one run, alpha. NONE has no run. AWAY does not answer. TAKEN is a
+#: port in use. NEW stands for flags with which `init` creates a run.
+NEW = "--data.corpus small --data.shards 4"
+MISTAKES = [
+    # the address of the Redis
+    ("status", "config.no-url"),
+    ("status localhost:6379", "invitation.no-file"),
+    ("status http://localhost", "broker.bad-url"),
+    ("status redis://localhost:port", "broker.bad-url"),
+    ("status AWAY", "broker.unreachable"),
+    ("status WRONG_PASSWORD", "broker.access"),
+    pytest.param("status NOT_TLS", "broker.unreachable", marks=pytest.mark.full),  # The connection times out.
+    ("status RUNS99", "broker.refused-command"),
+    ("status missing.join", "invitation.no-file"),
+    ("status open.join", "invitation.open"),
+    ("status damaged.join", "invitation.damaged"),
+    # the name of the run
+    ("status NONE", "config.no-run"),
+    ("status RUNS --run beta", "broker.unknown-run"),
+    ("evaluate RUNS --run beta", "broker.unknown-run"),
+    ("invite oslo RUNS --run beta", "broker.unknown-run"),
+    ("init NONE NEW --run 'a b'", "config.name"),
+    ("up --run ../x", "config.name"),
+    # settings
+    ("init RUNS NEW --run alpha", "config.mismatch"),
+    ("init NONE NEW --model.size huge", "model.unknown"),
+    ("init NONE NEW --model.size digits", "config.corpus-kind"),
+    ("init NONE NEW --model.vocabulary 100", "config.value"),
+    ("init NONE NEW --sync.fragments 99999", "config.value"),
+    ("init NONE NEW --sync.interval=-1", "config.value"),
+    ("init NONE NEW --inner.steps 0", "config.value"),
+    ("init NONE NEW --inner.learning-rate nan", "config.value"),
+    ("init NONE NEW --outer.momentum 2", "config.value"),
+    ("init NONE --config none.toml", "config.unreadable"),
+    ("init NONE --config empty", "config.unreadable"),
+    ("init NONE --config bad.toml", "config.not-toml"),
+    ("init NONE --config latin.toml", "config.not-toml"),
+    ("init NONE --config unknown.toml", "config.unknown-key"),
+    ("init NONE --config", "config.no-path"),
+    # text and weights
+    ("init NONE --data.corpus nope", "data.missing"),
+    ("init NONE --data.corpus small --data.shards 16384", "data.too-small"),
+    ("init NONE NEW --data.sequence-length 100000", "data.too-small"),
+    ("init NONE NEW --from nothing", "weights.missing"),
+    ("init NONE NEW --from empty", "weights.missing"),
+    ("init NONE NEW --from nonsense.safetensors", "weights.damaged"),
+    ("prepare missing", "data.no-source"),
+    ("prepare empty", "data.too-small"),
+    ("prepare tiny.txt", "data.too-small"),
+    ("prepare text --name 'a b'", "config.name"),
+    ("prepare text --name stdlib", "data.taken"),
+    ("prepare text --tokenizer bpe:5", "tokenizer.bad-name"),
+    ("prepare text --tokenizer words", "tokenizer.bad-name"),
+    ("prepare text --name other --tokenizer empty.json", "tokenizer.damaged"),
+    ("prepare enwik8 --path missing.zip", "data.unreadable"),
+    # workers
+    ("island AWAY --run x --wait-seconds 0", "broker.unreachable"),
+    ("island RUNS --name a/b", "config.name"),
+    ("island RUNS --corpus nope", "data.missing"),
+    ("island RUNS --scan-steps=-1", "config.scan-steps"),
+    ("island RUNS --wait-seconds=-1", "config.wait-seconds"),
+    ("island RUNS --metrics-port 99999", "config.metrics-port"),
+    ("island RUNS --metrics-port TAKEN", "config.metrics-address"),
+    ("merger RUNS --lease-seconds 0", "config.lease-seconds"),
+    ("merger RUNS --checkpoint-every=-1", "config.checkpoint-every"),
+    ("merger RUNS --keep 0", "checkpoint.keep"),
+    ("merger RUNS --metrics-port TAKEN", "config.metrics-address"),
+    ("merger NONE --run lost --resume", "broker.unknown-run"),
+    # everything at once
+    ("up NEW --islands 0", "config.islands"),
+    ("up NEW --islands 300", "config.islands"),
+    ("up NEW --standbys=-1", "config.standbys"),
+    ("up NEW --checkpoint-every=-5", "config.checkpoint-every"),
+    ("up NEW --metrics-port 70000", "config.metrics-port"),
+    ("up NEW --metrics-port TAKEN", "config.metrics-address"),
+    ("up NEW --folder s3://bucket/runs", "file.url"),
+    ("up NEW --folder text", "file.no-folder"),
+    ("up NEW --from missing", "weights.missing"),
+    ("up NEW AWAY", "broker.unreachable"),
+    ("up NEW NONE --open", "up.open-with-url"),
+    ("up NEW --host here", "up.host-without-open"),
+    ("up NEW --open --host 'no host'", "config.host"),
+    ("chaos --islands 0", "chaos.bad-number"),
+    ("chaos --seconds=-1", "chaos.bad-number"),
+    ("bench parity --islands 0", "config.islands"),
+    ("bench study nothing", "study.unreadable"),
+    # watching and steering
+    ("dash RUNS --port TAKEN", "config.dash-address"),
+    ("dash RUNS --port 99999", "config.port"),
+    ("dash RUNS --token 'a b'", "config.token"),
+    ("steer outer.learning_rate=1", "config.no-url"),
+    ("steer RUNS outer.learning_rat=1", "control.unknown-field"),
+    ("steer RUNS outer.learning_rate=fast", "control.value"),
+    ("steer RUNS sync.quorum=0", "control.value"),
+    ("steer RUNS island.oslo=fly", "control.value"),
+    ("steer RUNS merging=stopped", "control.value"),
+    ("steer RUNS merging", "steer.no-change"),
+    ("report nothing", "report.no-folder"),
+    ("report ./empty", "report.no-data"),
+    ("report missing.join", "invitation.no-file"),
+    ("report RUNS --out /proc/x.html", "report.unwritable"),
+    # the model
+    ("export nothing --out new", "checkpoint.missing"),
+    ("export ./empty --out new", "checkpoint.missing"),
+    ("export missing.join --out new", "invitation.no-file"),
+    ("export RUNS --out full", "export.exists"),
+    ("generate nothing", "checkpoint.missing"),
+    ("generate missing.join", "invitation.no-file"),
+    ("generate RUNS --tokens 0", "generate.bad-flag"),
+    ("generate RUNS --temperature=-1", "generate.bad-flag"),
+    ("replay nothing", "record.missing"),
+    # members
+    ("invite oslo", "invitation.no-admin"),
+    ("invite 'a b' RUNS --run alpha", "config.name"),
+    ("invite oslo RUNS --run alpha --expires tomorrow", "invitation.expires"),
+    ("revoke", "invitation.no-name"),
+    ("revoke nobody RUNS --run alpha", "invitation.no-member"),
+]
+#: Command lines that cannot be parsed, and verbs that do not exist.
+UNPARSABLE = [
+    "trian",
+    "bench speed",
+    "simulate nothing",
+    "init --colour red",
+    "init --seed many",
+    "init --wire.up int3",
+    "up --islands three",
+    "export nothing",
+    "export RUNS --out new --format pickle",
+    "invite oslo RUNS --role king",
+    "chaos --kinds kil",
+    "status a b",
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with files that users name by mistake, and the words that stand for addresses in command lines."""
+
+    folder: Path
+    words: dict[str, str]
+
+    def args(self, line: str) -> list[str]:
+        """Return the arguments of a command line."""
+        for word, value in self.words.items():
+            line = line.replace(word, value)
+        return shlex.split(line)
+
+
+def unused_port() -> int:
+    """Return a port at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def place(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Make the folder, a run, and a port that is taken."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name in ("empty", "full", "data"):
+        (folder / name).mkdir()
+    for name, content in {
+        "full/file": b"", "text": b"What is the text about? Nothing, line by line.\n" * 2000, "tiny.txt": b"hi",
+        "nonsense.safetensors": b"nonsense", "empty.json": b"{}", "bad.toml": b"sync", "latin.toml": b'seed = "\xe9"',
+        "unknown.toml": b"[sync]\nintervall = 3\n", "open.join": b"{}", "damaged.join": b"{",
+    }.items():  # fmt: skip
+        (folder / name).write_bytes(content)
+    (folder / "open.join").chmod(0o644)
+    (folder / "damaged.join").chmod(0o600)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARCHIPELAGO_DATA", str(folder / "data"))
+        prepare_text(folder / "text", "small")
+    runs, none = (server.url.removesuffix("/0") + f"/{number}" for number in (9, 10))
+    address = server.url.rpartition("@")[2].partition("/")[0]
+    transport = connect(runs, "alpha")
+    manifest = samples.manifest("alpha")
+    transport.create(manifest, samples.first_snapshots(manifest))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield Place(folder, {
+            "RUNS": runs, "NONE": none, "TAKEN": str(taken.getsockname()[1]), "NEW": NEW,
+            "AWAY": f"redis://:hidden@127.0.0.1:{unused_port()}", "WRONG_PASSWORD": f"redis://:hidden@{address}",
+            "NOT_TLS": f"rediss://{address}",
+        })  # fmt: skip
+    transport.connection.redis.flushdb()
+    transport.close()
+
+
+@pytest.fixture(autouse=True)
+def _restored(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work in the folder, and restore signals and logging, which verbs set up for their process."""
+    monkeypatch.chdir(place.folder)
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(place.folder / "data"))
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    root, packages = logging.getLogger(), [logging.getLogger(name) for name in LOGGERS]
+    handlers, levels = list(root.handlers), [logger.level for logger in (root, *packages)]
+    yield
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+    root.handlers[:] = handlers
+    for logger, level in zip((root, *packages), levels, strict=True):
+        logger.setLevel(level)
+
+
+def traces(place: Place) -> tuple[list[Path], list[Any]]:
+    """Return all files, and all keys of both databases."""
+    keys: list[Any] = []
+    for word in ("RUNS", "NONE"):
+        with redis.Redis.from_url(place.words[word]) as client:
+            keys += sorted(client.keys())
+    return sorted(place.folder.rglob("*")), keys
+
+
+@pytest.mark.parametrize(("line", "code"), MISTAKES)
+def test_a_mistake_ends_with_one_error(place: Place, capsys: pytest.CaptureFixture[str], line: str, code: str) -> None:
+    before = traces(place)
+    with pytest.raises(ArchipelagoError) as caught:
+        run(place.args(line))
+    error = caught.value
+    assert error.code == code
+    assert error.remedy
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for text in (str(error), printed.err):
+        assert "hidden" not in text
+        assert "Traceback" not in text
+    assert "\n" not in str(error)
+    assert traces(place) == before
+
+
+@pytest.mark.parametrize("line", UNPARSABLE)
+def test_a_command_that_cannot_be_parsed_says_where_help_is(
+    place: Place, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    before = traces(place)
+    try:
+        status: object = run(place.args(line))
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "--help" in printed.err
+    assert "Traceback" not in printed.err
+    assert traces(place) == before
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "line",
+    ["trian", "status", "status AWAY", "init NONE --config unknown.toml", "up NEW --metrics-port TAKEN", "doctor AWAY"],
+)
+def test_a_real_process_ends_without_a_traceback(place: Place, line: str) -> None:
+    command = [sys.executable, "-P", "-m", "archipelago.ops", *place.args(line)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == (1 if line.startswith("doctor") else 2)
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "hidden" not in done.stdout + done.stderr
+    if line not in ("trian", "doctor AWAY"):
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
