@@ -319,6 +319,10 @@ class ReaderClient(Protocol):
         """Return the merger's state at the last commit as JSON; empty before the first one."""
         ...
 
+    def is_served(self) -> bool | None:
+        """Return whether a merger holds the lease of the run; None if this user may not know."""
+        ...
+
     def merger_status(self) -> MergerStatus | None:
         """Return which merger serves the run now; None from a broker that does not record it, as in virtual time."""
         ...

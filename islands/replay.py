@@ -136,8 +136,8 @@ class ReplayedIsland:
                 self._batches.begin(point)
             case ForgetShards(shards):
                 self._batches.forget(shards)
-            case Steps(count):
-                self._step(count)
+            case Steps(count, is_held):
+                self._step(count, is_held=is_held)
             case Adopt(fragment, version):
                 self._adopt(fragment, version)
             case Send(number, codec):
@@ -164,10 +164,10 @@ class ReplayedIsland:
         self._batches.restore(point.batches)
         self._global_step = point.global_step
 
-    def _step(self, n: int) -> None:
+    def _step(self, n: int, *, is_held: bool) -> None:
         batch = jnp.asarray(self._batches.next(n))
         self._inner, _ = self.steps(self._state(), batch, jnp.asarray(self._global_step, jnp.int32))
-        self._global_step += n
+        self._global_step += 0 if is_held else n
 
     def _adopt(self, fragment: int, version: int) -> None:
         new_N, stamp = self.around.published(fragment, version)

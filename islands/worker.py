@@ -129,8 +129,10 @@ class Island:
 
     @property
     def finished(self) -> bool:
-        """True if the global step has reached the end of the run."""
-        return self.ledger.global_step >= self.config.inner.steps
+        """True if the run is at its end. An island that no merger serves does not end the run alone."""
+        steps = self.config.inner.steps
+        is_served = self.link.is_served is not False
+        return self.ledger.merged_step >= steps or (is_served and self.ledger.global_step >= steps)
 
     @property
     def must_leave(self) -> bool:
@@ -189,14 +191,15 @@ class Island:
         batch = jax.device_put(self.batches.next(n))  # `jnp.asarray` would compile a program for the transfer
         for point in self.batches.take_begun():
             self.action_log.add(BeginPass(point))
-        self.action_log.add(Steps(n))
+        is_held = self.ledger.is_held(is_served=self.link.is_served is not False, stretch=self.stretch)
+        self.action_log.add(Steps(n, is_held))
         self.pacer.dispatched(
             n, self.clock()
         )  # noted first, because on a CPU the call below may do the arithmetic itself
         schedule_step = min(self.ledger.global_step, self.config.inner.steps)  # the schedule is constant after its end
         self.inner, losses_n = self.steps(self.inner, batch, jax.device_put(np.int32(schedule_step)))
         tokens = n * self.config.tokens_per_step
-        self.ledger.stepped(n, tokens)
+        self.ledger.stepped(n, tokens, is_held=is_held)
         self.totals.steps += n
         self.totals.tokens += tokens
         # One call may be in flight. This keeps the device busy, and still measures the time of steps.
@@ -283,6 +286,7 @@ class Island:
         p = self.manifest.fragment_of(number)
         count = self.ledger.counts[p]
         name = self._codec(p)
+        steps, tokens = self.ledger.claim(p)
         self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval, SMOOTHING)
         header = ContributionHeader(
             island=self.name,
@@ -291,8 +295,8 @@ class Island:
             round=number,
             fragment=p,
             base=count.version,
-            tokens=count.tokens,
-            steps=count.steps,
+            tokens=tokens,
+            steps=steps,
             global_step=self.ledger.global_step,
             loss=self.losses.take_mean(),
             step_seconds=self.speed.step_seconds,
@@ -344,7 +348,7 @@ def _heartbeat(island: Island, state: str) -> Heartbeat:
         last_refusal=ledger.last_refusal,
         bytes_up=link.outbox.bytes_up,
         bytes_down=link.bytes_down,
-        link=link.trouble or link.uplink.in_words(island.stretch) or "ok",
+        link=link.trouble or link.unserved or link.uplink.in_words(island.stretch) or "ok",
         data=" ".join(map(str, island.batches.places())),
         moments=island.moments,
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),

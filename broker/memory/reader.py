@@ -139,6 +139,11 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return run.state
 
+    def is_served(self) -> bool:
+        with self._broker.opened(self._run) as run:
+            holder, until = run.lease
+            return bool(holder) and until > self._broker.clock()
+
     def merger_status(self) -> None:
         return None
 

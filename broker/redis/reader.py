@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     COUNT_MAX,
@@ -256,6 +256,15 @@ class RedisReader:
 
     def standbys(self) -> list[Standby]:
         return Standbys(self._connection).all()
+
+    def is_served(self) -> bool | None:
+        try:
+            with self._connection.translated():
+                return bool(self._redis.exists(self._keys.lease))
+        except BrokerError as error:
+            if error.code != "broker.permission":  # before Redis 7, an island may not read what it must not write
+                raise
+            return None
 
     def merger_status(self) -> MergerStatus:
         keys = self._keys

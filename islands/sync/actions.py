@@ -77,9 +77,10 @@ class ForgetShards:
 
 @dataclass(frozen=True)
 class Steps:
-    """Make `count` inner steps in one scan: `n4`."""
+    """Make `count` inner steps in one scan: `n4`, or `h4` while the learning-rate schedule is held."""
 
     count: int
+    is_held: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ Action = Join | TakeMoments | RestoreWhole | BeginPass | ForgetShards | Steps | 
 _NUMBER = "([0-9]{1,18})"
 _WORD = re.compile(
     rf"join:(?P<join>{_NUMBER}(,{_NUMBER})*)|(?P<taken>moments|whole):(?P<who>\S+)@(?P<index>{_NUMBER})|d(?P<point>\S+)"
-    rf"|f(?P<shards>\S+)|n(?P<count>{_NUMBER})|a(?P<fragment>{_NUMBER}):(?P<version>{_NUMBER})"
+    rf"|f(?P<shards>\S+)|(?P<clock>[nh])(?P<count>{_NUMBER})|a(?P<fragment>{_NUMBER}):(?P<version>{_NUMBER})"
     rf"|s(?P<round>{_NUMBER})(:(?P<codec>[a-z0-9]+))?"
 )
 
@@ -120,8 +121,8 @@ def word(action: Action) -> str:
             return f"d{point}"
         case ForgetShards(shards):
             return "f" + ",".join(shards)
-        case Steps(count):
-            return f"n{count}"
+        case Steps(count, is_held):
+            return f"{'h' if is_held else 'n'}{count}"
         case Adopt(fragment, version):
             return f"a{fragment}:{version}"
         case Send(number, codec):
@@ -144,7 +145,7 @@ def parse(text: str) -> Action:
     if found["shards"]:
         return ForgetShards(tuple(found["shards"].split(",")))
     if found["count"]:
-        return Steps(int(found["count"]))
+        return Steps(int(found["count"]), found["clock"] == "h")
     if found["fragment"]:
         return Adopt(int(found["fragment"]), int(found["version"]))
     return Send(int(found["round"]), found["codec"] or "")

@@ -7,11 +7,15 @@ each fragment, steps are counted from the last time that the fragment was sent o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from archipelago.broker.messages import Call, Event, Refusal, Snapshot
+
+#: While a merger serves, the schedule may be at least this many steps ahead of the last merge: a round trip takes time.
+AHEAD_STEPS_MIN = 64
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Ledger:
             contributions count as refusals of this one's.
         closed: The last closed round whose events the training loop has processed.
         global_step: The clock of the learning-rate schedule.
+        merged_step: The run's step at the newest merge that the island knows of.
         refused: The number of refused contributions.
         last_refusal: The reason of the last refusal.
     """
@@ -52,18 +57,34 @@ class Ledger:
         self.formerly = ""
         self.closed = 0
         self.global_step = 0
+        self.merged_step = 0
         self.refused = 0
         self.last_refusal = ""
         self._called: set[int] = set()
         self._answered: set[int] = set()
         self._owed = 0  # in units of 1/P inner step: a stride is owed at `interval`
 
-    def stepped(self, steps: int, tokens: int) -> None:
-        """Count `steps` inner steps on `tokens` tokens."""
+    def is_held(self, *, is_served: bool, stretch: float = 1.0) -> bool:
+        """Return whether the schedule waits for the merger, because the island is its window ahead of the last merge.
+
+        An island without a merger trains on, but the run's steps are not its own to use up.
+
+        Args:
+            is_served: Whether a merger serves the run. It may be slow, or paused, or at the end of a slow link.
+            stretch: The steps of the island's contributions as a share of the interval.
+        """
+        if is_served:
+            allowed = max(AHEAD_STEPS_MIN, math.ceil(self.window * self.interval * max(1.0, stretch)))
+        else:
+            allowed = math.ceil(self.window * self.interval / len(self.counts))
+        return self.global_step - self.merged_step >= allowed
+
+    def stepped(self, steps: int, tokens: int, *, is_held: bool = False) -> None:
+        """Count `steps` inner steps on `tokens` tokens. While the schedule is held, its clock stands still."""
         for count in self.counts:
             count.steps += steps
             count.tokens += tokens
-        self.global_step += steps
+        self.global_step += 0 if is_held else steps
         # At most one stride stays owed after the window was closed, so that no burst is sent when it opens.
         self._owed = min(self._owed, self.interval - 1) + steps * len(self.counts)
 
@@ -73,8 +94,9 @@ class Ledger:
             case Call(round=number):
                 if number > self.closed:
                     self._called.add(number)
-            case Snapshot(round=number, fragment=p, version=version):
+            case Snapshot(round=number, fragment=p, version=version, step=step):
                 self.counts[p].newest = max(self.counts[p].newest, version)
+                self.merged_step = max(self.merged_step, step)
                 self._close(number)
             case Refusal(island=self.island, incarnation=who, round=number, reason=reason, repeat=False) if who in (
                 self.incarnation,
@@ -113,6 +135,16 @@ class Ledger:
                     return number
         return None
 
+    def claim(self, fragment: int) -> tuple[int, int]:
+        """Return the steps and tokens that a contribution to this fragment claims.
+
+        An island that trained alone at the beginning of a run has more steps behind it than the run. It claims only as
+        many as the run's schedule has, because no merger can believe more.
+        """
+        count = self.counts[fragment]
+        steps = min(count.steps, max(1, self.global_step))
+        return steps, max(1, count.tokens * steps // count.steps)
+
     def sent(self, number: int) -> None:
         """Note that the progress on that round's fragment was sent. Progress is then measured from this point."""
         self._owed = max(0, self._owed - self.interval)
@@ -128,6 +160,7 @@ class Ledger:
             self._zero(snapshot.fragment)
         self._close(snapshot.round)
         self.global_step = max(self.global_step, snapshot.step)
+        self.merged_step = max(self.merged_step, snapshot.step)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
@@ -135,6 +168,7 @@ class Ledger:
             "counts": [asdict(count) for count in self.counts],
             "closed": self.closed,
             "global_step": self.global_step,
+            "merged_step": self.merged_step,
             "refused": self.refused,
             "answered": sorted(self._answered),
             "owed": self._owed,
@@ -144,6 +178,7 @@ class Ledger:
         """Continue from a `state()`."""
         self.counts = [FragmentCount(**count) for count in state["counts"]]
         self.closed, self.global_step, self.refused = state["closed"], state["global_step"], state["refused"]
+        self.merged_step = state["merged_step"]
         self._answered, self._owed = set(state["answered"]), state["owed"]
         self._called.clear()
 

@@ -28,6 +28,7 @@ from archipelago.islands.sync.leases import ShardLeases
 from archipelago.islands.sync.outbox import Draft, Outbox, Published
 from archipelago.islands.sync.pumps import Pump, Pumps
 from archipelago.islands.sync.recovery import StateForPeer
+from archipelago.islands.sync.serving import MergerWatch
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.sync.uplink import Uplink
 
@@ -96,6 +97,7 @@ class Link:
         #: The incarnation of that process.
         self.replaced_by = ""
         self._claim: NameClaim | None = None
+        self._serving = MergerWatch(transport.reader, manifest.run, clock)
         self._changed = threading.Condition()
         self.outbox = Outbox(transport, manifest.config.wire, self.uplink, clock, self._changed)
         self.inbox = Inbox(transport, manifest, self.outbox, self.uplink, clock)
@@ -174,6 +176,16 @@ class Link:
         return self.pumps.failure
 
     @property
+    def is_served(self) -> bool | None:
+        """Whether a merger serves the run; None if that is not known."""
+        return self._serving.is_served
+
+    @property
+    def unserved(self) -> str:
+        """What to show while no merger serves the run; otherwise empty."""
+        return self._serving.in_words
+
+    @property
     def backlog(self) -> int:
         """The number of contributions that the broker has not taken yet."""
         return len(self.outbox)
@@ -194,6 +206,7 @@ class Link:
         name, _, incarnation = self.who.partition("/")
         if name:  # a rehearsal has none
             self._claim = self.transport.island.claim_name(name, incarnation)
+            self._serving.look()
         return self.inbox.join()
 
     # -- pumps --------------------------------------------------------------------------------------------------------
@@ -220,6 +233,7 @@ class Link:
         began = self.clock()
         request = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
+        self._serving.look()
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.operator_request = request
         self._send_notes()

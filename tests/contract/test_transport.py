@@ -291,6 +291,16 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
     assert newer.reader.backlog() == 0
 
 
+def test_every_member_sees_whether_a_merger_serves(transport: Transport, connections: Connect) -> None:
+    other = connections()
+    known = {False, None}  # before Redis 7, the rules of a member may hide it
+    assert other.reader.is_served() in known
+    epoch = acquire_lease(transport)
+    assert other.reader.is_served() in (True, None)
+    transport.merger.release(epoch)
+    assert other.reader.is_served() in known
+
+
 def test_only_one_merger_holds_the_lease(transport: Transport, connections: Connect) -> None:
     epoch = transport.merger.acquire("first", 10.0)
     assert epoch is not None

@@ -18,6 +18,7 @@ from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.actions import Action, Adopt, BeginPass, ForgetShards, Join, Send, Steps, unfolded
+from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import DIVERGED_MAX, Island, train
 from tests.failing import failing
@@ -233,3 +234,51 @@ def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:
     assert books.published == books.merged == island.link.outbox.sent
     members = [member for entry in run.transport.reader.tape(100) for member in entry.members]
     assert sum(member.tokens for member in members) == 2 * 6 * short.tokens_per_step  # in both fragments
+
+
+# -- without a merger -----------------------------------------------------------------------------------------------
+
+
+def alone(run: TinyRun, island: Island, steps: int) -> None:
+    """Let an island train while no merger looks at the run."""
+    for _ in range(steps):
+        run.clock.now += 1.0
+        island.link.pump()
+        island.boundary()
+        island.advance()
+
+
+def test_an_island_without_a_merger_does_not_use_up_the_run() -> None:
+    short = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=60))
+    run = TinyRun(tiny.manifest(config=short))
+    run.merger.transport.merger.release(run.merger.epoch)
+    island = run.island()
+    alone(run, island, 200)
+    window = 4  # two rounds of a stride of two steps
+    assert (island.totals.steps, island.ledger.global_step) == (200, window)
+    assert not island.finished
+    assert island.link.heartbeat is not None
+    assert island.link.heartbeat.link != "ok"
+    assert [action.is_held for action in done_by(run, island) if isinstance(action, Steps)].count(False) == window
+    assert run.merger.acquire()
+    run.merger.load()
+    run.play(island, 20)
+    assert run.merger.state.step >= 10
+    assert run.transport.reader.books().refused == 0
+    while not island.finished:
+        run.play(island, 1)
+    assert run.merger.state.step >= 50
+
+
+def test_a_merger_that_pauses_holds_the_schedule() -> None:
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 4)
+    run.transport.reader.steer({"merging": "paused"})
+    before = run.merger.state.step
+    run.play(island, 300)
+    assert before < island.ledger.global_step <= before + AHEAD_STEPS_MIN + 4
+    run.transport.reader.steer({"merging": ""})
+    run.play(island, 50)
+    assert run.merger.state.step > before + AHEAD_STEPS_MIN
+    assert run.transport.reader.books().refused == 0

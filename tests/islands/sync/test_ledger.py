@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from archipelago.broker.messages import Call, Refusal, Snapshot
-from archipelago.islands.sync.ledger import Ledger
+from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN, Ledger
 
 #: Tokens of one step.
 TOKENS = 10
@@ -52,6 +52,40 @@ def train(of: Ledger, steps: int, *, closing: bool) -> list[list[int]]:
 
 def flat(each_step: list[list[int]]) -> list[int]:
     return [number for numbers in each_step for number in numbers]
+
+
+# -- the schedule --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_served", "ahead"), [(False, 8), (True, AHEAD_STEPS_MIN)])
+def test_the_schedule_waits_for_the_merger(is_served: bool, ahead: int) -> None:
+    of = ledger()
+    of.heard(snapshot(of, 1, step=100))
+    of.adopted(snapshot(of, 1, step=100), keeps_progress=False)
+    for _ in range(500):
+        of.stepped(1, TOKENS, is_held=of.is_held(is_served=is_served))
+    assert of.global_step == 100 + ahead
+    assert of.counts[0].steps == 500
+    of.heard(snapshot(of, 2, step=100 + ahead))
+    assert not of.is_held(is_served=is_served)
+
+
+def test_a_slow_link_lets_the_schedule_run_further_ahead() -> None:
+    of = ledger()
+    of.stepped(AHEAD_STEPS_MIN, TOKENS)
+    assert of.is_held(is_served=True)
+    assert not of.is_held(is_served=True, stretch=8.0)
+    assert of.is_held(is_served=False, stretch=8.0)
+
+
+def test_a_contribution_claims_no_more_steps_than_the_schedule_has() -> None:
+    of = ledger()
+    for _ in range(100):
+        of.stepped(1, TOKENS, is_held=of.is_held(is_served=False))
+    assert of.claim(0) == (8, 8 * TOKENS)
+    of.heard(snapshot(of, 1, step=200))
+    of.adopted(snapshot(of, 1, step=200), keeps_progress=True)
+    assert of.claim(0) == (100, 100 * TOKENS)
 
 
 # -- strides -------------------------------------------------------------------------------------------------------
