@@ -31,6 +31,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     made.close()
 
 
+@pytest.mark.full
 def test_the_run_waits_for_its_merger(
     transport: RedisTransport,
     monkeypatch: pytest.MonkeyPatch,
