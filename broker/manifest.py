@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ TensorKind = Literal["embedding", "rest"]
 #: The packages whose versions a manifest records.
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 MISSING = "not installed"
+_UID = re.compile(r"([0-9a-f]{32})?")
 
 
 def installed_versions() -> dict[str, str]:
@@ -114,6 +116,8 @@ class Manifest:
         fragments: The names of the tensors of each fragment.
         corpus: The corpus of the run.
         versions: The versions of the packages that created the run, for debugging.
+        uid: Distinguishes the run from others that had its name, 32 hexadecimal digits. A run that continues from a
+            checkpoint keeps it. Runs that are never replaced, such as those in virtual time, have none.
     """
 
     run: str
@@ -122,6 +126,7 @@ class Manifest:
     fragments: tuple[tuple[str, ...], ...]
     corpus: Corpus
     versions: Mapping[str, str]
+    uid: str = ""
 
     @cached_property
     def layout(self) -> tuple[tuple[tuple[Tensor, int], ...], ...]:
@@ -172,6 +177,7 @@ class Manifest:
             "tree_digest": self.tree_digest,
             "corpus": json.dumps(self.corpus.to_list()),
             "versions": json.dumps(dict(self.versions), sort_keys=True),
+            "uid": self.uid,
         }
 
     @classmethod
@@ -186,6 +192,7 @@ class Manifest:
                 fragments=tuple(tuple(map(str, names)) for names in json.loads(fields["fragments"])),
                 corpus=Corpus.from_list(json.loads(fields["corpus"])),
                 versions=dict(json.loads(fields["versions"])),
+                uid=fields["uid"],
             )
             manifest._require_whole(fields)
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -203,6 +210,8 @@ class Manifest:
             raise ValueError("fragments: not a partition of the tensors")
         if not all(min(t.shape, default=1) > 0 and t.kind in get_args(TensorKind) for t in self.tensors):
             raise ValueError("tensors: an impossible shape or kind")
+        if not _UID.fullmatch(self.uid):
+            raise ValueError("uid: not 32 hexadecimal digits")
         for key, computed in (("tree_digest", self.tree_digest), ("config_digest", self.config.digest())):
             if fields[key] != computed:
                 raise ValueError(f"{key}: {fields[key]:.32} is stored, {computed} was computed")

@@ -236,6 +236,10 @@ class ReaderClient(Protocol):
         """Return the manifest. Raises UnknownRunError."""
         ...
 
+    def uid(self) -> str | None:
+        """Return the uid in the run's manifest; None if there is no manifest, or it cannot be read."""
+        ...
+
     def last_event(self) -> str:
         """Return the id of the newest event, or START if there is none."""
         ...

@@ -94,6 +94,7 @@ def cut(island: Island, number: int) -> IslandCut:
         "number": number,
         "run": island.manifest.run,
         "tree": island.manifest.tree_digest,
+        "uid": island.manifest.uid,
         "island": island.name,
         "incarnation": island.incarnation,
         "ledger": island.ledger.state(),
@@ -201,7 +202,8 @@ class IslandStore:
                     if rest["rest_digest"] != _rest_digest(rest):
                         raise ValueError("its JSON is damaged")
                     found = Found(step, rest)
-                    is_ours = (rest["run"], rest["tree"]) == (self.manifest.run, self.manifest.tree_digest)
+                    ours = (self.manifest.run, self.manifest.tree_digest, self.manifest.uid)
+                    is_ours = (rest["run"], rest["tree"], rest["uid"]) == ours
                     if not is_ours:
                         log.warning("skipping checkpoint %s in %s: it belongs to another run", step, self.folder)
                     if is_ours and wanted(found):

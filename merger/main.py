@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.options import WorkerOptions
@@ -110,6 +110,9 @@ def main(options: MergerOptions) -> int:
     curves.start()
     try:
         is_finished = serve(merger, stopped)
+        serve(merger, stopped)
+    except UnknownRunError as error:
+        raise folder.lost(error, transport.run) from None
     finally:
         curves.close()
     closed = merger.state.closed

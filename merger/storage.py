@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,24 @@ class MergerFolder:
         self.recorder.go_back(image.round)
         log.warning("the run continues from %s", describe(image))
         return image
+
+    def lost(self, error: UnknownRunError, run: str) -> UnknownRunError:
+        """Return the error of a merger whose Redis has lost the run, with what its folder can restore."""
+        if error.code != UnknownRunError.code:
+            return error
+        numbers = self.store.numbers()
+        if not numbers:
+            remedy = (
+                f"{self.path} holds no checkpoint of it, so only `archipelago init` can begin it, from new weights."
+            )
+            return UnknownRunError(error.what, remedy, code="broker.lost")
+        return UnknownRunError(
+            error.what,
+            f"Continue it from checkpoint {numbers[-1]} of this merger: "
+            f"`archipelago init --run {run} --resume {shlex.quote(str(self.path.absolute()))}`, then start the merger "
+            "again. Islands that still run go on from there. Without --resume, it would begin from new weights.",
+            code="broker.resumable",
+        )
 
     def find_or_bring_back(self, transport: Transport, *, resume: bool) -> Manifest:
         """Return the run's manifest. If Redis does not have the run and `resume` is set, restore it first.

@@ -48,6 +48,11 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return run.manifest
 
+    def uid(self) -> str | None:
+        with self._broker.changed:
+            run = self._broker.runs.get(self._run)
+            return run.manifest.uid if run else None
+
     def last_event(self) -> str:
         with self._broker.opened(self._run) as run:
             return f"{run.events[-1][0]}-0" if run.events else START

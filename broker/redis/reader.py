@@ -88,6 +88,12 @@ class RedisReader:
             self._connection.warn_once(self._keys.state, error)
             return ""
 
+    def uid(self) -> str | None:
+        found = None
+        with self._connection.forgiving(self._keys.manifest, "a hash"):
+            found = self._redis.hget(self._keys.manifest, "uid")
+        return None if found is None else str(found.decode("utf-8", "replace"))
+
     def last_event(self) -> str:
         return self.event_stream.last()
 

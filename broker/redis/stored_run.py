@@ -71,10 +71,23 @@ class StoredRun:
     def unknown(self) -> UnknownRunError:
         """Return the error for a run that does not exist."""
         here = ", ".join(self.names()) or "none"
+        remedy = "Make it with `archipelago init`, or name another with --run."
+        if self._has_islands():
+            remedy = (
+                "This Redis has lost it: its islands still write heartbeats here. Continue it from a checkpoint of its "
+                "merger with `archipelago init --resume FOLDER`."
+            )
         return UnknownRunError(
-            f"there is no run {self._connection.run!r} at {self._connection.where} (runs there: {here})",
-            "Make it with `archipelago init`, or name another with --run.",
+            f"there is no run {self._connection.run!r} at {self._connection.where} (runs there: {here})", remedy
         )
+
+    def _has_islands(self) -> bool:
+        """Return whether there are islands of a run of this name, as far as this user may know."""
+        try:
+            with self._connection.translated():
+                return bool(self._connection.redis.exists(self._connection.keys.islands))
+        except BrokerError:
+            return False
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each fragment, which never changes."""

@@ -14,6 +14,7 @@ from archipelago.broker.messages import Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import START, IslandTransport
 from archipelago.islands.sync.announcements import Heads, fault_in, judged, last_round
 from archipelago.islands.sync.outbox import Outbox
+from archipelago.islands.sync.same_run import require_same_run
 from archipelago.islands.sync.snapshots import Arrival, Snapshots
 from archipelago.islands.sync.uplink import Uplink
 
@@ -176,6 +177,7 @@ class Inbox:
             case Refusal(repeat=False) | Refusal(decided=True):  # a broker that died may have lost the first refusal
                 self._outbox.resolve({event.identity_text})
             case Resume(round=number):
+                require_same_run(self._transport.reader, self._manifest)
                 self._must_resend = True
                 if number != self.heard_round:
                     self._go_back(number)

@@ -28,6 +28,7 @@ from archipelago.islands.sync.leases import ShardLeases
 from archipelago.islands.sync.outbox import Draft, Outbox, Published
 from archipelago.islands.sync.pumps import Pump, Pumps
 from archipelago.islands.sync.recovery import StateForPeer
+from archipelago.islands.sync.same_run import require_same_run
 from archipelago.islands.sync.serving import MergerWatch
 from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.sync.uplink import Uplink
@@ -230,6 +231,7 @@ class Link:
             self._send_notes()
             self._note_sent(beat)
             return
+        require_same_run(self.transport.reader, self.manifest)
         began = self.clock()
         request = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from archipelago.broker import invitation as invitations
+from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import MismatchError, RunExistsError
+from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.process import connect_to, keep_compiled, print_json
+from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.merger.storage import MergerFolder
 from archipelago.ops.settings import say
 from archipelago.ops.weights.safetensors_files import WeightFiles
-from archipelago.ops.weights.tokenizers import require_tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,11 @@ class InitOptions:
     """a TOML file with settings; flags override it"""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes"""
+    resume: Path | None = None
+    """continue a run that its Redis has lost, from the newest checkpoint in the folder of its merger, such as
+    runs/RUN/merger; the run keeps its own settings"""
+    replace: bool = False
+    """begin a new run although islands of a run of that name still train; they leave"""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
     """print one JSON object"""
@@ -41,12 +51,16 @@ def main(options: InitOptions) -> int:
     """Create the run, or report that it exists already."""
     config = checked(options.settings)
     transport = connect_to(options.url, checked_name(options.run, "the run name"))
-    manifest, created = create(transport, config, options.from_)
+    if options.resume is not None:
+        manifest, created = resume(transport, options.resume), True
+    else:
+        manifest, created = create(transport, config, options.from_, may_replace=options.replace)
     if options.json:
         print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
     else:
         done = "created" if created else "exists already, with this config"
+        done = f"continues from the newest checkpoint in {options.resume}" if options.resume else done
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
         say(f"  text:      {text_of(manifest)}")
         say(f"  serve it:  archipelago merger URL --run {manifest.run}")
@@ -59,6 +73,66 @@ def text_of(manifest: Manifest) -> str:
     from archipelago.islands.data.corpus import open_corpus
 
     return open_corpus(manifest.corpus.name).describe()
+        for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest.run):
+            say(f"  {line}")
+    return 0
+
+
+def next_steps(url: str, run: str) -> list[str]:
+    """Return what to start next, as lines for a shell. A password is never repeated."""
+    if invitations.is_join_file(url):
+        return [
+            f"invite its processes:  archipelago invite NAME --role merger --run {run}   (and --role island)",
+            "start each of them with its join file: archipelago merger FILE, archipelago island FILE",
+        ]
+    shown, comment = without_password(url)
+    return [
+        "start next, in any order, with the same URL:",
+        f"export {URL_VARIABLE}={shlex.quote(shown)}{comment}",
+        f"archipelago merger --run {run}   # on one machine; a second one stands by",
+        f"archipelago island --run {run}   # for every device, on any machine",
+    ]
+
+
+def without_password(url: str) -> tuple[str, str]:
+    """Return the URL with the word PASSWORD in place of its password, and a comment about that, or an empty one."""
+    hidden = redacted(url).replace("***", "PASSWORD")
+    return (hidden, "   # with its password, which is not repeated here") if hidden != url else (url, "")
+
+
+def resume(transport: Transport, folder: Path) -> Manifest:
+    """Create the run from the newest checkpoint in a merger's folder, and return its manifest.
+
+    Raises:
+        ConfigError: The folder holds no checkpoint (`init.no-checkpoint`).
+        RunExistsError: The Redis has the run.
+        UnknownRunError: The checkpoint is of another run (`broker.other-run`).
+    """
+    try:
+        image = MergerFolder(folder).bring_back(transport)
+    except RunExistsError as error:
+        remedy = "It needs no checkpoint: start `archipelago merger`, and it goes on from where it is."
+        raise RunExistsError(error.what, remedy) from None
+    if image is None:
+        raise ConfigError(
+            f"{folder} holds no checkpoint of a merger",
+            "Name the folder that `archipelago merger` had as --folder: it holds a folder `checkpoints`. The default "
+            "is runs/RUN/merger, below the folder in which the merger was started.",
+            code="init.no-checkpoint",
+        )
+    return image.manifest
+
+
+def require_no_islands(transport: Transport) -> None:
+    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive."""
+    live = sorted(presence.heartbeat.island for presence in transport.reader.presences() if presence.is_live)
+    if live:
+        raise ConfigError(
+            f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
+            "A new run would begin from new weights. To continue theirs, run `archipelago init --resume FOLDER` with "
+            "the folder of its merger. To give it up, stop them and wait 10 s, or repeat this with --replace.",
+            code="init.islands-live",
+        )
 
 
 def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunConfig, OpenCorpus]:
@@ -72,53 +146,46 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.data.sharding import held_out
+    from archipelago.islands.models.registry import build
 
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
     require_readable(config, corpus)
     if weights is not None:
-        require_fitting(WeightFiles(weights), config, corpus)
+        WeightFiles(weights).require(build(config.model).tensors)
     Batches(corpus.train, config, lambda: None)
     held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
     return config, corpus
 
 
-def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -> bool:
-    """Check that the weights fit the model, and that the corpus was made with the tokenizer of the weights.
-
-    Returns:
-        False if the weights do not say which tokenizer they were trained with.
-
-    Raises:
-        DataError: They do not fit (`weights.unfit`, `weights.tokenizer`).
-    """
-    from archipelago.islands.models.registry import build
-
-    model = build(config.model)
-    is_known = model.decoder is None or require_tokenizer(files, corpus)
-    files.require(model.tensors)
-    return is_known
-
-
-def create(transport: Transport, config: RunConfig, weights: Path | None = None) -> tuple[Manifest, bool]:
+def create(
+    transport: Transport, config: RunConfig, weights: Path | None = None, *, may_replace: bool = False
+) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether this call created it, from `weights` or from fresh parameters.
 
+    Args:
+        transport: The connection to the Redis.
+        config: The settings of the run.
+        weights: The weights to begin with.
+        may_replace: Whether to create the run although islands of a lost run of its name are alive.
+
     Raises:
+        ConfigError: Islands of a lost run of that name are alive (`init.islands-live`).
         MismatchError: The run exists with another config.
         DataError: The weights do not fit the model.
     """
+    is_new = transport.run not in transport.reader.runs()
+    if is_new and not may_replace:
+        require_no_islands(transport)
     keep_compiled()
 
     from archipelago.islands.creation import describe, first_snapshots
 
     fitting, corpus = require_usable(config)
-    manifest = describe(transport.run, fitting, corpus.identity)
+    manifest = replace(describe(transport.run, fitting, corpus.identity), uid=uuid.uuid4().hex)
     params = None
-    if weights is not None and transport.run not in transport.reader.runs():
+    if weights is not None and is_new:
         files = WeightFiles(weights)
-        if not require_fitting(files, fitting, corpus):
-            say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
-                f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
         params = files.load(manifest.tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
     try:

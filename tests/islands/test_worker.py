@@ -257,17 +257,16 @@ def test_an_island_without_a_merger_does_not_use_up_the_run() -> None:
     window = 4  # two rounds of a stride of two steps
     assert (island.totals.steps, island.ledger.global_step) == (200, window)
     assert not island.finished
-    assert island.link.heartbeat is not None
-    assert island.link.heartbeat.link != "ok"
+    assert run.transport.reader.presences()[0].heartbeat.link != "ok"
     assert [action.is_held for action in done_by(run, island) if isinstance(action, Steps)].count(False) == window
     assert run.merger.acquire()
     run.merger.load()
     run.play(island, 20)
     assert run.merger.state.step >= 10
     assert run.transport.reader.books().refused == 0
-    while not island.finished:
+    for _ in range(60):
         run.play(island, 1)
-    assert run.merger.state.step >= 50
+    assert island.finished
 
 
 def test_a_merger_that_pauses_holds_the_schedule() -> None:

@@ -27,6 +27,7 @@ from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.commands import VERBS, run
 from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.init import next_steps
 from archipelago.ops.verbs import Group, Verbs
 from tests import samples
 from tests.failing import failing
@@ -335,10 +336,17 @@ def test_init_prints_one_object_and_says_whether_it_created(call: Call, url: str
     assert sorted(raw.keys()) == before
 
 
+def test_init_does_not_repeat_a_password() -> None:
+    shown = "\n".join(next_steps("rediss://ada:secret@hub.example:6379?ssl_ca_certs=ca.crt", "alpha"))
+    assert "secret" not in shown
+    assert "hub.example:6379" in shown
+
+
 def test_init_in_words_goes_to_standard_error(call: Call, url: str) -> None:
     status, out, err = call("init", url, *SMALL, "--run", "alpha")
     assert (status, out) == (0, "")
-    assert "archipelago island URL --run alpha" in err
+    assert f"export ARCHIPELAGO_URL={url}" in err
+    assert "archipelago island --run alpha" in err
     assert call("init", url, *SMALL, "--run", "alpha")[2].splitlines()[0] != err.splitlines()[0]
 
 

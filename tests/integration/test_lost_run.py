@@ -1,0 +1,117 @@
+"""A Redis that has lost everything: the run continues from a checkpoint, and is not replaced without a word."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands.worker import Island
+from archipelago.merger.checkpointer import at_once
+from archipelago.merger.service import Merger
+from archipelago.merger.storage import MergerFolder
+from archipelago.ops.launch import init
+from archipelago.ops.launch.init import InitOptions
+from tests import samples
+from tests.failing import failing
+from tests.islands import tiny
+from tests.islands.tiny import TinyRun
+
+
+class LostRun:
+    """A run with one island and a checkpoint, whose Redis then loses everything."""
+
+    def __init__(self, folder: Path) -> None:
+        url = f"fakeredis://{uuid.uuid4().hex}"
+        self.url = url
+        self.manifest = replace(tiny.manifest(), uid="1" * 32)
+        self.connect: Callable[[], RedisTransport] = lambda: connect(url, "tiny")
+        self.run = TinyRun(self.manifest, self.connect)
+        self.folder = MergerFolder(folder)
+        self.transport = self.connect()
+        self.island: Island = self.run.island()
+        self.run.merger.transport.merger.release(self.run.merger.epoch)
+        self.serve()
+        self.run.play(self.island, 12)
+        self.run.merger.checkpoint()
+        self.run.play(self.island, 6)
+        self.closed = self.run.merger.state.closed
+        self.transport.connection.redis.flushall()
+        self.island.link.pump()  # it lives, and says so
+
+    def serve(self) -> None:
+        """Let a new merger serve the run."""
+        checkpointer = self.folder.checkpointer(self.transport, self.manifest, 1e9, at_once)
+        self.run.merger = Merger(self.connect(), self.run.clock, live_poll_seconds=0.0, checkpointer=checkpointer)
+        assert self.run.merger.acquire()
+        self.run.merger.load()
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> LostRun:
+    return LostRun(tmp_path / "merger")
+
+
+def test_the_merger_names_its_checkpoint(lost: LostRun, tmp_path: Path) -> None:
+    with pytest.raises(UnknownRunError) as raised:
+        lost.run.merger.acquire()
+    found = lost.folder.lost(raised.value, "tiny")
+    assert found.code == "broker.resumable"
+    assert str(tmp_path / "merger") in found.remedy
+    assert MergerFolder(tmp_path / "other").lost(raised.value, "tiny").code == "broker.lost"
+
+
+def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun) -> None:
+    options = InitOptions(url=lost.url, run="tiny", resume=lost.folder.path)
+    assert init.main(options) == 0
+    lost.serve()
+    assert 0 < lost.run.merger.state.closed < lost.closed
+    lost.run.play(lost.island, 20)
+    assert lost.run.merger.state.closed > lost.closed
+    assert lost.transport.reader.uid() == lost.manifest.uid
+    with failing(RunExistsError):
+        init.main(options)
+
+
+def test_a_new_run_does_not_replace_living_islands(lost: LostRun) -> None:
+    with failing(ConfigError, "init.islands-live"):
+        init.main(InitOptions(url=lost.url, run="tiny"))
+    assert lost.transport.reader.runs() == []
+    lost.island.beat("left")
+    lost.island.link.pump()
+    init.require_no_islands(lost.transport)
+
+
+def test_an_empty_folder_cannot_continue_a_run(lost: LostRun, tmp_path: Path) -> None:
+    with failing(ConfigError, "init.no-checkpoint"):
+        init.main(InitOptions(url=lost.url, run="tiny", resume=tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("notices", ["pump_heartbeat", "pump_receive"])
+def test_an_island_leaves_a_run_that_took_the_name(lost: LostRun, notices: str) -> None:
+    other = replace(lost.manifest, uid="2" * 32)
+    lost.transport.create(other, samples.first_snapshots(other, 2.0))
+    if notices == "pump_receive":
+        merger = Merger(lost.connect(), lost.run.clock)
+        assert merger.acquire()
+        merger.load()
+    before = tiny.leaf_bytes(lost.island.inner)
+    with failing(ConfigError, "island.other-run"):
+        getattr(lost.island.link, notices)()
+    lost.island.link.pump()
+    with failing(ConfigError, "island.other-run"):
+        lost.island.boundary()
+    assert tiny.leaf_bytes(lost.island.inner) == before
+    assert lost.transport.reader.books().published == 0
+
+
+def test_a_damaged_uid_is_no_other_run(lost: LostRun) -> None:
+    init.main(InitOptions(url=lost.url, run="tiny", resume=lost.folder.path))
+    lost.transport.connection.redis.hset("{tiny:s0}:manifest", "uid", "nonsense")
+    lost.island.link.pump()
+    assert lost.island.link.failure is None
