@@ -110,7 +110,6 @@ def main(options: MergerOptions) -> int:
     curves.start()
     try:
         is_finished = serve(merger, stopped)
-        serve(merger, stopped)
     except UnknownRunError as error:
         raise folder.lost(error, transport.run) from None
     finally:

@@ -23,6 +23,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.settings import say
 from archipelago.ops.weights.safetensors_files import WeightFiles
+from archipelago.ops.weights.tokenizers import require_tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,8 @@ def main(options: InitOptions) -> int:
         done = "created" if created else "exists already, with this config"
         done = f"continues from the newest checkpoint in {options.resume}" if options.resume else done
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
-        say(f"  text:      {text_of(manifest)}")
-        say(f"  serve it:  archipelago merger URL --run {manifest.run}")
-        say(f"  join it:   archipelago island URL --run {manifest.run}")
-    return 0
-
-
-def text_of(manifest: Manifest) -> str:
-    """Return where the run's text came from, and what of it was read, skipped and held out."""
-    from archipelago.islands.data.corpus import open_corpus
-
-    return open_corpus(manifest.corpus.name).describe()
+        if options.resume is None:  # only the machines of islands need the text of a run that continues
+            say(f"  text: {text_of(manifest)}")
         for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest.run):
             say(f"  {line}")
     return 0
@@ -135,6 +127,13 @@ def require_no_islands(transport: Transport) -> None:
         )
 
 
+def text_of(manifest: Manifest) -> str:
+    """Return where the run's text came from, and what of it was read, skipped and held out."""
+    from archipelago.islands.data.corpus import open_corpus
+
+    return open_corpus(manifest.corpus.name).describe()
+
+
 def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunConfig, OpenCorpus]:
     """Return the config with the vocabulary of its corpus, and that corpus. Prepare the default corpus if needed.
 
@@ -146,16 +145,32 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.data.sharding import held_out
-    from archipelago.islands.models.registry import build
 
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
     require_readable(config, corpus)
     if weights is not None:
-        WeightFiles(weights).require(build(config.model).tensors)
+        require_fitting(WeightFiles(weights), config, corpus)
     Batches(corpus.train, config, lambda: None)
     held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
     return config, corpus
+
+
+def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -> bool:
+    """Check that the weights fit the model, and that the corpus was made with the tokenizer of the weights.
+
+    Returns:
+        False if the weights do not say which tokenizer they were trained with.
+
+    Raises:
+        DataError: They do not fit (`weights.unfit`, `weights.tokenizer`).
+    """
+    from archipelago.islands.models.registry import build
+
+    model = build(config.model)
+    is_known = model.decoder is None or require_tokenizer(files, corpus)
+    files.require(model.tensors)
+    return is_known
 
 
 def create(
@@ -186,6 +201,9 @@ def create(
     params = None
     if weights is not None and is_new:
         files = WeightFiles(weights)
+        if not require_fitting(files, fitting, corpus):
+            say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
+                f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
         params = files.load(manifest.tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
     try:
