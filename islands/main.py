@@ -25,6 +25,7 @@ from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import (
     AwaitedRun,
     guarded,
@@ -122,8 +123,9 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
         )
         from archipelago.islands.prepared import prepare
 
-        prepared = prepare(manifest, options.corpus)
-        prepared.rehearse(transport, awaited, options.scan_steps)
+        with progress("loading and compiling everything that an island needs"):
+            prepared = prepare(manifest, options.corpus)
+            prepared.rehearse(transport, awaited, options.scan_steps)
     finally:
         transport.close()
     return prepared
@@ -206,7 +208,8 @@ def _run(
 
     loaded = time.process_time() - began
     if prepared is None or not prepared.fits(manifest, options.corpus):
-        prepared = prepare(manifest, options.corpus)
+        with progress("opening the corpus and building the model"):
+            prepared = prepare(manifest, options.corpus)
     awaited(partial(register_text, prepared.corpus, transport, options.corpus))
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.
         make_untracked(folder)
@@ -215,8 +218,10 @@ def _run(
     whole = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
     link = prepared.link(transport, f"{name}/{incarnation}")
-    arrivals = awaited(link.join)
-    island = prepared.island(name, incarnation, link, arrivals, store.on_marker)
+    with progress(f"downloading the {manifest.parameters:,} parameters"):
+        arrivals = awaited(link.join)
+    with progress("placing the parameters on the device"):
+        island = prepared.island(name, incarnation, link, arrivals, store.on_marker)
     joined = time.process_time() - began
     rejoin = Rejoin(transport, store, island, arrivals)
     rejoin.ask()
@@ -226,9 +231,11 @@ def _run(
     curves = CurveWriter(sinks, lambda: telemetry.point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
-    prepared.warm_up(island, options.scan_steps)
+    with progress("compiling and measuring the inner steps"):
+        prepared.warm_up(island, options.scan_steps)
     compiled = time.process_time() - began
-    rejoin.complete(whole)
+    with progress("taking the optimiser state"):
+        rejoin.complete(whole)
     del arrivals, rejoin, whole  # each holds another copy of the model
     curves.start()
     evaluator = _evaluator(options, prepared, transport, link, curves)
@@ -243,7 +250,7 @@ def _run(
         if evaluator is not None:
             evaluator.stop()
             if state == "done":
-                with suppress(BrokerError):  # the run is complete without it
+                with suppress(BrokerError), progress("evaluating the final parameters"):  # the run ends without it too
                     evaluator.finish(stopped)
     finally:
         link.stop()
@@ -252,7 +259,8 @@ def _run(
         remember(folder, name, link.replaced_by)
         store.close()
     else:
-        store.finish(island)
+        with progress("writing the last checkpoint"):
+            store.finish(island)
     log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
     return {
         "island": name,

@@ -69,9 +69,10 @@ class PreparedIsland:
 
     def warm_up(self, island: Island, scan_steps: int) -> None:
         """Compile everything that the island will run. `scan_steps` 0 measures which number is fastest."""
-        self.scan_steps = scan_steps or self.scan_steps or best_scan_steps(island)
+        known = scan_steps or self.scan_steps
+        self.scan_steps = known or best_scan_steps(island)
         island.scan_steps = self.scan_steps
-        island.warm_up()
+        island.warm_up(has_stepped=not known)
 
     def rehearse(self, transport: IslandTransport, awaited: Patience, scan_steps: int) -> None:
         """Build an island from the run's snapshots and warm it up. Its link never starts, so no peer hears of it."""

@@ -117,9 +117,17 @@ class Island:
         self._in_flight: jax.Array | None = None
         self._stepped_at = clock()
 
-    def warm_up(self) -> None:
-        """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later."""
+    def warm_up(self, *, has_stepped: bool = False) -> None:
+        """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later.
+
+        Args:
+            has_stepped: The inner steps were compiled and run already. On a slow device, one step takes many seconds.
+        """
         self.beat("joining")
+        if has_stepped:
+            self.replica.warm_up(self.inner.params)
+            self._stepped_at = self.clock()
+            return
         shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
         batch = jax.device_put(np.zeros(shape, self.batches.dtype))
         after, losses_n = self.steps(device_copy(self.inner), batch, jax.device_put(np.int32(0)))

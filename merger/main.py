@@ -16,6 +16,7 @@ from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import (
     AwaitedRun,
     guarded,
@@ -82,7 +83,8 @@ def main(options: MergerOptions) -> int:
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep)
     curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
     # Read the manifest before JAX loads, so that errors appear quickly.
-    manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
+    with progress("looking for the run, in Redis and in checkpoints"):
+        manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
     with suppress(OSError):  # A merger serves without checkpoints where it cannot write.
         make_untracked(folder.path)
     keep_compiled()

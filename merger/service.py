@@ -24,6 +24,7 @@ from archipelago.broker.errors import (
     is_outage,
 )
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
@@ -437,7 +438,8 @@ def _serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float],
                 continue
             standing.take_over()
             if not loaded:
-                merger.load()
+                with progress("loading the run's state"):
+                    merger.load()
                 loaded = True
                 closed = merger.state.closed
                 log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})

@@ -10,13 +10,10 @@ from typing import Any
 from archipelago.broker.config import RunConfig, differences
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.messages import TapeEntry
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger.record import Record
-from archipelago.ops.settings import say
-
-#: Rounds between two lines of progress.
-SAY_EVERY = 200
 
 
 class RecordedRun:
@@ -102,15 +99,15 @@ def repeat(record: Record, *, islands: bool) -> dict[str, Any]:
     trained = RecordedIslands(run) if islands else None
     first_difference, taken = "", 0
     rounds = run.rounds()
-    for tape, deliveries in rounds:
-        try:
-            run.merge(tape, [trained.contribution(delivery) if trained else delivery for delivery in deliveries])
-        except DifferenceError as error:
-            first_difference = error.what
-            break
-        taken += len(deliveries)
-        if tape.round % SAY_EVERY == 0:
-            say(f"  round {tape.round} of {len(rounds)}: no difference so far")
+    with progress("repeating the rounds", len(rounds)) as repeating:
+        for tape, deliveries in rounds:
+            try:
+                run.merge(tape, [trained.contribution(delivery) if trained else delivery for delivery in deliveries])
+            except DifferenceError as error:
+                first_difference = error.what
+                break
+            taken += len(deliveries)
+            repeating.done += 1
     expected = {tape.fragment: tape.digest for tape, _ in rounds}
     found = dict(enumerate(run.digests()))
     return {
@@ -140,16 +137,19 @@ def what_if(record: Record, config: RunConfig, pinned: Collection[str] = ()) -> 
     from archipelago.merger.replay import DifferenceError
 
     recorded, other = RecordedRun(record, record.manifest.config), RecordedRun(record, config)
-    for tape, deliveries in recorded.rounds():
-        try:
-            recorded.merge(tape, deliveries)
-        except DifferenceError as error:
-            raise ArchipelagoError(
-                f"the record does not replay: {error.what}",
-                "Run `archipelago replay` on it without --set.",
-                code="replay.difference",
-            ) from None
-        other.merge_differently(tape, deliveries, pinned)
+    rounds = recorded.rounds()
+    with progress("merging the rounds by both sets of rules", len(rounds)) as merging:
+        for tape, deliveries in rounds:
+            try:
+                recorded.merge(tape, deliveries)
+            except DifferenceError as error:
+                raise ArchipelagoError(
+                    f"the record does not replay: {error.what}",
+                    "Run `archipelago replay` on it without --set.",
+                    code="replay.difference",
+                ) from None
+            other.merge_differently(tape, deliveries, pinned)
+            merging.done += 1
     return {
         "run": record.manifest.run,
         "rounds": recorded.state.closed,

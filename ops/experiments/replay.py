@@ -13,6 +13,7 @@ import tyro
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.merger import record as records
 from archipelago.ops.experiments.recorded_run import repeat, what_if
@@ -44,7 +45,8 @@ class ReplayOptions:
 
 def main(options: ReplayOptions) -> int:
     """Replay. Return 0 if nothing differs or other rules were requested, and 1 if something differs."""
-    record = records.read(options.folder / options.run / "merger" / "record")
+    with progress("reading the record"):
+        record = records.read(options.folder / options.run / "merger" / "record")
     config = with_settings(record.manifest.config, options.set)
     keep_compiled()
     found = (

@@ -16,6 +16,7 @@ from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import Transport
@@ -206,8 +207,11 @@ def create(
                 f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
         params = files.load(manifest.tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
+    with progress(f"making the first {manifest.parameters:,} parameters"):
+        snapshots = first_snapshots(manifest, params)
     try:
-        transport.create(manifest, first_snapshots(manifest, params))
+        with progress("writing the first parameters to Redis"):
+            transport.create(manifest, snapshots)
         return manifest, True
     except RunExistsError:
         found = transport.reader.manifest()

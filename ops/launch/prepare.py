@@ -15,6 +15,8 @@ from rich.progress import Progress, TaskID
 
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe.progress import Activity
+from archipelago.broker.observe.progress import progress as waiting
 from archipelago.broker.process import print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.ops.settings import say
@@ -92,14 +94,21 @@ def _prepare(options: PrepareOptions) -> OpenCorpus:
         with _progress() as progress:
             return prepare_text(Path(options.source), checked_name(name, "the corpus name"), encoding, progress)
     plain = _prepare_known(options)
-    return prepare_tokens(plain, checked_name(name, "the corpus name"), encoding) if is_tokenised else plain
+    if not is_tokenised:
+        return plain
+    with waiting("making the tokens"):
+        return prepare_tokens(plain, checked_name(name, "the corpus name"), encoding)
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function that draws a progress bar for each activity."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:
+        with waiting("preparing the text") as activity:
+            yield lambda what, done, total: _set(activity, what, done, total)
+        return
+    with Progress(console=console, transient=True) as bar:
         tasks: dict[str, TaskID] = {}
 
         def progress(activity: str, done: int, total: int) -> None:
@@ -108,6 +117,10 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(tasks[activity], completed=done, total=total)
 
         yield progress
+
+
+def _set(activity: Activity, what: str, done: int, total: int) -> None:
+    activity.what, activity.done, activity.total = what, done, total
 
 
 def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bool) -> None:

@@ -11,6 +11,7 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.logs import log_to_stderr
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import RunAddress, keep_compiled, print_json
 from archipelago.broker.transport import ReaderTransport
 
@@ -33,7 +34,8 @@ def main(options: EvaluateOptions) -> int:
     """Evaluate once."""
     log_to_stderr("evaluate", run=options.run or "")
     transport = options.connect()
-    newest = evaluator(transport)()
+    with progress("evaluating the newest parameters"):
+        newest = evaluator(transport)()
     unit = loss_unit(transport.reader.manifest().corpus)
     loss = unit.from_evaluation(newest.bits_per_byte)
     if options.json:

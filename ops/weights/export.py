@@ -13,6 +13,7 @@ import tyro
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import staged_folder
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
 from archipelago.ops.weights.parameters import RunParameters, find, has_text, tokenizer_of
@@ -51,8 +52,10 @@ class ExportOptions:
 def main(options: ExportOptions) -> int:
     """Find the parameters and write them."""
     require_new(options.out)
-    found = find(options.source, options.run)
-    kind = write(found, options.out, options.format, options.dtype)
+    with progress("reading the parameters"):
+        found = find(options.source, options.run)
+    with progress(f"writing {options.out}"):
+        kind = write(found, options.out, options.format, options.dtype)
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
     if options.json:
         print_json({"run": found.manifest.run, "round": found.round, "step": found.step, "origin": found.origin,

@@ -19,6 +19,7 @@ from archipelago.broker.config import BYTES, ModelConfig
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.observe.printable import CONTROLS
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.ops.settings import say
 from archipelago.ops.weights.export import OWN_KIND
@@ -95,7 +96,8 @@ def main(options: GenerateOptions) -> int:
     if options.tokens < 1:
         raise ConfigError(f"--tokens cannot be {options.tokens}", "Choose a positive number.", code="generate.bad-flag")
     keep_compiled()
-    text_model = open_text_model(options.source, options.run)
+    with progress("reading the parameters"):
+        text_model = open_text_model(options.source, options.run)
     prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
     times: list[float] = []
     pieces = []

@@ -16,6 +16,7 @@ from archipelago.broker.config import DataConfig
 from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
+from archipelago.islands import device
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.actions import Action, Adopt, BeginPass, ForgetShards, Join, Send, Steps, unfolded
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
@@ -281,3 +282,22 @@ def test_a_merger_that_pauses_holds_the_schedule() -> None:
     run.play(island, 50)
     assert run.merger.state.step > before + AHEAD_STEPS_MIN
     assert run.transport.reader.books().refused == 0
+
+
+def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one compiles. More would delay the join by minutes."""
+    run = TinyRun()
+    island = run.island("a")
+    steps, calls = island.steps, 0
+
+    def counted(*arguments: object) -> tuple[InnerState, jax.Array]:
+        nonlocal calls
+        calls += 1
+        return steps(*arguments)  # type: ignore[arg-type]
+
+    island.steps = cast(InnerSteps, counted)
+    monkeypatch.setattr(device, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(device, "DISPATCH_MATTERS_SECONDS", 0.0)
+    assert device.best_scan_steps(island) == 1
+    island.warm_up(has_stepped=True)
+    assert calls == 2
