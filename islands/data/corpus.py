@@ -24,10 +24,10 @@ from annotated_types import Ge, Gt
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from archipelago.broker.config import BYTES
-from archipelago.broker.errors import DataError
+from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.files import require_local
 from archipelago.broker.manifest import Corpus
-from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.redis.keys import checked_name, is_name
 from archipelago.islands.data.documents import Reading
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, Tokens, byte_tokenizer, dtype_of, from_file
@@ -175,18 +175,25 @@ def open_corpus(name: str) -> OpenCorpus:
     Raises:
         DataError: It is not there (`data.missing`), its files do not fit each other (`data.damaged`), or its data is
             not what its card says (`data.altered`).
-        ConfigError: No corpus can have that name.
+        ConfigError: No corpus can have that name, or it is the path of a text (`data.not-prepared`).
     """
+    is_path = os.path.exists(name)  # noqa: PTH110 - it takes any text
+    if is_path and not is_name(name):
+        raise ConfigError(
+            f"{name!r} is a file or a folder, and not the name of a prepared corpus",
+            f"Run `archipelago prepare {name}`, which says the corpus's name. Then give that name.",
+            code="data.not-prepared",
+        )
     if not is_prepared(name):
         if name == STDLIB:
             from archipelago.islands.data.stdlib import prepare_stdlib
 
             return prepare_stdlib()
         present = ", ".join(prepared()) or "none yet"
-        how = f"archipelago prepare {name}" if name in KNOWN else "archipelago prepare FILE_OR_FOLDER --name NAME"
+        what = name if name in KNOWN or is_path else "FILE_OR_FOLDER --name NAME"
         raise DataError(
             f"there is no corpus {name!r} in {data_folder()} (prepared: {present})",
-            f"Run `{how}`, or name another corpus.",
+            f"Run `archipelago prepare {what}`, or name another corpus.",
             code="data.missing",
         )
     folder = data_folder() / name

@@ -62,7 +62,8 @@ class Reading:
     def describe(self) -> str:
         """Return the numbers in words."""
         why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped.items()))
-        text = f"{self.files:,} files read, {sum(self.skipped.values()):,} skipped{f' ({why})' if why else ''}"
+        files, skipped = "file" if self.files == 1 else "files", sum(self.skipped.values())
+        text = f"{self.files:,} {files} read, {skipped:,} skipped{f' ({why})' if why else ''}"
         if not self.limit:
             return f"{text}; the last tenth of the text is held out"
         what = "documents" if self.limit == LIMITS[0] else f"blocks of at most {self.limit >> 10} KiB"

@@ -13,6 +13,7 @@ import tyro
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import write_atomically
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.process import guarded, keep_compiled
 from archipelago.ops.launch.init import require_usable
 from archipelago.ops.settings import say
@@ -50,8 +51,10 @@ def run(options: SingleProcessOptions) -> int:
     config, corpus = require_usable(config, options.from_)
     params = WeightFiles(options.from_).load(build(config.model).tensors) if options.from_ else None
 
+    unit = loss_unit(corpus.identity)
+
     def progress(point: Point) -> None:
-        say(f"{point.tokens:>13,} tokens  {point.bits_per_byte:.4f} bits per byte")
+        say(f"{point.tokens:>13,} tokens  held-out {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name}")
 
     points = one_process(config, corpus, options.tokens, progress, params)
     curve = [[point.tokens, point.bits_per_byte] for point in points]

@@ -234,7 +234,9 @@ def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpO
         print_json(report)
     first, last, single = (report[f"held_out_{key}"] for key in ("first", "last", "one_process"))
     say()
-    learnt = f"{formatting.number(first, 4)} → {formatting.number(last, 4)} with {report['islands']} islands"
+    # A run that ends early may have had only one evaluation, which is the first and the last.
+    fell = f"{formatting.number(first, 4)} → " if len(report["curve"]) > 1 else ""
+    learnt = f"{fell}{formatting.number(last, 4)} with {report['islands']} islands"
     say(f"held-out {report['unit']}: {learnt}; one process on as many tokens: {formatting.number(single, 4)}")
     picture = f"  picture: {folder / run_summary.PICTURE}" if can_draw() else ""
     say(f"report: {folder / run_summary.TEXT}{picture}")

@@ -140,6 +140,17 @@ def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     assert "mine" in caught.value.what
 
 
+def test_a_path_is_not_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "texts" / "text.txt")
+    monkeypatch.chdir(tmp_path)
+    for path in ("./texts", "texts/", "texts/text.txt", str(tmp_path)):
+        with failing(ConfigError, "data.not-prepared"):
+            corpus.open_corpus(path)
+    with failing(DataError, "data.missing") as caught:
+        corpus.open_corpus("texts")
+    assert "`archipelago prepare texts`" in caught.value.remedy
+
+
 def test_a_text_of_another_size_is_damaged(tmp_path: Path, data: Path) -> None:
     preparation.prepare_text(write(tmp_path / "text.txt"), "mine")
     write(data / "mine" / "text.bin", TEXT.encode()[:-1])
