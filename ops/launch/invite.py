@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -19,6 +19,7 @@ from rich.table import Table
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import require_address
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import SUFFIX, Invitation, Members, Role
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, invitation_at, print_json
 from archipelago.broker.redis import roles
@@ -87,7 +88,7 @@ class InviteOptions(AdministratorOptions):
     expires: str | None = None
     """when the membership ends, such as 12h, 7d or 4w from now; default: never"""
     out: Path | None = None
-    """the join file; default RUN.NAME.join; `-` writes it to standard output"""
+    """the join file; default FOLDER/RUN/RUN.NAME.join, where git ignores it; `-` writes it to standard output"""
     replace: bool = False
     """replace the credentials of a member; the old ones end at once"""
     address: str | None = None
@@ -113,7 +114,7 @@ def main(options: InviteOptions) -> int:
         if options.print_rules:
             _print_rules(administrator, options)
             return 0
-        file = options.out or Path(f"{administrator.run}.{options.name}{SUFFIX}")
+        file = options.out or options.folder / administrator.run / f"{administrator.run}.{options.name}{SUFFIX}"
         if not options.replace and str(file) != STANDARD_OUTPUT and file.exists():
             raise ConfigError(
                 f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.file"
@@ -177,6 +178,8 @@ def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
         sys.stdout.write(invited.to_json())
         sys.stdout.flush()
         return
+    with suppress(OSError):  # Writing the file says what is wrong.
+        make_untracked(file.parent)
     invitations.write(file, invited)
     if options.json:
         print_json({"run": invited.run, "name": invited.name, "role": invited.role, "file": str(file),
@@ -186,7 +189,7 @@ def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
     say(f"{invited.name!r} is invited to the run {invited.run!r} as {invited.role}{until}")
     say(f"  {file} holds its password{' and its private key' if invited.private_key else ''}: send it secretly")
     say("  on its machine:")
-    print(f"archipelago {_FIRST_VERB[invited.role]} {shlex.quote(str(file))}")  # noqa: T201 - the result
+    print(f"archipelago {_FIRST_VERB[invited.role]} {shlex.quote(file.name)}")  # noqa: T201 - the result
 
 
 def _explain_first(administrator: Administrator) -> None:

@@ -45,6 +45,11 @@ def run(server: Server) -> Iterator[RedisTransport]:
     transport.close()
 
 
+def join_file(run: RedisTransport, name: str) -> Path:
+    """Return the file that an invitation writes."""
+    return Path("runs") / run.run / f"{run.run}.{name}.join"
+
+
 @pytest.fixture
 def join(run: RedisTransport, server: Server) -> Invite:
     """Return a function that invites someone to that run."""
@@ -52,15 +57,17 @@ def join(run: RedisTransport, server: Server) -> Invite:
     def invited(name: str, **options: object) -> Invitation:
         made = InviteOptions(name=name, url=server.url, run=run.run, **options)  # type: ignore[arg-type]
         assert invite.main(made) == 0
-        return invitations.read(made.out or Path(f"{run.run}.{name}.join"))
+        return invitations.read(made.out or made.folder / run.run / join_file(run, name).name)
 
     return invited
 
 
 def test_an_invitation_is_a_private_file_that_connects(run: RedisTransport, join: Invite) -> None:
     oslo = join("oslo", expires="7d")
-    path = Path(f"{run.run}.oslo.join")
+    path = join_file(run, "oslo")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "*" in (path.parent / ".gitignore").read_text(encoding="utf-8")
+    assert [found.name for found in Path().iterdir()] == ["runs"]
     assert (oslo.name, oslo.run, oslo.role) == ("oslo", run.run, "island")
     assert oslo.expires == pytest.approx(time.time() + 7 * 86400, abs=600)
     transport = connect_to(str(path), None)
@@ -74,7 +81,7 @@ def test_an_invitation_is_a_private_file_that_connects(run: RedisTransport, join
 def test_the_mergers_share_a_key_that_only_they_and_the_administrator_have(run: RedisTransport, join: Invite) -> None:
     kept = invitations.read(Path("runs") / run.run / ADMIN_FILE) if join("m1", role="merger") else None
     assert kept is not None
-    first, second = (invitations.read(Path(f"{run.run}.m1.join")), join("m2", role="merger"))
+    first, second = (invitations.read(join_file(run, "m1")), join("m2", role="merger"))
     assert first.private_key == second.private_key == kept.private_key
     assert public_text(kept.private_key) == run.membership.all().merger_key
     assert join("oslo").private_key not in ("", kept.private_key)
@@ -95,7 +102,6 @@ def test_the_key_of_another_administrator_is_not_replaced(run: RedisTransport, j
     with failing(ConfigError, "invitation.no-merger-key"):
         join("merger", role="merger", folder=tmp_path / "second")
     other = replace(invitations.read(tmp_path / "first" / run.run / ADMIN_FILE), private_key=public_text(SOME_KEY))
-    (tmp_path / "second" / run.run).mkdir(parents=True)
     invitations.write(tmp_path / "second" / run.run / ADMIN_FILE, other)
     with failing(ConfigError, "invitation.other-merger-key"):
         join("merger", role="merger", folder=tmp_path / "second")
@@ -107,7 +113,7 @@ SOME_KEY = invitations.key_text(bytes(range(32)))
 def test_a_viewer_only_reads_and_an_operator_steers(run: RedisTransport, join: Invite) -> None:
     join("eve", role="viewer")
     join("olga", role="operator")
-    viewer, operator = (connect_to(f"{run.run}.{name}.join", None) for name in ("eve", "olga"))
+    viewer, operator = (connect_to(str(join_file(run, name)), None) for name in ("eve", "olga"))
     assert viewer.reader.merger_status().holder == ""
     assert (viewer.reader.books(), viewer.reader.presences(), viewer.reader.tape(1)) == (run.reader.books(), [], [])
     with failing(BrokerError, "broker.permission"):
@@ -123,7 +129,7 @@ def test_a_viewer_only_reads_and_an_operator_steers(run: RedisTransport, join: I
 
 def test_an_invitation_is_not_repeated_but_replaced(run: RedisTransport, join: Invite) -> None:
     old = join("oslo")
-    transport = connect_to(f"{run.run}.oslo.join", None)
+    transport = connect_to(str(join_file(run, "oslo")), None)
     with failing(ConfigError, "invitation.file"):
         join("oslo")
     with failing(ConfigError, "invitation.exists"):
@@ -132,13 +138,13 @@ def test_an_invitation_is_not_repeated_but_replaced(run: RedisTransport, join: I
     assert new.private_key != old.private_key
     with failing(BrokerError, "broker.access"):
         transport.reader.manifest()  # its connection was closed, and its password is gone
-    connect_to(f"{run.run}.oslo.join", None).close()
+    connect_to(str(join_file(run, "oslo")), None).close()
     transport.close()
 
 
 def test_revoking_ends_everything(run: RedisTransport, join: Invite, server: Server) -> None:
     join("oslo")
-    transport = connect_to(f"{run.run}.oslo.join", None)
+    transport = connect_to(str(join_file(run, "oslo")), None)
     options = RevokeOptions(name="oslo", url=server.url, run=run.run)
     assert revoke.main(options) == 0
     with failing(BrokerError, "broker.access"):
@@ -161,7 +167,7 @@ def test_members_whose_time_has_ended_are_removed(run: RedisTransport, join: Inv
     join("bergen")
     assert set(run.membership.all().by_name) == {"bergen"}
     assert f"{run.run}~oslo" not in run.connection.redis.acl_users()
-    ended = replace(invitations.read(Path(f"{run.run}.oslo.join")), expires=time.time() - 1)
+    ended = replace(invitations.read(join_file(run, "oslo")), expires=time.time() - 1)
     invitations.write(Path("ended.join"), ended)
     with failing(ConfigError, "invitation.expired"):
         invitation_at("ended.join")
@@ -193,7 +199,7 @@ def test_where_users_are_managed_elsewhere_the_rules_are_printed(
     raw.execute_command("ACL", "SETUSER", user, ">made-there", *_words(rules)[1:])
     Path("password").write_text("made-there\n")
     assert invite.main(replace(options, password_file=Path("password"))) == 0
-    transport = connect_to(f"{run.run}.oslo.join", None)
+    transport = connect_to(str(join_file(run, "oslo")), None)
     assert transport.reader.manifest().run == run.run
     assert run.membership.all().by_name["oslo"].user == user
     assert revoke.main(RevokeOptions(name="oslo", url=url, run=run.run)) == 1  # the user is still there
@@ -239,7 +245,7 @@ def test_a_join_file_is_for_one_role_run_and_island(run: RedisTransport, join: I
     from archipelago.merger import main as mergers
 
     join("oslo")
-    file = f"{run.run}.oslo.join"
+    file = str(join_file(run, "oslo"))
     with failing(ConfigError, "invitation.other-name"):
         islands.main(islands.IslandOptions(url=file, name="bergen"))
     with failing(ConfigError, "invitation.other-role"):
