@@ -215,7 +215,7 @@ def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
     if is_silent(island) and island.last_seen_seconds < SILENT_SHOWN_SECONDS:
         yield Problem(
             "island.silent", "warn", island.name,
-            f"It fell silent {_span(island.last_seen_seconds)} ago: it was killed, or its machine or its link is down.",
+            "It sends no heartbeats: it was killed, or its machine or its link is down.",
             f"The run goes on without it. Start it again with `--name {island.name}`; if only its link is down, it "
             "comes back by itself.", island.last_seen_seconds,
         )  # fmt: skip
@@ -260,10 +260,6 @@ def _refusal_problems(health: Health, unix_seconds: float) -> Iterator[Problem]:
                 f"A contribution to round {refusal.round:,} was refused: {refusal.reason}.",
                 refusal_remedy(refusal.reason), max(0.0, age),
             )  # fmt: skip
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60.0:.0f} min"
 
 
 class ProblemLog:

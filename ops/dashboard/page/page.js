@@ -59,6 +59,13 @@ function element(tag, className = "", text = "") {
   return made;
 }
 
+/** Returns an element with the text, in which words between backticks are code. */
+function worded(tag, className, text) {
+  const made = element(tag, className);
+  made.append(...text.split("`").map((words, n) => n % 2 ? element("code", "", words) : words));
+  return made;
+}
+
 function bar(id, share) { $(id).style.width = `${100 * Math.min(1, Math.max(0, share || 0))}%`; }
 
 function write() {
@@ -297,7 +304,7 @@ function writeEvents(events) {
     const kind = element("span", "kind", event.kind + (event.times > 1 ? ` ×${event.times}` : ""));
     kind.dataset.mood = KINDS[event.kind] ?? "idle";
     const what = element("span", "what");
-    what.append(element("b", "", event.who), event.text, element("small", "remedy", event.remedy));
+    what.append(element("b", "", event.who), event.text, worded("small", "remedy", event.remedy));
     item.append(time, kind, what);
     return item;
   }));
@@ -307,13 +314,14 @@ function writeEvents(events) {
 
 function writeProblems(problems) {
   $("problems").hidden = !problems.length;
-  const text = JSON.stringify(problems.map((each) => [each.code, each.who, each.text]));
+  const text = JSON.stringify(problems.map((each) => [each.code, each.who, each.text, each.seconds < 3 ? "" : span(each.seconds)]));
   if ($("problem-list").dataset.text === text) return;
   $("problem-list").dataset.text = text;
   $("problem-list").replaceChildren(...problems.map((problem) => {
     const item = element("li");
     item.dataset.mood = problem.mood;
-    item.append(element("b", "", problem.who), problem.text, element("span", "", problem.remedy));
+    const since = problem.seconds >= 3 ? element("small", "since", `for ${span(problem.seconds)}`) : "";
+    item.append(element("b", "", problem.who), problem.text, " ", since, worded("span", "", problem.remedy));
     return item;
   }));
 }
