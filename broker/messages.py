@@ -227,6 +227,11 @@ class Heartbeat:
         downlink_bytes_per_second: The same for downloads.
         ignored: Announcements that no merger of the run can have sent.
         machine: Operating system, processor, cores and memory of its host, in words.
+        memory_bytes: Resident memory of its process; 0 if it is not known, as in the fields that follow.
+        host_memory_bytes: Memory in use on its host, by all processes.
+        host_memory_limit_bytes: The memory of its host.
+        device_memory_bytes: Memory in use on its devices, by this process.
+        device_memory_limit_bytes: The memory of its devices that the process may use.
     """
 
     __pydantic_config__ = _CONFIG
@@ -256,6 +261,11 @@ class Heartbeat:
     downlink_bytes_per_second: Measure = math.nan
     ignored: Count = 0
     machine: Text = ""
+    memory_bytes: Count = 0
+    host_memory_bytes: Count = 0
+    host_memory_limit_bytes: Count = 0
+    device_memory_bytes: Count = 0
+    device_memory_limit_bytes: Count = 0
 
 
 #: The merger does not wait for an island whose last heartbeat is older than this.

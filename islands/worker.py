@@ -21,6 +21,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Heartbeat, Marker, Resume
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.inner import InnerSteps, begin
+from archipelago.islands.memory_use import MemoryMeter
 from archipelago.islands.progress import SMOOTHING, Losses, Speed, Totals
 from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.sync.actions import (
@@ -100,6 +101,7 @@ class Island:
         self.replica = Replica(manifest)
         self.ledger = Ledger(name, self.incarnation, len(manifest.fragments), config.sync.interval, config.sync.window)
         self.device = jax.devices()[0].device_kind[:200]
+        self.memory = MemoryMeter(clock)
         self.speed = Speed()
         self.losses = Losses()
         self.pacer = Pacer()
@@ -336,6 +338,7 @@ class Island:
 
 def _heartbeat(island: Island, state: str) -> Heartbeat:
     link, ledger, seconds = island.link, island.ledger, island.speed.step_seconds
+    memory = island.memory.newest()
     return Heartbeat(
         island=island.name,
         incarnation=island.incarnation,
@@ -363,6 +366,11 @@ def _heartbeat(island: Island, state: str) -> Heartbeat:
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
         ignored=link.inbox.ignored,
         machine=machine.describe(),
+        memory_bytes=memory.process,
+        host_memory_bytes=memory.host,
+        host_memory_limit_bytes=memory.host_limit,
+        device_memory_bytes=memory.device,
+        device_memory_limit_bytes=memory.device_limit,
     )
 
 

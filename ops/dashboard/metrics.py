@@ -69,6 +69,12 @@ RUN_ISLAND = {
     "archipelago_run_island_loss": ("loss", f"Training loss in {_UNIT}."),
     "archipelago_run_island_staleness_versions": ("staleness", "Versions it is behind, mean over fragments."),
     "archipelago_run_island_backlog_contributions": ("backlog", "Contributions that wait to be sent."),
+    "archipelago_run_island_memory_bytes": ("memory_bytes", "Resident memory of its process; 0 if unknown."),
+    "archipelago_run_island_host_memory_bytes": ("host_memory_bytes", "Memory in use on its host; 0 if unknown."),
+    "archipelago_run_island_device_memory_bytes": (
+        "device_memory_bytes",
+        "Memory in use on its devices, or 0.",
+    ),
     "archipelago_run_island_refused_contributions_total": ("refused", "Contributions that were refused."),
     "archipelago_run_island_sent_bytes_total": ("bytes_up", "Payload bytes sent."),
     "archipelago_run_island_received_bytes_total": ("bytes_down", "Payload bytes received."),

@@ -36,6 +36,8 @@ RISE_ROUNDS = 16
 FLAT_SHARE = 0.995
 #: A live island with steps this many times as long as the median is slow.
 SLOW_TIMES = 3.0
+#: A host that uses more than this share of its memory is about to kill processes.
+HOST_SHARE = 0.95
 EVENTS_KEPT = 200
 _ORDER = ("bad", "warn", "info")
 
@@ -238,6 +240,12 @@ def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
             f"others (score {island.score:.2f}).",
             "Check its corpus, its software and its device. If you do not trust it, expel it under Steer or with "
             f"`archipelago steer URL island.{island.name}=expel`.",
+        )  # fmt: skip
+    if island.host_memory_bytes > HOST_SHARE * island.host_memory_limit_bytes > 0:
+        yield Problem(
+            "island.memory", "warn", island.name,
+            f"Its host uses {island.host_memory_bytes / island.host_memory_limit_bytes:.0%} of its memory.",
+            f"Stop other processes on {island.host}. When memory ends, the system kills one of them.",
         )  # fmt: skip
     paces = [other.step_seconds for other in view.islands if other.live and other.step_seconds > 0.0]
     usual = statistics.median_low(paces) if len(paces) > 1 else math.inf

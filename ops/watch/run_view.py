@@ -35,6 +35,11 @@ class IslandView:
         uplink_bytes_per_second: The speed that its link has shown lately; NaN if it is not known.
         downlink_bytes_per_second: The same in the other direction.
         machine: Operating system, processor, cores and memory of its host, in words.
+        memory_bytes: Resident memory of its process; 0 if it is not known, as in the fields that follow.
+        host_memory_bytes: Memory in use on its host, by all processes.
+        host_memory_limit_bytes: The memory of its host.
+        device_memory_bytes: Memory in use on its devices, by this process.
+        device_memory_limit_bytes: The memory of its devices that the process may use.
     """
 
     name: str
@@ -66,6 +71,11 @@ class IslandView:
     downlink_bytes_per_second: float
     link: str
     machine: str = ""
+    memory_bytes: int = 0
+    host_memory_bytes: int = 0
+    host_memory_limit_bytes: int = 0
+    device_memory_bytes: int = 0
+    device_memory_limit_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -277,6 +287,11 @@ def _island(
         downlink_bytes_per_second=beat.downlink_bytes_per_second,
         link=beat.link,
         machine=beat.machine,
+        memory_bytes=beat.memory_bytes,
+        host_memory_bytes=beat.host_memory_bytes,
+        host_memory_limit_bytes=beat.host_memory_limit_bytes,
+        device_memory_bytes=beat.device_memory_bytes,
+        device_memory_limit_bytes=beat.device_memory_limit_bytes,
     )
 
 

@@ -148,7 +148,7 @@ function writeBooks(books) {
 
 // -- islands -----------------------------------------------------------------------------------------------------------
 
-const TITLES = ["island", "state", "participation in the newest rounds", "lag", "tokens/s", "step", "up", "down", "queue", "seen", ""];
+const TITLES = ["island", "state", "participation in the newest rounds", "lag", "tokens/s", "step", "up", "down", "queue", "seen", "memory", ""];
 const MOODS = { training: "good", joining: "busy", leaving: "busy", left: "idle", done: "idle", silent: "bad" };
 const lanes = new Map();
 
@@ -173,8 +173,8 @@ function lane(name) {
   cells.cells.setAttribute("preserveAspectRatio", "none");
   cells.part = element("b");
   strip.append(cells.cells, cells.part);
-  for (const key of ["lag", "speed", "step", "up", "down", "queue", "seen"]) {
-    cell(key, "num", { lag: "lag", speed: "tokens/s", step: "step", up: "up", down: "down", queue: "queue", seen: "seen" }[key]);
+  for (const key of ["lag", "speed", "step", "up", "down", "queue", "seen", "memory"]) {
+    cell(key, "num", { speed: "tokens/s" }[key] ?? key);
   }
   const actions = cell("actions", "actions");
   cells.drain = confirmedButton("drain", () => steer({ [`island.${name}`]: "drain" }));
@@ -242,6 +242,11 @@ function writeLane(island) {
   fill(cells.down, size(island.bytes_down), flows ? `${size(island.down_per_second)}/s` : "", flows ? used(island.down_share) : "");
   fill(cells.queue, count(island.backlog));
   fill(cells.seen, inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now");
+  const of = (used, limit, words) => used && limit ? `${words} ${(100 * used / limit).toFixed(0)} %` : "";
+  fill(cells.memory, island.memory_bytes ? size(island.memory_bytes) : dash, of(island.host_memory_bytes, island.host_memory_limit_bytes, "host"),
+    of(island.device_memory_bytes, island.device_memory_limit_bytes, "device"));
+  cells.memory.title = island.host_memory_limit_bytes ? `Process ${size(island.memory_bytes)}; host ${size(island.host_memory_bytes)} of ${size(island.host_memory_limit_bytes)}`
+    + (island.device_memory_limit_bytes ? `; devices ${size(island.device_memory_bytes)} of ${size(island.device_memory_limit_bytes)}` : "") : "";
   cells.drain.hidden = !island.live || Boolean(island.asked);
   cells.expel.hidden = island.asked === "expel";
   cells.back.hidden = !island.asked;
@@ -277,7 +282,7 @@ function writeLanes(islands) {
   const place = $("lanes");
   if (!place.firstChild) {
     const titles = element("div", "titles");
-    TITLES.forEach((title, n) => titles.append(element("span", n === 10 ? "last" : n > 2 ? "num" : "", title)));
+    TITLES.forEach((title, n) => titles.append(element("span", n === TITLES.length - 1 ? "last" : n > 2 ? "num" : "", title)));
     place.append(titles);
   }
   place.hidden = !shown.length;
@@ -331,8 +336,8 @@ function worst(problems) {
   const shown = problems.filter((problem) => problem.mood !== "info");
   if (!shown.length) return null;
   const [first] = shown, who = ["run", "redis", "merger"].includes(first.who) ? "" : `${first.who}: `;
-  const more = shown.length > 1 ? ` (and ${shown.length - 1} more below)` : "";
-  return { mood: first.mood, text: `${who}${first.text} ${first.remedy}${more}` };
+  const more = shown.length > 1 ? ` (${shown.length - 1} more below)` : "";
+  return { mood: first.mood, text: `${who}${first.text}${more}`, remedy: first.remedy };
 }
 
 function writeSettings(settings, set) {
@@ -406,7 +411,11 @@ function writeLink() {
     : fault ? `${fault.what} since ${clock(fault.since)}. ${fault.more}` : problem?.text ?? page?.state.sentence ?? "";
   banner.hidden = !trouble;
   banner.dataset.mood = lost || fault ? "bad" : problem?.mood ?? page?.state.mood ?? "idle";
-  put("banner", trouble);
+  const remedy = !lost && !fault && problem ? problem.remedy : "";
+  if (banner.dataset.text !== trouble + remedy) {
+    banner.dataset.text = trouble + remedy;
+    banner.replaceChildren(trouble, ...(remedy ? [" ", worded("span", "remedy", remedy)] : []));
+  }
   link.dataset.mood = inlined ? "idle" : lost ? "bad" : fault ? "warn" : everConnected ? "good" : "idle";
   link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "no answer from Redis" : everConnected ? "live" : "connecting";
 }

@@ -79,6 +79,8 @@ REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
         (view(beat("b", link="the Redis does not answer")), SERVED, ["island.link"]),
         (view(beat("b", step_seconds=0.31)), SERVED, ["island.slow"]),
         (view(beat("b", step_seconds=0.29)), SERVED, []),
+        (view(beat("b", host_memory_bytes=96, host_memory_limit_bytes=100)), SERVED, ["island.memory"]),
+        (view(beat("b", host_memory_bytes=94, host_memory_limit_bytes=100)), SERVED, []),
         (view(memory_bytes=79, memory_limit_bytes=100), SERVED, ["redis.memory"]),
         (view(unreadable=("x",)), SERVED, ["redis.unreadable"]),
         (view(), status(holder=""), ["merger.missing"]),
