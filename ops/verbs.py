@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import io
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tyro
 
 from archipelago.broker.files import require_local
+from archipelago.ops.examples import examples_text
 from archipelago.ops.settings import config_file
 
 Options = TypeVar("Options")
+
+#: How options are shown: `[URL]` in place of `[{None}|STR]`.
+READABLE = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+#: The words about an option without a default, also where they are broken over two lines of a frame.
+_NO_DEFAULT = re.compile(r"\(default:[ │|\n]+None\)")
 
 
 class Verb(NamedTuple):
@@ -76,12 +85,40 @@ def run(program: str, summary: str, verbs: Verbs, args: Sequence[str], begin: Ca
 
 def parse(options_type: type[Options], program: str, args: Sequence[str]) -> Options:
     """Return the options that `args` state. A file named with `--config` supplies the defaults of the settings."""
-    options: Options = tyro.cli(options_type, prog=program, args=list(args), **_defaults(options_type, args))
+    with _readable_help(program):
+        options: Options = tyro.cli(
+            options_type, prog=program, args=list(args), config=READABLE, **_defaults(options_type, args)
+        )
     for each in dataclasses.fields(options_type):  # type: ignore[arg-type]
         value = getattr(options, each.name)
         if isinstance(value, Path):
             require_local(value, f"--{each.name.strip('_').replace('_', '-')}")
     return options
+
+
+@contextlib.contextmanager
+def _readable_help(program: str) -> Iterator[None]:
+    """Print the help that the block prints, if it does: without defaults that say nothing, and with examples."""
+    # The library draws frames only for an output that says that it can show them.
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding or "utf-8", newline="", write_through=True)
+    try:
+        with contextlib.redirect_stdout(shown):
+            yield
+    finally:
+        shown.seek(0)
+        if text := shown.read():
+            sys.stdout.write(_without_none(text) + examples_text(program))
+
+
+def _without_none(text: str) -> str:
+    """Remove the words `(default: None)` from a help text. What is not set has its default in its description.
+
+    The words become spaces, because the text lies in a frame; a line that then is empty is left out.
+    """
+    blank = _NO_DEFAULT.sub(lambda found: re.sub(r"\(default:|None\)", lambda word: " " * len(word[0]), found[0]), text)
+    blank = blank.replace("show this help message and exit", "Show this help message and end.")
+    both = zip(text.splitlines(), blank.splitlines(), strict=True)
+    return "".join(f"{line}\n" for before, line in both if line == before or line.strip(" │|"))
 
 
 def _defaults(options_type: type[Any], args: Sequence[str]) -> dict[str, Any]:

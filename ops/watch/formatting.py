@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
@@ -21,10 +22,22 @@ from archipelago.ops.watch.health import Health, describe_control
 from archipelago.ops.watch.remedies import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
-#: `part` is the share of the recent rounds that merged the island; `seen` is the time since its last heartbeat. `score`
-#: is how well its contributions agree with those of the others.
-#: The names are short so that the table fits into 80 columns.
-_COLUMNS = ("island", "state", "steps", "tokens/s", "loss", "lag", "part", "score", "queue", "up", "down", "seen")
+#: The columns of the table of islands, and what each means. The names are short so that the table fits into 80 columns.
+LEGEND: Final = {
+    "island": "The island's name.",
+    "state": "joining, training, leaving, left, done, or silent: no heartbeat for 10 s.",
+    "steps": "The inner steps that it has made.",
+    "tokens/s": "The tokens that it trains on in a second.",
+    "loss": "Its training loss, as a mean over its newest steps, in the unit of the run.",
+    "lag": "The versions by which its parameters are behind, as a mean over the fragments. Below 1 is usual.",
+    "part": "The share of the recent rounds that merged a contribution of it.",
+    "score": "How well its contributions agree with those of the others: 1 is usual, 0 is unrelated.",
+    "queue": "The contributions that wait in the island to be sent. Above 1, its link is slow.",
+    "up": "The bytes that it has sent.",
+    "down": "The bytes that it has received.",
+    "seen": "The time since its last heartbeat.",
+}
+_COLUMNS = tuple(LEGEND)
 #: Pairs of a terminal width and the columns that are left out from that width on.
 _LEFT_OUT = (
     (88, ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import RunAddress, print_json
 from archipelago.ops.watch.advice import problems
-from archipelago.ops.watch.formatting import render
+from archipelago.ops.watch.formatting import LEGEND, render
 from archipelago.ops.watch.health import as_json, read_health, trouble
 from archipelago.ops.watch.run_view import RECENT_ROUNDS, observe
 
@@ -30,6 +31,8 @@ class StatusOptions(RunAddress):
     """keep showing the run, with its history and events"""
     every: float | None = None
     """with --watch: seconds between two readings; default 1, and 10 if standard output is not a terminal"""
+    legend: bool = False
+    """Explain the columns of the table of islands, and end. It needs no Redis."""
     json: bool = False
     """print one JSON object; with --watch, one on a line for each reading"""
 
@@ -38,6 +41,8 @@ def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
     if options.every is not None and not 0.05 <= options.every <= 3600.0:
         raise ConfigError(f"--every cannot be {options.every}", "Choose 0.05 to 3600 seconds.", code="config.every")
+    if options.legend:
+        return _print_legend(as_json=options.json)
     transport = options.connect()
     if options.watch:
         from archipelago.ops.watch import live
@@ -53,3 +58,12 @@ def main(options: StatusOptions) -> int:
     else:
         Console(highlight=False).print(render(view, health, problem, found))
     return 1 if problem else 0
+
+
+def _print_legend(*, as_json: bool) -> int:
+    if as_json:
+        print_json(LEGEND)
+        return 0
+    for column, meaning in LEGEND.items():
+        sys.stdout.write(f"{column:<10}{meaning}\n")
+    return 0

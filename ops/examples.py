@@ -1,0 +1,127 @@
+"""The examples at the end of each verb's `--help`. A test parses each with the verb's own parser."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Example(NamedTuple):
+    """A command line that a user can type, and what it does."""
+
+    command: str
+    what: str
+
+
+_EXAMPLES: dict[str, dict[str, str]] = {
+    "up": {
+        "archipelago up": "Train the smallest model on this machine, with three islands.",
+        "archipelago up --run mine --islands 2 --data.corpus mine --inner.steps 3000": "Train on your own text.",
+        "archipelago up --run mine --resume": "Continue from the newest checkpoint after the Redis was lost.",
+        "archipelago up --run shared --open": "Let other machines join, over TLS and with invitations.",
+    },
+    "init": {
+        "archipelago init redis://:PASSWORD@HOST:6379 --run demo --model.size small": "Create a run in a Redis.",
+        "archipelago init --run tuned --from demo-llama --data.corpus mine": "Begin with the weights of an export.",
+    },
+    "island": {
+        "archipelago island redis://:PASSWORD@HOST:6379 --run demo": "Join the run demo.",
+        "archipelago island demo.oslo.join": "Join with a join file that `archipelago invite` made.",
+        "archipelago island --run demo --name oslo --corpus private": "Train on a text that stays on this machine.",
+    },
+    "merger": {
+        "archipelago merger redis://:PASSWORD@HOST:6379 --run demo": "Serve the run demo. The second one stands by.",
+        "archipelago merger --run demo --resume": "Restore the run from its checkpoints if the Redis has lost it.",
+    },
+    "status": {
+        "archipelago status --run demo": "Show the run once. The exit status is 1 if somebody should look at it.",
+        "archipelago status --run demo --watch": "Show it live.",
+        "archipelago status --legend": "Explain the columns.",
+    },
+    "runs": {
+        "archipelago runs": "List the runs at $ARCHIPELAGO_URL and those in the folder runs/.",
+        "archipelago runs redis://:PASSWORD@HOST:6379 --json": "List the runs of a Redis for a program.",
+    },
+    "rm": {
+        "archipelago rm old redis://:PASSWORD@HOST:6379": "Delete the keys of the run old, after you typed its name.",
+        "archipelago rm old --yes": "Delete it without a question, for scripts.",
+    },
+    "dash": {
+        "archipelago dash --run demo --open": "Open the page of the run in the browser.",
+        "archipelago dash --host 0.0.0.0 --port 8080": "Serve the page to other machines.",
+    },
+    "steer": {
+        "archipelago steer --run demo": "Show what is set.",
+        "archipelago steer outer.learning_rate=0.5 sync.quorum=2": "Change two settings from the next round on.",
+        "archipelago steer merging=paused": "Pause merging; `merging=` resumes it.",
+        "archipelago steer island.oslo=drain": "Ask an island to send its work and leave.",
+    },
+    "invite": {
+        "archipelago invite oslo --run demo": "Make a user and a join file for the island oslo.",
+        "archipelago invite eyes --role viewer --expires 7d": "Let somebody look for a week.",
+        "archipelago invite": "List the members.",
+    },
+    "revoke": {"archipelago revoke oslo --run demo": "End the membership of the island oslo at once."},
+    "doctor": {
+        "archipelago doctor redis://:PASSWORD@HOST:6379 --run demo": "Check this site before it joins.",
+        "archipelago doctor": "Check only this machine.",
+    },
+    "report": {
+        "archipelago report demo": "Write the report of the run in runs/demo.",
+        "archipelago report redis://:PASSWORD@HOST:6379 --run demo --out demo.html": "Write that of a run at a Redis.",
+    },
+    "evaluate": {
+        "archipelago evaluate --run demo": "Measure the published parameters once, and record the result.",
+    },
+    "export": {
+        "archipelago export runs/demo --out demo-llama": "Write the newest checkpoint as a Llama.",
+        "archipelago export redis://HOST:6379 --run demo --out demo-orbax --format orbax": "Write plain Orbax.",
+    },
+    "generate": {
+        "archipelago generate demo-llama --prompt 'def main(' --tokens 200": "Continue a prompt with an export.",
+        "archipelago generate redis://HOST:6379 --run demo": "Sample from a run that trains now.",
+    },
+    "prepare": {
+        "archipelago prepare notes/ --name mine": "Make a corpus of the text files in a folder.",
+        "archipelago prepare enwik8": "Download and prepare 100 MB of Wikipedia.",
+        "archipelago prepare notes/ --name mine-bpe --tokenizer bpe:16384": "Learn a tokenizer on it.",
+    },
+    "replay": {
+        "archipelago replay demo": "Repeat the recorded run, and compare every digest.",
+        "archipelago replay demo --set outer.lr=0.5": "Merge the same contributions by another rule.",
+    },
+    "chaos": {
+        "archipelago chaos --seconds 120 --islands 4": "Train for two minutes while processes are killed.",
+        "archipelago chaos peers": "Measure what the return of an island costs.",
+    },
+    "bench parity": {"archipelago bench parity --quick": "Compare with data-parallel training, in minutes."},
+    "bench time": {"archipelago bench time --quick": "Measure the time to a loss with one slow machine."},
+    "bench study": {"archipelago bench study defaults --show": "Show the table of a study."},
+    "bench wire": {"archipelago bench wire --quick": "Measure payloads through Redis on this machine."},
+    "bench merge": {"archipelago bench merge --quick": "Measure codecs and merges on this machine."},
+    "bench sync": {"archipelago bench sync --quick": "Measure one synchronisation."},
+    "bench signing": {"archipelago bench signing": "Measure what signatures cost."},
+    "bench island": {"archipelago bench island --quick": "Measure what synchronising costs an island."},
+    "bench start": {"archipelago bench start --quick": "Measure what starting an island costs."},
+    "bench largest": {"archipelago bench largest --quick": "Send a large model through Redis."},
+    "simulate plan": {"archipelago simulate plan --sites 3 --link-mbits 200": "Plan a run over three sites."},
+    "simulate tables": {"archipelago simulate tables --days 2": "Compare with the published tables."},
+    "simulate run": {"archipelago simulate run --days 1 --seed 3": "Simulate one day of failures."},
+    "simulate quality": {"archipelago simulate quality --steps 100": "Train islands along failures."},
+}
+
+#: The examples of each verb, by the words after `archipelago`.
+EXAMPLES: dict[str, tuple[Example, ...]] = {
+    words: tuple(Example(command, what) for command, what in each.items()) for words, each in _EXAMPLES.items()
+}
+
+
+def examples_text(program: str) -> str:
+    """Return the examples of a verb as the end of its help; empty for a program without any.
+
+    Args:
+        program: The words that select the verb, such as `archipelago bench wire`.
+    """
+    found = EXAMPLES.get(program.partition(" ")[2], ())
+    if not found:
+        return ""
+    return "\nexamples:\n" + "".join(f"  $ {command}\n      {what}\n" for command, what in found)

@@ -1,0 +1,86 @@
+"""The help of each verb: examples that its own parser reads, whole sentences, and no marks of the parser's library."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from archipelago.ops import verbs
+from archipelago.ops.commands import VERBS, run
+from archipelago.ops.examples import EXAMPLES
+from archipelago.ops.verbs import Group, Verb, Verbs
+from archipelago.ops.watch.formatting import LEGEND
+
+OPERATING = Path(__file__).parents[2] / "docs" / "guide" / "operating.md"
+
+
+def every_verb(table: Verbs, words: str = "") -> Iterator[tuple[str, Verb]]:
+    """Yield each verb with the words that select it."""
+    for name, verb in table.items():
+        if isinstance(verb, Group):
+            yield from every_verb(importlib.import_module(verb.module).VERBS, f"{words}{name} ")
+        else:
+            yield words + name, verb
+
+
+ALL = dict(every_verb(VERBS))
+
+
+def help_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        run([*words.split(), "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_each_verb_has_examples() -> None:
+    assert set(EXAMPLES) == set(ALL)
+    assert all(EXAMPLES.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "command"), [(words, each.command) for words, found in EXAMPLES.items() for each in found]
+)
+def test_the_parser_of_the_verb_reads_each_example(words: str, command: str) -> None:
+    program, *args = shlex.split(command)
+    assert program == "archipelago"
+    assert args[: len(words.split())] == words.split()
+    options = getattr(importlib.import_module(ALL[words].module), ALL[words].options)
+    verbs.parse(options, f"archipelago {words}", args[len(words.split()) :])
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_help_is_readable_and_ends_with_the_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(words, capsys)
+    assert "{None}" not in text
+    assert not re.search(r"default:[\s│]*None", text)
+    assert text.rstrip().endswith(EXAMPLES[words][-1].what)
+    frames = [line for line in text.splitlines() if line.startswith(("│", "╭", "╰"))]
+    assert len({len(line) for line in frames}) <= 1, "the frame is whole"
+
+
+def test_a_url_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of("status", capsys).splitlines()[0].endswith("[URL]")
+    assert "--every FLOAT" in help_of("status", capsys)
+
+
+def test_an_option_that_is_not_set_is_none_and_a_name_can_be_none() -> None:
+    from archipelago.ops.watch.status import StatusOptions
+
+    assert verbs.parse(StatusOptions, "x", []).run is None
+    assert verbs.parse(StatusOptions, "x", ["--run", "None"]).run == "None"
+
+
+def test_the_legend_explains_each_column_here_and_in_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", "--legend"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == list(LEGEND)
+    guide = OPERATING.read_text(encoding="utf-8")
+    for column, meaning in LEGEND.items():
+        assert f"| `{column}` | {meaning} |" in guide
