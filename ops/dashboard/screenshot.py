@@ -55,6 +55,7 @@ def picture(driver: WebDriver, address: str, width: int, height_most: int, stopp
     """Return the page as a PNG, with two pixels for each CSS pixel."""
     metrics: dict[str, Any] = {"width": width, "height": 900, "deviceScaleFactor": 2, "mobile": width < 600}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.get("about:blank")  # Else an address that differs only behind the # would not load again.
     driver.get(address)
     deadline = time.monotonic() + WAIT_SECONDS
     while not driver.execute_script(READY) and not stopped():

@@ -228,7 +228,7 @@ def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
             "island.thin-link", "info", island.name, f"Its link is thin: {island.link.removeprefix('thin link ')}.",
             "Nothing has to be done: it sends fewer bits, and less often. A faster link gives its work more weight.",
         )  # fmt: skip
-    elif island.link != "ok":
+    elif island.link != "ok" and not island.link.startswith("no merger"):  # That is `merger.missing`.
         yield Problem(
             "island.link", "warn", island.name, f"Its link fails: {island.link}.",
             f"Check the network between {island.host} and Redis. It trains on, and sends when the link is back.",
@@ -278,8 +278,8 @@ class ProblemLog:
         self._events: list[Event] = []
 
     def update(self, found: Iterable[Problem], unix_seconds: float) -> None:
-        """Compare the present problems with those of the last call. Refusals have events of their own."""
-        now = {(each.code, each.who): each for each in found if each.code != "island.refused"}
+        """Compare the present problems with those of the last call. Those that the merger notes have events already."""
+        now = {(each.code, each.who): each for each in found if each.code not in _NOTED}
         for key, problem in now.items():
             if key not in self._open:
                 began = unix_seconds - problem.seconds
@@ -297,6 +297,7 @@ class ProblemLog:
         return tuple(self._events)
 
 
+_NOTED = frozenset(["island.refused", "island.lowered", "run.paused"])
 _ENDS = {
     "island.silent": "It is back, has left, or is forgotten.",
     "merger.missing": "A merger serves again.",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.control import Control
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, Refusal, TapeEntry
 from archipelago.broker.transport import Memory, MergerStatus
+from archipelago.ops.watch import advice
 from archipelago.ops.watch.advice import Problem, ProblemLog, problems, rising
 from archipelago.ops.watch.health import Event, Health
 from archipelago.ops.watch.remedies import NOTHING, remedy_of, with_comebacks
@@ -55,14 +58,14 @@ def look(seen: RunView, health: Health = SERVED, **more: Any) -> list[str]:
     return codes(problems(seen, health, MANIFEST.config, unix_seconds=NOW, **more))
 
 
+def status(**changes: Any) -> Health:
+    return replace(SERVED, merger_status=replace(SERVED.merger_status, **changes))
+
+
 def test_a_healthy_run_has_no_problem() -> None:
     seen = view(tape=tape_of([3.0 - 0.01 * n for n in range(48)]))
     evaluations = [Evaluation(n, n, n, NOW - 60, 8.0 - n) for n in range(5)]
     assert look(seen, tape=tape_of([3.0 - 0.01 * n for n in range(48)]), evaluations=evaluations) == []
-
-
-def status(**changes: Any) -> Health:
-    return replace(SERVED, merger_status=replace(SERVED.merger_status, **changes))
 
 
 REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
@@ -77,6 +80,7 @@ REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
         (view(beat("b", 40.0, state="left")), SERVED, []),
         (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), SERVED, ["island.thin-link"]),
         (view(beat("b", link="the Redis does not answer")), SERVED, ["island.link"]),
+        (view(beat("b", link="no merger serves the run")), status(holder=""), ["merger.missing"]),
         (view(beat("b", step_seconds=0.31)), SERVED, ["island.slow"]),
         (view(beat("b", step_seconds=0.29)), SERVED, []),
         (view(beat("b", host_memory_bytes=96, host_memory_limit_bytes=100)), SERVED, ["island.memory"]),
@@ -101,6 +105,13 @@ def test_a_lowered_weight_is_a_problem() -> None:
     tape = tape_of([2.0])
     lowered = [replace(tape[0], members=(replace(tape[0].members[0], factor=0.2, score=0.1),))]
     assert look(view(tape=lowered)) == ["island.lowered"]
+
+
+def test_each_problem_is_in_the_guide() -> None:
+    source, guide = Path(advice.__file__), Path(__file__).parents[3] / "docs/guide/operating.md"
+    known = set(re.findall(r'"([a-z]+\.[a-z-]+)", "(?:bad|warn|info)"', source.read_text(encoding="utf-8")))
+    assert len(known) > 15
+    assert {code for code in known if f"| `{code}` |" not in guide.read_text(encoding="utf-8")} == set()
 
 
 def test_the_worst_comes_first() -> None:
