@@ -226,6 +226,7 @@ class Heartbeat:
         uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
         downlink_bytes_per_second: The same for downloads.
         ignored: Announcements that no merger of the run can have sent.
+        tokens_unsent: Tokens of inner steps that no contribution has carried to the broker yet (mean over fragments).
         machine: Operating system, processor, cores and memory of its host, in words.
         memory_bytes: Resident memory of its process; 0 if it is not known, as in the fields that follow.
         host_memory_bytes: Memory in use on its host, by all processes.
@@ -260,6 +261,7 @@ class Heartbeat:
     uplink_bytes_per_second: Measure = math.nan
     downlink_bytes_per_second: Measure = math.nan
     ignored: Count = 0
+    tokens_unsent: Count = 0
     machine: Text = ""
     memory_bytes: Count = 0
     host_memory_bytes: Count = 0

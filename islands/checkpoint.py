@@ -236,7 +236,8 @@ class IslandStore:
         island.ledger.formerly = found.incarnation
         island.action_log = ActionLog(island.name, island.incarnation, island.action_log.enabled)
         island.action_log.add(RestoreWhole(found.who, found.done))
-        island.totals = Totals(*rest["totals"])
+        newest = next(self._found(lambda found: True), found)  # steps after the restored checkpoint were made, too
+        island.totals = Totals(*map(max, rest["totals"], newest.rest["totals"]))
         island.moments = "own checkpoint"
         island.link.resume(payloads)
         return True

@@ -84,6 +84,7 @@ class Rejoin:
             whole: The island's checkpoint of the number to which the run has gone back, if the run has.
         """
         if whole is not None and self.store is not None and self.store.restore_whole(whole, self.island):
+            self._count_earlier()
             self._send_actions(whole)
             self._withdraw()
             self._lease_again()
@@ -96,6 +97,10 @@ class Rejoin:
             self.island.use_state_of_peer(from_peer)
         elif self.store is not None and (found := self.store.restore_moments(self.island)) is not None:
             self._send_actions(found)
+        self._count_earlier()
+
+    def _count_earlier(self) -> None:
+        """Continue the totals of earlier incarnations. What they did and lost was trained, too."""
         totals = self.island.totals
         totals.steps, totals.tokens = max(totals.steps, self._before.steps), max(totals.tokens, self._before.tokens)
 

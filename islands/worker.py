@@ -365,6 +365,7 @@ def _heartbeat(island: Island, state: str) -> Heartbeat:
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
         ignored=link.inbox.ignored,
+        tokens_unsent=(ledger.unsent_tokens + link.outbox.queued_tokens) // len(ledger.counts),
         machine=machine.describe(),
         memory_bytes=memory.process,
         host_memory_bytes=memory.host,

@@ -193,6 +193,11 @@ class Ledger:
         """The mean over all fragments of the newest announced version minus the held one."""
         return sum(max(0, c.newest - c.version) for c in self.counts) / len(self.counts)
 
+    @property
+    def unsent_tokens(self) -> int:
+        """Tokens of unsent progress, summed over the fragments."""
+        return sum(count.tokens for count in self.counts)
+
     def _fragment(self, number: int) -> int:
         return (number - 1) % len(self.counts)
 

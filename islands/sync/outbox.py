@@ -146,6 +146,11 @@ class Outbox:
             self._unresolved |= {p.contribution.identity_text: replace(p, entry=LOST) for p in in_flight}
         self._must_resend = bool(in_flight)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the contributions that the broker has not taken yet."""
+        return sum(draft.header.tokens for draft in list(self._queue))
+
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:

@@ -152,7 +152,8 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
     )
     grid.add_row(
         "tokens",
-        f"{view.tokens_merged:,} merged of {view.tokens_trained:,} trained, {view.tokens_lost:,} lost with islands; "
+        f"trained {view.tokens_trained:,} = merged {view.tokens_merged:,} + refused {view.tokens_refused:,} + pending "
+        f"{view.tokens_pending:,} + unsent {view.tokens_unsent:,} + lost {view.tokens_lost:,}; "
         f"{view.passes:.2f} passes over the text",
     )
 

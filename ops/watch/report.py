@@ -192,9 +192,9 @@ def _view_of(image: Image, report: Mapping[str, Any]) -> RunView:
         merged_by_island(image.state), image.cursors, Memory(0, 0),
     )  # fmt: skip
     islands = tuple(_island_of(fields) for fields in report.get("each_island", ()))
-    return dataclasses.replace(
-        view, islands=islands, known=len(islands), tokens_lost=int(report.get("tokens_lost") or 0)
-    )
+    lost = int(report.get("tokens_lost") or 0)
+    trained = view.tokens_trained - view.tokens_lost + lost
+    return dataclasses.replace(view, islands=islands, known=len(islands), tokens_lost=lost, tokens_trained=trained)
 
 
 def _island_of(fields: Mapping[str, Any]) -> IslandView:

@@ -12,6 +12,7 @@ from archipelago.broker.loss_unit import LossUnit, loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, TapeEntry
 from archipelago.broker.transport import Memory, ReaderTransport
+from archipelago.ops.watch.token_accounts import token_accounts
 
 RECENT_ROUNDS = 48
 #: A round that closes during a reading makes its accounts inconsistent, so we read again, at most this often.
@@ -90,7 +91,8 @@ class RunView:
         loss: The training loss.
         held_out_first: The loss on held-out text at the first evaluation.
         held_out_last: The same at the newest evaluation.
-        tokens_lost: Tokens of islands that left before they were merged.
+        tokens_merged: These and the following are the run's accounts of tokens (`token_accounts`).
+        tokens_trained: The sum of all accounts.
         evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first evaluation.
         evaluated_unix_seconds: When they were evaluated, by the clock of whoever did; 0 before the first evaluation.
         evaluated_by: The island that did; empty for `archipelago evaluate`.
@@ -117,8 +119,11 @@ class RunView:
     held_out_first: float
     held_out_last: float
     tokens_merged: int
-    tokens_trained: int
+    tokens_refused: int
+    tokens_pending: int
+    tokens_unsent: int
     tokens_lost: int
+    tokens_trained: int
     passes: float
     books: Books
     pending: int
@@ -208,6 +213,7 @@ def summarise(
     islands = tuple(_island(presence, tape, merged, fragments, unit) for presence in presences)
     live = [island for island in islands if island.live]
     shards = manifest.config.data.shards
+    tokens = token_accounts(presences, merged, books, pending, fragments)
     return RunView(
         run=manifest.run,
         parameters=manifest.parameters,
@@ -228,10 +234,12 @@ def summarise(
         evaluated_round=evaluations[-1].round if evaluations else 0,
         evaluated_unix_seconds=evaluations[-1].unix_seconds if evaluations else 0.0,
         evaluated_by=evaluations[-1].by if evaluations else "",
-        tokens_merged=books.merged_tokens // fragments,
-        # Merged tokens may be newer than the last heartbeat.
-        tokens_trained=sum(max(island.tokens, island.tokens_merged) for island in islands),
-        tokens_lost=sum(max(0, island.tokens - island.tokens_merged) for island in islands if not island.live),
+        tokens_merged=tokens.merged,
+        tokens_refused=tokens.refused,
+        tokens_pending=tokens.pending,
+        tokens_unsent=tokens.unsent,
+        tokens_lost=tokens.lost,
+        tokens_trained=tokens.trained,
         passes=sum(number for shard, (number, _) in cursors.items() if "/" not in shard) / shards,
         books=books,
         pending=pending.contributions,

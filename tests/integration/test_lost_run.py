@@ -11,12 +11,14 @@ import pytest
 
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.worker import Island
 from archipelago.merger.checkpointer import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch import init
 from archipelago.ops.launch.init import InitOptions
+from archipelago.ops.watch.run_view import RunView, observe
 from tests import samples
 from tests.failing import failing
 from tests.islands import tiny
@@ -115,3 +117,58 @@ def test_a_damaged_uid_is_no_other_run(lost: LostRun) -> None:
     lost.transport.connection.redis.hset("{tiny:s0}:manifest", "uid", "nonsense")
     lost.island.link.pump()
     assert lost.island.link.failure is None
+
+
+# -- the accounts of tokens ------------------------------------------------------------------------------------------
+
+
+def accounts(lost: LostRun) -> RunView:
+    """Return the run as it is seen, whose accounts must add up."""
+    view = observe(lost.transport, lost.manifest)
+    parts = view.tokens_merged + view.tokens_refused + view.tokens_pending + view.tokens_unsent + view.tokens_lost
+    assert view.tokens_trained == parts
+    return view
+
+
+def test_tokens_that_were_merged_after_the_checkpoint_are_lost(lost: LostRun) -> None:
+    init.main(InitOptions(url=lost.url, run="tiny", resume=lost.folder.path))
+    lost.serve()
+    steps_back = lost.island.totals.steps - lost.run.merger.state.step
+    lost.run.play(lost.island, 10)
+    lost.island.beat("training")
+    lost.island.link.pump()
+    view = accounts(lost)
+    assert view.tokens_trained == lost.island.totals.tokens
+    assert view.tokens_lost > 0
+    assert abs(view.tokens_lost - steps_back * tiny.CONFIG.tokens_per_step) <= 4 * tiny.CONFIG.tokens_per_step
+    lost.island.leave("left", flush_seconds=0.0)
+    lost.island.link.pump()
+    lost.run.merger.turn(0.0)
+    left = accounts(lost)
+    assert (left.tokens_unsent, left.tokens_pending, left.tokens_lost) == (0, 0, view.tokens_lost)
+
+
+def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> None:
+    init.main(InitOptions(url=lost.url, run="tiny", resume=lost.folder.path))
+    lost.serve()
+    lost.run.play(lost.island, 10)
+    before, discarded = accounts(lost).tokens_lost, 0
+    island = lost.island
+    for number in range(7):
+        island.advance()  # a step that it does not send, before it is killed
+        island.beat("training")
+        island.link.pump()
+        discarded += accounts(lost).tokens_unsent
+        island = lost.run.island(incarnation=f"y{number}", silent=True)
+        rejoin = Rejoin(lost.connect(), None, island, [])
+        rejoin.ask(peers=False)
+        rejoin.complete(None)
+        island.beat("joining")
+        island.link.pump()
+        lost.run.play(island, 5)
+    island.beat("training")
+    island.link.pump()
+    view = accounts(lost)
+    assert view.tokens_trained == island.totals.tokens
+    assert view.tokens_lost - before == pytest.approx(discarded, abs=8)
+    assert discarded > 0

@@ -67,6 +67,8 @@ class Figures:
         control: The same run without faults.
         estimates: Goodput that other methods would have had under the same failures; computed, not run.
         baselines: Results of other methods that ran under the same faults.
+        tokens_trained: All tokens, by the turn logs: merged + refused + pending + lost.
+        tokens_lost: Tokens that were trained and not sent, mostly by islands that were killed.
         participation: Islands of the run, live and participating, over time.
         standbys: Number of standby processes.
         standbys_used: Starts of islands for which a standby was ready.
@@ -92,6 +94,7 @@ class Figures:
     tokens_trained: int
     tokens_merged: int
     tokens_refused: int
+    tokens_pending: int
     tokens_lost: int
     bytes_up: int
     bytes_down: int
@@ -114,7 +117,8 @@ def figures(storm: StormRecord, control: Control | None = None, baselines: Seque
     totals = [r.total_seconds for r in returned if not math.isnan(r.total_seconds)]
     spent = shares(storm, states)
     trained = sum(storm.steps_between(i, -math.inf, math.inf) for i in storm.islands) * storm.tokens_per_step
-    merged = storm.books.merged_tokens // storm.fragments
+    settled = (storm.books.merged_tokens, storm.books.refused_tokens, storm.pending.tokens)
+    merged, refused, pending = (tokens // storm.fragments for tokens in settled)
     live = possible_while_live(storm, states)
     step_seconds = {island: storm.step_seconds[island] or step for island in storm.islands}
     return Figures(
@@ -137,8 +141,9 @@ def figures(storm: StormRecord, control: Control | None = None, baselines: Seque
         staleness=staleness(storm),
         tokens_trained=trained,
         tokens_merged=merged,
-        tokens_refused=storm.books.refused_tokens // storm.fragments,
-        tokens_lost=trained - merged,
+        tokens_refused=refused,
+        tokens_pending=pending,
+        tokens_lost=trained - merged - refused - pending,
         bytes_up=storm.books.bytes_up,
         bytes_down=storm.books.bytes_down,
         bits_per_byte=storm.bits_per_byte,

@@ -31,8 +31,8 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
         ("uptime: at least one island trains", f"{found.uptime:.1%}"),
         ("rounds, per minute", f"{found.rounds:,}, {found.rounds_per_minute:.0f}"),
         ("contributions per round", f"{found.contributions_per_round:.2f}"),
-        ("tokens trained / merged / refused / lost", f"{found.tokens_trained:,} / {found.tokens_merged:,} / "
-                                                     f"{found.tokens_refused:,} / {found.tokens_lost:,}"),
+        ("tokens trained", f"{found.tokens_trained:,} = merged {found.tokens_merged:,} + refused "
+                           f"{found.tokens_refused:,} + pending {found.tokens_pending:,} + lost {found.tokens_lost:,}"),
         ("from a kill to the first merged contribution", f"{number(found.rejoin_seconds_median, 1)} s median, "
                                                          f"{number(found.rejoin_seconds_worst, 1)} s worst"),
         ("device idle for over 10 ms", _waits(stalls.idle, stalls.turns)),

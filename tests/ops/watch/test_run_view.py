@@ -38,8 +38,10 @@ TAPE = [
     entry(4, [member("a"), member("a", 2), member("gone")], loss=5.0, grace_seconds=0.2, open_seconds=0.2),
 ]
 PRESENCES = [
-    Presence(samples.heartbeat("a", tokens=1000), 0.5),
-    Presence(samples.heartbeat("b", tokens=500, link="the Redis does not answer [red]x[/]"), LIVE_SECONDS),
+    Presence(samples.heartbeat("a", tokens=1000, tokens_unsent=60), 0.5),
+    Presence(
+        samples.heartbeat("b", tokens=500, tokens_unsent=20, link="the Redis does not answer [red]x[/]"), LIVE_SECONDS
+    ),
     Presence(samples.heartbeat("c", "joining", tokens=0, loss=math.nan, last_refusal="too old"), 3.0),
     Presence(samples.heartbeat("d", "left", tokens=70), 1.0),
     Presence(samples.heartbeat("e", "leaving", tokens=7), 9.9),
@@ -65,11 +67,12 @@ def test_the_run_matches_a_calculation_by_hand() -> None:
     )  # In bits. The mean of the last round of each fragment, one of which has no loss.
     assert (VIEW.held_out_first, VIEW.held_out_last) == (8.0, 4.25)
     assert VIEW.tokens_merged == 300  # A token is merged once it is in both fragments: ⌊601 / 2⌋.
-    assert VIEW.tokens_trained == 1000 + 500 + 0 + 70 + 7
+    assert VIEW.tokens_trained == 1000 + 500 + 0 + 70 + 7 + 1000 // 2  # An island of long ago has its merged tokens.
+    assert (VIEW.tokens_refused, VIEW.tokens_pending) == (100 // 2, 299 // 2)
     assert (VIEW.pending, VIEW.pending_tokens, VIEW.memory_bytes) == (3, 299, 7_000)
     assert (VIEW.bytes_up, VIEW.bytes_down) == (5_000, 6_000_000)
-    # Islands b and d have left. Live islands may still send their tokens.
-    assert VIEW.tokens_lost == (500 - 400 // 2) + (70 - 140 // 2)
+    assert VIEW.tokens_unsent == 60  # Island b is not live, so it will not send its tokens.
+    assert VIEW.tokens_lost == VIEW.tokens_trained - 300 - 50 - 149 - 60
     assert VIEW.passes == (2 + 1 + 0) / MANIFEST.config.data.shards  # A site's own text is not counted.
     assert VIEW.balanced
     assert VIEW.books == BOOKS
@@ -151,8 +154,9 @@ def test_the_data_and_moments_of_an_island() -> None:
 def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
     """The island may have died between two heartbeats."""
     gone = Presence(samples.heartbeat("d", tokens=70), 2 * LIVE_SECONDS)
-    view = summarise(MANIFEST, [], [gone], Books(), Pending(0, 0), [], {"d": 200}, {}, MEMORY)
-    assert view.tokens_lost == 0
+    books = Books(published=1, published_tokens=200, merged=1, merged_tokens=200)
+    view = summarise(MANIFEST, [], [gone], books, Pending(0, 0), [], {"d": 200}, {}, MEMORY)
+    assert (view.tokens_trained, view.tokens_merged, view.tokens_lost) == (100, 100, 0)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_a_terminal_shows_the_facts(width: int) -> None:
         "5 known, 3 live, 1 participating; 1.50 contributions per round, open 500 ms (grace 200 ms)",
         "published 10 = merged 6 + refused 1 + pending 3",
         "in tokens 1,000 = 601 + 100 + 299 (2 fragments each)",
-        "300 merged of 1,577 trained, 300 lost with islands; 0.05 passes over the text",
+        "trained 2,077 = merged 300 + refused 50 + pending 149 + unsent 60 + lost 1,518; 0.05 passes over the text",
         "up 5.0 kB, down 6.0 MB, Redis holds 7.0 kB",
         "c: last refused: too old",
     ):
