@@ -78,7 +78,7 @@ def provenance(
         settings={key: _text(value) for key, value in settings.items()},
         changed=[key for key, value in settings.items() if value != defaults[key]],
         commands=commands(manifest, view.known, len(machines), [e for e in tape if e.steered]),
-        picture=picture,
+        picture=picture if report.get("curve_one_process") else b"",  # Without a baseline, the page's chart has it all.
     )
 
 

@@ -24,7 +24,7 @@ def cards(found: Provenance) -> str:
         f'<div class="facts">{facts}{picture}</div></section>\n'
         f'<section class="card" aria-label="Settings"><div class="head"><h2>Settings</h2>'
         f'<p class="sub">{len(found.changed)} differ from the defaults, in bold</p></div>'
-        f'<dl class="settings">{settings}</dl></section>\n'
+        f'<dl class="all-settings">{settings}</dl></section>\n'
         f'<section class="card" aria-label="Repeat this run"><div class="head"><h2>Repeat this run</h2></div>'
         f'<pre class="script">{escape(found.commands)}</pre></section>\n'
     )
