@@ -52,22 +52,25 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """Join a run and train. An island needs only the Redis URL, and the run's name if that Redis has several runs."""
 
     name: str | None = None
-    """name of this island; default: the one in its join file, else random; a given name stays the same over restarts"""
+    """The name of this island. The default is the one in its join file, else random. A given name stays the same over
+    restarts.
+    """
     folder: Path | None = None
-    """folder of the island's checkpoints; default runs/RUN/islands/NAME"""
+    """The folder of the island's checkpoints. The default is runs/RUN/islands/NAME."""
     corpus: str | None = None
-    """a corpus on this machine to train on instead of the run's, for text that must not leave its site"""
+    """A corpus on this machine to train on instead of the run's, for text that must not leave its site."""
     scan_steps: int = 0
-    """inner steps between two step boundaries, compiled as one scan; 0 measures and uses the fastest number"""
+    """The inner steps between two step boundaries, compiled as one scan. 0 measures and uses the fastest number."""
     step_seconds_min: float = 0.0
-    """minimum duration of an inner step, for trials of more islands than the machine has cores"""
+    """The minimum duration of an inner step, for trials of more islands than the machine has cores."""
     standby: bool = False
-    """load and compile everything, print `ready`, and join once a line on standard input names the island"""
+    """Load and compile everything, print `ready`, and join once a line on standard input names the island."""
     evaluate_every: float = 15.0
-    """seconds between two evaluations of the published parameters by this island, if it is the one that evaluates; they
-    take at most 2 % of the device's time; 0: this island never evaluates"""
+    """The seconds between two evaluations of the published parameters by this island, if it is the one that evaluates.
+    They take at most 2 % of the device's time. 0: this island never evaluates.
+    """
     json: bool = False
-    """print one JSON object at the end"""
+    """Print one JSON object at the end."""
 
 
 def main(options: IslandOptions) -> int:

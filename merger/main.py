@@ -45,17 +45,17 @@ class MergerOptions(WorkerOptions, AwaitedRun):
     """
 
     folder: Path | None = None
-    """folder for the run's checkpoints and its record; default runs/RUN/merger"""
+    """The folder for the run's checkpoints and its record. The default is runs/RUN/merger."""
     checkpoint_every: float = 30.0
-    """seconds between two checkpoints of the whole run, merger and islands; 0 takes none"""
+    """The seconds between two checkpoints of the whole run, merger and islands. 0 takes none."""
     keep: int = KEEP
-    """how many of the newest checkpoints to keep"""
+    """How many of the newest checkpoints to keep."""
     resume: bool = False
-    """if Redis does not have the run, restore it from the newest checkpoint in the folder"""
+    """If Redis does not have the run, restore it from the newest checkpoint in the folder."""
     lease_seconds: float = 5.0
-    """how long a standby waits before it replaces a merger that has stopped responding"""
+    """How long a standby waits before it replaces a merger that has stopped responding."""
     json: bool = False
-    """print one JSON object at the end"""
+    """Print one JSON object at the end."""
 
 
 def main(options: MergerOptions) -> int:

@@ -26,11 +26,11 @@ class CurveOptions:
     """Options of processes that log and write metric curves."""
 
     tensorboard: bool = field(default_factory=has_tensorboard)
-    """write curves as TensorBoard event files into the worker's folder `tensorboard` (needs the extra `plots`)"""
+    """Write curves as TensorBoard event files into the worker's folder `tensorboard` (needs the extra `plots`)."""
     wandb: bool = False
-    """also send curves to Weights & Biases: project `archipelago`, the run as group (needs the extra `wandb`)"""
+    """Also send curves to Weights & Biases: project `archipelago`, the run as group (needs the extra `wandb`)."""
     log_json: bool = False
-    """log one JSON object on each line: time, level, who, run, island, round, code, message"""
+    """Log one JSON object on each line: time, level, who, run, island, round, code, message."""
 
     def log_as(self, who: str, run: str | None, island: str = "") -> Origin:
         """Set up logging. The returned origin takes the run's name later if it is not known yet."""
@@ -69,9 +69,9 @@ class WorkerOptions(CurveOptions):
     """Options of workers that can also be scraped by Prometheus."""
 
     metrics_port: int | None = None
-    """serve Prometheus metrics at http://HOST:PORT/metrics; 0 takes a free port; default: do not serve them"""
+    """Serve Prometheus metrics at http://HOST:PORT/metrics. 0 takes a free port. Without it they are not served."""
     metrics_host: str = metrics.HOST
-    """address to serve metrics on; 0.0.0.0 lets other machines scrape"""
+    """The address to serve metrics on. 0.0.0.0 lets other machines scrape."""
 
     def flags(self, number: int) -> list[str]:
         """Return the flags that give a child process the same options, with a metrics port `number` above this one."""

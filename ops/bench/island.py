@@ -37,9 +37,9 @@ class IslandBenchOptions(OutputOptions):
     """Measure what syncing costs an island: time of inner steps, processor time a parameter, additional memory."""
 
     quick: bool = False
-    """the tiny model, and fewer and shorter turns"""
+    """Use the tiny model, and fewer and shorter turns."""
     config: Path | None = None
-    """a TOML file with settings; flags win over it"""
+    """A TOML file with settings. Flags win over it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 

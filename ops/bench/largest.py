@@ -91,9 +91,9 @@ class LargestOptions(OutputOptions):
     """Pass a large model over the wire on this machine: each fragment once up, merged and down, untrained."""
 
     parameters: float = 0.0
-    """parameters of the model; default 1e9, or 2e7 with --quick"""
+    """The parameters of the model. The default is 1e9, or 2e7 with --quick."""
     quick: bool = False
-    """a smaller model"""
+    """Use a smaller model."""
 
 
 def main(options: LargestOptions) -> int:

@@ -35,7 +35,7 @@ class MergeOptions(OutputOptions):
     """Measure codecs against copying, and the merger's arithmetic against bare numpy, each on one thread."""
 
     quick: bool = False
-    """smaller vectors and fewer rounds"""
+    """Use smaller vectors and fewer rounds."""
 
 
 def main(options: MergeOptions) -> int:

@@ -21,9 +21,9 @@ class OutputOptions:
     """Options of every measurement."""
 
     output: Path = Path("runs/bench")
-    """folder for the JSON file and the picture"""
+    """The folder for the JSON file and the picture."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 def finish(name: str, found: Mapping[str, Any], options: OutputOptions) -> int:

@@ -34,7 +34,7 @@ class SigningOptions(OutputOptions):
     """Measure what signatures add to a sync of 10 M parameters."""
 
     syncs: int = 40
-    """syncs of each run"""
+    """The syncs of each run."""
 
 
 def main(options: SigningOptions) -> int:

@@ -80,9 +80,9 @@ class StartOptions(OutputOptions):
     """Measure the processor time to start an island: with empty caches, with warm ones, and from a standby."""
 
     quick: bool = False
-    """the tiny model, and fewer starts"""
+    """Use the tiny model, and fewer starts."""
     config: Path | None = None
-    """a TOML file with settings; flags win over it"""
+    """A TOML file with settings. Flags win over it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 

@@ -47,10 +47,11 @@ class SyncOptions(OutputOptions):
     """Measure one outer synchronisation of 10 M parameters against torchft's, on loopback and over a thin link."""
 
     torchft_python: str = ""
-    """a Python that has torchft (the head of `ops/bench/torchft.py` says how to make it); default
-    $ARCHIPELAGO_TORCHFT_PYTHON"""
+    """A Python that has torchft (the head of `ops/bench/torchft.py` says how to make it). The default is
+    $ARCHIPELAGO_TORCHFT_PYTHON.
+    """
     quick: bool = False
-    """fewer rounds"""
+    """Play fewer rounds."""
 
 
 def main(options: SyncOptions) -> int:

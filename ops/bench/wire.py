@@ -44,7 +44,7 @@ class WireOptions(OutputOptions):
     """Measure payloads through Redis, in MB/s, against bare sockets: one producer, and several at once."""
 
     quick: bool = False
-    """smaller payloads and fewer rounds"""
+    """Use smaller payloads and fewer rounds."""
 
 
 def main(options: WireOptions) -> int:

@@ -53,59 +53,59 @@ class ChaosOptions:
     """
 
     what: Annotated[Literal["storm", "peers"], tyro.conf.Positional] = "storm"
-    """one storm, or the peers' benchmark"""
+    """What to run: one storm, or the peers' benchmark."""
     run: str = "chaos"
-    """name of the run and of its folder; an earlier storm there is deleted"""
+    """The name of the run and of its folder. An earlier storm there is deleted."""
     islands: int = 3
-    """number of islands on this machine"""
+    """The number of islands on this machine."""
     standbys: int = 0
-    """number of standby processes, which have loaded everything and become an island that is started again"""
+    """The number of standby processes, which have loaded everything and become an island that is started again."""
     seconds: float = 60.0
-    """length of the storm"""
+    """The length of the storm."""
     settle_seconds: float = 0.0
-    """how much longer the storm may last, until all processes work again"""
+    """How much longer the storm may last, until all processes work again."""
     fault_seed: int = 0
-    """seed of the schedule: the same seed gives the same faults"""
+    """The seed of the schedule: the same seed gives the same faults."""
     fault_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """peers: seeds of the schedules"""
+    """For `chaos peers`: the seeds of the schedules."""
     mean_seconds_between: float = 20.0
-    """mean time that each process is up before its next fault"""
+    """The mean time that each process is up before its next fault."""
     kinds: tuple[Kind, ...] = ("kill", "stop")
-    """kinds of faults to choose from: kill, stop, partition, reset, half-open, throttle, delay, disk, clock"""
+    """The kinds of faults to choose from: kill, stop, partition, reset, half-open, throttle, delay, disk, clock."""
     spare: tuple[str, ...] = ()
-    """processes without faults: redis, merger, or names of islands"""
+    """The processes without faults: redis, merger, or names of islands."""
     return_seconds: float = 2.0
-    """mean duration of a fault, which follows an exponentiated Weibull distribution"""
+    """The mean duration of a fault, which follows an exponentiated Weibull distribution."""
     return_shape: float = 2.0
-    """shape k of that distribution"""
+    """The shape k of that distribution."""
     return_power: float = 4.0
-    """exponent α of that distribution"""
+    """The exponent α of that distribution."""
     every: float = 0.0
-    """instead of random faults: kill a random island every EVERY seconds, and start it after `return_seconds`"""
+    """Instead of random faults: kill a random island every EVERY seconds, and start it after `return_seconds`."""
     schedule: Path | None = None
-    """instead of random faults: a file with a JSON object a line; each storm leaves its own in its folder"""
+    """Instead of random faults: a file with a JSON object a line. Each storm leaves its own in its folder."""
     spot: Path | None = None
-    """instead of random faults: a spot-market trace in JSON, whose preemptions kill islands"""
+    """Instead of random faults: a spot-market trace in JSON, whose preemptions kill islands."""
     spot_faster: float = 100.0
-    """how many times faster than real time the trace is played"""
+    """How many times faster than real time the trace is played."""
     slow: float = 1.0
-    """factor by which the last island's steps are slower"""
+    """The factor by which the last island's steps are slower."""
     step_seconds: float = 0.05
-    """minimum duration of an inner step, so that islands do not compete for this machine's cores; 0 for none"""
+    """The minimum duration of an inner step, so that islands do not compete for this machine's cores. 0 for none."""
     undisturbed: bool = True
-    """afterwards, repeat the run without faults up to as many merged tokens, to compare the loss"""
+    """Afterwards, repeat the run without faults up to as many merged tokens, to compare the loss."""
     baselines: bool = False
-    """afterwards, run data-parallel, elastic data-parallel and synchronous DiLoCo under the same faults"""
+    """Afterwards, run data-parallel, elastic data-parallel and synchronous DiLoCo under the same faults."""
     checkpoint_every: float = 10.0
-    """seconds between two checkpoints of the whole run"""
+    """The seconds between two checkpoints of the whole run."""
     folder: Path = Path("runs")
-    """where runs keep their logs, data and reports"""
+    """The folder where runs keep their logs, data and reports."""
     config: Path | None = None
-    """a TOML file with settings; flags override it"""
+    """A TOML file with settings. Flags override it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
-    """the run lasts as long as the storm: `--inner.steps` only sets where the learning rate's decay ends"""
+    """The run lasts as long as the storm: `--inner.steps` only sets where the learning rate's decay ends."""
     json: bool = False
-    """print the report as one JSON object"""
+    """Print the report as one JSON object."""
 
 
 def main(options: ChaosOptions) -> int:

@@ -35,21 +35,21 @@ class DashOptions(RunAddress):
     """
 
     host: str = "127.0.0.1"
-    """address to listen on; 0.0.0.0 shows the run to everyone who can reach this machine"""
+    """The address to listen on. 0.0.0.0 shows the run to everyone who can reach this machine."""
     name: tuple[str, ...] = ()
-    """more host names under which browsers reach the page, such as that of a proxy; other names are refused"""
+    """More host names under which browsers reach the page, such as that of a proxy. Other names are refused."""
     port: int = 8765
-    """port to listen on; 0 takes a free one"""
+    """The port to listen on. 0 takes a free one."""
     token: str | None = None
-    """token that changes need; default $ARCHIPELAGO_TOKEN, or a random one that is printed at the start"""
+    """The token that changes need. The default is $ARCHIPELAGO_TOKEN, or a random one that is printed at the start."""
     folder: Path = Path("runs")
-    """where runs of `up` keep their reports, which the page compares with this run"""
+    """The folder where runs of `up` keep their reports, which the page compares with this run."""
     open: bool = True
-    """open the page in a browser if this machine has one"""
+    """Open the page in a browser if this machine has one."""
     screenshot: Path | None = None
-    """only write dash-light.png, dash-dark.png and dash-phone.png into this folder, with chromium"""
+    """Only write dash-light.png, dash-dark.png and dash-phone.png into this folder, with Chromium."""
     json: bool = False
-    """print one JSON object: address and token once it serves, or the names of the pictures"""
+    """Print one JSON object: address and token once it serves, or the names of the pictures."""
 
 
 def main(options: DashOptions) -> int:

@@ -50,17 +50,17 @@ class ParityOptions(OutputOptions):
     """Compare losses at equal tokens, in virtual time: islands, one process, data-parallel, synchronous DiLoCo."""
 
     islands: tuple[int, ...] = (3,)
-    """numbers of islands"""
+    """The numbers of islands."""
     slow: float = 1.0
-    """the last island's steps take this many times longer"""
+    """The last island's steps take this many times longer."""
     seeds: tuple[int, ...] = ()
-    """seeds to take means and spreads over, such as 0 1 2; default the settings' own"""
+    """The seeds to take means and spreads over, such as 0 1 2. The default is the settings' own."""
     tune: bool = False
-    """give each baseline the best of four inner learning rates, found with the first seed"""
+    """Give each baseline the best of four inner learning rates, found with the first seed."""
     quick: bool = False
-    """400 global steps"""
+    """Train for 400 global steps only."""
     config: Path | None = None
-    """a TOML file with settings; flags win over it"""
+    """A TOML file with settings. Flags win over it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 

@@ -32,15 +32,15 @@ class ReplayOptions:
     """
 
     run: Annotated[str, tyro.conf.Positional]
-    """name of the run"""
+    """The name of the run."""
     folder: Path = Path("runs")
-    """folder of the runs; the record is FOLDER/RUN/merger/record"""
+    """The folder of the runs. The record is FOLDER/RUN/merger/record."""
     islands: bool = True
-    """repeat the islands' training too; otherwise their recorded contributions are used"""
+    """Repeat the islands' training too. Otherwise their recorded contributions are used."""
     set: tuple[str, ...] = ()
-    """other rules for the merger, such as outer.lr=0.5 merge.rest=average, applied to the recorded contributions"""
+    """Apply other rules of the merger to the recorded contributions, such as outer.lr=0.5 merge.rest=average."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 def main(options: ReplayOptions) -> int:

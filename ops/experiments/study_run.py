@@ -37,18 +37,19 @@ class StudyOptions:
     """
 
     name: Annotated[str, tyro.conf.Positional] = ""
-    """the study; without a name, all studies are listed"""
+    """The study. Without a name, all studies are listed."""
     jobs: int = 1
-    """processes, each with one thread"""
+    """The number of processes, each with one thread."""
     most: int = 0
-    """end after this many trials; 0 runs all"""
+    """End after this many trials. 0 runs all."""
     show: bool = False
-    """run nothing; print the table and draw the picture of the results so far"""
+    """Run nothing. Print the table and draw the picture of the results so far."""
     folder: Path | None = None
-    """folder with studies of your own (NAME.toml), which also gets the results; default: the studies that come with
-    the package, with results in ./studies"""
+    """The folder with studies of your own (NAME.toml), which also gets the results. The default is the studies that
+    come with the package, with results in ./studies.
+    """
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
     @property
     def studies(self) -> Path:

@@ -45,17 +45,17 @@ class TimeOptions(OutputOptions):
     """Compare time to loss, in virtual time, where one machine is slow: islands against methods that wait for all."""
 
     islands: int = 3
-    """number of islands"""
+    """The number of islands."""
     slow: float = 1.0
-    """the last island's steps take this many times longer"""
+    """The last island's steps take this many times longer."""
     scavenged: tuple[int, ...] = (3,)
-    """how many islands join for the middle half of the run; one run for each number"""
+    """How many islands join for the middle half of the run. One run for each number."""
     seeds: tuple[int, ...] = ()
-    """seeds to take means and spreads over, such as 0 1 2; default the settings' own"""
+    """The seeds to take means and spreads over, such as 0 1 2. The default is the settings' own."""
     quick: bool = False
-    """400 global steps"""
+    """Train for 400 global steps only."""
     config: Path | None = None
-    """a TOML file with settings; flags win over it"""
+    """A TOML file with settings. Flags win over it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 

@@ -32,21 +32,22 @@ class InitOptions:
     """Create a run: its config, its corpus and its first parameters. Workers then join it with its URL and name."""
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """redis://HOST:PORT, rediss://… or unix://…; default $ARCHIPELAGO_URL"""
+    """The URL of the Redis: redis://HOST:PORT, rediss://… or unix://…. The default is $ARCHIPELAGO_URL."""
     run: str = "demo"
-    """name of the run"""
+    """The name of the run."""
     config: Path | None = None
-    """a TOML file with settings; flags override it"""
+    """A TOML file with settings. Flags override it."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes"""
+    """The weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes."""
     resume: Path | None = None
-    """continue a run that its Redis has lost, from the newest checkpoint in the folder of its merger, such as
-    runs/RUN/merger; the run keeps its own settings"""
+    """Continue a run that its Redis has lost, from the newest checkpoint in the folder of its merger, such as
+    runs/RUN/merger. The run keeps its own settings.
+    """
     replace: bool = False
-    """begin a new run although islands of a run of that name still train; they leave"""
+    """Begin a new run although islands of a run of that name still train. They leave."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 def main(options: InitOptions) -> int:

@@ -38,15 +38,15 @@ class AdministratorOptions:
     """The options with which `invite` and `revoke` find the run."""
 
     name: Annotated[str, tyro.conf.Positional] = ""
-    """the member's name; an island trains under it"""
+    """The member's name. An island trains under it."""
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """an administrator's URL, or the file admin.join; default $ARCHIPELAGO_URL, or FOLDER/RUN/admin.join"""
+    """An administrator's URL, or the file admin.join. The default is $ARCHIPELAGO_URL, or FOLDER/RUN/admin.join."""
     run: str | None = None
-    """name of the run; default $ARCHIPELAGO_RUN, or the only one there is"""
+    """The name of the run. The default is $ARCHIPELAGO_RUN, or the only one there is."""
     folder: Path = Path("runs")
-    """folder with the folders of all runs; RUN/admin.join in it keeps the private key of the run's mergers"""
+    """The folder with the folders of all runs. RUN/admin.join in it keeps the private key of the run's mergers."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
     @contextmanager
     def administrator(self) -> Iterator[Administrator]:
@@ -84,21 +84,23 @@ class InviteOptions(AdministratorOptions):
     """
 
     role: Role = "island"
-    """what the member may do: train, merge, steer (operator) or only look (viewer)"""
+    """What the member may do: train, merge, steer (operator) or only look (viewer)."""
     expires: str | None = None
-    """when the membership ends, such as 12h, 7d or 4w from now; default: never"""
+    """When the membership ends, such as 12h, 7d or 4w from now. Without it, the membership does not end."""
     out: Path | None = None
-    """the join file; default FOLDER/RUN/RUN.NAME.join, where git ignores it; `-` writes it to standard output"""
+    """The join file. The default is FOLDER/RUN/RUN.NAME.join, where git ignores it. `-` writes it to standard output.
+    """
     replace: bool = False
-    """replace the credentials of a member; the old ones end at once"""
+    """Replace the credentials of a member. The old ones end at once."""
     address: str | None = None
-    """the URL under which the member reaches this Redis, if it is not the administrator's; without user and password"""
+    """The URL under which the member reaches this Redis, if it is not the administrator's; without user and password.
+    """
     print_rules: bool = False
-    """print the rules for the user, for a Redis whose users are managed elsewhere, and change nothing"""
+    """Print the rules for the user, for a Redis whose users are managed elsewhere, and change nothing."""
     user: str = ""
-    """with --password-file: the name of the user that was created elsewhere"""
+    """With --password-file: the name of the user that was created elsewhere."""
     password_file: Path | None = None
-    """create no user; write the join file of one that was created elsewhere, with the password in this file"""
+    """Create no user. Write the join file of one that was created elsewhere, with the password in this file."""
 
 
 def main(options: InviteOptions) -> int:

@@ -38,9 +38,10 @@ class PrepareOptions:
     path: Path | None = None
     """A copy of enwik8.zip, or of scikit-learn's digits.csv.gz. Without it, they are downloaded."""
     tokenizer: str | None = None
-    """bpe:16384 learns byte-level BPE with this many tokens from the training split, and stores the text as tokens. The
-    name of a tokenizer.json, or of a folder that has one, takes this tokenizer, for instance that of weights to begin
-    with. The default stores bytes."""
+    """`bpe:16384` learns byte-level BPE with this many tokens from the training split, and stores the text as tokens.
+    The name of a tokenizer.json, or of a folder that has one, takes this tokenizer, for instance that of weights to
+    begin with. The default stores bytes.
+    """
     json: bool = False
     """Print one JSON object."""
 

@@ -47,36 +47,38 @@ class UpOptions(WorkerOptions):
     """
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """a Redis that is already running; without one, `up` starts its own on loopback"""
+    """A Redis that is already running. Without one, `up` starts its own on loopback."""
     open_: Annotated[bool, tyro.conf.arg(name="open")] = False
-    """let other machines join: the Redis of `up` then talks TLS, and everyone needs an invitation (`invite`)"""
+    """Let other machines join: the Redis of `up` then talks TLS, and everyone needs an invitation (`invite`)."""
     host: str | None = None
-    """with --open: an address of this machine to listen at, or the name under which others reach it; default: all"""
+    """With --open: an address of this machine to listen at, or the name under which others reach it. The default is
+    all.
+    """
     run: str = "demo"
-    """name of the run and of its folder"""
+    """The name of the run and of its folder."""
     islands: int = 3
-    """islands on this machine; more can join from other machines"""
+    """The number of islands on this machine. More can join from other machines."""
     standbys: int = 0
-    """processes that have loaded and compiled everything and replace an island that dies"""
+    """The processes that have loaded and compiled everything and replace an island that dies."""
     folder: Path = Path("runs")
-    """folder with the folders of all runs: logs, data and reports"""
+    """The folder with the folders of all runs: logs, data and reports."""
     resume: bool = False
-    """if the Redis does not have the run, continue from the newest checkpoint in the folder"""
+    """If the Redis does not have the run, continue from the newest checkpoint in the folder."""
     checkpoint_every: float = 30.0
-    """seconds between two checkpoints of the whole run, merger and islands; 0 takes none"""
+    """The seconds between two checkpoints of the whole run, merger and islands. 0 takes none."""
     evaluate_every: float = 15.0
-    """seconds between two evaluations on held-out text, by one of the islands; 0 evaluates at the end only"""
+    """The seconds between two evaluations on held-out text, by one of the islands. 0 evaluates at the end only."""
     one_process: bool = True
-    """afterwards train one process on as many tokens, for comparison"""
+    """Afterwards train one process on as many tokens, for comparison."""
     metrics_port: int | None = None
-    """serve Prometheus metrics: the merger's at http://HOST:PORT/metrics, each island's at the next port"""
+    """Serve Prometheus metrics: the merger's at http://HOST:PORT/metrics, each island's at the next port."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """weights that a new run begins with: a .safetensors file or its folder, such as `export` writes"""
+    """The weights that a new run begins with: a .safetensors file or its folder, such as `export` writes."""
     config: Path | None = None
-    """a TOML file with settings; flags override it"""
+    """A TOML file with settings. Flags override it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
-    """print the report as one JSON object"""
+    """Print the report as one JSON object."""
 
     def session(self) -> SessionOptions:
         """Return the options of the session."""

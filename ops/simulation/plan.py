@@ -58,37 +58,39 @@ class PlanOptions:
     """
 
     model: str = "1b"
-    """parameters (5e9, 5B, 120M), or a model by name (tiny, small, base, 124m, 1b)"""
+    """The parameters (5e9, 5B, 120M), or a model by name (tiny, small, base, 124m, 1b)."""
     tokens: str = "20x"
-    """tokens to train on: a number (26B), or a multiple of the parameters (20x)"""
+    """The tokens to train on: a number (26B), or a multiple of the parameters (20x)."""
     sites: int = 2
-    """places that share only the Redis; each has at least one island"""
+    """The places that share only the Redis. Each has at least one island."""
     chips: int = 16
-    """accelerators in all sites together"""
+    """The accelerators in all sites together."""
     tokens_per_second: float = 10_000.0
-    """tokens per second that one chip trains on"""
+    """The tokens per second that one chip trains on."""
     batch_tokens: int = 500_000
-    """tokens of one inner step of all islands together"""
+    """The tokens of one inner step of all islands together."""
     link_mbits: float = 1000.0
-    """link between a site and the Redis, each way"""
+    """The link between a site and the Redis, each way."""
     redis_mbits: float = 10_000.0
-    """link of the machine with the Redis and the merger, each way"""
+    """The link of the machine with the Redis and the merger, each way."""
     hours_between: float = YEAR_SECONDS / 3600.0
-    """mean time between two interruptions of one chip; default a year. Spot machines: a few hours to a few days"""
+    """The mean time between two interruptions of one chip. The default is a year. Spot machines: a few hours to a few
+    days.
+    """
     slice_chips: int = 8
-    """chips that one failure stops: those of a machine or of a slice"""
+    """The chips that one failure stops: those of a machine or of a slice."""
     return_seconds: float = 300.0
-    """mean time until these chips return"""
+    """The mean time until these chips return."""
     pause_seconds: float = 30.0
-    """time that an island loses when it continues with other slices, or restarts"""
+    """The time that an island loses when it continues with other slices, or restarts."""
     elastic: bool = False
-    """whether your islands continue with the remaining slices; our worker does not"""
+    """Whether your islands continue with the remaining slices. Our worker does not."""
     islands: int = 0
-    """number of islands M, if you want to set it yourself"""
+    """The number of islands M, if you want to set it yourself."""
     seed: int = 0
-    """seed of the simulation"""
+    """The seed of the simulation."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 class Fleet(NamedTuple):

@@ -28,15 +28,15 @@ class QualityOptions:
 
     model: Annotated[FailureModel, tyro.conf.arg(name="")] = field(default_factory=FailureModel)
     tape: Path | None = None
-    """follow this tape instead"""
+    """Follow this tape instead."""
     steps: int = STEPS
-    """global steps of the run without failures"""
+    """The global steps of the run without failures."""
     seed: int = 0
-    """seed of the tapes and of the training"""
+    """The seed of the tapes and of the training."""
     config: Path | None = None
-    """a TOML file with the run's settings"""
+    """A TOML file with the run's settings."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 def main(options: QualityOptions) -> int:

@@ -26,17 +26,18 @@ class RunOptions:
 
     model: Annotated[FailureModel, tyro.conf.arg(name="")] = field(default_factory=FailureModel)
     days: float | None = None
-    """virtual time; default 7, or the length of the trace"""
+    """The virtual time. The default is 7, or the length of the trace."""
     seed: int = 0
-    """seed of all random draws"""
+    """The seed of all random draws."""
     trace: Path | None = None
-    """measured outages instead of random ones: CSV with the columns slice,failed_seconds,returned_seconds"""
+    """A CSV file with measured outages instead of random ones. Its columns are slice, failed_seconds, returned_seconds.
+    """
     trace_slices: int = 0
-    """number of observed slices, if some of them never failed; default: those that the trace names"""
+    """The number of observed slices, if some of them never failed. The default is those that the trace names."""
     tape: Path | None = None
-    """write a tape of the islands' states to this file, for `archipelago simulate quality`"""
+    """Write a tape of the islands' states to this file, for `archipelago simulate quality`."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 def main(options: RunOptions) -> int:

@@ -40,13 +40,13 @@ class TablesOptions:
 
     model: Annotated[FailureModel, tyro.conf.arg(name="")] = field(default_factory=FailureModel)
     days: float = DAYS
-    """virtual time of each cell"""
+    """The virtual time of each cell."""
     seed: int = 0
-    """seed of all random draws"""
+    """The seed of all random draws."""
     output: Path = Path("runs/simulate")
-    """folder for the picture, and for the tables in Markdown"""
+    """The folder for the picture, and for the tables in Markdown."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 def main(options: TablesOptions) -> int:

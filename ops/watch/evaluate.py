@@ -27,7 +27,7 @@ class EvaluateOptions(RunAddress):
     """
 
     json: bool = False
-    """print one JSON object at the end"""
+    """Print one JSON object at the end."""
 
 
 def main(options: EvaluateOptions) -> int:

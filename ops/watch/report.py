@@ -40,15 +40,15 @@ class ReportOptions:
     """Write a run's figures into one HTML file, from its Redis, or from its folder if the Redis is gone."""
 
     target: Annotated[str | None, tyro.conf.Positional] = None
-    """URL of a Redis or a join file, or the name or folder of a run of `up`; default $ARCHIPELAGO_URL"""
+    """The URL of a Redis, a join file, or the name or folder of a run of `up`. The default is $ARCHIPELAGO_URL."""
     run: str | None = None
-    """name of the run at that URL; default $ARCHIPELAGO_RUN, or the only run there"""
+    """The name of the run at that URL. The default is $ARCHIPELAGO_RUN, or the only run there."""
     out: Path | None = None
-    """file to write; default FOLDER/RUN/report.html, in a folder that git ignores"""
+    """The file to write. The default is FOLDER/RUN/report.html, in a folder that git ignores."""
     folder: Path = Path("runs")
-    """where runs keep their logs, data and reports"""
+    """The folder where runs keep their logs, data and reports."""
     json: bool = False
-    """print one JSON object: the name of the file, and the figures"""
+    """Print one JSON object: the name of the file, and the figures."""
 
 
 @dataclass(frozen=True)

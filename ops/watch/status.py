@@ -28,13 +28,13 @@ class StatusOptions(RunAddress):
     """
 
     watch: bool = False
-    """keep showing the run, with its history and events"""
+    """Keep showing the run, with its history and events."""
     every: float | None = None
-    """with --watch: seconds between two readings; default 1, and 10 if standard output is not a terminal"""
+    """With --watch: seconds between two readings. The default is 1, and 10 if standard output is not a terminal."""
     legend: bool = False
     """Explain the columns of the table of islands, and end. It needs no Redis."""
     json: bool = False
-    """print one JSON object; with --watch, one on a line for each reading"""
+    """Print one JSON object. With --watch, one on a line for each reading."""
 
 
 def main(options: StatusOptions) -> int:

@@ -45,9 +45,9 @@ class SteerOptions(RunAddress):
     """
 
     changes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """NAME=VALUE to change a setting, NAME= to remove the change, or `checkpoint`"""
+    """NAME=VALUE changes a setting, NAME= removes the change, and `checkpoint` asks for a checkpoint."""
     json: bool = False
-    """print one JSON object"""
+    """Print one JSON object."""
 
 
 def main(options: SteerOptions) -> int:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
+import inspect
+import itertools
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +69,24 @@ def test_help_is_readable_and_ends_with_the_examples(words: str, capsys: pytest.
     assert text.rstrip().endswith(EXAMPLES[words][-1].what)
     frames = [line for line in text.splitlines() if line.startswith(("│", "╭", "╰"))]
     assert len({len(line) for line in frames}) <= 1, "the frame is whole"
+
+
+def descriptions(options: type[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the description of each option, from the strings below the fields."""
+    for kind in filter(dataclasses.is_dataclass, options.__mro__):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in itertools.pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+                yield field.target.id, ast.literal_eval(below.value)
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_options_are_described_in_whole_sentences(words: str) -> None:
+    verb = ALL[words]
+    for name, text in descriptions(getattr(importlib.import_module(verb.module), verb.options)):
+        assert re.match(r"[A-Z0-9`$]", text), f"--{name}: {text}"
+        assert text.rstrip().endswith("."), f"--{name}: {text}"
 
 
 def test_a_url_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
