@@ -1,12 +1,15 @@
-"""Measure how many inner steps one dispatch should make on this device."""
+"""The device of an island: which one it is, whether the run fits, and how many inner steps one dispatch makes."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
+from archipelago.broker.footprint import ISLAND_BASE, available_here, footprint, in_gb, shortage
+from archipelago.broker.manifest import Manifest
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.worker import Island
 
@@ -16,6 +19,46 @@ DISPATCH_MATTERS_SECONDS = 0.02
 LONG_SECONDS = 1.0
 #: The longest time between two step boundaries when several steps are made at once.
 BOUNDARY_SECONDS = 0.04
+
+
+#: The variable that hides devices from JAX, by platform.
+VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
+#: Bytes per parameter that an island keeps in the memory of its machine when it trains on an accelerator.
+HOST_PER_PARAMETER = 16
+
+
+def unused_devices(devices: Sequence[jax.Device], environ: Mapping[str, str]) -> str:
+    """Return which of several devices the island uses, and how to use the others; empty if there is only one."""
+    if len(devices) < 2:
+        return ""
+    used = devices[0]
+    begin = f"this island uses one of {len(devices)} devices: {used} ({used.device_kind})"
+    if used.platform == "cpu":
+        return f"{begin}; the others come from XLA_FLAGS and add no cores: one CPU device uses all that it may use"
+    is_rocm = "rocm" in getattr(used.client, "platform_version", "").lower()
+    variable = VISIBLE.get("rocm" if is_rocm else used.platform, VISIBLE["gpu"])
+    names = [name.strip() for name in environ.get(variable, "").split(",") if name.strip()]
+    if len(names) != len(devices):
+        names = [str(number) for number in range(len(devices))]
+    others = ", ".join(f"{variable}={name} archipelago island" for name in names[1:])
+    return f"{begin}; start one more island for each of the others: {others}"
+
+
+def memory_in_words(manifest: Manifest, device: jax.Device) -> tuple[str, list[str]]:
+    """Return how much memory the run takes by part, and what does not fit here."""
+    needed, available = footprint(manifest), available_here()
+    said = f"memory: {needed.describe()}"
+    if device.platform == "cpu":
+        words = shortage("this island", needed.island, available)
+        return f"{said}; {in_gb(available)} are available here", [words] if words else []
+    on_device = needed.island - ISLAND_BASE
+    on_host = ISLAND_BASE + HOST_PER_PARAMETER * manifest.parameters
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    said += f"; here {in_gb(on_device)} of {in_gb(limit) if limit else 'the memory'} on the device, and "
+    said += f"{in_gb(on_host)} of {in_gb(available)} on the machine"
+    troubles = [shortage("this island, on its machine,", on_host, available)]
+    troubles += [shortage("this island, on its device,", on_device, limit)] if limit else []
+    return said, [words for words in troubles if words]
 
 
 def best_scan_steps(island: Island) -> int:

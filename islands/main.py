@@ -39,6 +39,7 @@ from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
 from archipelago.islands.standby import READY, await_assignment
 
 if TYPE_CHECKING:
+    from archipelago.broker.manifest import Manifest
     from archipelago.broker.transport import IslandTransport
     from archipelago.islands.evaluator import Evaluator
     from archipelago.islands.prepared import PreparedIsland
@@ -213,6 +214,7 @@ def _run(
     if prepared is None or not prepared.fits(manifest, options.corpus):
         with progress("opening the corpus and building the model"):
             prepared = prepare(manifest, options.corpus)
+    _tell_of_device(manifest)
     awaited(partial(register_text, prepared.corpus, transport, options.corpus))
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.
         make_untracked(folder)
@@ -284,6 +286,20 @@ def _run(
             "state": ready - compiled,
         },
     }
+
+
+def _tell_of_device(manifest: Manifest) -> None:
+    """Log what the run needs and what this machine has, and which devices stay unused."""
+    import jax
+
+    from archipelago.islands.device import memory_in_words, unused_devices
+
+    said, troubles = memory_in_words(manifest, jax.devices()[0])
+    log.info("%s", said)
+    for trouble in troubles:
+        log.warning("%s", trouble, extra={"code": "island.memory"})
+    if unused := unused_devices(jax.local_devices(), os.environ):
+        log.warning("%s", unused, extra={"code": "island.unused-devices"})
 
 
 def _evaluator(

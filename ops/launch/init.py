@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +15,13 @@ import tyro
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError
+from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
+from archipelago.broker.footprint import available_here, footprint, in_gb, shortage
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, print_json
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.settings import say
@@ -175,6 +177,17 @@ def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -
     return is_known
 
 
+def tell_of_memory(manifest: Manifest, server: Memory) -> None:
+    """Say how much memory each part of the run takes, and warn if the Redis or this machine has less."""
+    needed, available = footprint(manifest), available_here()
+    say(f"memory: {needed.describe()}; {in_gb(available)} are available here")
+    room = server.limit - server.used if server.limit else 0
+    troubles = [shortage("the island", needed.island, available), shortage("the merger", needed.merger, available)]
+    troubles += [shortage("the Redis of the run", needed.redis, room)] if server.limit else []
+    for words in filter(None, troubles):
+        say(f"warning: {words}.")
+
+
 def create(
     transport: Transport, config: RunConfig, weights: Path | None = None, *, may_replace: bool = False
 ) -> tuple[Manifest, bool]:
@@ -199,6 +212,11 @@ def create(
     from archipelago.islands.creation import describe, first_snapshots
 
     fitting, corpus = require_usable(config)
+    if not is_new:
+        with suppress(UnknownRunError):  # its name is all that is left of it
+            found = transport.reader.manifest()
+            require_same(found, config)
+            return found, False
     manifest = replace(describe(transport.run, fitting, corpus.identity), uid=uuid.uuid4().hex)
     params = None
     if weights is not None and is_new:
@@ -208,6 +226,8 @@ def create(
                 f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
         params = files.load(manifest.tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
+    if is_new:
+        tell_of_memory(manifest, transport.reader.memory())
     with progress(f"making the first {manifest.parameters:,} parameters"):
         snapshots = first_snapshots(manifest, params)
     try:

@@ -1,0 +1,76 @@
+"""How much memory a run takes, by part, estimated from its tensors and settings. Pure, except for `available_here`.
+
+The estimates are for processes on a CPU. With an accelerator, the island's part is mostly on the device. They were
+calibrated with measured peaks (docs/guide/operating.md); other batches and codecs change them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+from archipelago.broker.codecs import codec
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.transport import DIFFERENCES_KEPT
+
+#: Bytes of an island and of a merger before they hold a model: the interpreter, JAX and compiled programs.
+ISLAND_BASE: Final = 550_000_000
+MERGER_BASE: Final = 350_000_000
+#: Bytes per parameter of an island: parameters, gradients, two moments, their next values, references, the published
+#: parameters, a checkpoint that is being written, and an evaluation, in float32.
+ISLAND_PER_PARAMETER: Final = 54
+#: Bytes per parameter of a merger: exact parameters, momentum, sums, snapshots, and a checkpoint, in float32.
+MERGER_PER_PARAMETER: Final = 41
+#: Bytes per parameter in Redis: the newest snapshot, and the exact parameters and momentum.
+REDIS_PER_PARAMETER: Final = 12
+#: Bytes of activations per token of a batch and element of a norm. A layer has two norms of its width.
+ACTIVATION_BYTES: Final = 68
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of memory that the parts of a run need: one island, a merger, and Redis at its peak."""
+
+    island: int
+    merger: int
+    redis: int
+
+    def describe(self) -> str:
+        """Return the parts in words."""
+        return f"an island {in_gb(self.island)}, the merger {in_gb(self.merger)}, Redis {in_gb(self.redis)}"
+
+
+def footprint(manifest: Manifest) -> Footprint:
+    """Estimate the memory of a run."""
+    wire, parameters = manifest.config.wire, manifest.parameters
+    norms = sum(tensor.size for tensor in manifest.tensors if len(tensor.shape) == 1)
+    activations = ACTIVATION_BYTES * manifest.config.tokens_per_step * norms
+    difference = codec(wire.down).encoded_size(parameters) if wire.sends_differences else 0
+    contributions = codec(wire.up).encoded_size(parameters) * 4
+    return Footprint(
+        island=ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + activations,
+        merger=MERGER_BASE + MERGER_PER_PARAMETER * parameters,
+        redis=REDIS_PER_PARAMETER * parameters + DIFFERENCES_KEPT * difference + contributions,
+    )
+
+
+def in_gb(size: float) -> str:
+    """Return a number of bytes in GB."""
+    return f"{size / 1e9:.1f} GB"
+
+
+def shortage(part: str, needed: int, available: int) -> str:
+    """Return why a part does not fit into the available memory, and what to do; empty if it fits."""
+    if needed <= available:
+        return ""
+    return (
+        f"{part} needs about {in_gb(needed)} of memory, and {in_gb(available)} are available: "
+        "it may be killed. Free some, use another machine, or choose a smaller model or batch"
+    )
+
+
+def available_here() -> int:
+    """Return the bytes of memory that are available on this machine."""
+    return int(psutil.virtual_memory().available)

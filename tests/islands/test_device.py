@@ -1,0 +1,74 @@
+"""An island says which device it uses, how to use the others, and whether the run fits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import pytest
+
+from archipelago.islands import device
+from archipelago.islands.device import memory_in_words, unused_devices
+from tests.islands import tiny
+
+
+def devices(count: int, platform: str, version: str = "") -> list[jax.Device]:
+    client = SimpleNamespace(platform_version=version)
+    made = [SimpleNamespace(platform=platform, device_kind="H100", client=client, id=n) for n in range(count)]
+    return cast(list[jax.Device], made)
+
+
+def test_nothing_is_said_about_a_single_device() -> None:
+    assert unused_devices(devices(1, "gpu"), {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "environment", "expected"),
+    [
+        ("gpu", "cuda 13", {}, ["CUDA_VISIBLE_DEVICES=1 ", "CUDA_VISIBLE_DEVICES=2 "]),
+        ("gpu", "cuda 13", {"CUDA_VISIBLE_DEVICES": "4, 5,7"}, ["CUDA_VISIBLE_DEVICES=5 ", "CUDA_VISIBLE_DEVICES=7 "]),
+        ("gpu", "PJRT C API\nrocm 6", {}, ["HIP_VISIBLE_DEVICES=1 ", "HIP_VISIBLE_DEVICES=2 "]),
+        ("tpu", "", {}, ["TPU_VISIBLE_CHIPS=1 ", "TPU_VISIBLE_CHIPS=2 "]),
+    ],
+)
+def test_the_command_for_each_other_device_is_said(
+    platform: str, version: str, environment: dict[str, str], expected: list[str]
+) -> None:
+    said = unused_devices(devices(3, platform, version), environment)
+    assert "one of 3 devices" in said
+    assert said.count("archipelago island") == 2
+    for words in expected:
+        assert words in said
+
+
+def test_several_cpu_devices_are_counted_in_a_real_process() -> None:
+    """XLA makes four of one processor, as tests of meshes do."""
+    code = "import jax; from archipelago.islands.device import unused_devices; "
+    code += "print(unused_devices(jax.local_devices(), {}))"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "one of 4 devices" in found.stdout
+
+
+def test_a_run_that_does_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = tiny.manifest()
+    (cpu,) = devices(1, "cpu")
+    monkeypatch.setattr(device, "available_here", lambda: 64 << 30)
+    said, troubles = memory_in_words(manifest, cpu)
+    assert "merger" in said
+    assert not troubles
+    monkeypatch.setattr(device, "available_here", lambda: 1 << 20)
+    assert len(memory_in_words(manifest, cpu)[1]) == 1
+
+
+def test_the_memory_of_an_accelerator_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpu,) = cast(Any, devices(1, "gpu"))
+    gpu.memory_stats = lambda: {"bytes_limit": 1}
+    monkeypatch.setattr(device, "available_here", lambda: 64 << 30)
+    said, (trouble,) = memory_in_words(tiny.manifest(), gpu)
+    assert "on the device" in said
+    assert "device" in trouble
