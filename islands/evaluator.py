@@ -116,11 +116,12 @@ class Evaluator:
         if found is None:
             return None
         params, number, step = found
+        tokens = tokens_trained(self._transport, number)
         measured = self._measure(params)
         if measured is None:
             return None
         self._due, self._round = began + self._every_seconds, number
-        return self._record(measured, number, step)
+        return self._record(measured, number, step, tokens)
 
     def finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
         """Evaluate the final parameters if no other island still trains. Return the result, if any."""
@@ -135,9 +136,10 @@ class Evaluator:
             known = self._transport.reader.evaluations()
             if known and known[-1].round == number:
                 return None
+            tokens = tokens_trained(self._transport, number)
             log.info("evaluating the final parameters on %s", self._corpus.name)
             measured = self._measure(params, is_paced=False, stopped=stopped)
-            return self._record(measured, number, step) if measured else None
+            return self._record(measured, number, step, tokens) if measured else None
         finally:
             self._transport.island.lease_evaluation(self._who, 0.0)
 
@@ -202,8 +204,8 @@ class Evaluator:
                 return False
         return not self._stopping.is_set()
 
-    def _record(self, measured: Measures, number: int, step: int) -> Evaluation:
-        tokens, unit = tokens_trained(self._transport), loss_unit(self._manifest.corpus)
+    def _record(self, measured: Measures, number: int, step: int, tokens: int) -> Evaluation:
+        unit = loss_unit(self._manifest.corpus)
         loss = unit.from_evaluation(measured.bits)
         log.info("round %s: %.4f %s on held-out text, %.1f %% right", number, loss, unit.name, 100 * measured.accuracy,
                  extra={"round": number})  # fmt: skip
@@ -215,9 +217,12 @@ class Evaluator:
         return found
 
 
-def tokens_trained(transport: ReaderTransport) -> int:
-    """Return the tokens that all islands have trained on."""
-    return sum(presence.heartbeat.tokens for presence in transport.reader.presences())
+def tokens_trained(transport: ReaderTransport, round_number: int) -> int:
+    """Return the tokens that all islands have trained on by now; 0 if the newest parameters are those of round 0.
+
+    Read it with the parameters: an evaluation takes a while, and islands train on.
+    """
+    return 0 if round_number == 0 else sum(presence.heartbeat.tokens for presence in transport.reader.presences())
 
 
 def run_corpus(manifest: Manifest, corpus: OpenCorpus, pinned: str | None) -> OpenCorpus | None:

@@ -73,9 +73,10 @@ def evaluator(transport: ReaderTransport) -> Callable[[], Evaluation]:
         known = transport.reader.evaluations()
         if known and known[-1].round == number and not known[-1].by:
             return known[-1]
+        tokens = tokens_trained(transport, number)
         measured = measure(params)
         right = 100 * measured.accuracy
-        found = Evaluation(number, step, tokens_trained(transport), time.time(), measured.bits)
+        found = Evaluation(number, step, tokens, time.time(), measured.bits)
         loss = unit.from_evaluation(found.bits_per_byte)
         log.info("round %s: %.4f %s, %.1f %% right", number, loss, unit.name, right, extra={"round": number})
         transport.reader.record_evaluation(found)

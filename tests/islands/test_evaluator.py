@@ -17,7 +17,7 @@ from archipelago.broker.messages import Heartbeat
 from archipelago.islands import evaluator as evaluator_module
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
-from archipelago.islands.evaluation import compile_measures, published
+from archipelago.islands.evaluation import Measures, compile_measures, published
 from archipelago.islands.evaluator import (
     DEVICE_SHARE,
     LEASE_SECONDS,
@@ -25,6 +25,7 @@ from archipelago.islands.evaluator import (
     Allowance,
     Evaluator,
     run_corpus,
+    tokens_trained,
 )
 from archipelago.islands.models.registry import Model, Params
 from archipelago.islands.worker import Island
@@ -94,6 +95,30 @@ def test_an_island_evaluates_what_the_merger_has_published(run: TinyRun) -> None
     assert run.transport.reader.evaluations() == [first, second]
     run.clock.now += EVERY_SECONDS
     assert evaluator.turn() is None  # nothing was published since
+
+
+def test_an_evaluation_has_the_tokens_of_its_parameters(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    island = run.island("a")
+    evaluator = of(run, island)
+    first = evaluator.turn()
+    assert first is not None
+    assert first.tokens == 0
+    run.play(island, 10)
+    run.clock.now += EVERY_SECONDS
+    island.link.pump()
+    before, measure = tokens_trained(run.transport, 1), evaluator._measure
+
+    def slow(params: Params) -> Measures | None:
+        run.play(island, 10)
+        run.clock.now += EVERY_SECONDS
+        island.link.pump()
+        return measure(params)
+
+    monkeypatch.setattr(evaluator, "_measure", slow)
+    second = evaluator.turn()
+    assert second is not None
+    assert second.tokens == before
+    assert before < tokens_trained(run.transport, 1)
 
 
 def test_another_island_takes_over_when_the_evaluating_one_has_died(run: TinyRun) -> None:
