@@ -113,6 +113,11 @@ class Island:
         self.action_log.add(Join(tuple(arrival.snapshot.version for arrival in arrivals)))
         self.moments = "fresh"
         self.stretch = 0.0
+        wire = config.wire  # the bytes of all fragments, by codec
+        self._bytes = {
+            name: sum(codec(name).encoded_size(size) for size in manifest.sizes)
+            for name in {wire.up, wire.thin, wire.down} - {""}
+        }
         self.sequence = 0
         self._on_marker = on_marker
         self._has_joined = False
@@ -327,6 +332,13 @@ class Island:
         size = codec(wire.up).encoded_size(self.manifest.sizes[p])
         return wire.up if not wire.thin or self.link.uplink.fits(size, stride_seconds) else wire.thin
 
+    @property
+    def link_share(self) -> float:
+        """The share of the run's interval that transfers take at the measured speeds."""
+        wire, uplink = self.config.wire, self.link.uplink
+        up = self._bytes[wire.thin if uplink.thin and wire.thin else wire.up]
+        return uplink.busy_share(up, self._bytes[wire.down], self.speed.step_seconds * self.config.sync.interval)
+
     def beat(self, state: str) -> None:
         """Update the next heartbeat."""
         if state == "training" and not self._has_joined:
@@ -359,7 +371,7 @@ def _heartbeat(island: Island, state: str) -> Heartbeat:
         last_refusal=ledger.last_refusal,
         bytes_up=link.outbox.bytes_up,
         bytes_down=link.bytes_down,
-        link=link.trouble or link.unserved or link.uplink.in_words(island.stretch) or "ok",
+        link=link.trouble or link.unserved or link.uplink.in_words(island.stretch, island.link_share) or "ok",
         data=" ".join(map(str, island.batches.places())),
         moments=island.moments,
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),

@@ -5,13 +5,20 @@ Pure: sizes and seconds in, decisions out. Rates are moving averages of what the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 SMOOTHING = 0.7
 #: The full codec is used again once its payloads take less than this share of the available time.
 RECOVERY_SHARE = 0.5
 #: Smaller payloads always use the full codec, because most of their time is the round trip.
 SMALL_BYTES = 64 << 10
+#: A transfer that is this much slower than the average counts only if the next one is slow too. A process, a server
+#: or a machine that was paused for some seconds says nothing about the link.
+PAUSE_FACTOR = 8.0
+#: Contributions may have more steps than the interval for other reasons than the link, such as a merger that pauses.
+#: The link is named as the reason if transfers at the measured speeds take more than this share of the interval.
+BUSY_SHARE = 0.5
 #: Compression is tried again after this many payloads, to measure whether it pays.
 TRY_EVERY = 32
 
@@ -36,19 +43,32 @@ class Uplink:
     packing_seconds_a_byte: float = 0.0
     thin: bool = False
     _payloads: int = 0
+    _measured: Counter[str] = field(default_factory=Counter)
+    _doubted: set[str] = field(default_factory=set)
 
     def sent(self, size: int, seconds: float) -> None:
         """Record the time until a payload of `size` bytes was acknowledged."""
         on_the_way = max(0.0, seconds - self.round_trip_seconds)
-        self.seconds_a_byte = averaged(self.seconds_a_byte, on_the_way / max(1, size))
+        self.seconds_a_byte = self._steady("up", self.seconds_a_byte, on_the_way / max(1, size))
 
     def answered(self, seconds: float) -> None:
         """Record the time until a heartbeat was acknowledged. No codec shortens that."""
-        self.round_trip_seconds = averaged(self.round_trip_seconds, seconds)
+        self.round_trip_seconds = self._steady("answer", self.round_trip_seconds, seconds)
 
     def received(self, size: int, seconds: float) -> None:
         """Record the time that the download of `size` bytes took."""
-        self.down_seconds_a_byte = averaged(self.down_seconds_a_byte, seconds / max(1, size))
+        self.down_seconds_a_byte = self._steady("down", self.down_seconds_a_byte, seconds / max(1, size))
+
+    def _steady(self, what: str, mean: float, sample: float) -> float:
+        """Return a moving average after one more sample. One that is far too slow, as after a pause, does not count."""
+        self._measured[what] += 1
+        if self._measured[what] == 2:
+            mean = min(mean, sample)  # the first sample had nothing to be compared with
+        if self._measured[what] > 1 and sample > PAUSE_FACTOR * mean and what not in self._doubted:
+            self._doubted.add(what)
+            return mean
+        self._doubted.discard(what)
+        return averaged(mean, sample)
 
     def packed(self, before: int, after: int, seconds: float) -> None:
         """Record the bytes before and after compressing a body, and the time that it took."""
@@ -79,10 +99,20 @@ class Uplink:
             self.thin = False
         return not self.thin
 
-    def in_words(self, stretch: float) -> str:
-        """Describe the measures against a thin link; empty on a good one. `stretch` is the interval over the run's."""
+    def busy_share(self, bytes_up: float, bytes_down: float, seconds: float) -> float:
+        """Return the share of `seconds` that transfers of that size take at the measured speeds; 0 if it is unknown."""
+        needed = max(bytes_up * self.packed_share * self.seconds_a_byte, bytes_down * self.down_seconds_a_byte)
+        return needed / seconds if seconds > 0.0 else 0.0
+
+    def in_words(self, stretch: float, busy_share: float) -> str:
+        """Describe the measures against a thin link; empty on a good one.
+
+        Args:
+            stretch: The interval over the run's.
+            busy_share: The share of the run's interval that the transfers take.
+        """
         measures = ["fewer bits"] if self.thin else []
-        if stretch > 1.5:
+        if stretch > 1.5 and busy_share > BUSY_SHARE:
             measures.append(f"interval {stretch:.1f}x")
         rates = [
             f"{8e-6 / each:.1f} Mbit/s {way}"

@@ -280,6 +280,8 @@ def test_a_merger_that_pauses_holds_the_schedule() -> None:
     assert before < island.ledger.global_step <= before + AHEAD_STEPS_MIN + 4
     run.transport.reader.steer({"merging": ""})
     run.play(island, 50)
+    assert island.stretch > 1.5
+    assert run.transport.reader.presences()[0].heartbeat.link == "ok"  # the pause says nothing about the link
     assert run.merger.state.step > before + AHEAD_STEPS_MIN
     assert run.transport.reader.books().refused == 0
 

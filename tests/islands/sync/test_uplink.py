@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.islands.sync.uplink import SMALL_BYTES, TRY_EVERY, Uplink
+from archipelago.islands.sync.uplink import BUSY_SHARE, SMALL_BYTES, TRY_EVERY, Uplink
 from tests.tiers import examples
 
 SECONDS = st.floats(0.0, 1e3)
@@ -23,7 +24,7 @@ def measured(rate: float) -> Uplink:
 def test_an_unmeasured_link_uses_the_full_codec() -> None:
     assert Uplink().fits(1 << 30, 1.0)
     assert Uplink().should_pack()
-    assert Uplink().in_words(1.0) == ""
+    assert Uplink().in_words(1.0, 0.0) == ""
 
 
 def test_a_slow_link_uses_the_thin_codec() -> None:
@@ -54,18 +55,39 @@ def test_a_long_round_trip_does_not_count_as_a_thin_link() -> None:
 def test_the_full_codec_returns_when_the_link_recovers() -> None:
     uplink = measured(1e6)
     assert not uplink.fits(10_000_000, 1.0)
-    assert uplink.in_words(3.0) == "thin link at 8.0 Mbit/s up: fewer bits, interval 3.0x"
+    assert uplink.in_words(3.0, 2.0) == "thin link at 8.0 Mbit/s up: fewer bits, interval 3.0x"
     for _ in range(40):
         uplink.sent(1_000_000, 1e-3)
     assert uplink.fits(10_000_000, 1.0)
-    assert uplink.in_words(1.0) == ""
+    assert uplink.in_words(1.0, 2.0) == ""
 
 
 def test_the_description_has_both_rates() -> None:
     uplink = measured(125_000.0)
     uplink.received(1000, 1000 / 500_000)
-    assert uplink.in_words(1.0) == ""
-    assert uplink.in_words(2.0) == "thin link at 1.0 Mbit/s up, 4.0 Mbit/s down: interval 2.0x"
+    assert uplink.in_words(1.0, 1.0) == ""
+    assert uplink.in_words(2.0, 1.0) == "thin link at 1.0 Mbit/s up, 4.0 Mbit/s down: interval 2.0x"
+
+
+@pytest.mark.parametrize("before", [0, 1, 5])
+def test_a_pause_during_one_transfer_is_no_thin_link(before: int) -> None:
+    uplink = Uplink()
+    for seconds in (*[1e-3] * before, 10.0, *[1e-3] * 3):
+        uplink.sent(1_000_000, seconds)
+        uplink.received(1_000_000, seconds)
+        uplink.answered(seconds)
+    assert uplink.fits(1_000_000, 0.1)
+    assert uplink.busy_share(1_000_000, 1_000_000, 0.1) < BUSY_SHARE
+    assert uplink.in_words(40.0, uplink.busy_share(1_000_000, 1_000_000, 0.1)) == ""
+
+
+def test_a_link_that_becomes_slow_is_noticed_with_the_second_transfer() -> None:
+    uplink = measured(1e9)
+    for _ in range(2):
+        assert uplink.fits(1_000_000, 0.1)
+        uplink.sent(1_000_000, 10.0)
+    assert not uplink.fits(1_000_000, 0.1)
+    assert uplink.in_words(2.0, uplink.busy_share(1_000_000, 0, 1.0))
 
 
 def test_the_size_after_compression_counts() -> None:
@@ -93,4 +115,4 @@ def test_any_measurement_gives_a_decision(measurements: list[tuple[int, float]],
         uplink.sent(sent, seconds)
         uplink.packed(sent, sent // 2, seconds)
     assert uplink.fits(size, at_hand) in (True, False)
-    assert isinstance(uplink.in_words(2.0), str)
+    assert isinstance(uplink.in_words(2.0, uplink.busy_share(size, size, at_hand)), str)
