@@ -134,7 +134,7 @@ def page_of(reading: Reading, history: History, manifest: Manifest) -> dict[str,
     }
 
 
-def progress(reading: Reading, history: History, config: RunConfig) -> dict[str, float]:
+def progress(reading: Reading, history: History, config: RunConfig) -> dict[str, float | str]:
     """Return how long the run still takes, its learning rate, and the age of its newest evaluation; NaN if unknown."""
     view, newest = reading.view, reading.evaluations[-1:]
     moves = view.live and not reading.control.get(MERGING) and reading.round_seconds < stall_seconds(
@@ -148,6 +148,7 @@ def progress(reading: Reading, history: History, config: RunConfig) -> dict[str,
         "peak_rate": config.inner.peak,
         "held_out_age": max(0.0, reading.unix_seconds - newest[0].unix_seconds) if newest else math.nan,
         "held_out_round": newest[0].round if newest else math.nan,
+        "held_out_by": newest[0].by if newest else "",
     }
 
 

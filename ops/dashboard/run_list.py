@@ -165,4 +165,7 @@ def _config_of(folder: Path) -> RunConfig | None:
 
 
 def _differing(config: RunConfig | None, own: RunConfig | None) -> list[str]:
-    return differences(config, own)[:DIFFERENCES_MOST] if config and own else []
+    if config is None or own is None:
+        return []
+    # A file of settings leaves out what `init` chose.
+    return [each for each in differences(config, own) if ": None →" not in each][:DIFFERENCES_MOST]

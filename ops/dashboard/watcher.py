@@ -175,7 +175,7 @@ class Watcher:
             tuple((at, refusal) for at, refusal in refusals if not refusal.repeat), covered=self._covered.newest(),
         )  # fmt: skip
         found = problems(view, health, self.manifest.config, tape[-RECENT_ROUNDS:], evaluations, now)
-        self._problem_log.update(found, now)
+        self._problem_log.update(found, now, view.live_names)
         return Reading(
             view=view,
             unix_seconds=now,

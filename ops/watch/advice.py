@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.watch.health import Event, Health, stall_seconds
-from archipelago.ops.watch.remedies import refusal_remedy
+from archipelago.ops.watch.remedies import NOTHING, refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 Mood = Literal["bad", "warn", "info"]
@@ -173,7 +173,8 @@ def _loss_problems(
     if view.live and age > allowed and evaluations[-1].round < view.rounds:
         yield Problem(
             "evaluation.old", "warn", "run", f"The newest held-out figure is {age / 60:,.0f} min old.",
-            "Run `archipelago evaluate URL --every 60` on a machine with the corpus.", age - allowed,
+            "One island evaluates, unless all were started with --evaluate-every 0. Look at its log, or run "
+            "`archipelago evaluate URL --every 60`.", age - allowed,
         )  # fmt: skip
 
 
@@ -277,8 +278,14 @@ class ProblemLog:
         self._open: dict[tuple[str, str], Problem] = {}
         self._events: list[Event] = []
 
-    def update(self, found: Iterable[Problem], unix_seconds: float) -> None:
-        """Compare the present problems with those of the last call. Those that the merger notes have events already."""
+    def update(self, found: Iterable[Problem], unix_seconds: float, live: Container[str] = ()) -> None:
+        """Compare the present problems with those of the last call. Those that the merger notes have events already.
+
+        Args:
+            found: The present problems.
+            unix_seconds: The reader's wall clock.
+            live: The names of the live islands.
+        """
         now = {(each.code, each.who): each for each in found if each.code not in _NOTED}
         for key, problem in now.items():
             if key not in self._open:
@@ -287,7 +294,7 @@ class ProblemLog:
                 self._events.append(Event(began, problem.who, kind, problem.text, problem.remedy))
         for key, problem in self._open.items():
             if key not in now:
-                self._events.append(_end_of(problem, unix_seconds))
+                self._events.append(_end_of(problem, unix_seconds, live))
         self._open = now
         del self._events[:-EVENTS_KEPT]
 
@@ -299,13 +306,14 @@ class ProblemLog:
 
 _NOTED = frozenset(["island.refused", "island.lowered", "run.paused"])
 _ENDS = {
-    "island.silent": "It is back, has left, or is forgotten.",
+    "island.silent": "It has left, or is silent for so long that it counts as gone.",
     "merger.missing": "A merger serves again.",
     "run.no-islands": "An island is live again.",
     "run.stalled": "Rounds close again.",
 }
 
 
-def _end_of(problem: Problem, unix_seconds: float) -> Event:
-    text = _ENDS.get(problem.code, f"Over: {problem.text}")
-    return Event(unix_seconds, problem.who, "over", text, "Nothing has to be done.")
+def _end_of(problem: Problem, unix_seconds: float, live: Container[str]) -> Event:
+    if problem.code == "island.silent" and problem.who in live:
+        return Event(unix_seconds, problem.who, "came back", "It sends heartbeats again.", NOTHING)
+    return Event(unix_seconds, problem.who, "over", _ENDS.get(problem.code, f"Over: {problem.text}"), NOTHING)

@@ -121,7 +121,9 @@ class Watcher:
         self._closes.extend(entry.unix_seconds or now for entry in tape if entry.round > self._last_round)
         self._last_round = tape[-1].round if tape else 0
         config = self._manifest.config
-        self._problem_log.update(problems(view, found, config, tape[-RECENT_ROUNDS:], self._evaluations, now), now)
+        self._problem_log.update(
+            problems(view, found, config, tape[-RECENT_ROUNDS:], self._evaluations, now), now, view.live_names
+        )
         events = sorted([*self._events, *self._problem_log.events], key=lambda event: event.unix_seconds)
         return LiveReading(
             view=view,

@@ -140,6 +140,11 @@ class RunView:
     evaluated_by: str = ""
 
     @property
+    def live_names(self) -> frozenset[str]:
+        """The names of the live islands."""
+        return frozenset(island.name for island in self.islands if island.live)
+
+    @property
     def unreadable_records(self) -> int:
         """The number of records that could not be read."""
         return len(self.unreadable)

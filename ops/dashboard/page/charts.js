@@ -155,10 +155,11 @@ const Charts = (() => {
       yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, visible: false },
     }, "No round has closed yet.");
     const training = last(known(lines.smooth)), newest = last(known(held.loss));
+    const then = lines.smooth[lines.round.findIndex((round) => round >= last(held.round))]; // training loss at that round
     legend("legend-learn", lines.round.length || held.loss.length ? [
       ["s1", "training, smoothed", fixed(training, 4)], ["s2", "held-out", fixed(newest, 4)],
       ...(known(held.loss).length ? [["", "best", fixed(Math.min(...known(held.loss)), 4)]] : []),
-      ...(training && newest ? [["", "gap", fixed(newest - training, 3)]] : []),
+      ...(then && newest ? [["", "gap", fixed(newest - then, 3)]] : []),
       ["s0", "learning rate", lines.rate.length && last(lines.rate) !== null ? last(lines.rate).toPrecision(2) : ""],
       ...(data.marks.round.length ? [["s4", "steered, or taken over", "", true]] : []),
     ] : []);

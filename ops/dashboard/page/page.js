@@ -104,7 +104,7 @@ function writeTiles(run) {
   const { progress } = page, old = progress.held_out_age;
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
   put("learn-sub", [
-    old === null ? "No evaluation yet: run `archipelago evaluate URL --every 60`." : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(progress.held_out_round)}, ${span(old)} old.`,
+    old === null ? "No evaluation yet: one island evaluates as soon as it trains." : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(progress.held_out_round)}${progress.held_out_by ? ` by ${progress.held_out_by}` : ""}, ${span(old)} old.`,
     `Learning rate ${progress.learning_rate.toPrecision(2)} of at most ${progress.peak_rate.toPrecision(2)}.`,
     ending(progress.seconds_left),
   ].filter(Boolean).join(" "));

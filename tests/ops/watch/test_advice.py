@@ -164,6 +164,9 @@ def test_the_begin_and_the_end_of_a_problem_are_events() -> None:
     assert [(event.unix_seconds, event.who, event.kind) for event in log.events] == [
         (NOW - 40.0, "b", "silent"), (NOW + 9, "b", "over"),
     ]  # fmt: skip
+    log.update(silent, NOW + 20)
+    log.update([], NOW + 21, live={"b"})
+    assert log.events[-1].kind == "came back"
     for n in range(1000):
         log.update(silent if n % 2 else [], NOW + n)
     assert len(log.events) <= 200
