@@ -37,7 +37,7 @@ class RunEntry:
     Attributes:
         run: Its name.
         where: `redis` for a run at the given Redis, else its folder.
-        state: `new`, `training`, `paused`, `waiting` (no island), `no merger`, `finished`, `stopped` (its Redis, which
+        state: `new`, `training`, `paused`, `no islands`, `no merger`, `finished`, `ended` (its Redis, which
             is a part of its folder, does not run) or `unreadable`.
         model: The size of its model; empty if unknown.
         parameters: The number of its parameters; 0 if unknown.
@@ -120,7 +120,7 @@ def entry_of(transport: ReaderTransport, where: str) -> RunEntry:
     elif live:
         state = "training" if status.holder else "no merger"
     else:
-        state = "waiting" if tape or presences else "new"
+        state = "no islands" if tape or presences else "new"
     return RunEntry(
         run=manifest.run, where=where, state=state, model=manifest.config.model.size, parameters=manifest.parameters,
         round=tape[-1].round if tape else 0, step=step, steps=steps, live=live, known=len(presences),
@@ -142,7 +142,7 @@ def _stopped(path: Path) -> RunEntry:
     return RunEntry(
         run=path.name,
         where=str(path),
-        state="finished" if report.get("finished") else "stopped",
+        state="finished" if report.get("finished") else "ended",
         model=config.model.size if is_known else "",
         round=int(report.get("rounds") or max(numbers, default=0)),
         step=int(report.get("steps") or 0),

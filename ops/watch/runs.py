@@ -23,7 +23,7 @@ class RunsOptions:
     """List runs: those of a Redis if you name one, and those that `up` keeps in a folder.
 
     A run in a folder is read from its own Redis while that runs, and else from its files. The states are: new,
-    training, paused, waiting (no island is live), no merger, finished, stopped (its own Redis does not run) and
+    training, paused, no islands (none is live), no merger, finished, ended (its own Redis does not run) and
     unreadable.
     """
 

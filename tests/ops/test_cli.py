@@ -142,14 +142,6 @@ def commands(verbs: Verbs) -> Iterator[list[str]]:
         yield from ([name, *words] for words in (commands(inner) if inner else [[]]))
 
 
-@pytest.mark.parametrize("words", list(commands(VERBS)), ids=" ".join)
-def test_every_verb_has_its_help(call: Call, words: list[str]) -> None:
-    status, out, err = call(*words, "--help")
-    assert (status, err) == (0, "")
-    assert out.startswith(f"usage: archipelago {' '.join(words)} ")
-    assert "--json" in out
-
-
 @pytest.mark.parametrize("group", [name for name, verb in VERBS.items() if isinstance(verb, Group)])
 def test_a_group_lists_its_verbs(call: Call, group: str) -> None:
     status, out, err = call(group, "--help")

@@ -64,6 +64,8 @@ def test_the_parser_of_the_verb_reads_each_example(words: str, command: str) -> 
 @pytest.mark.parametrize("words", ALL)
 def test_help_is_readable_and_ends_with_the_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(words, capsys)
+    assert text.startswith(f"usage: archipelago {words} ")
+    assert "--json" in text
     assert "{None}" not in text
     assert not re.search(r"default:[\s│]*None", text)
     assert text.rstrip().endswith(EXAMPLES[words][-1].what)

@@ -77,7 +77,7 @@ def test_runs_of_a_redis_with_their_state(url: str, raw: Any, capsys: pytest.Cap
     raw.hset("{broken:s0}:manifest", mapping=dict.fromkeys(raw.hkeys("{broken:s0}:manifest"), b"\xff"))
     found = {entry["run"]: entry for entry in listed(capsys, url)}
     assert {name: entry["state"] for name, entry in found.items()} == {
-        "alone": "no merger", "broken": "unreadable", "fresh": "new", "left": "waiting", "paused": "paused",
+        "alone": "no merger", "broken": "unreadable", "fresh": "new", "left": "no islands", "paused": "paused",
         "served": "training",
     }  # fmt: skip
     assert (found["alone"]["live"], found["alone"]["known"]) == (2, 2)
@@ -106,7 +106,7 @@ def test_runs_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     folder_of("whole", finished=True, steps=77, rounds=25, islands=3)
     (Path("runs") / "other" / "logs").mkdir(parents=True)
     cut, whole = listed(capsys)
-    assert (cut["run"], cut["state"], cut["round"], cut["steps"], cut["model"]) == ("cut", "stopped", 12, 77, "small")
+    assert (cut["run"], cut["state"], cut["round"], cut["steps"], cut["model"]) == ("cut", "ended", 12, 77, "small")
     assert (whole["state"], whole["round"], whole["step"], whole["known"]) == ("finished", 25, 77, 3)
     assert whole["where"] == str(Path("runs") / "whole")
 
@@ -119,7 +119,7 @@ def test_a_run_whose_own_redis_runs_is_read_from_it(capsys: pytest.CaptureFixtur
         assert (entry["state"], entry["live"]) == ("no merger", 1)
         with failing(BrokerError, "run.alive"):
             run(["rm", "mine", "--yes"])
-    assert listed(capsys)[0]["state"] == "stopped"
+    assert listed(capsys)[0]["state"] == "ended"
 
 
 # -- rm -------------------------------------------------------------------------------------------------------------

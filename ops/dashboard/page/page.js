@@ -82,9 +82,10 @@ function write() {
   writeLanes(page.islands);
   writeEvents(page.events);
   const { serving } = page;
-  put("serving", serving.held === false ? `No merger serves now${serving.epoch ? `; the last round closed in epoch ${serving.epoch}` : ""}.`
+  const waiting = serving.standbys?.length ? ` Standing by: ${serving.standbys.join(", ")}.` : "";
+  put("serving", (serving.held === false ? `No merger serves now${serving.epoch ? `; the last round closed in epoch ${serving.epoch}` : ""}.`
     : serving.who ? `${serving.who} holds the lease${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
-    : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.");
+    : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.") + waiting);
   put("join-run", run.run);
   writeKnobs(page.control);
   writeProblems(page.problems);
