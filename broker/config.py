@@ -31,6 +31,8 @@ BYTES = 256
 #: The inner learning rate of the smallest model.
 SMALLEST_RATE = 3e-3
 Positive = Annotated[int, Ge(1)]
+#: More inner steps than any run makes. Counts of steps stay far below the end of int32.
+STEPS_MAX = 1 << 30
 Share = Annotated[float, Ge(0.0), Le(1.0)]
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -80,7 +82,8 @@ class InnerConfig:
     Attributes:
         optimizer: The optimiser. `muon` updates the matrices of hidden layers, and uses AdamW for embeddings, norms,
             routers and outputs.
-        steps: Length of the run in global inner steps, which count the steps of the fastest island.
+        steps: Length of the run in global inner steps, which count the steps of the fastest island. It can be changed
+            later with `archipelago steer inner.steps=N`.
         learning_rate: Peak of the learning rate. By default `archipelago init` chooses it by the model's size.
         warmup_steps: Steps of linear warm-up at the start of the run.
         final_share: The learning rate at the end, as a share of its peak.
@@ -95,7 +98,7 @@ class InnerConfig:
 
     __pydantic_config__ = _STRICT
     optimizer: Literal["adamw", "muon"] = "adamw"
-    steps: Positive = 1500
+    steps: Annotated[int, Ge(1), Le(STEPS_MAX)] = 1500
     learning_rate: Annotated[float, Gt(0.0), Le(10.0)] | None = None
     warmup_steps: Annotated[int, Ge(0)] = 100
     final_share: Share = 0.1
@@ -341,9 +344,27 @@ def from_toml(path: Path) -> RunConfig:
 
 def differences(theirs: RunConfig, ours: RunConfig) -> list[str]:
     """Return `key: theirs → ours` for every setting in which two configs differ."""
+    return [f"{key}: {their} → {our}" for key, (their, our) in differing(theirs, ours).items()]
+
+
+def differing(theirs: RunConfig, ours: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return both values of every setting in which two configs differ, by its name."""
 
     a, b = flat(theirs), flat(ours)
-    return [f"{key}: {a[key]} → {b[key]}" for key in a if a[key] != b[key]]
+    return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
+
+
+def flags(config: RunConfig) -> list[str]:
+    """Return the flags of the command line that give this config, without those of settings at their defaults."""
+    found = []
+    for key, (value, _) in differing(config, RunConfig()).items():
+        section, _, name = key.replace("_", "-").rpartition(".")
+        prefix = f"--{section}." if section else "--"
+        if isinstance(value, bool):
+            found.append(f"{prefix}{'' if value else 'no-'}{name}")
+        elif value is not None:
+            found += [f"{prefix}{name}", str(value)]
+    return found
 
 
 def flat(config: RunConfig) -> dict[str, Any]:

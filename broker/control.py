@@ -3,6 +3,7 @@
 | field | value |
 | --- | --- |
 | `outer.learning_rate`, `sync.quorum`, `sync.grace` | a number, instead of the one in the run's config |
+| `inner.steps` | the length of the run, instead of the one in its config |
 | `merging` | `paused`: no round closes |
 | `checkpoint` | any text; the merger takes a checkpoint when the text changes |
 | `island.NAME` | `drain`: the island leaves as on SIGTERM; `expel`: it leaves, and the run refuses it from then on |
@@ -26,8 +27,9 @@ from archipelago.broker.redis.keys import checked_name
 OUTER_RATE: Final = "outer.learning_rate"
 QUORUM: Final = "sync.quorum"
 GRACE: Final = "sync.grace"
+STEPS: Final = "inner.steps"
 #: The settings of the run's config that an operator can steer.
-SETTINGS: Final = (OUTER_RATE, QUORUM, GRACE)
+SETTINGS: Final = (OUTER_RATE, QUORUM, GRACE, STEPS)
 MERGING: Final = "merging"
 PAUSED: Final = "paused"
 CHECKPOINT: Final = "checkpoint"
@@ -49,7 +51,7 @@ class Control:
     """The operator's requests, as far as they are valid.
 
     Attributes:
-        settings: The steered settings with their values. A quorum is a whole number.
+        settings: The steered settings with their values. A quorum and a number of steps are whole numbers.
         is_paused: No round closes.
         checkpoint: The text of the last request for a checkpoint; empty if there was none.
         islands: `drain` or `expel`, by the island's name.
@@ -96,6 +98,11 @@ def island_field(island: str) -> str:
     return ISLAND + island
 
 
+def heard_by(island: str) -> tuple[str, str]:
+    """Return the names of the fields that an island reads with each heartbeat: its own, and the length of the run."""
+    return island_field(island), STEPS
+
+
 def is_expelled(fields: Mapping[str, str], who: str) -> bool:
     """Return whether these fields expel `who` (island/incarnation)."""
     return fields.get(island_field(who.partition("/")[0])) == EXPEL
@@ -117,7 +124,7 @@ def checked_changes(config: RunConfig, changes: Mapping[str, str]) -> dict[str, 
     """Return the changes as they are written to the hash. An empty value removes a field. Raises ConfigError."""
     out = {}
     for name, value in changes.items():
-        known = name.replace("-", "_") if name.startswith(("outer.", "sync.")) else name
+        known = name.replace("-", "_") if name.startswith(("inner.", "outer.", "sync.")) else name
         out[known] = checked_value(config, known, value) if value else _checked_field(known)
     return out
 
@@ -227,7 +234,22 @@ def steered(config: RunConfig, settings: Mapping[str, float]) -> RunConfig:
         config,
         sync=replace(sync, quorum=int(settings.get(QUORUM, sync.quorum)), grace=settings.get(GRACE, sync.grace)),
         outer=replace(outer, learning_rate=settings.get(OUTER_RATE, outer.learning_rate)),
+        inner=replace(config.inner, steps=int(settings.get(STEPS, config.inner.steps))),
     )
+
+
+def run_steps(config: RunConfig, fields: Mapping[str, str], before: int | None = None) -> int:
+    """Return the length of the run in steps: the one that an operator has set, or else the one in the run's config.
+
+    Args:
+        config: The run's config.
+        fields: The operator's requests.
+        before: The length until now, which an invalid request does not change. The default is the config's.
+    """
+    control = Control.of({STEPS: fields[STEPS]} if STEPS in fields else {})
+    if control.faults and before is not None:
+        return before
+    return int(control.settings.get(STEPS, config.inner.steps))
 
 
 def _differing(config: RunConfig, values: Mapping[str, float]) -> dict[str, float]:

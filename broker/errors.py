@@ -48,9 +48,20 @@ class MismatchError(ConfigError):
 
     code = "config.mismatch"
 
-    def __init__(self, subject: str, run_value: object, worker_value: object, remedy: str, *, code: str = "") -> None:
+    def __init__(
+        self,
+        subject: str,
+        run_value: object,
+        worker_value: object,
+        remedy: str,
+        *,
+        code: str = "",
+        what: str = "",
+    ) -> None:
         self.subject, self.run_value, self.worker_value = subject, run_value, worker_value
-        super().__init__(f"the run's {subject} is {run_value}, this worker's is {worker_value}", remedy, code=code)
+        super().__init__(
+            what or f"the run's {subject} is {run_value}, this worker's is {worker_value}", remedy, code=code
+        )
 
 
 class DataError(ArchipelagoError):

@@ -354,8 +354,8 @@ class IslandClient(Protocol):
         """Record an island's actions, without a contribution."""
         ...
 
-    def heartbeat(self, heartbeat: Heartbeat) -> str:
-        """Replace the island's last heartbeat. Returns the operator's request to this island, or an empty string.
+    def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
+        """Replace the island's last heartbeat. Returns the operator's requests that concern it (`control.heard_by`).
 
         What earlier incarnations of the island have downloaded is added to `bytes_down`.
         """

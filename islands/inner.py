@@ -24,11 +24,12 @@ class InnerState(NamedTuple):
     optimizer: optax.OptState
 
 
-InnerSteps = Callable[[InnerState, jax.Array, jax.Array], tuple[InnerState, jax.Array]]
+#: Several inner steps as one program, as `compile_steps` returns it. A fourth argument is optional there.
+InnerSteps = Callable[..., tuple[InnerState, jax.Array]]
 #: From parameters and tokens [B, T + 1], uint8 or int32, to gradients and the loss in nats.
 Gradient = Callable[[Params, jax.Array], tuple[Params, jax.Array]]
-#: From a state, gradients and the number of earlier steps, int32 [], to the next state.
-Descent = Callable[[InnerState, Params, jax.Array], InnerState]
+#: From a state, gradients and the number of earlier steps, int32 [], to the next state. A fourth argument is optional.
+Descent = Callable[..., InnerState]
 
 
 def learning_rate(config: InnerConfig) -> optax.Schedule:
@@ -41,6 +42,21 @@ def learning_rate(config: InnerConfig) -> optax.Schedule:
         decay_steps=config.steps,
         end_value=config.peak * config.final_share,
     )
+
+
+def rate_with_length(config: InnerConfig, global_step: jax.Array, length: jax.Array) -> jax.Array:
+    """Return the learning rate (float32 []) of a run whose length, int32 [], an operator has changed.
+
+    It is that of a run which had this length from its beginning (`InnerConfig.rate_at`). The length is an argument of
+    the program, so that a further change compiles nothing.
+    """
+    warmup = jnp.minimum(config.warmup_steps, length - 1)
+    step, end, peak = global_step.astype(jnp.float32), length.astype(jnp.float32), jnp.float32(config.peak)
+    start = warmup.astype(jnp.float32)
+    share = jnp.minimum(1.0, (step - start) / (end - start))
+    cosine = 0.5 * (1.0 + jnp.cos(jnp.float32(math.pi) * share))
+    decayed = peak * ((1.0 - config.final_share) * cosine + config.final_share)
+    return jnp.where(global_step < warmup, peak * (1.0 + step) / (start + 1.0), decayed)
 
 
 #: Muon trains hidden matrices only. The rows or columns of tensors under these names have individual meanings.
@@ -202,10 +218,13 @@ def descent(config: InnerConfig) -> Descent:
     """Return the second half: from the gradients of a batch, or an average of several, to the next state."""
     transformation, schedule = optimizer(config), learning_rate(config)
 
-    def descend(state: InnerState, gradients: Params, global_step: jax.Array) -> InnerState:
+    def descend(
+        state: InnerState, gradients: Params, global_step: jax.Array, length: jax.Array | None = None, /
+    ) -> InnerState:
         with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and computes in float32
             updates, moments = transformation.update(gradients, state.optimizer, state.params)
-            rate = jnp.asarray(schedule(global_step), jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
+            rate = schedule(global_step) if length is None else rate_with_length(config, global_step, length)
+            rate = jnp.asarray(rate, jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
         return InnerState(jax.tree.map(lambda p, u: p - rate * u, state.params, updates), moments)
 
     return descend
@@ -220,18 +239,21 @@ def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
 
     Returns:
         A function from a state, tokens (uint8 or int32, [n, B, T + 1]) and the number of earlier global steps
-        (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms.
+        (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms. A fourth argument
+        is the length of the run (int32 []) if an operator has changed it. That is another program.
     """
     compute, descend = gradient(model), descent(config)
 
-    def step(
-        carry: tuple[InnerState, jax.Array], tokens_BxT1: jax.Array
-    ) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
-        state, count = carry
-        gradients, loss = compute(state.params, tokens_BxT1)
-        return (descend(state, gradients, count), count + 1), loss
+    def steps(
+        state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array, length: jax.Array | None = None, /
+    ) -> tuple[InnerState, jax.Array]:
+        def step(
+            carry: tuple[InnerState, jax.Array], tokens_BxT1: jax.Array
+        ) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
+            state, count = carry
+            gradients, loss = compute(state.params, tokens_BxT1)
+            return (descend(state, gradients, count, length), count + 1), loss
 
-    def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
         (after, _), losses_n = jax.lax.scan(step, (state, global_step), tokens_nxBxT1)
         return after, losses_n
 

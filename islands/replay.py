@@ -23,6 +23,7 @@ from archipelago.islands.sync.actions import (
     BeginPass,
     ForgetShards,
     Join,
+    Length,
     RestoreWhole,
     Send,
     Steps,
@@ -94,6 +95,7 @@ class ReplayedIsland:
         self._replica = Replica(self.manifest)
         self._inner: InnerState | None = None
         self._global_step = 0
+        self._run_steps = self.manifest.config.inner.steps
         self._batches = Batches(self.text, self.manifest.config, lambda: None)
 
     def until_sent(self, sequence: int) -> bytes:
@@ -138,6 +140,8 @@ class ReplayedIsland:
                 self._batches.forget(shards)
             case Steps(count, is_held):
                 self._step(count, is_held=is_held)
+            case Length(steps):
+                self._run_steps = steps
             case Adopt(fragment, version):
                 self._adopt(fragment, version)
             case Send(number, codec):
@@ -166,7 +170,10 @@ class ReplayedIsland:
 
     def _step(self, n: int, *, is_held: bool) -> None:
         batch = jnp.asarray(self._batches.next(n))
-        self._inner, _ = self.steps(self._state(), batch, jnp.asarray(self._global_step, jnp.int32))
+        is_own = self._run_steps == self.manifest.config.inner.steps
+        length = () if is_own else (jnp.asarray(self._run_steps, jnp.int32),)
+        step = jnp.asarray(min(self._global_step, self._run_steps), jnp.int32)
+        self._inner, _ = self.steps(self._state(), batch, step, *length)
         self._global_step += 0 if is_held else n
 
     def _adopt(self, fragment: int, version: int) -> None:

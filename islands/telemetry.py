@@ -25,7 +25,7 @@ def point(island: Island) -> tuple[int, Mapping[str, float]] | None:
         return None
     return beat.global_step, {
         "loss": loss_unit(island.manifest.corpus).from_nats(beat.loss),
-        "learning_rate": island.config.inner.rate_at(beat.global_step),
+        "learning_rate": island.learning_rate,
         "tokens_per_second": beat.tokens_per_second,
         "step_seconds": beat.step_seconds or math.nan,
         "staleness": beat.staleness,
@@ -53,7 +53,7 @@ class IslandCollector:
             ("tokens_per_second", "Training speed, moving average.", beat.tokens_per_second),
             ("step_seconds", "Time of an inner step, moving average.", beat.step_seconds),
             ("global_step", "Global step of the run, as the island knows it.", beat.global_step),
-            ("learning_rate", "Inner learning rate.", island.config.inner.rate_at(beat.global_step)),
+            ("learning_rate", "Inner learning rate.", island.learning_rate),
             ("loss", f"Training loss in {unit.name}, mean since the last contribution.", unit.from_nats(beat.loss)),
             ("staleness_versions", "Newest version announced minus version held, mean over fragments.", beat.staleness),
             ("backlog_contributions", "Contributions that wait to be sent.", beat.backlog),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ from archipelago.islands.sync.actions import (
     BeginPass,
     ForgetShards,
     Join,
+    Length,
     Send,
     Steps,
     TakeMoments,
@@ -119,6 +121,8 @@ class Island:
             for name in {wire.up, wire.thin, wire.down} - {""}
         }
         self.sequence = 0
+        #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
+        self.run_steps = config.inner.steps
         self._on_marker = on_marker
         self._has_joined = False
         self._in_flight: jax.Array | None = None
@@ -137,7 +141,8 @@ class Island:
             return
         shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
         batch = jax.device_put(np.zeros(shape, self.batches.dtype))
-        after, losses_n = self.steps(device_copy(self.inner), batch, jax.device_put(np.int32(0)))
+        length = self._length(self.link.run_steps)
+        after, losses_n = self.steps(device_copy(self.inner), batch, jax.device_put(np.int32(0)), *length)
         self.replica.warm_up(after.params)
         losses_n.block_until_ready()
         self._stepped_at = self.clock()
@@ -145,7 +150,7 @@ class Island:
     @property
     def finished(self) -> bool:
         """True if the run is at its end. An island that no merger serves does not end the run alone."""
-        steps = self.config.inner.steps
+        steps = self.link.run_steps
         is_served = self.link.is_served is not False
         return self.ledger.merged_step >= steps or (is_served and self.ledger.global_step >= steps)
 
@@ -165,6 +170,9 @@ class Island:
         if self.link.failure is not None:
             raise self.link.failure
         self._require_finite_loss()
+        if self.link.run_steps != self.run_steps:
+            self.run_steps = self.link.run_steps
+            self.action_log.add(Length(self.run_steps))
         news = self.link.take()
         arrivals = news.arrivals
         for event in news.events:
@@ -211,8 +219,8 @@ class Island:
         self.pacer.dispatched(
             n, self.clock()
         )  # noted first, because on a CPU the call below may do the arithmetic itself
-        schedule_step = min(self.ledger.global_step, self.config.inner.steps)  # the schedule is constant after its end
-        self.inner, losses_n = self.steps(self.inner, batch, jax.device_put(np.int32(schedule_step)))
+        schedule_step = jax.device_put(np.int32(min(self.ledger.global_step, self.run_steps)))  # constant from then on
+        self.inner, losses_n = self.steps(self.inner, batch, schedule_step, *self._length(self.run_steps))
         tokens = n * self.config.tokens_per_step
         self.ledger.stepped(n, tokens, is_held=is_held)
         self.totals.steps += n
@@ -281,6 +289,15 @@ class Island:
         self.inner = self.inner._replace(params=params)
         self.ledger.adopted(snapshot, self.replica.rule.keeps_progress)
         self.action_log.add(Adopt(snapshot.fragment, snapshot.version))
+
+    def _length(self, steps: int) -> tuple[jax.Array, ...]:
+        """Return the further argument of the inner steps for a run of that length, if it is not the config's."""
+        return () if steps == self.config.inner.steps else (jax.device_put(np.int32(steps)),)
+
+    @property
+    def learning_rate(self) -> float:
+        """The present inner learning rate."""
+        return dataclasses.replace(self.config.inner, steps=self.run_steps).rate_at(self.ledger.global_step)
 
     def _adopt_all(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:

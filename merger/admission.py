@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from archipelago.broker.control import steered
 from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -173,9 +174,9 @@ class Inbox:
             self._drop(p)
         return bool(mixed)
 
-    def take(self, p: int, fragments: Sequence[FragmentState], closed: int) -> RoundSum:
+    def take(self, p: int, fragments: Sequence[FragmentState], state: RunState) -> RoundSum:
         """Remove and return the sum of the fragment's next round."""
-        found = self._sum(p, fragments, closed)
+        found = self._sum(p, fragments, state)
         self._drop(p)
         self._announced.clear()
         return found
@@ -227,7 +228,7 @@ class Inbox:
         believed, lowered = self._believed(delivery.contribution)
         p = believed.fragment
         try:
-            self.rules.add(self._sum(p, fragments, state.closed), replace(delivery, contribution=believed))
+            self.rules.add(self._sum(p, fragments, state), replace(delivery, contribution=believed))
         except WireError as error:
             return Reason(error.code, error.reason)
         self._rooms.setdefault(p, Room()).put(believed)
@@ -247,10 +248,22 @@ class Inbox:
                 text = "%s claims more %s in round %s than it can have done, so the merger counts less"
                 log.warning(text, c.island, name, c.round, extra={"round": c.round, "code": code})
 
-    def _sum(self, p: int, fragments: Sequence[FragmentState], closed: int) -> RoundSum:
+    def _sum(self, p: int, fragments: Sequence[FragmentState], state: RunState) -> RoundSum:
         if p not in self._sums:
-            self._sums[p] = self.rules.begin(p, fragments[p], version_after(closed, p, len(fragments)))
+            version = version_after(state.closed, p, len(fragments))
+            self._sums[p] = self.rules.begin(p, fragments[p], version, state.steered)
         return self._sums[p]
+
+    def add_again(self, fragments: Sequence[FragmentState], state: RunState) -> None:
+        """Add all waiting contributions again, under the settings in `state`.
+
+        A replay of the tape knows the changed settings before it adds the contributions of the round, so a merger that
+        has added them under other settings must add them again to come to the same bits.
+        """
+        for p, before in list(self._sums.items()):
+            del self._sums[p]
+            for addend in before.addends:
+                self._sum(p, fragments, state).add(addend.entry, addend.contribution, addend.body)
 
     def _drop(self, p: int) -> None:
         """Forget the sum of a fragment's next round."""
@@ -270,7 +283,7 @@ class Inbox:
             refusal = Refusal(delivery.sender, NAMELESS, 0, 0, 0, 0, text, repeat)
         else:
             decided = repeat and state.has_seen(c.identity)
-            tokens = claims.refused_tokens(c, self.rules.manifest.config)
+            tokens = claims.refused_tokens(c, steered(self.rules.manifest.config, state.steered))
             refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, tokens, text, repeat, decided)
             if reason.code not in ("repeat", "unreadable"):
                 state.see(c.identity)

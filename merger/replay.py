@@ -80,7 +80,7 @@ def merge_recorded(
     """
     places = {member.identity_text: place for place, member in enumerate(tape.members)}
     known = [(places.get(d.contribution.identity_text, len(places)) if d.contribution else -1, d) for d in deliveries]
-    round_sum = rules.begin(tape.fragment, fragment, tape.version - 1)
+    round_sum = rules.begin(tape.fragment, fragment, tape.version - 1, state.steered)
     for place, delivery in sorted(known, key=lambda each: each[0]):
         is_on_tape = 0 <= place < len(places)
         rules.add(round_sum, as_merged(delivery, tape.members[place]) if is_on_tape else delivery)

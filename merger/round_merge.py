@@ -206,9 +206,14 @@ class RoundMerge:
         groups = tuple(merge_rules.groups(rows, merge) for rows in manifest.layout)
         return cls(manifest, groups, outer.build(manifest.config.outer))
 
-    def begin(self, p: int, fragment: FragmentState, version: int) -> RoundSum:
-        """Return an empty sum for the next round of fragment `p`, whose version is still `version`."""
-        config = self.manifest.config
+    def begin(
+        self, p: int, fragment: FragmentState, version: int, settings: Mapping[str, float] | None = None
+    ) -> RoundSum:
+        """Return an empty sum for the next round of fragment `p`, whose version is still `version`.
+
+        `settings` are those that an operator has changed. With another length of the run, a path is of another length.
+        """
+        config = control.steered(self.manifest.config, settings or {})
         return RoundSum(
             self.groups[p],
             config.merge,
@@ -233,8 +238,9 @@ class RoundMerge:
     def close(self, fragment: FragmentState, state: RunState, round_sum: RoundSum, live: int) -> MergedRound:
         """Return the round that merges the sum while `live` islands are live. Changes none of its arguments."""
         config = self.manifest.config
-        optimizer = outer.build(control.steered(config, state.steered).outer)
-        now = Round(progress=min(1.0, state.step / config.inner.steps), interval=float(config.sync.interval))
+        steered = control.steered(config, state.steered)
+        optimizer = outer.build(steered.outer)
+        now = Round(progress=min(1.0, state.step / steered.inner.steps), interval=float(config.sync.interval))
         return merge_round(
             fragment,
             state.staleness,

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from archipelago.broker.control import STEPS
 from archipelago.broker.errors import (
     ArchipelagoError,
     BrokerError,
@@ -238,7 +239,7 @@ class Merger:
 
     def _is_finished(self) -> bool:
         """Return whether the run has made all its steps, its islands have left, and nothing waits to be merged."""
-        is_done = self.state.closed > 0 and self.state.step >= self.config.inner.steps
+        is_done = self.state.closed > 0 and self.state.step >= self.controls.run_steps(self.state)
         return is_done and not self._has_islands and self.transport.reader.backlog() == 0
 
     def is_over(self) -> bool:
@@ -336,9 +337,11 @@ class Merger:
     def _close(self, close: Close) -> None:
         began = self.clock()
         p = self.manifest.fragment_of(close.round)
-        round_sum = self.inbox.take(p, self.fragments, self.state.closed)
         after = self.state.copy()
         steered = self.controls.apply_settings(after)
+        if after.steered.get(STEPS) != self.state.steered.get(STEPS):
+            self.inbox.add_again(self.fragments, after)
+        round_sum = self.inbox.take(p, self.fragments, after)
         merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live))
         merge_seconds = self.clock() - began
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)

@@ -50,7 +50,14 @@ class OperatorControls:
 
     def sync(self, state: RunState) -> SyncConfig:
         """Return the sync settings for the next round: the config with the operator's changes."""
-        return control.steered(self.config, control.in_force(self.config, state.steered, self.control)).sync
+        return self._next(state).sync
+
+    def run_steps(self, state: RunState) -> int:
+        """Return the length of the run, also before a round has closed with a change of it."""
+        return self._next(state).inner.steps
+
+    def _next(self, state: RunState) -> RunConfig:
+        return control.steered(self.config, control.in_force(self.config, state.steered, self.control))
 
     def apply_settings(self, state: RunState) -> str:
         """Apply the requested settings to the closing round's state, and return the changes for its tape entry."""

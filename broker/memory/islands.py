@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from archipelago.broker.control import is_expelled, island_field
+from archipelago.broker.control import heard_by, is_expelled
 from archipelago.broker.corpus_shards import Place, choose
 from archipelago.broker.memory.state import MemoryState
 from archipelago.broker.messages import (
@@ -43,13 +43,13 @@ class MemoryIsland:
             run.actions.append((run.next_actions, actions))
             run.next_actions += 1
 
-    def heartbeat(self, heartbeat: Heartbeat) -> str:
+    def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
         with self._broker.opened(self._run) as run:
             before, _ = run.islands.get(heartbeat.island, (heartbeat, 0.0))
             earlier = before.bytes_down if before.incarnation != heartbeat.incarnation else 0
             down = heartbeat.bytes_down + self._downloaded.setdefault(heartbeat.incarnation, earlier)
             run.islands[heartbeat.island] = (replace(heartbeat, bytes_down=down), self._broker.clock())
-            return run.control.get(island_field(heartbeat.island), "")
+            return {name: run.control[name] for name in heard_by(heartbeat.island) if name in run.control}
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
         with self._broker.opened(self._run) as run:

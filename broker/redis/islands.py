@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from archipelago.broker.control import is_expelled, island_field
+from archipelago.broker.control import heard_by, is_expelled
 from archipelago.broker.corpus_shards import Place
 from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnreachableError, WireError
@@ -88,7 +88,7 @@ class RedisIsland:
             pipe.sadd(self._keys.islands, actions.island)
         failpoint("actions.done")
 
-    def heartbeat(self, heartbeat: Heartbeat) -> str:
+    def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
         if not self._signing.is_on:
             self._members.require_unsigned()
         key = self._keys.island(heartbeat.island)
@@ -98,12 +98,15 @@ class RedisIsland:
             pipe.hset(key, mapping=signed)
             pipe.pexpire(key, REMEMBER_SECONDS * 1000)
             pipe.sadd(self._keys.islands, heartbeat.island)
-            pipe.hget(self._keys.control, island_field(heartbeat.island))
-            *done, request = pipe.execute(raise_on_error=False)
+            for name in (names := heard_by(heartbeat.island)):
+                pipe.hget(self._keys.control, name)
+            answers = pipe.execute(raise_on_error=False)
+            done, requests = answers[: -len(names)], answers[-len(names) :]
             for error in (answer for answer in done if isinstance(answer, Exception)):
                 raise error
         # If someone replaced the hash of requests with another type, the heartbeat must still succeed.
-        return request.decode("utf-8", "replace") if isinstance(request, bytes) else ""
+        found = zip(names, requests, strict=True)
+        return {name: value.decode("utf-8", "replace") for name, value in found if isinstance(value, bytes)}
 
     def _downloaded_before(self, heartbeat: Heartbeat) -> int:
         """Return the bytes that earlier incarnations of the island have downloaded, as its last heartbeat says."""

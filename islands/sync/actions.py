@@ -99,12 +99,23 @@ class Send:
     codec: str = ""
 
 
-Action = Join | TakeMoments | RestoreWhole | BeginPass | ForgetShards | Steps | Adopt | Send
+@dataclass(frozen=True)
+class Length:
+    """Train on with another length of the run, which an operator has set: `l3000`.
+
+    Attributes:
+        steps: The length in global inner steps.
+    """
+
+    steps: int
+
+
+Action = Join | TakeMoments | RestoreWhole | BeginPass | ForgetShards | Steps | Adopt | Send | Length
 _NUMBER = "([0-9]{1,18})"
 _WORD = re.compile(
     rf"join:(?P<join>{_NUMBER}(,{_NUMBER})*)|(?P<taken>moments|whole):(?P<who>\S+)@(?P<index>{_NUMBER})|d(?P<point>\S+)"
     rf"|f(?P<shards>\S+)|(?P<clock>[nh])(?P<count>{_NUMBER})|a(?P<fragment>{_NUMBER}):(?P<version>{_NUMBER})"
-    rf"|s(?P<round>{_NUMBER})(:(?P<codec>[a-z0-9]+))?"
+    rf"|l(?P<length>{_NUMBER})|s(?P<round>{_NUMBER})(:(?P<codec>[a-z0-9]+))?"
 )
 
 
@@ -125,6 +136,8 @@ def word(action: Action) -> str:
             return f"{'h' if is_held else 'n'}{count}"
         case Adopt(fragment, version):
             return f"a{fragment}:{version}"
+        case Length(steps):
+            return f"l{steps}"
         case Send(number, codec):
             return f"s{number}:{codec}" if codec else f"s{number}"
 
@@ -148,6 +161,8 @@ def parse(text: str) -> Action:
         return Steps(int(found["count"]), found["clock"] == "h")
     if found["fragment"]:
         return Adopt(int(found["fragment"]), int(found["version"]))
+    if found["length"]:
+        return Length(int(found["length"]))
     return Send(int(found["round"]), found["codec"] or "")
 
 

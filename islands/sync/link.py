@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from archipelago.broker.control import DRAIN, EXPEL, require_welcome
+from archipelago.broker.control import DRAIN, EXPEL, island_field, require_welcome, run_steps
 from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
@@ -93,6 +93,8 @@ class Link:
         self.clock, self.wall = clock, wall
         self.uplink = Uplink()
         self.operator_request = ""
+        #: The length of the run in steps, which an operator can change.
+        self.run_steps = manifest.config.inner.steps
         #: Whether a newer process has taken this island's name over. The island leaves, and sends nothing more.
         self.is_replaced = False
         #: The incarnation of that process.
@@ -203,7 +205,9 @@ class Link:
             ConfigError: The operator has excluded this island.
             BrokerError: The broker cannot be reached.
         """
-        require_welcome(self.transport.reader.control(), self.name, self.manifest.run)
+        requests = self.transport.reader.control()
+        require_welcome(requests, self.name, self.manifest.run)
+        self._set_run_steps(requests)
         name, _, incarnation = self.who.partition("/")
         if name:  # a rehearsal has none
             self._claim = self.transport.island.claim_name(name, incarnation)
@@ -233,9 +237,11 @@ class Link:
             return
         require_same_run(self.transport.reader, self.manifest)
         began = self.clock()
-        request = self.transport.island.heartbeat(beat)
+        requests = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
         self._serving.look()
+        self._set_run_steps(requests)
+        request = requests.get(island_field(self.name), "")
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.operator_request = request
         self._send_notes()
@@ -243,6 +249,9 @@ class Link:
         if beat.state in ("joining", "training"):
             self.leases.pump()
         self._offer_help()
+
+    def _set_run_steps(self, requests: Mapping[str, str]) -> None:
+        self.run_steps = self.inbox.snapshots.run_steps = run_steps(self.manifest.config, requests, self.run_steps)
 
     def _holds_name(self) -> bool:
         """Return whether the island still holds its name. Nothing may be written under it otherwise."""

@@ -58,6 +58,8 @@ class Snapshots:
         self._listen = listen
         self.bytes_down = 0
         self.held: dict[int, Arrival] = {}
+        #: The length of the run in steps. No step beyond it is believed.
+        self.run_steps = manifest.config.inner.steps
         #: The largest global step that this island believes in.
         self.step = 0
         self._announced: dict[int, dict[int, Snapshot]] = {}
@@ -134,9 +136,9 @@ class Snapshots:
         return arrival
 
     def _with_believable_step(self, snapshot: Snapshot) -> Snapshot:
-        config = self._manifest.config
-        step = believable_step(snapshot, self.step, config.inner.steps, config.sync.interval, self._newest_rounds)
-        if step < min(snapshot.step, config.inner.steps):
+        interval = self._manifest.config.sync.interval
+        step = believable_step(snapshot, self.step, self.run_steps, interval, self._newest_rounds)
+        if step < min(snapshot.step, self.run_steps):
             log.warning("ignoring step %s of fragment %s, which the tape does not confirm", snapshot.step,
                         snapshot.fragment)  # fmt: skip
         self.step = max(self.step, step)

@@ -24,6 +24,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.merger.storage import MergerFolder
+from archipelago.ops.launch.own_settings import require_own_settings
 from archipelago.ops.settings import say
 from archipelago.ops.weights.safetensors_files import WeightFiles
 from archipelago.ops.weights.tokenizers import require_tokenizer
@@ -189,7 +190,7 @@ def tell_of_memory(manifest: Manifest, server: Memory) -> None:
 
 
 def create(
-    transport: Transport, config: RunConfig, weights: Path | None = None, *, may_replace: bool = False
+    transport: Transport, config: RunConfig, weights: Path | None = None, *, may_replace: bool = False, go_on: str = ""
 ) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether this call created it, from `weights` or from fresh parameters.
 
@@ -198,6 +199,7 @@ def create(
         config: The settings of the run.
         weights: The weights to begin with.
         may_replace: Whether to create the run although islands of a lost run of its name are alive.
+        go_on: The command that continues the run, without the flags of its settings.
 
     Raises:
         ConfigError: Islands of a lost run of that name are alive (`init.islands-live`).
@@ -215,7 +217,7 @@ def create(
     if not is_new:
         with suppress(UnknownRunError):  # its name is all that is left of it
             found = transport.reader.manifest()
-            require_same(found, config)
+            require_same(found, config, go_on)
             return found, False
     manifest = replace(describe(transport.run, fitting, corpus.identity), uid=uuid.uuid4().hex)
     params = None
@@ -236,21 +238,25 @@ def create(
         return manifest, True
     except RunExistsError:
         found = transport.reader.manifest()
-    require_same(found, config)
+    require_same(found, config, go_on)
     return found, False
 
 
-def require_same(found: Manifest, config: RunConfig) -> None:
-    """Raise MismatchError, with a remedy for the user who starts a run, unless that run has this config."""
+def require_same(found: Manifest, config: RunConfig, go_on: str = "") -> None:
+    """Raise MismatchError, with a remedy for the user who starts a run, unless that run has this config.
+
+    `go_on` is the command that continues the run, without the flags of its settings (`require_own_settings`).
+    """
     from archipelago.islands.creation import describe
 
+    fitting, corpus = require_usable(config)
+    require_own_settings(found, fitting, go_on)
     try:
-        fitting, corpus = require_usable(config)
         found.require_same(describe(found.run, fitting, corpus.identity))
     except MismatchError as error:
         raise MismatchError(
             error.subject,
             error.run_value,
             error.worker_value,
-            "Use the run's own settings, or name another run with --run.",
+            "Use the run's own text, or name another run with --run.",
         ) from None

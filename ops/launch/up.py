@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,8 @@ import tyro
 
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.control import STEPS, checked_changes, run_steps
+from archipelago.broker.errors import ArchipelagoError, ConfigError, UnknownRunError
 from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
@@ -115,7 +116,8 @@ def main(options: UpOptions) -> int:
         if opened:
             opened.begin()
         manifest, created = _find_or_create(transport, config, folder, options)
-        write_atomically(folder / "config.toml", to_toml(config))
+        steps = run_steps(manifest.config, transport.reader.control())
+        write_atomically(folder / "config.toml", to_toml(replace(config, inner=replace(config.inner, steps=steps))))
         _greet(manifest, created, server, url, folder)
         joins = opened.invite_ours(island_name(number) for number in range(options.islands)) if opened else {}
         described = server.describe() if server else redacted(url)
@@ -193,13 +195,35 @@ def _require_openable(options: UpOptions) -> None:
 
 def _find_or_create(transport: Transport, config: RunConfig, folder: Path, options: UpOptions) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether it was created now. Checkpoints of a run are never overwritten."""
-    kept = MergerFolder(folder / "merger")
+    go_on = f"archipelago up{' URL' if options.url else ''} --run {options.run}{_in(folder)}"
+    kept, known = MergerFolder(folder / "merger"), transport.run in transport.reader.runs()
     if numbers := kept.store.numbers():
-        known = transport.run in transport.reader.runs()
-        require_same(kept.find_or_bring_back(transport, resume=options.resume), config)
+        config = _extended(transport, kept.find_or_bring_back(transport, resume=options.resume), config, go_on)
         if not known:
             say(f"this Redis did not have the run: it continues from checkpoint {numbers[-1]} in {kept.path}")
-    return create(transport, config, options.from_)
+    elif known:
+        with suppress(UnknownRunError):  # its name is all that is left of it
+            config = _extended(transport, transport.reader.manifest(), config, go_on)
+    return create(transport, config, options.from_, go_on=go_on)
+
+
+def _extended(transport: Transport, found: Manifest, config: RunConfig, go_on: str) -> RunConfig:
+    """Extend a run if the user gives more steps than it has, and return the config with its original number of steps.
+
+    The extension is a steered change (`archipelago steer inner.steps=N`), so that the tape records it.
+
+    Raises:
+        MismatchError: Another setting is not the run's. Nothing has changed then.
+    """
+    own, now, wanted = found.config.inner.steps, run_steps(found.config, transport.reader.control()), config.inner.steps
+    same = replace(config, inner=replace(config.inner, steps=own))
+    if wanted < now and wanted != own:
+        require_same(found, config, go_on)
+    require_same(found, same, go_on)
+    if wanted > now:
+        transport.reader.steer(checked_changes(found.config, {STEPS: str(wanted)}))
+        say(f"run {found.run!r} is extended from {now:,} to {wanted:,} steps")
+    return same
 
 
 def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[Server | None, str]:

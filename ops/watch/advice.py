@@ -159,7 +159,7 @@ def _loss_problems(
             "if that does not help, go on from a checkpoint with a lower --inner.learning-rate.",
         )  # fmt: skip
     known = [each for each in evaluations if not math.isnan(each.bits_per_byte)]
-    late = view.step > max(2 * config.inner.warmup_steps, config.inner.steps // 10)
+    late = view.step > max(2 * config.inner.warmup_steps, view.steps // 10)
     if late and len(known) > 2 and known[-1].bits_per_byte > FLAT_SHARE * known[0].bits_per_byte:
         yield Problem(
             "loss.flat", "warn", "run",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast
 
 import tyro
 
+from archipelago.broker.control import fields_in, run_steps
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.invitation import names_redis
@@ -194,7 +195,14 @@ def _view_of(image: Image, report: Mapping[str, Any]) -> RunView:
     islands = tuple(_island_of(fields) for fields in report.get("each_island", ()))
     lost = int(report.get("tokens_lost") or 0)
     trained = view.tokens_trained - view.tokens_lost + lost
-    return dataclasses.replace(view, islands=islands, known=len(islands), tokens_lost=lost, tokens_trained=trained)
+    return dataclasses.replace(
+        view,
+        steps=run_steps(image.manifest.config, fields_in(image.state)),
+        islands=islands,
+        known=len(islands),
+        tokens_lost=lost,
+        tokens_trained=trained,
+    )
 
 
 def _island_of(fields: Mapping[str, Any]) -> IslandView:

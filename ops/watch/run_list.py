@@ -11,7 +11,7 @@ from pathlib import Path
 
 from archipelago.broker import config as run_config
 from archipelago.broker.config import RunConfig
-from archipelago.broker.control import Control
+from archipelago.broker.control import Control, run_steps
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis.keys import is_name
@@ -108,10 +108,11 @@ def entry_of(transport: ReaderTransport, where: str) -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
     reader = transport.reader
     manifest, tape, presences = reader.manifest(), reader.tape(1), reader.presences()
-    status, control = reader.merger_status() or MergerStatus(), Control.of(reader.control())
+    requests = reader.control()
+    status, control = reader.merger_status() or MergerStatus(), Control.of(requests)
     live = sum(presence.is_live for presence in presences)
     step = tape[-1].step if tape else 0
-    steps = manifest.config.inner.steps
+    steps = run_steps(manifest.config, requests)
     ages = [presence.age_seconds for presence in presences] + [status.still_seconds] * bool(tape)
     if step >= steps:
         state = "finished"

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from archipelago.broker.control import run_steps
 from archipelago.broker.loss_unit import LossUnit, loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, TapeEntry
@@ -165,7 +166,8 @@ def _observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
         manifest, reader.tape(RECENT_ROUNDS), reader.presences(), reader.books(), reader.pending(),
         reader.evaluations(), merged_by_island(reader.merger_state()), reader.cursors(), reader.memory(),
     )  # fmt: skip
-    return replace(view, unreadable=tuple(reader.unreadable()))
+    steps = run_steps(manifest.config, reader.control())
+    return replace(view, steps=steps, unreadable=tuple(reader.unreadable()))
 
 
 def glance(
@@ -190,7 +192,8 @@ def glance(
         manifest, tape[-RECENT_ROUNDS:], transport.reader.presences(), books, Pending(waiting, left_over), evaluations,
         merged_by_island(transport.reader.merger_state()), transport.reader.cursors(), transport.reader.memory(),
     )  # fmt: skip
-    return replace(view, unreadable=tuple(transport.reader.unreadable()))
+    steps = run_steps(manifest.config, transport.reader.control())
+    return replace(view, steps=steps, unreadable=tuple(transport.reader.unreadable()))
 
 
 def merged_by_island(state: str) -> dict[str, int]:

@@ -39,7 +39,8 @@ _EXAMPLES = "Write NAME=VALUE, such as outer.learning_rate=0.5, merging=paused o
 class SteerOptions(RunAddress):
     """Change the settings of a running run; without changes, show them.
 
-    outer.learning_rate, sync.quorum and sync.grace apply from the next round that closes. While merging=paused is set,
+    outer.learning_rate, sync.quorum and sync.grace apply from the next round that closes. inner.steps is the length of
+    the run: a larger one extends the run, also after its end. While merging=paused is set,
     no round closes, and islands continue to train. checkpoint takes a checkpoint now. island.NAME=drain makes an island
     leave as on SIGTERM; island.NAME=expel also refuses what it sends. NAME= removes a change.
     """

@@ -157,7 +157,7 @@ def test_changes_on_the_tape_restore_settings_exactly(wishes: list[dict[str, flo
         assert read_settings(json.loads(json.dumps(live))) == live
 
 
-@pytest.mark.parametrize("text", ["outer.learning_rate=0", "inner.steps=3", "x", "sync.quorum=", "=1"])
+@pytest.mark.parametrize("text", ["outer.learning_rate=0", "inner.steps=0", "data.shards=3", "x", "sync.quorum=", "=1"])
 def test_an_invalid_change_on_the_tape_is_refused(text: str) -> None:
     with failing(WireError, "wire.tape"):
         after_changes(CONFIG, {}, text)

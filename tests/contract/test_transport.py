@@ -823,11 +823,11 @@ def test_valid_operator_controls_are_restored_from_a_checkpoint(connections: Con
 
 
 def test_a_heartbeat_returns_the_operators_control_of_that_island(transport: Transport, connections: Connect) -> None:
-    assert transport.island.heartbeat(samples.heartbeat("a")) == ""
-    connections().reader.steer({"island.a": "drain", "island.b": "expel", "merging": "paused"})
-    assert transport.island.heartbeat(samples.heartbeat("a")) == "drain"
-    assert transport.island.heartbeat(samples.heartbeat("b")) == "expel"
-    assert transport.island.heartbeat(samples.heartbeat("c")) == ""
+    assert transport.island.heartbeat(samples.heartbeat("a")) == {}
+    connections().reader.steer({"island.a": "drain", "island.b": "expel", "merging": "paused", "inner.steps": "9"})
+    assert transport.island.heartbeat(samples.heartbeat("a")) == {"island.a": "drain", "inner.steps": "9"}
+    assert transport.island.heartbeat(samples.heartbeat("b")) == {"island.b": "expel", "inner.steps": "9"}
+    assert transport.island.heartbeat(samples.heartbeat("c")) == {"inner.steps": "9"}
 
 
 def test_an_expelled_island_loses_its_shards_and_gets_no_others(transport: Transport) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import pytest
 
+from archipelago.broker.control import STEPS
 from archipelago.broker.errors import BrokerError, ConfigError, DivergedError, UnreachableError
 from archipelago.broker.messages import Note, Refusal
 from archipelago.broker.transport import START
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.worker import Island, train
 from tests.failing import failing
+from tests.islands import tiny
 from tests.islands.test_worker import diverging
 from tests.islands.tiny import TinyRun
 
@@ -160,3 +164,49 @@ def test_a_diverged_island_writes_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
     kind, _ = notes(run, "sick")[-1]
     assert kind == "diverged"
     assert run.transport.reader.presences()[0].heartbeat.state == "left"
+
+
+# -- the length of the run --------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_that_is_extended_goes_on() -> None:
+    run = TinyRun(tiny.manifest(config=replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=4))))
+    island = run.island()
+    run.play(island, 4)
+    finished = [island.finished]
+    run.transport.reader.steer({STEPS: "9"})
+    run.boundary(island)
+    finished.append(island.finished)
+    run.play(island, 5)
+    finished.append(island.finished)
+    assert finished == [True, False, True]
+    newcomer = run.island("b")
+    assert (newcomer.link.run_steps, newcomer.finished) == (9, False)
+    run.transport.reader.steer({STEPS: ""})
+    run.boundary(island)
+    assert island.link.run_steps == 4
+
+
+def test_an_extended_run_has_the_learning_rate_of_a_run_of_that_length() -> None:
+    config = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=8, warmup_steps=2))
+    extended, long = (
+        TinyRun(tiny.manifest(config=replace(config, inner=replace(config.inner, steps=steps)))) for steps in (8, 40)
+    )
+    extended.transport.reader.steer({STEPS: "40"})
+    first, second = extended.island(), long.island()
+    for _ in range(12):
+        extended.play(first, 1)
+        long.play(second, 1)
+        assert first.learning_rate == second.learning_rate
+        for name, values in first.inner.params.items():
+            assert np.asarray(values) == pytest.approx(np.asarray(second.inner.params[name]), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("value", ["many", "0", "1e3", "9" * 60])
+def test_an_invalid_length_changes_nothing(value: str) -> None:
+    run = TinyRun()
+    island = run.island()
+    before = island.link.run_steps
+    run.transport.reader.steer({STEPS: value})
+    run.boundary(island)
+    assert island.link.run_steps == before

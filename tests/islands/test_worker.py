@@ -295,7 +295,7 @@ def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatc
     def counted(*arguments: object) -> tuple[InnerState, jax.Array]:
         nonlocal calls
         calls += 1
-        return steps(*arguments)  # type: ignore[arg-type]
+        return steps(*arguments)
 
     island.steps = cast(InnerSteps, counted)
     monkeypatch.setattr(device, "LONG_SECONDS", 0.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS
+from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS, STEPS
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.transport import Delivery
@@ -22,6 +22,7 @@ from archipelago.merger.scores import Score
 from archipelago.merger.service import Merger, serve
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED, OperatorControls
+from archipelago.merger.weights import ENOUGH
 from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.merger.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, constant, state_of
@@ -512,3 +513,33 @@ def test_the_operator_is_told_once_of_a_lowered_weight_and_the_rule_expels() -> 
     assert run.transport.reader.control() == {"island.b": "expel"}
     controls.tell_of_scores(before, {"a": good, "b": good})
     assert run.transport.reader.notes(1)[0].kind == "restored"
+
+
+# -- the length of the run --------------------------------------------------------------------------------------------
+
+
+def test_contributions_that_wait_during_an_extension_are_added_again() -> None:
+    """Their norms are compared by the learning rate, which the length of the run decides."""
+    run = MergerRun(replace(CONFIG, inner=replace(CONFIG.inner, steps=200, warmup_steps=0)))
+    merger = run.merger(checkpointer=run.checkpointer(Shelf()))
+    for number in range(1, 2 * ENOUGH + 3):  # from now on norms are clipped
+        play_one(run, merger, number)
+    run.live("a", "b")
+    number = merger.state.closed + 1
+    run.send("a", number, constant(50.0))
+    run.send("a", number + 1, constant(50.0))
+    assert not merger.turn(0.0), "b may answer yet"
+    before = {p: list(s.addends) for p, s in merger.inbox._sums.items()}
+    run.transport.reader.steer({STEPS: "8000"})
+    run.send("b", number, constant(1.0))
+    assert merger.turn(0.0)
+    (waiting,) = (s.addends for s in merger.inbox._sums.values() if s.addends)
+    assert waiting[0].path != before[merger.manifest.fragment_of(number + 1)][0].path
+    run.send("b", number + 1, constant(1.0))
+    assert merger.turn(0.0)
+    assert steered_on_tape(run)[-2:] == [f"{STEPS}=8000", ""]
+    state, fragments = replayed(run, recorded(run))
+    assert [outer.dump(f.params_N, f.outer) for f in fragments] == [run.transport.merger.outer(p) for p in range(2)]
+    assert replace(state, timing=state_of(run).timing, accounts=state_of(run).accounts) == replace(
+        state_of(run), control=state.control
+    )

@@ -1319,7 +1319,7 @@ def test_at_most_two_versions_of_a_snapshot_are_kept(transport: RedisTransport, 
 def test_a_control_key_of_another_type_is_ignored_when_read(transport: RedisTransport, raw: Any) -> None:
     raw.set(Keys(transport.run).control, "no hash")
     assert transport.reader.control() == {}
-    assert transport.island.heartbeat(samples.heartbeat()) == ""
+    assert transport.island.heartbeat(samples.heartbeat()) == {}
     assert transport.reader.presences()[0].heartbeat == samples.heartbeat()
     assert transport.island.lease_shard(["0"], "a/x") is not None
     with failing(BrokerError, "broker.refused-wrong-type"):
@@ -1343,7 +1343,7 @@ def test_unreadable_controls_and_notes_do_not_hide_the_others(transport: RedisTr
     keys = Keys(transport.run)
     raw.hset(keys.control, mapping={b"\xff": b"\xfe", "merging": "paused", "island.a": b"\xff"})
     assert transport.reader.control() == {"\ufffd": "\ufffd", "merging": "paused", "island.a": "\ufffd"}
-    assert transport.island.heartbeat(samples.heartbeat()) == "\ufffd"
+    assert transport.island.heartbeat(samples.heartbeat()) == {"island.a": "\ufffd"}
     note = Note(1.7e9, "a", "joined", "at round 3")
     transport.reader.note(note)
     raw.xadd(keys.notes, {"who": "a", "kind": "left"})

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from archipelago.broker.control import STEPS as STEPS_FIELD
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.transport import Transport
 from archipelago.islands import inner
@@ -20,11 +21,12 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.replay import ActionError, corpus_of
-from archipelago.islands.sync.actions import BeginPass, parse
+from archipelago.islands.sync.actions import BeginPass, Length, parse, unfolded
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger import record as records
 from archipelago.merger.checkpointer import at_once
+from archipelago.merger.record import read
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments import recorded_run, replay
@@ -91,7 +93,8 @@ class Recorded:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `data`, this machine's corpora, and `runs`, a record in which two islands' contributions were
-    merged with each other's: one island trained on the run's corpus, and one on its own.
+    merged with each other's: one island trained on the run's corpus, and one on its own. The run was
+    extended meanwhile.
     """
     folder = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +105,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = Recorded()
         run.join("open")
         run.join("pinned", "site")
-        run.play(STEPS)
+        run.play(STEPS // 2)
+        run.connect().reader.steer({STEPS_FIELD: str(2 * CONFIG.inner.steps)})
+        run.play(STEPS - STEPS // 2)
         run.merger.finish()
     return folder
 
@@ -261,3 +266,13 @@ def test_the_shards_name_the_corpus(mine: list[str], corpus: str) -> None:
 def test_actions_that_name_two_corpora_are_refused() -> None:
     with failing(ActionError):
         corpus_of("a/x", {"a/x": [BeginPass("one/1:0:0:0"), BeginPass("two/1:0:0:0")]})
+
+
+def test_the_record_holds_the_extension_of_the_run(recorded: Path) -> None:
+    """So the tests above replay an extended run, with its islands' learning rates, to the same bits."""
+    found = read(recorded / RECORD)
+    changes = [entry.steered for entry, _ in found.rounds.values() if entry.steered]
+    assert changes == [f"{STEPS_FIELD}={2 * CONFIG.inner.steps}"]
+    for who in ("open", "pinned"):
+        done = unfolded([actions for actions in found.actions if actions.island == who])
+        assert [action for action in done if isinstance(action, Length)] == [Length(2 * CONFIG.inner.steps)]

@@ -1,0 +1,54 @@
+"""The settings of a run that exists: how those that a user gives differ, and how to go on with the run's own."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+from archipelago.broker.config import BYTES, RunConfig, differing, flags
+from archipelago.broker.control import STEPS
+from archipelago.broker.errors import MismatchError
+from archipelago.broker.manifest import Manifest
+
+
+def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") -> None:
+    """Raise MismatchError unless the config is the run's. It names each setting that differs, with both values.
+
+    Args:
+        found: The run.
+        config: The settings that the user has given, with what `init` chooses itself.
+        go_on: The command that continues the run, without the flags of its settings; empty if only workers continue it.
+    """
+    changed = differing(found.config, config)
+    if not changed:
+        return
+    remedy = "Islands and mergers take the run's own settings: start them as usual."
+    if go_on:
+        remedy = f"To go on with the run's own settings: `{f'{go_on} {own_flags(found)}'.strip()}`."
+    if STEPS in changed:
+        remedy += f" To change the length of the run: `archipelago steer {STEPS}=N --run {found.run}`."
+    said = "; ".join(f"{key} is {_shown(theirs)} (given: {_shown(ours)})" for key, (theirs, ours) in changed.items())
+    raise MismatchError(
+        ", ".join(changed),
+        ", ".join(_shown(theirs) for theirs, _ in changed.values()),
+        ", ".join(_shown(ours) for _, ours in changed.values()),
+        f"{remedy} For other settings, name another run with --run.",
+        code="config.other-settings",
+        what=f"the run {found.run!r} has other settings: {said}",
+    )
+
+
+def own_flags(found: Manifest) -> str:
+    """Return the flags that give the run's own settings, without those that `init` has chosen itself."""
+    from archipelago.islands.models.registry import learning_rate
+
+    config = found.config
+    if config.inner.learning_rate == learning_rate(config.model.size):
+        config = replace(config, inner=replace(config.inner, learning_rate=None))
+    if found.corpus.tokenizer:
+        config = replace(config, model=replace(config.model, vocabulary=BYTES))
+    return shlex.join(flags(config))
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else repr(value) if value == "" else str(value)

@@ -1,0 +1,98 @@
+"""A run that exists is continued with its own settings, or extended; other settings are refused by name."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig, flags
+from archipelago.broker.control import STEPS
+from archipelago.broker.errors import MismatchError
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.transport import Transport
+from archipelago.islands.data.preparation import prepare_text
+from archipelago.ops.launch import up
+from archipelago.ops.launch.init import InitOptions, create
+from archipelago.ops.launch.up import UpOptions
+from archipelago.ops.verbs import parse
+from tests.failing import failing
+from tests.small import SMALL
+
+CONFIG = replace(SMALL, data=replace(SMALL.data, corpus="text"))
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of corpora with `text`."""
+    folder, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
+    source.write_text("One line of the text after another.\n" * 4000, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARCHIPELAGO_DATA", str(folder))
+        prepare_text(source, "text")
+    return folder
+
+
+@pytest.fixture
+def transport(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
+    """Return a connection to the run `mine`, which exists."""
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpora))
+    made = MemoryBroker().connect("mine")
+    create(made, CONFIG, may_replace=True)
+    return made
+
+
+def continued(transport: Transport, config: RunConfig, folder: Path) -> None:
+    """Continue the run as `archipelago up` does."""
+    manifest, created = up._find_or_create(transport, config, folder / "mine", UpOptions(run="mine", folder=folder))
+    assert (manifest.config.inner.steps, created) == (CONFIG.inner.steps, False)
+
+
+def test_other_settings_are_named_with_the_command_that_goes_on(transport: Transport, tmp_path: Path) -> None:
+    other = replace(CONFIG, seed=7, inner=replace(CONFIG.inner, weight_decay=0.2))
+    with failing(MismatchError, "config.other-settings") as failure:
+        continued(transport, other, tmp_path)
+    error = failure.value
+    assert isinstance(error, MismatchError)
+    assert (error.subject, error.run_value, error.worker_value) == ("seed, inner.weight_decay", "0, 0.1", "7, 0.2")
+    command = shlex.split(error.remedy.split("`")[1])
+    assert command[:4] == ["archipelago", "up", "--run", "mine"]
+    again = parse(UpOptions, "archipelago up", command[2:])
+    assert again.settings == CONFIG
+    continued(transport, again.settings, tmp_path)
+
+
+def test_a_larger_number_of_steps_extends_the_run(transport: Transport, tmp_path: Path) -> None:
+    longer = replace(CONFIG, inner=replace(CONFIG.inner, steps=CONFIG.inner.steps + 100))
+    continued(transport, longer, tmp_path)
+    assert transport.reader.control() == {STEPS: str(CONFIG.inner.steps + 100)}
+    for config in (longer, CONFIG):  # the same again, and the run's own settings
+        continued(transport, config, tmp_path)
+        assert transport.reader.control() == {STEPS: str(CONFIG.inner.steps + 100)}
+    with failing(MismatchError, "config.other-settings"):
+        continued(transport, replace(CONFIG, inner=replace(CONFIG.inner, steps=CONFIG.inner.steps + 50)), tmp_path)
+
+
+def test_nothing_is_extended_when_another_setting_differs(transport: Transport, tmp_path: Path) -> None:
+    with failing(MismatchError, "config.other-settings"):
+        continued(transport, replace(CONFIG, seed=1, inner=replace(CONFIG.inner, steps=9999)), tmp_path)
+    assert transport.reader.control() == {}
+
+
+def test_init_names_other_settings_too(transport: Transport) -> None:
+    with failing(MismatchError, "config.other-settings"):
+        create(transport, replace(CONFIG, seed=7))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(),
+        RunConfig(seed=3, record=True, model=ModelConfig("small"), inner=InnerConfig("muon", 9, 1e-5)),
+        RunConfig(merge=MergeConfig(normalise=False, scores=False), wire=WireConfig(thin="")),
+    ],
+)
+def test_flags_give_the_config(config: RunConfig) -> None:
+    assert parse(InitOptions, "archipelago init", flags(config)).settings == config
