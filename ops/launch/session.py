@@ -259,4 +259,5 @@ class Session:
             tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
             seconds=self.seconds,
             server=server,
+            interval=self.manifest.config.sync.interval,
         )

@@ -264,6 +264,7 @@ def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpO
     fell = f"{formatting.number(first, 4)} → " if len(report["curve"]) > 1 else ""
     learnt = f"{fell}{formatting.number(last, 4)} with {report['islands']} islands"
     say(f"held-out {report['unit']}: {learnt}; one process on as many tokens: {formatting.number(single, 4)}")
+    say(f"  {report['syncs_in_words']}")
     picture = f"  picture: {folder / run_summary.PICTURE}" if can_draw() else ""
     say(f"report: {folder / run_summary.TEXT}{picture}")
     if not finished:

@@ -17,6 +17,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.watch.formatting import ago, number, size
 from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.syncs import in_words
 
 #: Corpora that `archipelago prepare` makes by their name alone, with the same text everywhere.
 _SAME_EVERYWHERE = ("enwik8", "digits")
@@ -70,7 +71,8 @@ def provenance(
     return Provenance(
         sections={
             "Run": _run(manifest, view) | _times(tape, evaluations, report),
-            "Result": _result(view, report),
+            "Result": _result(view, report)
+            | {"syncs": in_words(view.rounds, view.fragments, view.step, manifest.config.sync.interval, view.known)},
             "Machines": machines,
             "Versions": dict(manifest.versions),
             "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},

@@ -15,6 +15,7 @@ from archipelago.broker.loss_unit import LossUnit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import finite
 from archipelago.ops.plots import pyplot
+from archipelago.ops.watch import syncs
 from archipelago.ops.watch.run_view import RunView
 
 TEXT, PICTURE = "report.json", "loss.png"
@@ -31,6 +32,7 @@ def summary(
     tokens_per_second: float,
     seconds: float,
     server: str,
+    interval: int,
 ) -> dict[str, Any]:
     """Return the report as plain data.
 
@@ -42,6 +44,7 @@ def summary(
         tokens_per_second: Training speed in this session.
         seconds: Seconds of training in this session.
         server: The Redis server, in words.
+        interval: H, the inner steps between two syncs of a fragment.
     """
     return {
         "run": view.run,
@@ -52,6 +55,10 @@ def summary(
         "held_out_one_process": unit.from_evaluation(one_process[-1][1]) if one_process else math.nan,
         "training_loss": view.loss,
         "rounds": view.rounds,
+        "syncs": syncs.syncs_of(view.rounds, view.fragments),
+        "syncs_enough": syncs.SYNCS_ENOUGH,
+        "steps_for_enough": syncs.steps_for_enough(view.rounds, view.fragments, view.step, interval),
+        "syncs_in_words": syncs.in_words(view.rounds, view.fragments, view.step, interval, view.known),
         "steps": view.step,
         "islands": view.known,
         "contributions": view.books.published,

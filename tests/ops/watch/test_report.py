@@ -126,6 +126,7 @@ def left_behind(folder: Path, baseline: run_summary.Curve = ()) -> None:
         tokens_per_second=1.0,
         seconds=1.0,
         server="none",
+        interval=MANIFEST.config.sync.interval,
     )
     run_summary.write(folder, summary)
     image = samples.image(MANIFEST, [samples.packed(samples_values())], outer=b"", tape=transport.reader.tape(99),
