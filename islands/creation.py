@@ -54,7 +54,9 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
         )
         raise ConfigError(
             f"the corpus {corpus.name!r} was encoded with {own}, and the run's with {expected}",
-            "Tokens must mean the same on all islands: name a corpus that the run's tokenizer made.",
+            "Tokens must mean the same on all islands. Prepare your text with the run's tokenizer (`archipelago "
+            "prepare TEXT --tokenizer FOLDER`, with an export of the run or the folder of its corpus), and name "
+            "that corpus.",
             code="config.tokenizer",
         )
     wanted = build(config.model).example_bytes

@@ -124,9 +124,18 @@ class WeightFiles:
         if found:
             raise DataError(
                 f"the weights in {self.path} do not fit the model: {'; '.join(found)}",
-                "Choose the --model.size, and the --data.corpus with the vocabulary, that they were trained with.",
+                self._remedy(wanted),
                 code="weights.unfit",
             )
+
+    def _remedy(self, wanted: Mapping[str, tuple[int, ...]]) -> str:
+        """Return what to do when tensors do not fit."""
+        ours, theirs = wanted.get("embedding", ()), self.held.get("embedding")
+        if theirs and len(ours) == 2 and len(theirs.our_shape) == 2:
+            rows, width = theirs.our_shape
+            if rows > ours[0] and width == ours[1]:
+                return f"Set --model.vocabulary {rows}: the weights have room for more tokens than the tokenizer has."
+        return "Choose the --model.size, and the --data.corpus with the vocabulary, that they were trained with."
 
     def _is_spare(self, name: str) -> bool:
         from archipelago.islands.models.llama import OUTPUT

@@ -6,16 +6,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from archipelago.broker.config import ModelConfig, RunConfig
-from archipelago.broker.errors import DataError
+from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.islands.creation import describe
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, encoding_of, train
 from archipelago.islands.models.registry import build
+from archipelago.ops.commands import run
 from archipelago.ops.launch.init import create, require_usable
 from archipelago.ops.weights.export import write
 from archipelago.ops.weights.generate import open_text_model
@@ -84,7 +86,7 @@ def test_weights_need_text_of_their_tokenizer(folder: Path, weights: str, corpus
     with failing(DataError, "weights.tokenizer"):
         require_usable(config_of(corpus), folder / weights)
     with failing(DataError, "weights.tokenizer"):
-        create(MemoryBroker().connect("run"), config_of(corpus), folder / weights)
+        create(MemoryBroker().connect("run"), config_of(corpus), folder / weights, may_replace=True)
 
 
 def test_the_file_alone_knows_its_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -121,6 +123,41 @@ def test_text_can_be_prepared_for_weights(folder: Path, tmp_path: Path) -> None:
     require_usable(config_of("for-them"), folder / "of-tokens")
     plain = prepare_text(folder / "other", "plain", encoding_of(str(folder / "of-bytes" / FILE)))
     assert (plain.tokenizer, plain.vocabulary) == ("", 256)
+
+
+def test_the_verb_takes_a_folder_of_text_and_a_tokenizer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for start in range(0, len(LINES), 10):
+        (texts / f"{start}.txt").write_text("".join(LINES[start : start + 10]), encoding="utf-8")
+    (texts / "image.png").write_bytes(b"\x89PNG\0")
+    arguments = ["prepare", str(texts), "--name", "folder", "--tokenizer", str(folder / "of-tokens")]
+    assert run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokenizer"] == open_corpus("tokens").tokenizer
+    assert (found["reading"]["files"], found["reading"]["skipped"]) == (400, {"binary": 1})
+    assert 0 < found["reading"]["held_out"] < found["reading"]["documents"] == 400
+    assert run(arguments) == 0
+    assert "400 files read, 1 skipped (1 binary)" in capsys.readouterr().err
+    with failing(ConfigError, "tokenizer.bad-name"):
+        run([*arguments[:-1], str(tmp_path / "absent.json")])
+
+
+def test_weights_with_room_for_more_tokens_need_a_larger_vocabulary(folder: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "of-tokens" / "model.safetensors")
+    name = next(name for name in tensors if "embed" in name)
+    tensors[name] = np.concatenate([tensors[name], tensors[name][:16]])
+    (tmp_path / "padded").mkdir()
+    save_file(tensors, tmp_path / "padded" / "model.safetensors")
+    with failing(DataError, "weights.unfit") as caught:
+        require_usable(config_of("tokens"), tmp_path / "padded")
+    assert f"--model.vocabulary {VOCABULARY + 16}" in caught.value.remedy
+    wide = replace(config_of("tokens"), model=ModelConfig(vocabulary=VOCABULARY + 16))
+    require_usable(wide, tmp_path / "padded")
 
 
 def test_generate_refuses_another_tokenizer_than_the_weights_have(folder: Path, tmp_path: Path) -> None:
