@@ -34,7 +34,7 @@ from archipelago.broker.errors import (
     UnreachableError,
     WireError,
 )
-from archipelago.broker.messages import Call, Contribution, Note, Pending, Refusal, to_fields
+from archipelago.broker.messages import Call, Contribution, Evaluation, Note, Pending, Refusal, to_fields
 from archipelago.broker.redis import chunks, client, connection, data_hash, failures, islands, leases
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
@@ -357,6 +357,17 @@ def test_only_the_password_of_an_address_is_redacted(url: str, shown: str) -> No
 
 
 # -- damaged and forged contributions -----------------------------------------------------------------------------
+
+
+def test_a_flooded_stream_is_read_in_part(transport: RedisTransport, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An island may append anything to the evaluations. Their readers must not run out of memory."""
+    for number in range(7):
+        fields = to_fields(Evaluation(number, 0, 0, 0.0, 1.0)) | {"filler": "x" * 600}
+        raw.xadd(Keys(transport.run).evaluations, fields)
+    monkeypatch.setattr(connection, "PAGE", 2)
+    assert [each.round for each in transport.reader.evaluations()] == list(range(7))
+    monkeypatch.setattr(connection, "NEWEST_BYTES_MAX", 2000)
+    assert [each.round for each in transport.reader.evaluations()] == [3, 4, 5, 6]
 
 
 def test_the_fields_of_a_contribution_are_text(transport: RedisTransport, raw: Any) -> None:
