@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -160,8 +161,9 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a name.
-        raise ConfigError(
-            f"the page cannot be served on {host}:{port} ({getattr(error, 'strerror', None) or error})",
-            "Another dashboard may use it. Choose another --port; --port 0 takes a free one.",
-            code="config.dash-address",
-        ) from None
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+            code, remedy = "config.dash-address", "Choose another --port; --port 0 takes a free one."
+        else:
+            code, remedy = "config.dash-host", "Name an address of this machine with --host."
+        raise ConfigError(f"the page cannot be served on {host}:{port} ({reason})", remedy, code=code) from None

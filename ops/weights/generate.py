@@ -172,6 +172,12 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
         ConfigError: The model generates no text (`model.no-text`), or one of the errors of `find`.
         DataError: The export is damaged.
     """
+    if source is not None and Path(source).is_file() and not names_redis(source):
+        raise ConfigError(
+            f"{source} is a file, and its folder describes the model",
+            "Name the folder that `archipelago export` wrote.",
+            code="generate.file",
+        )
     if source is not None and not names_redis(source) and read_config(Path(source)):
         return _of_export(Path(source))
     found = find(source, run)

@@ -568,8 +568,8 @@ def test_a_port_in_use_is_an_error(url: str, capsys: pytest.CaptureFixture[str])
         (["--run", "sample", "--token", ""], "config.token"),
         (["--run", "sample", "--token", "a b"], "config.token"),
         (["--run", "sample", "--token", "schlüssel"], "config.token"),
-        (["--run", "sample", "--host", "no.such.host.invalid"], "config.dash-address"),
-        (["--run", "sample", "--host", "a" * 70], "config.dash-address"),
+        (["--run", "sample", "--host", "no.such.host.invalid"], "config.dash-host"),
+        (["--run", "sample", "--host", "a" * 70], "config.dash-host"),
     ],
 )
 def test_a_wrong_option_is_an_error(url: str, args: list[str], code: str, handlers: None) -> None:
