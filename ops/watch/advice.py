@@ -209,6 +209,12 @@ def _checkpoint_problems(view: RunView, health: Health, tape: Sequence[TapeEntry
         )  # fmt: skip
 
 
+def worst(found: Sequence[Problem]) -> str:
+    """Return the worst problem and what to do about it as words; empty if nobody has to do anything."""
+    first = next((each for each in found if each.mood != "info"), None)
+    return f"{first.who}: {first.text} {first.remedy}" if first else ""
+
+
 def is_silent(island: IslandView) -> bool:
     """Return whether the island sends no heartbeats, and did not say that it leaves."""
     return not island.live and island.state not in ("left", "done")

@@ -24,7 +24,7 @@ from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import print_json, stop_on_signals
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch import formatting, health
-from archipelago.ops.watch.advice import ProblemLog, problems
+from archipelago.ops.watch.advice import ProblemLog, problems, worst
 from archipelago.ops.watch.health import Event, events_of, read_health, trouble
 from archipelago.ops.watch.live_screen import LiveReading, Screen
 from archipelago.ops.watch.run_view import RECENT_ROUNDS, RunView, glance
@@ -121,9 +121,8 @@ class Watcher:
         self._closes.extend(entry.unix_seconds or now for entry in tape if entry.round > self._last_round)
         self._last_round = tape[-1].round if tape else 0
         config = self._manifest.config
-        self._problem_log.update(
-            problems(view, found, config, tape[-RECENT_ROUNDS:], self._evaluations, now), now, view.live_names
-        )
+        present = problems(view, found, config, tape[-RECENT_ROUNDS:], self._evaluations, now)
+        self._problem_log.update(present, now, view.live_names)
         events = sorted([*self._events, *self._problem_log.events], key=lambda event: event.unix_seconds)
         return LiveReading(
             view=view,
@@ -133,6 +132,7 @@ class Watcher:
             held_out=tuple(unit.from_evaluation(evaluation.bits_per_byte) for evaluation in self._evaluations),
             events=tuple(event for event in events if now - event.unix_seconds < EVENT_SECONDS),
             unix_seconds=now,
+            advice=worst(present),
         )
 
 

@@ -41,6 +41,7 @@ class LiveReading:
         held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
         events: Recent events, oldest first.
         unix_seconds: The time of the reading.
+        advice: The worst problem and what to do about it; empty if nobody has to do anything.
     """
 
     view: RunView
@@ -50,6 +51,7 @@ class LiveReading:
     held_out: Sequence[float]
     events: Sequence[Event]
     unix_seconds: float
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class Screen:
         is_small = width < ROOMY_COLUMNS or height < ROOMY_LINES
         parts.append(progress(view, width))
         parts.append(formatting.run_lines(view, self.reading.health, self.reading.problem, briefly=is_small))
+        if self.reading.advice:
+            advice = formatting.plain(self.reading.advice)
+            parts.append(Text(advice, "yellow", no_wrap=is_small, overflow="ellipsis" if is_small else "fold"))
         parts += [histories(self.reading, width)] if is_small else [Text(), histories(self.reading, width), Text()]
         taken = sum(len(console.render_lines(part, options.update(height=None))) for part in parts)
         islands, events = rooms(height - taken, len(view.islands), self._events_wanted())

@@ -103,6 +103,15 @@ def test_live_islands_are_shown_first() -> None:
     assert "of which 0 live" in text
 
 
+def test_the_worst_problem_says_what_to_do() -> None:
+    told = replace(reading(), advice="bergen: It sends no heartbeats. Start it again with `--name bergen`.")
+    for width, height in ((60, 20), (120, 40)):
+        lines = drawn(Screen(told, 0.0, "", NOW), width, height)
+        assert any(line.startswith("bergen: It sends no heartbeats.") for line in lines)
+        assert max(map(len, lines)) <= width
+        assert len(lines) <= height
+
+
 def test_an_outage_is_shown_above_the_last_reading() -> None:
     for last in (None, reading()):
         text = "\n".join(drawn(Screen(last, NOW - 30, "the Redis does not answer (refused)", NOW), 80, 30))
