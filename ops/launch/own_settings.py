@@ -19,7 +19,12 @@ def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") ->
         config: The settings that the user has given, with what `init` chooses itself.
         go_on: The command that continues the run, without the flags of its settings; empty if only workers continue it.
     """
+    from archipelago.islands.models.registry import learning_rate
+
     changed = differing(found.config, config)
+    sizes = [found.config.model.size, config.model.size]
+    if sizes[0] != sizes[1] and changed.get("inner.learning_rate") == tuple(map(learning_rate, sizes)):
+        del changed["inner.learning_rate"]  # The user has not given it: `init` chooses it by the model's size.
     if not changed:
         return
     remedy = "Islands and mergers take the run's own settings: start them as usual."

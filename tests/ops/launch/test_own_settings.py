@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig, flags
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import MismatchError
-from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.launch import up
@@ -36,12 +37,13 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def transport(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
+def transport(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
     """Return a connection to the run `mine`, which exists."""
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpora))
-    made = MemoryBroker().connect("mine")
-    create(made, CONFIG, may_replace=True)
-    return made
+    made = connect(f"fakeredis://{tmp_path.name}", "mine")
+    create(made, CONFIG)
+    yield made
+    made.close()
 
 
 def continued(transport: Transport, config: RunConfig, folder: Path) -> None:
@@ -62,6 +64,13 @@ def test_other_settings_are_named_with_the_command_that_goes_on(transport: Trans
     again = parse(UpOptions, "archipelago up", command[2:])
     assert again.settings == CONFIG
     continued(transport, again.settings, tmp_path)
+
+
+def test_a_learning_rate_that_follows_from_the_model_is_not_named(transport: Transport, tmp_path: Path) -> None:
+    with failing(MismatchError, "config.other-settings") as failure:
+        continued(transport, replace(CONFIG, model=ModelConfig("small")), tmp_path)
+    assert isinstance(failure.value, MismatchError)
+    assert failure.value.subject == "model.size"
 
 
 def test_a_larger_number_of_steps_extends_the_run(transport: Transport, tmp_path: Path) -> None:
