@@ -9,9 +9,8 @@ import math
 
 #: After so many syncs of each fragment, the studies of the defaults end.
 SYNCS_ENOUGH = 160
-#: After fewer syncs than the first number: how far islands end above data-parallel training on as many tokens.
-_GAPS = ((30, "about 6 %, measured after 10 syncs"), (110, "about 3 %, measured after 50 syncs with 4 islands"))
-_GAP_OF_LONG_RUNS = "1 to 3 %, with 2 to 16 islands"
+#: How far islands end above data-parallel training on as many tokens.
+_GAPS = "about 6 % after 10 syncs, 3 % after 50, and 1 to 3 % after 160"
 
 
 def syncs_of(rounds: int, fragments: int) -> float:
@@ -35,17 +34,14 @@ def in_words(rounds: int, fragments: int, step: int, interval: int, islands: int
         interval: H, the inner steps between two syncs of a fragment.
         islands: The islands that have trained.
     """
-    syncs = syncs_of(rounds, fragments)
-    text = f"each fragment was synchronised {syncs:,.0f} times"
+    count = round(syncs_of(rounds, fragments))
+    text = f"each fragment was synchronised {count:,} {'time' if count == 1 else 'times'}"
     if islands < 2:
         return text
-    gap = next((words for most, words in _GAPS if syncs < most), _GAP_OF_LONG_RUNS)
-    text += f"; islands then end above one process on as many tokens: {gap}"
-    if syncs >= SYNCS_ENOUGH:
+    text += f". Islands train apart in between, so they usually end above one process on as many tokens: by {_GAPS}"
+    if count >= SYNCS_ENOUGH:
         return text
     steps = steps_for_enough(rounds, fragments, step, interval)
     return (
-        f"{text}. Between two syncs each island follows its own text, and the outer momentum needs many rounds, so a "
-        f"short run shows the largest gap. {SYNCS_ENOUGH} syncs ({_GAP_OF_LONG_RUNS}) take about {steps:,} steps here "
-        "(--inner.steps), or fewer with a smaller --sync.interval"
+        f"{text}. Here, {SYNCS_ENOUGH} syncs take {steps:,} steps (--inner.steps), fewer with a smaller --sync.interval"
     )
