@@ -80,9 +80,11 @@ def number(value: float, digits: int = 3) -> str:
 def line(view: RunView) -> str:
     """Return the run in one line, for logs and pipes."""
     losses = f"held-out {number(view.held_out_last)}, training {number(view.loss)} {shortened(view.unit)}"
+    joining = sum(island.live and island.state == "joining" for island in view.islands)
+    loading = f", {joining} loading and compiling" if joining else ""
     return (
         f"round {view.rounds}  step {view.step}/{view.steps}  {losses}  "
-        f"live {view.live}/{view.known}, {view.participating} participating  "
+        f"live {view.live}/{view.known}, {view.participating} participating{loading}  "
         f"up {size(view.bytes_up)}  down {size(view.bytes_down)}  pending {view.pending}"
     )
 

@@ -193,6 +193,8 @@ def test_the_single_commands_make_a_run(processes: Processes, server: Server, un
     until(lambda: view(url, run).live == 2, "the island to be gone")
     rounds = view(url, run).rounds
     until(lambda: view(url, run).rounds > rounds + 6, "the others to continue")
+    until(lambda: view(url, run).evaluated_round > rounds, "one of the others to evaluate the published parameters")
+    assert view(url, run).evaluated_by != "one"
     assert view(url, run).books.refused == 0
     until(lambda: balanced(view(url, run)), "balanced books")
     transport = connect(url, run)

@@ -289,8 +289,8 @@ def test_an_empty_run_is_shown() -> None:
 
 def test_the_run_in_one_line() -> None:
     assert line(VIEW) == (
-        "round 4  step 40/2000  held-out 4.250, training 7.213 bits/byte  live 3/5, 1 participating  "
-        "up 5.0 kB  down 6.0 MB  pending 3"
+        "round 4  step 40/2000  held-out 4.250, training 7.213 bits/byte  live 3/5, 1 participating, "
+        "1 loading and compiling  up 5.0 kB  down 6.0 MB  pending 3"
     )
 
 
