@@ -30,7 +30,9 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
     theirs = files.tokenizer or (_read(path).meaning if path else "")
     if theirs in ("", ours):
         return bool(theirs)
-    own, other = ("the bytes of text" if each == plain else f"the tokenizer {each}" for each in (ours, theirs))
+    own, other = (
+        "the bytes of text" if each == plain else f"tokens of the tokenizer {each}" for each in (ours, theirs)
+    )
     how = "without --tokenizer" if theirs == plain else f"with --tokenizer {path or 'THEIR_TOKENIZER_JSON'}"
     raise DataError(
         f"the weights in {files.path} were trained on {other}, and the corpus {corpus.name!r} holds {own}",
