@@ -83,9 +83,8 @@ class Screen:
         is_small = width < ROOMY_COLUMNS or height < ROOMY_LINES
         parts.append(progress(view, width))
         parts.append(formatting.run_lines(view, self.reading.health, self.reading.problem, briefly=is_small))
-        if self.reading.advice:
-            advice = formatting.plain(self.reading.advice)
-            parts.append(Text(advice, "yellow", no_wrap=is_small, overflow="ellipsis" if is_small else "fold"))
+        if self.reading.advice and height >= ROOMY_LINES:  # A low screen has no room for it.
+            parts.append(Text(formatting.plain(self.reading.advice), "yellow"))
         parts += [histories(self.reading, width)] if is_small else [Text(), histories(self.reading, width), Text()]
         taken = sum(len(console.render_lines(part, options.update(height=None))) for part in parts)
         islands, events = rooms(height - taken, len(view.islands), self._events_wanted())
