@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from archipelago.islands.models.registry import MODELS
 from archipelago.merger.merge_rules import MERGE_RULES
 from archipelago.merger.outer import OUTER
 from archipelago.ops.commands import VERBS
-from archipelago.ops.verbs import Group
+from archipelago.ops.verbs import Group, parse
 
 ROOT = Path(__file__).parents[1]
 #: These pages describe the past.
@@ -27,6 +28,7 @@ _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 _CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.DOTALL | re.MULTILINE)
 #: A command line: at the start of code, after a prompt, after `&&`, or after the folder that holds the program.
 _VERB = re.compile(r"(?:^|\$ |&& |bin/)archipelago +([a-z][\w-]*)(?: +([a-z][\w-]*))?", re.MULTILINE)
+_COMMAND = re.compile(r"^\$ (?:\S+=\S+ )?archipelago +(.*)$", re.MULTILINE)
 _PATH = re.compile(r"^(?:broker|islands|merger|ops|tests|docs)/[\w./-]*$")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -82,6 +84,29 @@ def test_verbs_exist(page: Path) -> None:
             assert word in importlib.import_module(group.module).VERBS, f"{page.name} names `{verb} {word}`"
 
 
+def command_lines_of(page: Path) -> list[list[str]]:
+    """Return the arguments of every command line in the page's code blocks, as far as the line names all of them."""
+    text = "\n".join(_CODE_BLOCK.findall(text_of(page))).replace("\\\n", " ")
+    lines = [re.split(r" +#| \|", line)[0] for line in _COMMAND.findall(text)]
+    return [shlex.split(line) for line in lines if "…" not in line]
+
+
+@pytest.mark.full
+@pages
+def test_command_lines_can_be_parsed(page: Path) -> None:
+    if page.name in HISTORY:
+        return
+    for args in command_lines_of(page):
+        verb, program, rest = VERBS[args[0]], f"archipelago {args[0]}", args[1:]
+        while isinstance(verb, Group):
+            verb, program, rest = importlib.import_module(verb.module).VERBS[rest[0]], f"{program} {rest[0]}", rest[1:]
+        options = getattr(importlib.import_module(verb.module), verb.options)
+        try:
+            parse(options, program, rest)
+        except SystemExit as left:
+            assert left.code == 0, f"{page.name} has a command line with an error: {' '.join(args)}"
+
+
 @pages
 def test_paths_in_this_repository_exist(page: Path) -> None:
     if page.name in HISTORY:
@@ -115,3 +140,6 @@ def test_the_patterns_still_match() -> None:
     assert "two-commands" in anchors_of(readme)
     assert {("init", ""), ("simulate", "tables"), ("bench", "study")} <= verbs_of(readme)
     assert len(PAGES) >= 8
+    assert ["invite", "oslo", "--role", "island", "--run", "first"] in command_lines_of(
+        ROOT / "docs" / "guide" / "two-sites.md"
+    )
