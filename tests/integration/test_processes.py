@@ -215,6 +215,24 @@ def test_a_killed_merger_is_replaced_by_a_waiting_one(processes: Processes, serv
     until(lambda: balanced(view(url, run)), "balanced books")
 
 
+def test_mergers_and_standbys_end_with_their_run(processes: Processes, server: Server, until: Until) -> None:
+    url, run = server.url, "ending"
+    processes.run("init", url, "--run", run, "--inner.steps=36", *SETTINGS)
+    mergers = [processes.start("merger", url, "--run", run, "--folder", f"m{n}", "--json") for n in range(2)]
+    transport = connect(url, run)
+    until(lambda: len(transport.reader.standbys()) == 1, "the second merger to stand by")
+    processes.run("island", url, "--run", run, "--name", "one", "--scan-steps=1")
+    for merger in mergers:
+        out, _ = merger.communicate()
+        assert merger.returncode == 0, processes.said(merger)
+        assert json.loads(out)["finished"] is True
+    assert transport.reader.standbys() == []
+    assert balanced(view(url, run))
+    assert processes.run("rm", run, url, "--yes")["keys"] > 0
+    assert run not in transport.reader.runs()
+    transport.close()
+
+
 def test_a_standby_becomes_the_island_that_is_killed(processes: Processes, tmp_path: Path, until: Until) -> None:
     """It takes the name and the log of the island, and is no island before that."""
     args = ["up", "--run=job", "--islands=2", "--standbys=1", "--inner.steps=100000", *SETTINGS]

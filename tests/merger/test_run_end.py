@@ -135,3 +135,17 @@ def test_a_standby_that_is_stopped_leaves_the_list() -> None:
 def test_the_name_of_a_merger_can_be_part_of_a_key_and_is_its_own() -> None:
     assert is_name(merger_name())
     assert merger_name() != merger_name()
+
+
+def test_an_extended_run_is_served_again() -> None:
+    run = finished_run()
+    run.live("a", state="left")
+    assert serve(merger_of(run), Turns(run))
+    run.transport.reader.steer({"inner.steps": str(2 * STEPS)})
+    turns = iter([False] * 50 + [True])
+
+    def stopped() -> bool:
+        run.clock.now += 0.5
+        return next(turns)
+
+    assert not serve(merger_of(run, "later"), stopped)
