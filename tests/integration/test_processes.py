@@ -127,6 +127,17 @@ def test_up_trains_reports_and_continues(processes: Processes, tmp_path: Path, u
     assert "optimiser state: own checkpoint" in logs or "optimiser state: peer" in logs
 
 
+def test_up_extends_a_finished_run(processes: Processes) -> None:
+    args = ["up", "--run=longer", "--islands=1", "--no-one-process", *SETTINGS]
+    first = processes.run(*args, "--inner.steps=40")
+    second = processes.run(*args, "--inner.steps=120")
+    assert (first["finished"], second["finished"]) == (True, True)
+    assert first["steps"] < 120 <= second["steps"]
+    refused = processes.start(*args, "--inner.steps=90")
+    assert refused.wait() == 2
+    assert "Traceback" not in processes.said(refused)
+
+
 def rounds_of(config: Path, run: str) -> int:
     """Return the closed rounds of the run on the server with this config; 0 while the server is down."""
     try:

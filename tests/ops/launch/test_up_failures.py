@@ -1,0 +1,48 @@
+"""`up` ends with an error when a process cannot continue, and when nothing has measured the held-out loss."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from archipelago.broker.errors import ArchipelagoError
+from archipelago.ops.launch import up
+from archipelago.ops.launch.session import Session
+from archipelago.ops.launch.supervisor import LAST_LINES, Child
+from tests.failing import failing
+
+
+def session(folder: Path, *failed: str, is_fatal: bool = False) -> Session:
+    """Return a session of a merger and two islands, of which those named have failed."""
+    children = [Child(name, [], {}, folder / f"{name}.log") for name in ("merger", "island-0", "island-1")]
+    for child in children:
+        child.log.write_text("".join(f"line {n}\n" for n in range(10)) + "error: the port is taken\n")
+        if child.name in failed:
+            child.failed, child.is_fatal = child.last_words(), is_fatal
+    return cast(Session, SimpleNamespace(merger=children[0], islands=children[1:]))
+
+
+@pytest.mark.parametrize(
+    ("failed", "is_fatal"),
+    [(["merger"], False), (["island-1"], True), (["island-0", "island-1"], False)],
+    ids=["the merger", "a mistake of one island", "all islands"],
+)
+def test_a_process_that_cannot_continue_ends_up(failed: list[str], is_fatal: bool, tmp_path: Path) -> None:
+    with failing(ArchipelagoError, "up.worker-failed") as failure:
+        Session._require_workers(session(tmp_path, *failed, is_fatal=is_fatal))
+    assert "the port is taken" in failure.value.what
+    assert failure.value.remedy.count("\n") == LAST_LINES
+
+
+def test_an_island_that_left_its_name_to_another_process_ends_nothing(tmp_path: Path) -> None:
+    Session._require_workers(session(tmp_path))
+    Session._require_workers(session(tmp_path, "island-0"))
+
+
+@pytest.mark.parametrize(("first", "last", "has"), [(7.5, 2.0, True), (7.5, math.nan, False), (math.nan, 2.0, False)])
+def test_a_report_without_a_loss_is_a_failure(first: float, last: float, has: bool) -> None:
+    assert up._has_losses({"held_out_first": first, "held_out_last": last}) is has
