@@ -323,7 +323,7 @@ class Accounts:
         c, known = contribution, self._accounts.get(contribution.island)
         if known is None or known.incarnation != c.incarnation:
             return c.steps
-        return max(c.steps, min(c.global_step - known.global_step, self._steps_possible(c, reported, now)))
+        return max(c.steps, self._steps_possible(c, reported, now))
 
     def accept(self, contribution: Contribution, closed: int, now: float, unix_seconds: float) -> None:
         """Note a contribution that is going to be merged."""

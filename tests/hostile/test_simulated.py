@@ -15,7 +15,7 @@ from tests.simulation import storm
 from tests.tiers import examples
 
 #: The quick tier plays a tenth of this number of runs, and the full tier plays it PARTS times more.
-EXAMPLES, PARTS = 150, 4
+EXAMPLES, PARTS = 500, 4
 
 
 @pytest.fixture(scope="module")

@@ -275,9 +275,8 @@ def test_an_island_that_waited_for_snapshots_may_have_read_on() -> None:
     accounts.meet(["a"], 0.0)
     for p in range(P):
         accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, 40.0, 40.0)
-    waited = claim(steps=1, tokens=BATCH, global_step=86)
-    assert accounts.steps_read(waited, reported, 42.0) == min(82, claims.BURST_INTERVALS * H + 2 * 16)
-    assert accounts.steps_read(replace(waited, global_step=1 << 40), reported, 42.0) == claims.BURST_INTERVALS * H + 32
+    waited = claim(steps=1, tokens=BATCH, global_step=4)
+    assert accounts.steps_read(waited, reported, 42.0) == claims.BURST_INTERVALS * H + 2 * claims.SPEED_MAX
     assert accounts.steps_read(replace(waited, incarnation="other"), reported, 42.0) == 1
 
 
