@@ -91,7 +91,8 @@ def main(options: MergerOptions) -> int:
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
-    from archipelago.merger.service import Merger, serve
+    from archipelago.merger.service import Merger
+    from archipelago.merger.serving import serve
     from archipelago.merger.telemetry import MergerCollector, RoundTelemetry
 
     telemetry = RoundTelemetry(manifest, curves, registry)

@@ -16,16 +16,9 @@ import numpy as np
 
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import (
-    ArchipelagoError,
-    BrokerError,
-    FencedError,
-    UnknownRunError,
     UnreachableError,
-    WireError,
-    is_outage,
 )
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
-from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
@@ -40,18 +33,14 @@ from archipelago.merger.restore import Loaded, load, repair_from
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge, new_state, publish
 from archipelago.merger.rounds import Close, Rounds
-from archipelago.merger.standby import Standing
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import OperatorControls
 
 LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5
 BLOCK_SECONDS = 0.25
-RETRY_SECONDS = 0.5
 #: The keys, by the first part of their names, that a serving merger can write again.
 IN_MEMORY = frozenset(["state", "data", "snapshots", "fragment", "outer"])
-#: How often a merger loads the run again, without closing a round in between, because of an error that is no outage.
-FAULTS_MAX = 10
 #: Payload bytes that are read at once. Each payload is added to its round's sum and dropped, so memory stays bounded.
 READ_BYTES = 64 << 20
 READ_COUNT_MAX = 64
@@ -402,114 +391,3 @@ class Merger:
         """Take a last checkpoint and wait for it."""
         if self.fragments:
             self.retention.finish(self.state, self.epoch)
-
-
-# -- serving -------------------------------------------------------------------------------------------------------
-
-
-def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> bool:
-    """Serve until `stopped` or the end of the run, through outages, and as a standby while another merger serves.
-
-    Args:
-        merger: The merger. It has neither acquired the lease nor loaded.
-        stopped: Whether to stop.
-        pause: Waits that many seconds between two tries.
-
-    Returns:
-        Whether the run is finished, and everything that islands sent is merged and in a checkpoint.
-
-    Raises:
-        UnknownRunError: The run was deleted.
-        ConfigError: The run has lost what nothing can restore.
-        BrokerError: The same fault came back after FAULTS_MAX repairs.
-    """
-    merger.warm_up()  # before it takes the lease, so that a standby is ready when it is needed
-    standing = Standing(merger.transport, merger.holder, merger.clock)
-    try:
-        return _serve(merger, stopped, pause, standing)
-    finally:
-        standing.end()
-
-
-def _serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None], standing: Standing) -> bool:
-    loaded, is_over, troubles = False, False, Troubles()
-    while not is_over and not stopped():
-        try:
-            if not merger.epoch and not merger.acquire():
-                standing.wait()
-                pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
-                continue
-            standing.take_over()
-            if not loaded:
-                with progress("loading the run's state"):
-                    merger.load()
-                loaded = True
-                closed = merger.state.closed
-                log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
-            if merger.turn():
-                troubles.end()
-            is_over = merger.is_over()
-        except FencedError as error:
-            loaded, merger.epoch = False, 0
-            if not _serves_again(merger, pause):
-                log.warning("another merger holds the lease and serves this run; this one leaves (%s)", error.what)
-                merger.controls.note("left", "another merger serves")
-                return False
-            log.warning("%s", error)
-        except UnknownRunError:
-            raise
-        except (BrokerError, WireError) as error:  # an outage, full memory or damage, after which we can continue
-            # We cannot know which writes arrived. We load what Redis holds, in an epoch that fences writes in flight.
-            loaded, merger.epoch = False, 0
-            pause(troubles.seconds(error))
-    if merger.epoch:
-        _leave(
-            merger, loaded, "the run is finished" if is_over else f"it was stopped after round {merger.state.closed}"
-        )
-    return is_over
-
-
-class Troubles:
-    """Counts the errors since the last closed round, so that neither an outage nor damage makes a merger spin."""
-
-    def __init__(self) -> None:
-        self._last, self._faults = "", 0
-
-    def seconds(self, error: ArchipelagoError) -> float:
-        """Return how long to wait before the next try. The pauses grow, except in an outage, which ends by itself.
-
-        Raises:
-            ArchipelagoError: This error, because a fault that is no outage came back after FAULTS_MAX repairs.
-        """
-        if error.what != self._last:  # an outage is logged once, however long it lasts
-            log.warning("%s", error, extra={"code": error.code})
-        self._last = error.what
-        if is_outage(error):
-            return RETRY_SECONDS
-        self._faults += 1
-        if self._faults > FAULTS_MAX:
-            raise error
-        return float(RETRY_SECONDS * min(1 << (self._faults - 1), 32))
-
-    def end(self) -> None:
-        """Forget the errors, because a round has closed."""
-        self._last, self._faults = "", 0
-
-
-def _serves_again(merger: Merger, pause: Callable[[float], None]) -> bool:
-    """Take the lease again after a write was fenced. This fails if another merger holds it."""
-    for _ in range(2):  # once more, because another client may have disturbed the first attempt
-        if merger.acquire():
-            return True
-        pause(0.0)
-    return False
-
-
-def _leave(merger: Merger, loaded: bool, why: str) -> None:
-    try:
-        if loaded:
-            merger.finish()
-        merger.transport.merger.release(merger.epoch)
-        merger.controls.note("left", why)
-    except BrokerError as error:
-        log.info("cannot release the lease, which will expire: %s", error.what)

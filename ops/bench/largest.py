@@ -203,7 +203,8 @@ def _manifest(size: int, fragments: int) -> Manifest:
 def _serve(pipe: Connection, url: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-    from archipelago.merger.service import Merger, serve
+    from archipelago.merger.service import Merger
+    from archipelago.merger.serving import serve
 
     serve(Merger(connect(url, RUN)), pipe.poll)
 

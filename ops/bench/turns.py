@@ -88,7 +88,8 @@ def serve_run(pipe: Connection, url: str, config: RunConfig, cores: set[int]) ->
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     from archipelago.islands.creation import describe, first_snapshots
-    from archipelago.merger.service import Merger, serve
+    from archipelago.merger.service import Merger
+    from archipelago.merger.serving import serve
 
     transport = connect(url, RUN)
     manifest = describe(RUN, config, Corpus("none", "0" * 32, TEXT_BYTES))

@@ -34,7 +34,8 @@ from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.link import Link
 from archipelago.islands.worker import Island
-from archipelago.merger.service import Merger, serve
+from archipelago.merger.service import Merger
+from archipelago.merger.serving import serve
 from archipelago.ops.bench.process import Child, child, wait_until
 from archipelago.ops.bench.signed_clients import Address, connected, invitation, signing_seconds
 from archipelago.ops.chaos.proxy import LOOPBACK, Proxy

@@ -18,7 +18,8 @@ import pytest
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis import chunks
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.merger.service import Merger, serve
+from archipelago.merger.service import Merger
+from archipelago.merger.serving import serve
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests.chaos.island_threads import IslandThreads, check, create

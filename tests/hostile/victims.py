@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.merger.service import Merger, serve
+from archipelago.merger.service import Merger
+from archipelago.merger.serving import serve
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.watch.health import as_json, read_health, trouble
 from archipelago.ops.watch.run_view import RunView, observe

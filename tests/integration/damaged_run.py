@@ -19,7 +19,8 @@ from archipelago.broker.redis.client import RedisClient
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.merger.admission import version_after
-from archipelago.merger.service import Merger, serve
+from archipelago.merger.service import Merger
+from archipelago.merger.serving import serve
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples

@@ -18,7 +18,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.process import AwaitedRun
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.creation import describe, first_snapshots
-from archipelago.merger.service import serve
+from archipelago.merger.serving import serve
 from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.islands.test_main import CORPUS
@@ -47,7 +47,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     for module in (archipelago.islands.main, archipelago.merger.main):
         monkeypatch.setattr(module, "keep_compiled", lambda: None)
     monkeypatch.setattr(archipelago.merger.main, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("archipelago.merger.service.serve", partial(serve, pause=lambda _: None))
+    monkeypatch.setattr("archipelago.merger.serving.serve", partial(serve, pause=lambda _: None))
     made = connect(f"fakeredis://{uuid.uuid4().hex}", "demo")
     manifest = describe("demo", SMALL, CORPUS.identity)
     made.create(manifest, first_snapshots(manifest))

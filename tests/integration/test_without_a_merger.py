@@ -14,7 +14,8 @@ import archipelago.islands.main
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.main import IslandOptions
-from archipelago.merger.service import Merger, serve
+from archipelago.merger.service import Merger
+from archipelago.merger.serving import serve
 from tests.islands.test_main import CORPUS
 from tests.small import SMALL
 

@@ -11,7 +11,8 @@ import pytest
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.redis.keys import is_name
 from archipelago.merger.checkpointer import Checkpointer
-from archipelago.merger.service import Merger, serve
+from archipelago.merger.service import Merger
+from archipelago.merger.serving import serve
 from archipelago.merger.standby import merger_name
 from archipelago.merger.state import RunState
 from tests.merger.merger_run import CONFIG, Faulty, MergerRun, Shelf, constant

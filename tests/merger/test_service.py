@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from archipelago.broker.messages import LIVE_SECONDS, Call, Contribution, Refusal, Resume, Snapshot
 from archipelago.broker.wire import digest, pack
-from archipelago.merger.service import LEASE_SECONDS, Merger, serve
+from archipelago.merger.service import LEASE_SECONDS, Merger
+from archipelago.merger.serving import serve
 from archipelago.merger.state import RunState
 from archipelago.merger.weights import path
 from archipelago.ops.experiments.virtual_time import VirtualClock

@@ -19,7 +19,8 @@ from archipelago.merger.checkpointer import RETRY_SECONDS
 from archipelago.merger.rebuild import rebuild
 from archipelago.merger.replay import DifferenceError
 from archipelago.merger.scores import Score
-from archipelago.merger.service import Merger, serve
+from archipelago.merger.service import Merger
+from archipelago.merger.serving import serve
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED, OperatorControls
 from archipelago.merger.weights import ENOUGH

@@ -56,7 +56,7 @@ class Process:
 
 
 class MergerProcess(Process):
-    """Does one turn at a time of what `merger.main` and `merger.service.serve` do."""
+    """Does one turn at a time of what `merger.main` and `merger.serving.serve` do."""
 
     def __init__(self, simulation: Simulation, name: str) -> None:
         super().__init__(simulation, name)
