@@ -78,7 +78,7 @@ def main(options: MergerOptions) -> int:
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run
-    transport.connection.warn_of_eviction()
+    awaited(transport.connection.warn_of_eviction)
     registry = options.registry()
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep)
     curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig
+from archipelago.broker.config import STEPS_MAX, DataConfig, InnerConfig, RunConfig, SyncConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -31,7 +31,7 @@ from tests.intercept import Intercepted
 TEXT = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
 CONFIG = RunConfig(
     data=DataConfig(batch_size=1, sequence_length=2, shards=8),
-    inner=InnerConfig(steps=1 << 40),
+    inner=InnerConfig(steps=STEPS_MAX),
     sync=SyncConfig(interval=4, fragments=2, window=2),
 )
 Identity = tuple[str, str, int]

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import redis
 
-from archipelago.broker.config import RunConfig, WireConfig
+from archipelago.broker.config import STEPS_MAX, RunConfig, WireConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.keys import Keys
@@ -167,7 +167,7 @@ class BoundedRun:
 @pytest.fixture
 def bounded(small_server: Server, raw: Any, corpus: OpenCorpus, config: RunConfig) -> BoundedRun:
     large = WireConfig(up="bfloat16", thin="", down="float32")  # These payloads are sent as chunks.
-    config = replace(config, inner=replace(config.inner, steps=1 << 40), wire=large)
+    config = replace(config, inner=replace(config.inner, steps=STEPS_MAX), wire=large)
     return BoundedRun(small_server.url, raw, corpus, config)
 
 

@@ -119,9 +119,9 @@ def test_every_token_is_merged_once_in_each_completed_pass(config: RunConfig, co
     assert max(totals) - min(totals) <= 2, f"seed {seed}: passes {totals}"
     assert sum(total < max(totals) - 1 for total in totals) <= len(run.islands) + 1, f"seed {seed}: passes {totals}"
     view = observe(run.transport, run.manifest)
-    killed = [island for island in view.islands if not island.live]
-    assert view.tokens_lost == sum(max(0, island.tokens - island.tokens_merged) for island in killed)
-    assert 0 < view.tokens_merged <= view.tokens_trained + view.tokens_lost
+    assert view.tokens_trained == sum(island.tokens for island in view.islands), f"seed {seed}"
+    assert view.tokens_merged > 0, f"seed {seed}"
+    assert view.tokens_lost > 0, f"seed {seed}: islands were killed with work that they had not sent"
 
 
 def test_a_new_island_gets_shards_at_once(config: RunConfig, corpus: OpenCorpus) -> None:

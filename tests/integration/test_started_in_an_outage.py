@@ -30,6 +30,7 @@ class Stuttering(Intercepted):
 
     def __init__(self, transport: RedisTransport) -> None:
         super().__init__(transport)
+        self.connection = transport.connection
         self.calls: Counter[str] = Counter()
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +97,7 @@ def test_a_merger_that_ends_in_an_outage(
         )
         == 0
     )
-    assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": None}
+    assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": None, "finished": False}
 
 
 def test_an_island_waits(
@@ -111,7 +112,16 @@ def test_an_island_waits(
     assert transport.reader.backlog()
 
 
-AT_THE_START = ("manifest", "control", "presences", "claim_checkpoint", "claim_name", "last_event", "fragment")
+AT_THE_START = (
+    "manifest",
+    "control",
+    "presences",
+    "claim_checkpoint",
+    "claim_name",
+    "is_served",
+    "last_event",
+    "fragment",
+)
 
 
 @pytest.mark.parametrize("call", AT_THE_START)
@@ -121,4 +131,4 @@ def test_a_worker_without_patience_ends_at_once(call: str, stuttering: Stutterin
         archipelago.islands.main.main(
             archipelago.islands.main.IslandOptions(run="demo", folder=tmp_path, name="oslo", wait_seconds=0.0)
         )
-    assert stuttering.calls[call] == 1
+    assert stuttering.calls[call] == 1, stuttering.calls

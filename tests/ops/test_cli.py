@@ -346,9 +346,9 @@ def test_init_in_words_goes_to_standard_error(call: Call, url: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--sync.interval", "48"], "sync.interval: 24 → 48"),
-        (["--data.corpus", "other"], "data.corpus: small → other"),
-        (["--seed", "3", "--merge.rest", "average"], "seed: 0 → 3; merge.rest: rda → average"),
+        (["--sync.interval", "48"], "sync.interval is 24 (given: 48)"),
+        (["--data.corpus", "other"], "data.corpus is small (given: other)"),
+        (["--seed", "3", "--merge.rest", "average"], "seed is 0 (given: 3); merge.rest is rda (given: average)"),
     ],
 )
 def test_init_refuses_a_run_that_exists_with_another_config(

@@ -209,7 +209,7 @@ def test_only_the_folder_of_a_storm_is_deleted(tmp_path: Path) -> None:
     chaos._prepare_folder(tmp_path / "runs" / "new")
     (tmp_path / "runs" / "new" / "more").write_text("")
     chaos._prepare_folder(tmp_path / "runs" / "new")
-    assert [path.name for path in (tmp_path / "runs" / "new").iterdir()] == [SCHEDULE]
+    assert {path.name for path in (tmp_path / "runs" / "new").iterdir()} == {".gitignore", SCHEDULE}
 
 
 def test_a_truncated_line_of_a_turn_log_is_skipped(tmp_path: Path) -> None:
@@ -229,17 +229,15 @@ WALL_CLOCK = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "tim
 def wall_clock_uses(source: str) -> set[str]:
     """Return the uses of the wall clock, except as the default of an argument `wall`, which only makes time stamps."""
     tree = ast.parse(source)
-    stamps = {
-        id(default)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef)
-        for names, defaults in (
-            (function.args.args[len(function.args.args) - len(function.args.defaults) :], function.args.defaults),
-            (function.args.kwonlyargs, function.args.kw_defaults),
-        )
-        for name, default in zip(names, defaults, strict=True)
-        if name.arg == "wall"
-    }
+    stamps = set()
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        arguments, defaults = function.args, function.args.defaults
+        positional = [*arguments.posonlyargs, *arguments.args]
+        with_default = [
+            *zip(positional[len(positional) - len(defaults) :], defaults, strict=True),
+            *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+        ]
+        stamps |= {id(default) for name, default in with_default if name.arg == "wall"}
     return {name for node in ast.walk(tree) if id(node) not in stamps for name in _names(node)} & WALL_CLOCK
 
 
