@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | viewer | the run | nothing |
 | operator | the run | requests to the run, notes, evaluations |
-| island | the run | its own keys, notes, evaluations; it appends to its streams, and `XADD … MAXLEN` shortens |
+| island | the run | its own keys; it appends notes, evaluations and to its streams, and `XADD` can shorten these |
 | merger | the run | the run, except the records of its members |
 
 Only an administrator can invite members and create runs. Every role reads the whole run, including what other islands

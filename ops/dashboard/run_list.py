@@ -14,8 +14,8 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.transport import Transport
 from archipelago.ops.dashboard.history import joined_evaluations, thinned
-from archipelago.ops.watch import run_summary
-from archipelago.ops.watch.run_view import RECENT_ROUNDS, RunView, glance
+from archipelago.ops.watch import run_list, run_summary
+from archipelago.ops.watch.run_view import RECENT_ROUNDS, glance
 
 #: Seconds for which a list is shown again.
 FRESH_SECONDS = 15.0
@@ -31,7 +31,7 @@ class RunRow:
 
     Attributes:
         place: `redis`, or the folder that holds its report.
-        state: `training`, `finished` or `no islands`.
+        state: See `archipelago.ops.watch.run_list.RunEntry`.
         unit: The unit of its losses.
         tokens: Tokens that its islands have trained on.
         curve: Pairs of tokens and held-out loss, in order.
@@ -109,24 +109,16 @@ class RunList:
 def of_redis(transport: Transport, own: RunConfig | None) -> tuple[RunRow, RunConfig]:
     """Return a run of Redis, and its config. Raise BrokerError and WireError."""
     manifest, evaluations = transport.reader.manifest(), transport.reader.evaluations()
-    view, unit = (
-        glance(transport, manifest, transport.reader.tape(RECENT_ROUNDS), evaluations),
-        loss_unit(manifest.corpus),
-    )
+    view = glance(transport, manifest, transport.reader.tape(RECENT_ROUNDS), evaluations)
+    unit = loss_unit(manifest.corpus)
     points = thinned(evaluations, POINTS_MOST, joined_evaluations)
     row = RunRow(
-        name=view.run, place="redis", state=_state(view), unit=unit.name, held_out=view.held_out_last, step=view.step,
-        steps=view.steps, live=view.live, known=view.known, tokens=view.tokens_trained,
-        curve=[(e.tokens, unit.from_evaluation(e.bits_per_byte)) for e in points],
+        name=view.run, place="redis", state=run_list.entry_of(transport, "redis").state, unit=unit.name,
+        held_out=view.held_out_last, step=view.step, steps=view.steps, live=view.live, known=view.known,
+        tokens=view.tokens_trained, curve=[(e.tokens, unit.from_evaluation(e.bits_per_byte)) for e in points],
         differs=_differing(manifest.config, own),
     )  # fmt: skip
     return row, manifest.config
-
-
-def _state(view: RunView) -> str:
-    if view.step >= view.steps:
-        return "finished"
-    return "training" if view.live else "no islands"
 
 
 def of_folder(folder: Path, own: RunConfig | None) -> Iterator[RunRow]:

@@ -356,7 +356,9 @@ function writeSettings(settings, set) {
 // -- several runs ------------------------------------------------------------------------------------------------------
 
 const RUNS_DRAWN = 6;
-const RUN_MOODS = { training: "good", finished: "idle", ended: "warn", "no islands": "warn" };
+const RUN_MOODS = {
+  training: "good", new: "idle", paused: "idle", finished: "idle", ended: "warn", "no islands": "warn", "no merger": "warn",
+};
 const chosen = new Map();
 let runs = null;
 

@@ -57,7 +57,7 @@ def test_the_runs_of_a_redis_and_of_a_folder(broker: MemoryBroker, tmp_path: Pat
         (tmp_path / name / run_summary.TEXT).write_text(json.dumps(report), encoding="utf-8")
     found = RunList(broker.connect, "sample", tmp_path, Clock())
     assert listed(found) == [
-        ("sample", "redis", "training", 7.0), ("fast", "redis", "no islands", 4.0),
+        ("sample", "redis", "no merger", 7.0), ("fast", "redis", "new", 4.0),
         ("old", str(tmp_path / "old"), "finished", 3.0),
     ]  # fmt: skip
     own, fast, old = found.newest()["runs"]
