@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, WireError
@@ -94,11 +95,18 @@ class Evaluator:
         self._slice_seconds = math.inf
         self._due = -math.inf
         self._round = -1
+        self._initial: tuple[Params, int, int] | None = None  # kept until they are evaluated
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep_evaluating, name="evaluator", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Keep the initial parameters of a run that begins, and start the thread.
+
+        Call this before the first inner step. A short run would be over before they are evaluated.
+        """
+        with suppress(BrokerError, WireError):
+            found = self._newest() if self._holds_lease() else None
+            self._initial = found if found is not None and found[1] == 0 else None
         self._thread.start()
 
     def stop(self) -> None:
@@ -112,7 +120,7 @@ class Evaluator:
         if not self._holds_lease() or self._clock() < self._due:
             return None
         began = self._clock()
-        found = self._newest()
+        found = self._initial or self._newest()
         if found is None:
             return None
         params, number, step = found
@@ -120,6 +128,7 @@ class Evaluator:
         measured = self._measure(params)
         if measured is None:
             return None
+        self._initial = None
         self._due, self._round = began + self._every_seconds, number
         return self._record(measured, number, step, tokens)
 
@@ -132,14 +141,14 @@ class Evaluator:
         if stopped() or any(state in ("joining", "training") for state in beats) or not self._holds_lease():
             return None
         try:
-            params, number, step = published(self._transport, self._manifest)
+            if self._initial is not None:
+                self._evaluate_now(self._initial, stopped)
+            newest = published(self._transport, self._manifest)
             known = self._transport.reader.evaluations()
-            if known and known[-1].round == number:
+            if known and known[-1].round == newest[1]:
                 return None
-            tokens = tokens_trained(self._transport, number)
             log.info("evaluating the final parameters on %s", self._corpus.name)
-            measured = self._measure(params, is_paced=False, stopped=stopped)
-            return self._record(measured, number, step, tokens) if measured else None
+            return self._evaluate_now(newest, stopped)
         finally:
             self._transport.island.lease_evaluation(self._who, 0.0)
 
@@ -155,6 +164,12 @@ class Evaluator:
                 log.warning("this island evaluates no more (%.300s); it trains on", error)
                 return
             self._stopping.wait(TICK_SECONDS)
+
+    def _evaluate_now(self, found: tuple[Params, int, int], stopped: Callable[[], bool]) -> Evaluation | None:
+        params, number, step = found
+        tokens = tokens_trained(self._transport, number)
+        measured = self._measure(params, is_paced=False, stopped=stopped)
+        return self._record(measured, number, step, tokens) if measured else None
 
     def _holds_lease(self) -> bool:
         return self._transport.island.lease_evaluation(self._who, LEASE_SECONDS)

@@ -236,6 +236,7 @@ def _run(
     curves = CurveWriter(sinks, lambda: telemetry.point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
+    evaluator = _evaluator(options, prepared, transport, link, curves)
     with progress("compiling and measuring the inner steps"):
         prepared.warm_up(island, options.scan_steps)
     compiled = time.process_time() - began
@@ -243,7 +244,6 @@ def _run(
         rejoin.complete(whole)
     del arrivals, rejoin, whole  # each holds another copy of the model
     curves.start()
-    evaluator = _evaluator(options, prepared, transport, link, curves)
     ready = time.process_time() - began
     log.info(
         "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary, after %.1f s of processor time",

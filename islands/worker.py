@@ -318,7 +318,6 @@ class Island:
         p = self.manifest.fragment_of(number)
         count = self.ledger.counts[p]
         name = self._codec(p)
-        steps, tokens = self.ledger.claim(p)
         self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval, SMOOTHING)
         header = ContributionHeader(
             island=self.name,
@@ -327,8 +326,8 @@ class Island:
             round=number,
             fragment=p,
             base=count.version,
-            tokens=tokens,
-            steps=steps,
+            tokens=count.tokens,
+            steps=count.steps,
             global_step=self.ledger.global_step,
             loss=self.losses.take_mean(),
             step_seconds=self.speed.step_seconds,

@@ -82,8 +82,6 @@ def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, s
     c = contribution
     if c.tokens > c.steps * config.tokens_per_step * TOKENS_PER_STEP_MAX:
         return "tokens", f"{c.tokens} tokens in {c.steps} steps are impossible"
-    if c.steps > max(c.global_step, 1):
-        return "steps", f"{c.steps} steps are impossible at global step {c.global_step}"
     return None
 
 

@@ -135,16 +135,6 @@ class Ledger:
                     return number
         return None
 
-    def claim(self, fragment: int) -> tuple[int, int]:
-        """Return the steps and tokens that a contribution to this fragment claims.
-
-        An island that trained alone at the beginning of a run has more steps behind it than the run. It claims only as
-        many as the run's schedule has, because no merger can believe more.
-        """
-        count = self.counts[fragment]
-        steps = min(count.steps, max(1, self.global_step))
-        return steps, max(1, count.tokens * steps // count.steps)
-
     def sent(self, number: int) -> None:
         """Note that the progress on that round's fragment was sent. Progress is then measured from this point."""
         self._owed = max(0, self._owed - self.interval)

@@ -50,7 +50,7 @@ class Mergers:
 
     def epoch(self, process: subprocess.Popen[bytes]) -> int:
         """Return the epoch in which it serves; 0 while it stands by."""
-        found = re.findall(r"epoch (\d+)", self.said(process))
+        found = re.findall(r"serving from round \d+, epoch (\d+)", self.said(process))
         return int(found[-1]) if found else 0
 
     @property

@@ -154,6 +154,17 @@ def test_the_last_island_evaluates_the_final_parameters(run: TinyRun) -> None:
     assert run.transport.island.lease_evaluation("c/x", 1.0)  # the lease has ended
 
 
+def test_a_short_run_is_evaluated_at_its_beginning_and_its_end(run: TinyRun) -> None:
+    island = run.island("a")
+    evaluator = of(run, island)
+    evaluator.start()
+    evaluator.stop()
+    run.play(island, 10)
+    run.transport.island.heartbeat(samples.heartbeat("a", "done"))
+    evaluator.finish(lambda: False)
+    assert [found.round for found in run.transport.reader.evaluations()] == [0, run.merger.rounds.closed]
+
+
 def test_a_failing_evaluation_does_not_stop_the_island(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")

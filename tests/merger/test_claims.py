@@ -52,17 +52,16 @@ def claim(**changes: Any) -> Contribution:
 
 
 @given(st.integers(1, 10_000), st.integers(0, 10_000), st.floats(1e-3, 64.0))
-def test_no_honest_contribution_contradicts_itself(steps: int, before: int, batch: float) -> None:
+def test_no_honest_contribution_contradicts_itself(steps: int, global_step: int, batch: float) -> None:
+    """While no merger serves, an island makes steps that its global step does not count."""
     tokens = max(1, int(steps * BATCH * batch))
-    assert contradiction(claim(steps=steps, tokens=tokens, global_step=before + steps), CONFIG) is None
+    assert contradiction(claim(steps=steps, tokens=tokens, global_step=global_step), CONFIG) is None
 
 
 def test_impossible_claims_contradict_themselves() -> None:
-    found = [
-        contradiction(claim(tokens=1 << 53, steps=1 << 30, global_step=1 << 30), CONFIG),
-        contradiction(claim(tokens=100, steps=1 << 30, global_step=40), CONFIG),
-    ]
-    assert [reason[0] for reason in found if reason] == ["tokens", "steps"]
+    found = contradiction(claim(tokens=1 << 53, steps=1 << 30), CONFIG)
+    assert found is not None
+    assert found[0] == "tokens"
 
 
 def test_the_books_count_a_bounded_number_of_tokens_for_a_refused_contribution() -> None:

@@ -78,16 +78,6 @@ def test_a_slow_link_lets_the_schedule_run_further_ahead() -> None:
     assert of.is_held(is_served=False, stretch=8.0)
 
 
-def test_a_contribution_claims_no_more_steps_than_the_schedule_has() -> None:
-    of = ledger()
-    for _ in range(100):
-        of.stepped(1, TOKENS, is_held=of.is_held(is_served=False))
-    assert of.claim(0) == (8, 8 * TOKENS)
-    of.heard(snapshot(of, 1, step=200))
-    of.adopted(snapshot(of, 1, step=200), keeps_progress=True)
-    assert of.claim(0) == (100, 100 * TOKENS)
-
-
 # -- strides -------------------------------------------------------------------------------------------------------
 
 
