@@ -86,8 +86,8 @@ const Charts = (() => {
   function across(x) {
     if (axis === "tokens") return { title: { text: "tokens merged" }, tickformat: "~s", hoverformat: ".4s", rangemode: "tozero" };
     if (axis === "round") return { title: { text: "round" }, tickformat: ",d", hoverformat: ",d" };
-    const known = x.filter((value) => value !== null);
-    return { title: { text: "time" }, ...dates(known.length ? last(known) - known[0] : 0) };
+    const known = x.filter((value) => value !== null).map(Number); // Ticks for a shorter time than is drawn would be endless.
+    return { title: { text: "time" }, ...dates(known.length ? Math.max(...known) - Math.min(...known) : 0) };
   }
 
   const LOG = Math.log10;
@@ -151,7 +151,7 @@ const Charts = (() => {
       marks(lines, lines.smooth),
       line("learning rate", x, lines.rate, "s0", { yaxis: "y2", line: { dash: "dot", width: 1.4 }, hovertemplate: "%{y:.2e}" }),
     ], {
-      xaxis: { ...across(x), ...scale.x }, yaxis: scale.y,
+      xaxis: { ...across([...x, ...at]), ...scale.x }, yaxis: scale.y,
       yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, visible: false },
     }, "No round has closed yet.");
     const training = last(known(lines.smooth)), newest = last(known(held.loss));
