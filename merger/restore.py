@@ -107,7 +107,8 @@ def load(
 def _found(transport: MergerTransport, rules: RoundMerge, between: Callable[[], object]) -> Found:
     state, fault = _state(transport)
     published = [_published(transport, rules, p) for p in range(len(rules.manifest.fragments))]
-    closed = _last_round(transport, None if fault else state.closed, published)
+    # A missing state says round 0. It is no witness against the tape.
+    closed = _last_round(transport, None if fault else state.closed or None, published)
     fragments: list[FragmentState | None] = []
     for p, held in enumerate(published):
         version = version_after(closed, p, len(published))
