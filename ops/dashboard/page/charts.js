@@ -78,7 +78,7 @@ const Charts = (() => {
 
   const last = (values) => values.length ? values[values.length - 1] : null;
   const fixed = (value, digits) => value === null || value === undefined ? "–" : value.toFixed(digits);
-  const dates = (wall) => ({ type: "date", nticks: 5, ...(wall < 5e3 ? { dtick: 1000 } : {}), tickformat: wall < 6e5 ? "%H:%M:%S" : wall < 8e7 ? "%H:%M" : "%b %d", hoverformat: "%b %d %H:%M:%S" });
+  const dates = (wall) => ({ type: "date", nticks: 5, ...(wall > 1e3 && wall < 5e3 ? { dtick: 1000 } : {}), tickformat: wall < 6e5 ? "%H:%M:%S" : wall < 8e7 ? "%H:%M" : "%b %d", hoverformat: "%b %d %H:%M:%S" });
 
   /** Returns the values of the chosen axis. Times become dates. */
   const along = (columns) => axis === "unix_seconds" ? columns[axis].map((seconds) => seconds === null ? null : new Date(seconds * 1e3)) : columns[axis];
