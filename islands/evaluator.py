@@ -117,20 +117,18 @@ class Evaluator:
 
     def turn(self) -> Evaluation | None:
         """Evaluate if this island holds the lease and an evaluation is due. Return the result, if any."""
-        if not self._holds_lease() or self._clock() < self._due:
+        if not self._holds_lease():
+            self._initial = None  # another island evaluates, so do not keep a copy of the model
+            return None
+        if self._clock() < self._due:
             return None
         began = self._clock()
         found = self._initial or self._newest()
-        if found is None:
-            return None
-        params, number, step = found
-        tokens = tokens_trained(self._transport, number)
-        measured = self._measure(params)
-        if measured is None:
-            return None
-        self._initial = None
-        self._due, self._round = began + self._every_seconds, number
-        return self._record(measured, number, step, tokens)
+        evaluation = self._evaluate(found) if found else None
+        if evaluation is not None:
+            self._initial = None
+            self._due, self._round = began + self._every_seconds, evaluation.round
+        return evaluation
 
     def finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
         """Evaluate the final parameters if no other island still trains. Return the result, if any."""
@@ -142,13 +140,13 @@ class Evaluator:
             return None
         try:
             if self._initial is not None:
-                self._evaluate_now(self._initial, stopped)
+                self._evaluate(self._initial, is_paced=False, stopped=stopped)
             newest = published(self._transport, self._manifest)
             known = self._transport.reader.evaluations()
             if known and known[-1].round == newest[1]:
                 return None
             log.info("evaluating the final parameters on %s", self._corpus.name)
-            return self._evaluate_now(newest, stopped)
+            return self._evaluate(newest, is_paced=False, stopped=stopped)
         finally:
             self._transport.island.lease_evaluation(self._who, 0.0)
 
@@ -165,10 +163,17 @@ class Evaluator:
                 return
             self._stopping.wait(TICK_SECONDS)
 
-    def _evaluate_now(self, found: tuple[Params, int, int], stopped: Callable[[], bool]) -> Evaluation | None:
+    def _evaluate(
+        self,
+        found: tuple[Params, int, int],
+        *,
+        is_paced: bool = True,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Evaluation | None:
+        """Evaluate parameters of a round and step, and record the result. Return None if it was cut short."""
         params, number, step = found
         tokens = tokens_trained(self._transport, number)
-        measured = self._measure(params, is_paced=False, stopped=stopped)
+        measured = self._measure(params, is_paced=is_paced, stopped=stopped)
         return self._record(measured, number, step, tokens) if measured else None
 
     def _holds_lease(self) -> bool:
@@ -187,9 +192,7 @@ class Evaluator:
         snapshots = [arrival.snapshot for arrival in arrivals]
         return params, max(snapshot.round for snapshot in snapshots), max(snapshot.step for snapshot in snapshots)
 
-    def _measure(
-        self, params: Params, *, is_paced: bool = True, stopped: Callable[[], bool] = lambda: False
-    ) -> Measures | None:
+    def _measure(self, params: Params, *, is_paced: bool, stopped: Callable[[], bool]) -> Measures | None:
         """Evaluate slice by slice. Return None if the lease or the time is over before the end."""
         measures = self._compiled(params)
         found: list[Measures] = []

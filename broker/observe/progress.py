@@ -37,7 +37,7 @@ class Activity:
     _stopped: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def line(self, seconds: float) -> str:
-        """Return what to say after so many seconds."""
+        """Describe the activity, `seconds` after it began."""
         words = f"{self.what}: {seconds:.0f} s so far"
         if not self.total:
             return words

@@ -39,8 +39,8 @@ def entry_id(entry: str) -> tuple[int, int]:
     return int(milliseconds), int(number or 0)
 
 
-def epoch_mark(epoch: int, holder: str = "nobody") -> bytes:
-    """Return the value of the epoch's key. The holder is the merger that serves."""
+def epoch_mark(epoch: int, holder: str = "none") -> bytes:
+    """Return the value of the epoch's key. The holder is the merger that serves, or `none` before the first one."""
     return f"{epoch} {holder}".encode()
 
 

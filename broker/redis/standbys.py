@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Iterator
 
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import is_name
@@ -25,40 +25,37 @@ class Standbys:
 
     def announce(self, name: str) -> None:
         """Write that `name` waits now, and remove the standbys that have fallen silent."""
-        silent = [standby.name for standby in self.all(silent=True) if standby.age_seconds >= STANDBY_SECONDS]
-        with self._connection.translated():
-            now_ms = _milliseconds(self._redis.time())
-            with self._redis.pipeline(transaction=False) as pipe:
-                if gone := [each for each in silent if each != name]:
-                    pipe.hdel(self._key, *gone)
-                pipe.hset(self._key, name, now_ms)
-                pipe.expire(self._key, KEY_SECONDS)
-                pipe.execute()
+        now_ms = self._now_ms()
+        known = [each for each in self._known(now_ms) if each.name != name]
+        silent = [each.name for each in known if each.age_seconds >= STANDBY_SECONDS]
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            if silent:
+                pipe.hdel(self._key, *silent)
+            pipe.hset(self._key, name, now_ms)
+            pipe.expire(self._key, KEY_SECONDS)
+            pipe.execute()
 
     def withdraw(self, name: str) -> None:
         """Remove a standby."""
         with self._connection.translated():
             self._redis.hdel(self._key, name)
 
-    def all(self, *, silent: bool = False) -> list[Standby]:
-        """Return the standbys by name; with `silent`, also those that have given no sign of life for too long."""
+    def all(self) -> list[Standby]:
+        """Return the standbys that gave a sign of life lately, by name."""
+        known = (each for each in self._known(self._now_ms()) if each.age_seconds < STANDBY_SECONDS)
+        return sorted(known, key=lambda standby: standby.name)[:LISTED_MAX]
+
+    def _known(self, now_ms: int) -> Iterator[Standby]:
         found: Raw = {}
         with self._connection.forgiving(self._key, "a hash"):
             found = self._redis.hgetall(self._key)
-        if not found:
-            return []
-        with self._connection.translated():
-            now_ms = _milliseconds(self._redis.time())
-        out = []
         for raw_name, raw_ms in found.items():
             name, text = raw_name.decode("utf-8", "replace"), raw_ms.decode("utf-8", "replace")
             if is_name(name) and re.fullmatch("[0-9]{1,16}", text, re.ASCII):
-                age_seconds = max(0.0, (now_ms - int(text)) / 1e3)
-                if silent or age_seconds < STANDBY_SECONDS:
-                    out.append(Standby(name, age_seconds))
-        return sorted(out, key=lambda standby: standby.name)[:LISTED_MAX]
+                yield Standby(name, max(0.0, (now_ms - int(text)) / 1e3))
 
-
-def _milliseconds(time: Any) -> int:
-    seconds, microseconds = time
-    return int(seconds) * 1000 + int(microseconds) // 1000
+    def _now_ms(self) -> int:
+        """Return the server's time in milliseconds."""
+        with self._connection.translated():
+            seconds, microseconds = self._redis.time()
+        return int(seconds) * 1000 + int(microseconds) // 1000

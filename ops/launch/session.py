@@ -217,7 +217,7 @@ class Session:
             rounds = [head.round for head in self.transport.reader.heads() if head is not None]
             known = self.transport.reader.evaluations()
         except BrokerError:
-            return True  # nobody can evaluate without Redis
+            return True  # without Redis there is nothing to evaluate
         return bool(known) and known[-1].round >= max(rounds, default=0)
 
     def _observe(self) -> RunView:

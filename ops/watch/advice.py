@@ -1,6 +1,6 @@
 """What is wrong with a run now, and what to do about it. Pure.
 
-`status`, the live screen and the dashboard show the same problems, so that nobody reads two answers.
+`status`, the live screen and the dashboard show the same problems in the same words.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _memory_problems(view: RunView) -> Iterator[Problem]:
     yield Problem(
         "redis.memory", "bad" if full else "warn", "redis",
         f"Redis uses {used:.0%} of its memory limit" + (", so islands do not send." if full else "."),
-        "Raise `maxmemory`, or delete runs that nobody needs. Islands stop sending at 80 %, and lose nothing.",
+        "Raise `maxmemory`, or delete runs that are no longer needed. Islands stop sending at 80 %, and lose nothing.",
     )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _checkpoint_problems(view: RunView, health: Health, tape: Sequence[TapeEntry
 
 
 def worst(found: Sequence[Problem]) -> str:
-    """Return the worst problem and what to do about it as words; empty if nobody has to do anything."""
+    """Return the worst problem and what to do about it as words; empty if all is well."""
     first = next((each for each in found if each.mood != "info"), None)
     return f"{first.who}: {first.text} {first.remedy}" if first else ""
 

@@ -41,7 +41,7 @@ class LiveReading:
         held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
         events: Recent events, oldest first.
         unix_seconds: The time of the reading.
-        advice: The worst problem and what to do about it; empty if nobody has to do anything.
+        advice: The worst problem and what to do about it; empty if all is well.
     """
 
     view: RunView

@@ -94,8 +94,8 @@ class RunView:
         held_out_last: The same at the newest evaluation.
         tokens_merged: These and the following are the run's accounts of tokens (`token_accounts`).
         tokens_trained: The sum of all accounts.
-        evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first evaluation.
-        evaluated_unix_seconds: When they were evaluated, by the clock of whoever did; 0 before the first evaluation.
+        evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first.
+        evaluated_unix_seconds: When they were evaluated, by the clock of the island that evaluated; 0 before the first.
         evaluated_by: The island that did; empty for `archipelago evaluate`.
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.

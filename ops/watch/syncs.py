@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-#: After so many syncs of each fragment, the studies of the defaults end.
+#: The syncs of each fragment in the longest studies of the defaults.
 SYNCS_ENOUGH = 160
 #: How far islands end above data-parallel training on as many tokens.
 _GAPS = "about 6 % after 10 syncs, 3 % after 50, and 1 to 3 % after 160"

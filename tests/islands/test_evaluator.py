@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,11 +109,11 @@ def test_an_evaluation_has_the_tokens_of_its_parameters(run: TinyRun, monkeypatc
     island.link.pump()
     before, measure = tokens_trained(run.transport, 1), evaluator._measure
 
-    def slow(params: Params) -> Measures | None:
+    def slow(params: Params, **how: Any) -> Measures | None:
         run.play(island, 10)
         run.clock.now += EVERY_SECONDS
         island.link.pump()
-        return measure(params)
+        return measure(params, **how)
 
     monkeypatch.setattr(evaluator, "_measure", slow)
     second = evaluator.turn()
