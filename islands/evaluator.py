@@ -110,10 +110,15 @@ class Evaluator:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its slice, if any. A thread that hangs in a call ends with the process."""
+        """End the thread after its slice, if any, and free the lease for the islands that still train.
+
+        A thread that hangs in a call ends with the process.
+        """
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(2.0)
+        with suppress(BrokerError, WireError):  # the lease also ends by itself
+            self._free_lease()
 
     def turn(self) -> Evaluation | None:
         """Evaluate if this island holds the lease and an evaluation is due. Return the result, if any."""
@@ -148,7 +153,7 @@ class Evaluator:
             log.info("evaluating the final parameters on %s", self._corpus.name)
             return self._evaluate(newest, is_paced=False, stopped=stopped)
         finally:
-            self._transport.island.lease_evaluation(self._who, 0.0)
+            self._free_lease()
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -178,6 +183,9 @@ class Evaluator:
 
     def _holds_lease(self) -> bool:
         return self._transport.island.lease_evaluation(self._who, LEASE_SECONDS)
+
+    def _free_lease(self) -> None:
+        self._transport.island.lease_evaluation(self._who, 0.0)
 
     def _newest(self) -> tuple[Params, int, int] | None:
         """Return the newest published parameters, their round and their step; None if they are known already."""

@@ -138,6 +138,15 @@ def test_another_island_takes_over_when_the_evaluating_one_has_died(run: TinyRun
     assert first.turn() is None
 
 
+def test_an_island_that_ends_leaves_evaluations_to_the_others_at_once(run: TinyRun) -> None:
+    first, second = of(run, run.island("a")), of(run, run.island("b"))
+    assert first.turn() is not None
+    first.stop()
+    found = second.turn()
+    assert found is not None
+    assert found.by == "b"
+
+
 def test_the_last_island_evaluates_the_final_parameters(run: TinyRun) -> None:
     island, other = run.island("a"), run.island("b")
     evaluator = of(run, island)
