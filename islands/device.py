@@ -78,11 +78,11 @@ def _seconds_a_step(island: Island, scan_steps: int) -> float:
     """Return the shortest time of a step over several calls on copies, after one call that compiles."""
     data = island.config.data
     batch = jax.device_put(np.zeros((scan_steps, data.batch_size, data.sequence_length + 1), island.batches.dtype))
-    state = device_copy(island.inner)
+    state, length = device_copy(island.inner), island.length_argument(island.link.run_steps)
     best = float("inf")
     for attempt in range(4):
         began = time.perf_counter()
-        state, losses_n = island.steps(state, batch, jax.device_put(np.int32(0)))
+        state, losses_n = island.steps(state, batch, jax.device_put(np.int32(0)), *length)
         losses_n.block_until_ready()
         if attempt:
             best = min(best, time.perf_counter() - began)

@@ -141,7 +141,7 @@ class Island:
             return
         shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
         batch = jax.device_put(np.zeros(shape, self.batches.dtype))
-        length = self._length(self.link.run_steps)
+        length = self.length_argument(self.link.run_steps)
         after, losses_n = self.steps(device_copy(self.inner), batch, jax.device_put(np.int32(0)), *length)
         self.replica.warm_up(after.params)
         losses_n.block_until_ready()
@@ -220,7 +220,7 @@ class Island:
             n, self.clock()
         )  # noted first, because on a CPU the call below may do the arithmetic itself
         schedule_step = jax.device_put(np.int32(min(self.ledger.global_step, self.run_steps)))  # constant from then on
-        self.inner, losses_n = self.steps(self.inner, batch, schedule_step, *self._length(self.run_steps))
+        self.inner, losses_n = self.steps(self.inner, batch, schedule_step, *self.length_argument(self.run_steps))
         tokens = n * self.config.tokens_per_step
         self.ledger.stepped(n, tokens, is_held=is_held)
         self.totals.steps += n
@@ -290,7 +290,7 @@ class Island:
         self.ledger.adopted(snapshot, self.replica.rule.keeps_progress)
         self.action_log.add(Adopt(snapshot.fragment, snapshot.version))
 
-    def _length(self, steps: int) -> tuple[jax.Array, ...]:
+    def length_argument(self, steps: int) -> tuple[jax.Array, ...]:
         """Return the further argument of the inner steps for a run of that length, if it is not the config's."""
         return () if steps == self.config.inner.steps else (jax.device_put(np.int32(steps)),)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import DataConfig
+from archipelago.broker.control import STEPS
 from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
@@ -303,3 +304,15 @@ def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatc
     assert device.best_scan_steps(island) == 1
     island.warm_up(has_stepped=True)
     assert calls == 2
+
+
+def test_joining_an_extended_run_compiles_the_steps_of_its_length() -> None:
+    run = TinyRun()
+    run.transport.reader.steer({STEPS: "2000"})
+    island = run.island("a")
+    program = cast(Any, island.steps)
+    device.best_scan_steps(island)
+    island.warm_up(has_stepped=True)
+    compiled = program._cache_size()
+    run.play(island, 2)
+    assert program._cache_size() == compiled
