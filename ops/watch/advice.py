@@ -173,8 +173,8 @@ def _loss_problems(
     if view.live and age > allowed and evaluations[-1].round < view.rounds:
         yield Problem(
             "evaluation.old", "warn", "run", f"The newest held-out figure is {age / 60:,.0f} min old.",
-            "One island evaluates, unless all were started with --evaluate-every 0. Look at its log, or run "
-            "`archipelago evaluate URL --every 60`.", age - allowed,
+            "One island evaluates, unless all were started with --evaluate-every 0. Look at its log. "
+            "`archipelago evaluate URL` measures once, on this machine.", age - allowed,
         )  # fmt: skip
 
 
