@@ -201,11 +201,12 @@ def _checkpoint_problems(view: RunView, health: Health, tape: Sequence[TapeEntry
         return
     seconds = behind * (times[-1] - times[0]) / (len(times) - 1)
     if seconds > CHECKPOINT_SECONDS:
-        covers = f"The newest checkpoint ends at round {health.covered:,}" if health.covered else "There is none"
+        newest = f"the newest one ends at round {health.covered:,}" if health.covered else "there is none yet"
         yield Problem(
-            "checkpoint.late", "warn", "merger", f"A checkpoint is late: {covers}, {seconds / 60:,.0f} min ago.",
-            "Look at the space on the merger's disk and at its log. Until the next checkpoint, only Redis can restore "
-            "the newer rounds.", seconds - CHECKPOINT_SECONDS,
+            "checkpoint.late", "warn", "merger",
+            f"A checkpoint is late: {newest}, and the rounds since then took {seconds / 60:,.0f} min.",
+            "Look at the space on the merger's disk and at its log; with --checkpoint-every 0 it takes none. Until the "
+            "next checkpoint, only Redis can restore the newer rounds.", seconds - CHECKPOINT_SECONDS,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from archipelago.broker.config import RunConfig, flat
 from archipelago.ops import verbs
 from archipelago.ops.commands import VERBS, run
 from archipelago.ops.examples import EXAMPLES
@@ -89,6 +90,31 @@ def test_options_are_described_in_whole_sentences(words: str) -> None:
     for name, text in descriptions(getattr(importlib.import_module(verb.module), verb.options)):
         assert re.match(r"[A-Z0-9`$]", text), f"--{name}: {text}"
         assert text.rstrip().endswith("."), f"--{name}: {text}"
+
+
+def flags_of(words: str) -> set[str]:
+    """Return the flags of a verb."""
+    options = getattr(importlib.import_module(ALL[words].module), ALL[words].options)
+    names = [field.name.strip("_") for field in dataclasses.fields(options)]
+    names += list(flat(RunConfig())) if "settings" in names else []
+    return {f"--{sign}{name.replace('_', '-')}" for name in names for sign in ("", "no-")} | {"--help"}
+
+
+def command_lines_in(source: str) -> list[str]:
+    """Return the command lines between backticks in the strings and comments of a Python file."""
+    whole = re.sub(r'"\s*\n\s*f?"', "", source)  # strings that continue on the next line
+    return re.findall(r"`archipelago ([a-z][^`\n]*)`", whole)
+
+
+def test_messages_name_flags_that_exist() -> None:
+    root, seen = Path(verbs.__file__).parents[1], 0
+    for path in (file for folder in ("broker", "islands", "merger", "ops") for file in (root / folder).rglob("*.py")):
+        for line in command_lines_in(path.read_text(encoding="utf-8")):
+            words = next((words for words in ALL if re.match(rf"{words}\b", line)), "")
+            named = set(re.findall(r"(?<= )--[a-z][a-z.-]*", line))
+            assert named <= (flags_of(words) if words else set()), f"{path.relative_to(root)}: archipelago {line}"
+            seen += len(named)
+    assert seen > 20
 
 
 def test_a_url_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
