@@ -16,7 +16,6 @@ from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.transport import MergerStatus, ReaderTransport
-from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE
 from archipelago.ops.launch.embedded_redis import url_of_running
 from archipelago.ops.watch import run_summary
@@ -131,6 +130,8 @@ def entry_of(transport: ReaderTransport, where: str) -> RunEntry:
 
 def _stopped(path: Path) -> RunEntry:
     """Return a run from the files in its folder."""
+    from archipelago.merger.storage import MergerFolder  # the dashboard, which uses this module, needs no merger
+
     config, report = RunConfig(), {}
     with suppress(ArchipelagoError):
         config = run_config.from_toml(path / "config.toml")
