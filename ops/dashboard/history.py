@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from archipelago.broker.control import STEPS
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.watch.run_view import RECENT_ROUNDS
 
@@ -183,6 +185,7 @@ class History:
         self._details: deque[Detail] = deque(maxlen=DETAIL_ROUNDS)
         self._staleness: deque[tuple[int, ...]] = deque(maxlen=STALENESS_ROUNDS)
         self._marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
+        self._lengths: deque[tuple[int, float]] = deque(maxlen=MARKS_KEPT)
         self._losses: dict[str, Trail[IslandRow]] = {}
         self._tokens = 0.0
 
@@ -234,6 +237,9 @@ class History:
             self._marks.append(Mark(entry.round, self._tokens, closed, f"epoch {entry.epoch} begins"))
         if entry.steered:
             self._marks.append(Mark(entry.round, self._tokens, closed, f"steered: {entry.steered}"))
+            changes = dict(change.partition("=")[::2] for change in entry.steered.split())
+            with suppress(KeyError, ValueError):
+                self._lengths.append((entry.round, float(changes[STEPS])))
         for member in entry.members:
             self._add_loss(member.island, IslandRow(entry.round, self._tokens, closed, member.loss))
         self.newest = entry
@@ -263,6 +269,18 @@ class History:
             share = (number - low.round) / (high.round - low.round) if high.round > low.round else 1.0
             out.append(low.tokens + min(1.0, max(0.0, share)) * (high.tokens - low.tokens))
         return out
+
+    def lengths_at(self, rounds: Iterable[float], own: float, now: float) -> list[float]:
+        """Return the length of the run, in steps, that was in force at each of these rounds.
+
+        Args:
+            rounds: The rounds.
+            own: The length in the run's config.
+            now: The present length. It counts for all rounds if no change of it is known.
+        """
+        begins = [number for number, _ in self._lengths]
+        lengths = [own if begins else now, *(length for _, length in self._lengths)]
+        return [lengths[bisect_right(begins, number)] for number in rounds]
 
     def steps_per_second(self) -> float:
         """Return the global steps per second over the recent rounds; NaN if it is not known."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import RunConfig, flat
 from archipelago.broker.control import MERGING, PAUSED, SETTINGS, island_field, own
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.manifest import Manifest
@@ -144,7 +144,7 @@ def progress(reading: Reading, history: History, config: RunConfig) -> dict[str,
     return {
         "seconds_left": max(0, view.steps - view.step) / speed if speed > 0.0 else math.nan,
         "steps_per_second": speed,
-        "learning_rate": config.inner.rate_at(view.step),
+        "learning_rate": _rate_at(config, view.step, view.steps),
         "peak_rate": config.inner.peak,
         "held_out_age": max(0.0, reading.unix_seconds - newest[0].unix_seconds) if newest else math.nan,
         "held_out_round": newest[0].round if newest else math.nan,
@@ -154,32 +154,26 @@ def progress(reading: Reading, history: History, config: RunConfig) -> dict[str,
 
 def settings(manifest: Manifest) -> dict[str, str]:
     """Return the run's settings as words, by name: its config, its corpus and the versions that created it."""
-    flat = {name: str(value) for name, value in _flat(asdict(manifest.config))}
+    words = {name: "default" if value is None else str(value) for name, value in flat(manifest.config).items()}
     corpus = manifest.corpus
-    flat["corpus"] = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest[:12]}"
-    flat["tokenizer"] = f"{corpus.tokenizer[:12]}, {corpus.tokens:,} tokens" if corpus.tokenizer else "bytes"
-    return flat | {f"version.{name}": version for name, version in manifest.versions.items()}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, "default" if value is None else value
+    words["corpus"] = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest[:12]}"
+    words["tokenizer"] = f"{corpus.tokenizer[:12]}, {corpus.tokens:,} tokens" if corpus.tokenizer else "bytes"
+    return words | {f"version.{name}": version for name, version in manifest.versions.items()}
 
 
 def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow], manifest: Manifest) -> dict[str, Any]:
     """Return the charts' data, thinned to a few hundred points for each line. All losses have the run's unit."""
     evaluations, unit = thinned(reading.evaluations, POINTS_DRAWN, joined_evaluations), loss_unit(manifest.corpus)
-    lines = history.lines()
+    lines, config = history.lines(), manifest.config
+    lengths = history.lengths_at(lines["round"], config.inner.steps, reading.view.steps)
+    rates = [_rate_at(config, step, length) for step, length in zip(lines["step"], lengths, strict=True)]
     in_unit = {name: [unit.from_nats(value) for value in lines[name]] for name in ("loss", "smooth")}
     islands = history.losses()
     for columns_of in islands.values():
         columns_of["loss"] = [unit.from_nats(value) for value in columns_of["loss"]]
     return {
         "unit": unit.name,
-        "lines": lines | in_unit | {"rate": [_rate_at(manifest.config, step) for step in lines["step"]]},
+        "lines": lines | in_unit | {"rate": rates},
         "held_out": {
             "round": [e.round for e in evaluations],
             "tokens": history.tokens_at(e.round for e in evaluations),
@@ -198,8 +192,9 @@ def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow], ma
     }
 
 
-def _rate_at(config: RunConfig, step: float) -> float:
-    return math.nan if math.isnan(step) else config.inner.rate_at(step)
+def _rate_at(config: RunConfig, step: float, length: float) -> float:
+    """Return the learning rate after so many steps of a run with this length, which an operator may have changed."""
+    return math.nan if math.isnan(step) else replace(config.inner, steps=max(1, int(length))).rate_at(step)
 
 
 def state_of(reading: Reading, interval: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from archipelago.broker.config import RunConfig, differences, from_toml
+from archipelago.broker.config import RunConfig, differing, from_toml
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.transport import Transport
@@ -160,4 +160,5 @@ def _differing(config: RunConfig | None, own: RunConfig | None) -> list[str]:
     if config is None or own is None:
         return []
     # A file of settings leaves out what `init` chose.
-    return [each for each in differences(config, own) if ": None →" not in each][:DIFFERENCES_MOST]
+    found = {key: both for key, both in differing(config, own).items() if both[0] is not None}
+    return [f"{key}: {its} → {ours}" for key, (its, ours) in found.items()][:DIFFERENCES_MOST]

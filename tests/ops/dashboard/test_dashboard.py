@@ -34,6 +34,7 @@ from archipelago.ops.dashboard import main, metrics, page_data
 from archipelago.ops.dashboard.actions import sentence, stamped
 from archipelago.ops.dashboard.app import BODY_BYTES_MAX, application
 from archipelago.ops.dashboard.assets import FILES, PAGE
+from archipelago.ops.dashboard.history import History
 from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
 from archipelago.ops.dashboard.page_data import Rate, Reading, events, measured, state_of
 from archipelago.ops.dashboard.page_data import serving as lease
@@ -142,6 +143,19 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
     assert all(event["remedy"] for event in page["events"])
     assert charts["staleness"] == [1]
     assert charts["queues"]["pending"] == [1]
+
+
+def test_an_extended_run_shows_the_learning_rate_of_its_length(watch: Watcher) -> None:
+    watch.transport.reader.steer({"inner.steps": "6000"})
+    (entry,) = watch.transport.reader.tape(1)
+    reading = watch.read()
+    reading = replace(reading, view=replace(reading.view, step=1900))
+    history = History(len(MANIFEST.fragments))
+    history.begin(0, [replace(entry, step=1900), replace(entry, round=2, step=1900, steered="inner.steps=6000.0")])
+    before, after = (replace(MANIFEST.config.inner, steps=steps).rate_at(1900) for steps in (2000, 6000))
+    assert after > 2 * before
+    assert page_data.progress(reading, history, MANIFEST.config)["learning_rate"] == after
+    assert page_data.charts_of(reading, history, [], MANIFEST)["lines"]["rate"] == [before, after]
 
 
 def test_a_foreign_host_name_is_refused(watch: Watcher, clock: Clock) -> None:

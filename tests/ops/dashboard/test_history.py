@@ -119,6 +119,14 @@ def test_changes_and_takeovers_are_marked() -> None:
     }  # fmt: skip
 
 
+def test_the_length_in_force_at_a_round() -> None:
+    seen = history([replace(each, steered="") for each in TAPE])
+    assert seen.lengths_at([1, 3], own=100, now=200) == [200, 200]  # The tape no longer has the change.
+    steered = [replace(TAPE[0], steered=""), replace(TAPE[1], steered="sync.quorum=2 inner.steps=200.0"), TAPE[2]]
+    assert history(steered).lengths_at([1, 2, 3], own=100, now=200) == [100, 200, 200]
+    assert history([replace(TAPE[0], steered="inner.steps=many")]).lengths_at([1], own=100, now=100) == [100]
+
+
 def test_the_losses_of_each_island() -> None:
     losses = history().losses()
     assert {name: (columns["round"], columns["tokens"], columns["loss"]) for name, columns in losses.items()} == {
