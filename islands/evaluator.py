@@ -11,8 +11,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, WireError
@@ -136,24 +136,28 @@ class Evaluator:
         return evaluation
 
     def finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
-        """Evaluate the final parameters if no other island still trains. Return the result, if any."""
+        """Evaluate the final parameters if no other island still trains. Return the result, if any.
+
+        The initial parameters come first, if the run was too short for them.
+        """
+        if self._initial is not None:
+            with self._lease() as is_held:
+                if is_held:
+                    self._evaluate(self._initial, is_paced=False, stopped=stopped)
         deadline = self._clock() + MERGED_SECONDS
         while self._transport.reader.backlog() and self._clock() < deadline and not stopped():
             time.sleep(POLL_SECONDS)
+        # Nobody may hold the lease while it looks at the others: of two that end at once, each could rely on the other.
         beats = (presence.heartbeat.state for presence in self._transport.reader.presences() if presence.is_live)
-        if stopped() or any(state in ("joining", "training") for state in beats) or not self._holds_lease():
+        if stopped() or any(state in ("joining", "training") for state in beats):
             return None
-        try:
-            if self._initial is not None:
-                self._evaluate(self._initial, is_paced=False, stopped=stopped)
-            newest = published(self._transport, self._manifest)
+        with self._lease() as is_held:
+            newest = published(self._transport, self._manifest) if is_held else None
             known = self._transport.reader.evaluations()
-            if known and known[-1].round == newest[1]:
+            if newest is None or (known and known[-1].round == newest[1]):
                 return None
             log.info("evaluating the final parameters on %s", self._corpus.name)
             return self._evaluate(newest, is_paced=False, stopped=stopped)
-        finally:
-            self._free_lease()
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -186,6 +190,16 @@ class Evaluator:
 
     def _free_lease(self) -> None:
         self._transport.island.lease_evaluation(self._who, 0.0)
+
+    @contextmanager
+    def _lease(self) -> Iterator[bool]:
+        """Take the lease if it is free, and free it at the end. Yields whether this island holds it."""
+        is_held = self._holds_lease()
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                self._free_lease()
 
     def _newest(self) -> tuple[Params, int, int] | None:
         """Return the newest published parameters, their round and their step; None if they are known already."""

@@ -175,6 +175,17 @@ def test_a_short_run_is_evaluated_at_its_beginning_and_its_end(run: TinyRun) -> 
     assert [found.round for found in run.transport.reader.evaluations()] == [0, run.merger.rounds.closed]
 
 
+def test_an_island_that_ends_before_the_others_has_evaluated_the_initial_parameters(run: TinyRun) -> None:
+    evaluator = of(run, run.island("a"))
+    run.island("b")
+    evaluator._stopping.set()  # the island ends before its thread has evaluated anything
+    evaluator.start()
+    evaluator.stop()
+    assert evaluator.finish(lambda: False) is None  # the other one still trains
+    assert [found.round for found in run.transport.reader.evaluations()] == [0]
+    assert run.transport.island.lease_evaluation("b/x", 1.0)
+
+
 def test_a_failing_evaluation_does_not_stop_the_island(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
