@@ -138,8 +138,19 @@ class Evaluator:
     def finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
         """Evaluate the final parameters if no other island still trains. Return the result, if any.
 
-        The initial parameters come first, if the run was too short for them.
+        The initial parameters come first, if the run was too short for them. A failure ends no island.
         """
+        try:
+            return self._finish(stopped)
+        except (BrokerError, WireError) as error:
+            log.debug("no last evaluation: %s", error)
+        except Exception as error:  # noqa: BLE001 - the island still has to write its checkpoint
+            log.warning("this island could not evaluate the final parameters (%.300s)", error)
+        return None
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
         if self._initial is not None:
             with self._lease() as is_held:
                 if is_held:
@@ -158,8 +169,6 @@ class Evaluator:
                 return None
             log.info("evaluating the final parameters on %s", self._corpus.name)
             return self._evaluate(newest, is_paced=False, stopped=stopped)
-
-    # -- parts --------------------------------------------------------------------------------------------------------
 
     def _keep_evaluating(self) -> None:
         while not self._stopping.is_set():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from archipelago.broker.control import require_welcome
-from archipelago.broker.errors import BrokerError, ConfigError, WireError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
@@ -255,8 +255,7 @@ def _run(
         if evaluator is not None:
             evaluator.stop()
             if state == "done":
-                # The run ends without this figure, too.
-                with suppress(BrokerError, WireError), progress("evaluating the final parameters"):
+                with progress("evaluating the final parameters"):
                     evaluator.finish(stopped)
     finally:
         link.stop()

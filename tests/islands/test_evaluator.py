@@ -195,6 +195,8 @@ def test_a_failing_evaluation_does_not_stop_the_island(run: TinyRun, monkeypatch
     evaluator.start()
     evaluator._thread.join()
     evaluator.stop()
+    run.transport.island.heartbeat(samples.heartbeat("a", "done"))
+    assert evaluator.finish(lambda: False) is None
     assert run.transport.reader.evaluations() == []
 
 
