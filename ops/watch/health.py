@@ -99,7 +99,7 @@ def events_of(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) 
 def describe_control(control: Control) -> str:
     """Describe the changes of operators in words. Return an empty string if there are none."""
     words = ["merging is paused"] if control.is_paused else []
-    words += [f"{name} = {value:g}" for name, value in control.settings.items()]
+    words += [f"{name} = {value}" for name, value in control.settings.items()]
     for wish, action in ((DRAIN, "is asked to leave"), (EXPEL, "is expelled")):
         words += [f"{island} {action}" for island, wanted in control.islands.items() if wanted == wish]
     words += [f"{name} is ignored ({why})" for name, why in control.faults.items()]

@@ -201,6 +201,7 @@ def test_controls_are_described_in_words() -> None:
     text = describe_control(Control.of(wishes))
     assert [part.split()[0] for part in text.split(", ")] == ["merging", "outer.learning_rate", "oslo", "x", "y"]
     assert describe_control(Control()) == ""
+    assert "1234567" in describe_control(Control.of({"inner.steps": "1234567"}))
 
 
 def test_notes_and_refusals_are_in_one_order() -> None:
