@@ -156,7 +156,8 @@ def _loss_problems(
             "loss.rises", "warn", "run",
             f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest {newer} rounds.",
             "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate under Steer; "
-            "if that does not help, go on from a checkpoint with a lower --inner.learning-rate.",
+            "if that does not help, begin a new run from an export (`archipelago init --from FOLDER`) with a lower "
+            "--inner.learning-rate.",
         )  # fmt: skip
     known = [each for each in evaluations if not math.isnan(each.bits_per_byte)]
     late = view.step > max(2 * config.inner.warmup_steps, view.steps // 10)
