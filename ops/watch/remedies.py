@@ -26,6 +26,8 @@ _REFUSALS = (
     ("codec", "It has another version of the program. Install the run's version there."),
 )  # fmt: skip
 
+#: Words in the note of an island or a merger that leaves as it should.
+_AS_EXPECTED = ("the run is at its end", "the run is finished", "another merger serves")
 #: By kind of event.
 _REMEDIES = {
     "joined": NOTHING,
@@ -59,7 +61,7 @@ def remedy_of(event: Event) -> str:
         return event.remedy
     if event.kind == "refused":
         return refusal_remedy(event.text)
-    if event.kind == "left" and "end" in event.text:
+    if event.kind == "left" and any(words in event.text for words in _AS_EXPECTED):
         return NOTHING
     if event.kind == "left" and event.who == "merger":
         return "If no other merger serves, start one: it goes on where this one stopped."

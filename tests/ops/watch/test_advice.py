@@ -192,3 +192,10 @@ def test_an_island_that_was_killed_comes_back() -> None:
     assert [event.kind for event in found] == ["joined", "joined", "came back", "left", "came back"]
     assert "killed" in found[2].text
     assert "killed" not in found[4].text
+
+
+def test_nothing_is_advised_when_a_run_has_ended() -> None:
+    for who, text in (("a", "after 9 steps: the run is at its end"), ("merger", "the run is finished")):
+        assert remedy_of(Event(0.0, who, "left", text)) == NOTHING
+    for who, text in (("a", "after 9 steps: it was stopped"), ("merger", "it was stopped after round 3")):
+        assert remedy_of(Event(0.0, who, "left", text)) != NOTHING
