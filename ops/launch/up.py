@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curve_sinks import require_wandb
 from archipelago.broker.observe.logs import as_json
 from archipelago.broker.observe.options import WorkerOptions
-from archipelago.broker.process import keep_compiled, print_json, stop_on_signals
+from archipelago.broker.process import INTERRUPTED, keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
@@ -37,7 +38,6 @@ from archipelago.ops.settings import say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
 ISLANDS_MAX = 256
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,8 @@ def _require_openable(options: UpOptions) -> None:
 
 def _find_or_create(transport: Transport, config: RunConfig, folder: Path, options: UpOptions) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether it was created now. Checkpoints of a run are never overwritten."""
-    go_on = f"archipelago up{' URL' if options.url else ''} --run {options.run}{_in(folder)}"
+    how = " URL" if options.url else " --open" if options.open_ else ""
+    go_on = f"archipelago up{how} --run {options.run}{_in(folder)}"
     kept, known = MergerFolder(folder / "merger"), transport.run in transport.reader.runs()
     if numbers := kept.store.numbers():
         config = _extended(transport, kept.find_or_bring_back(transport, resume=options.resume), config, go_on)
@@ -251,8 +252,8 @@ def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, f
 
 
 def _in(folder: Path) -> str:
-    """Return the flag with which `invite` finds the folder, if it needs one."""
-    return "" if folder.parent == Path("runs") else f" --folder {folder.parent}"
+    """Return the flag with which a verb finds the folder of the run, if it needs one."""
+    return "" if folder.parent == Path("runs") else f" --folder {shlex.quote(str(folder.parent))}"
 
 
 def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpOptions) -> None:
