@@ -21,12 +21,15 @@ from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.transport import MergerStatus
 from archipelago.ops.launch.comparison import compare
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.standbys import ISLAND, Standbys
 from archipelago.ops.launch.supervisor import Child, stop_all, thread_environment
 from archipelago.ops.settings import say
 from archipelago.ops.watch import formatting, run_summary
+from archipelago.ops.watch.advice import Problem, problems
+from archipelago.ops.watch.health import Health
 from archipelago.ops.watch.run_view import RunView, observe
 
 LOOK_SECONDS = 1.0
@@ -177,11 +180,17 @@ class Session:
         except UnreachableError:
             return line_due
         if live:
-            live.update(formatting.render(view))
+            live.update(formatting.render(view, found=self._problems(view)))
         elif now >= line_due:
             say(f"  {formatting.line(view)}")
             return now + LINE_SECONDS
         return line_due
+
+    def _problems(self, view: RunView) -> list[Problem]:
+        """Return what is wrong with the run, without the absence of our own islands: we start them again."""
+        ours = {"run", *(island.name for island in self.islands)}
+        found = problems(view, Health(MergerStatus()), self.manifest.config)
+        return [each for each in found if each.code not in ("run.no-islands", "island.silent") or each.who not in ours]
 
     def _require_workers(self) -> None:
         """Raise ArchipelagoError if a process has made a fatal error, or if all islands have failed for good."""

@@ -13,11 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from archipelago.broker.config import RunConfig
 from archipelago.broker.loss_unit import shortened
 from archipelago.broker.observe.printable import printable
-from archipelago.broker.transport import MergerStatus
-from archipelago.ops.watch.advice import Problem, problems
+from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.health import Health, describe_control
 from archipelago.ops.watch.remedies import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -52,7 +50,7 @@ BAR_CELLS = 10
 
 
 def render(
-    view: RunView, health: Health | None = None, problem: str = "", found: Sequence[Problem] | None = None
+    view: RunView, health: Health | None = None, problem: str = "", found: Sequence[Problem] = ()
 ) -> RenderableType:
     """Return the run's lines, its islands and its problems. `problem` is shown as the last of the run's lines."""
     return Group(run_lines(view, health, problem), Islands(view), *troubles(view, health, found))
@@ -189,18 +187,16 @@ def seconds_text(seconds: float) -> str:
 
 
 def troubles(
-    view: RunView, health: Health | None = None, found: Sequence[Problem] | None = None, now: float | None = None
+    view: RunView, health: Health | None = None, found: Sequence[Problem] = (), now: float | None = None
 ) -> list[Text]:
     """Return a line for each problem with what to do about it, and for each island whose work was refused.
 
     Args:
         view: The run.
         health: Its merger, controls and refusals.
-        found: The problems; by default those that the view alone shows.
+        found: The problems.
         now: Unix seconds; by default the present.
     """
-    if found is None:
-        found = problems(view, health or Health(MergerStatus()), RunConfig())
     lines = [f"{each.who}: {each.text} {each.remedy}" for each in found if each.code != "island.refused"]
     now = time.time() if now is None else now
     newest = {refusal.island: (at, refusal) for at, refusal in (health.refusals if health else ())}

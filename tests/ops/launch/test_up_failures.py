@@ -10,9 +10,13 @@ from typing import cast
 import pytest
 
 from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.messages import Books, Pending, Presence
+from archipelago.broker.transport import Memory
 from archipelago.ops.launch import up
 from archipelago.ops.launch.session import Session
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
+from archipelago.ops.watch.run_view import summarise
+from tests import samples
 from tests.failing import failing
 
 
@@ -41,6 +45,15 @@ def test_a_process_that_cannot_continue_ends_up(failed: list[str], is_fatal: boo
 def test_an_island_that_left_its_name_to_another_process_ends_nothing(tmp_path: Path) -> None:
     Session._require_workers(session(tmp_path))
     Session._require_workers(session(tmp_path, "island-0"))
+
+
+def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> None:
+    manifest = samples.manifest()
+    silent = [Presence(samples.heartbeat(name), 60.0) for name in ("island-0", "oslo")]
+    view = summarise(manifest, [], silent, Books(), Pending(0, 0), [], {}, {}, Memory(6, 10))
+    mine = session(tmp_path)
+    mine.manifest = manifest
+    assert [(problem.code, problem.who) for problem in Session._problems(mine, view)] == [("island.silent", "oslo")]
 
 
 @pytest.mark.parametrize(("first", "last", "has"), [(7.5, 2.0, True), (7.5, math.nan, False), (math.nan, 2.0, False)])

@@ -28,6 +28,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.watch import formatting, live, status
+from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.health import Event, Health, describe_control, events_of, read_health, trouble
 from archipelago.ops.watch.live_screen import LiveReading, Screen, rates_a_minute, rooms, sparkline
 from archipelago.ops.watch.run_view import RunView, summarise
@@ -221,7 +222,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     seen = replace(seen, merger_status=MergerStatus(evil, 3, 4.0, 0.5))
     shown = LiveReading(found, seen, "", [], [], [Event(NOW, evil, "refused", evil)], NOW)
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
-    console.print(formatting.render(found, seen, evil))
+    console.print(formatting.render(found, seen, evil, problems(found, seen, MANIFEST.config)))
     console.print(Screen(shown, 0.0, "", NOW))
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()

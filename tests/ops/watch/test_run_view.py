@@ -13,8 +13,10 @@ from rich.console import Console
 
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import LIVE_SECONDS, Books, Evaluation, Member, Pending, Presence, TapeEntry
-from archipelago.broker.transport import Memory
+from archipelago.broker.transport import Memory, MergerStatus
+from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import evaluated, line, number, render, size
+from archipelago.ops.watch.health import Health
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RunView, merged_by_island, observe, summarise
 from tests import samples
 from tests.intercept import Intercepted
@@ -220,7 +222,7 @@ def test_merged_tokens_of_each_island_from_any_state(state: str, merged: dict[st
 
 def shown(view: RunView, width: int) -> str:
     console = Console(record=True, width=width, file=StringIO(), highlight=False)
-    console.print(render(view))
+    console.print(render(view, found=problems(view, Health(MergerStatus()), MANIFEST.config)))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     return text
