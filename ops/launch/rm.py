@@ -16,9 +16,13 @@ from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
 from archipelago.broker.redis.deletion import Deletion
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
+from archipelago.ops.launch.redis_folder import RedisFolder
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import ago
-from archipelago.ops.watch.run_list import address_of, entry_of, is_run_folder
+from archipelago.ops.watch.run_list import address_of, entry_of, idle_seconds, is_run_folder
+
+#: Without its Redis nobody knows whether the processes of a run live. They do if they write into its folder.
+QUIET_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class RmOptions:
     yes: bool = False
     """Delete without asking."""
     force: bool = False
-    """Delete the keys of a run although processes of it live. They then end with errors."""
+    """Delete a run although processes of it live. They then end with errors."""
     json: bool = False
     """Print one JSON object."""
 
@@ -96,6 +100,14 @@ def _remove_folder(options: RmOptions, folder: Path) -> int:
         raise BrokerError(
             f"the Redis of {folder} runs, so `archipelago up` does too",
             "Stop it first, with Ctrl-C.",
+            code="run.alive",
+        )
+    idle = idle_seconds(folder)
+    if not RedisFolder(folder / "redis").config.exists() and idle < QUIET_SECONDS and not options.force:
+        raise BrokerError(
+            f"the run in {folder} has a Redis elsewhere, and something wrote into the folder {ago(idle)} ago",
+            "Stop its processes first and wait two minutes, or give the URL of its Redis. --force deletes the folder "
+            "nevertheless.",
             code="run.alive",
         )
     _confirm(options, f"the folder {folder} with the run's Redis, checkpoints, logs and reports")

@@ -76,8 +76,12 @@ def of_folder(folder: Path) -> Iterator[RunEntry]:
     except OSError:
         return
     for path in paths:
-        url = address_of(path)
-        yield _at(url, path.name, str(path)) if url else _stopped(path)
+        try:
+            url = address_of(path)
+        except OSError:  # Its Redis is another user's.
+            yield RunEntry(path.name, str(path), "unreadable")
+        else:
+            yield _at(url, path.name, str(path)) if url else _stopped(path)
 
 
 def is_run_folder(path: Path) -> bool:
@@ -150,11 +154,12 @@ def _stopped(path: Path) -> RunEntry:
         step=int(report.get("steps") or 0),
         steps=config.inner.steps if is_known else 0,
         known=int(report.get("islands") or 0),
-        idle_seconds=_idle_seconds(path),
+        idle_seconds=idle_seconds(path),
     )
 
 
-def _idle_seconds(path: Path) -> float:
+def idle_seconds(path: Path) -> float:
+    """Return how long ago a run last wrote into its folder; NaN if it has written nothing."""
     times = []
     for pattern in _ACTIVE:
         for file in path.glob(pattern):

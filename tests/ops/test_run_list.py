@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from archipelago.broker.invitation import Member
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.watch import run_list
 from tests import samples
 from tests.failing import failing
 
@@ -111,6 +114,20 @@ def test_runs_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert whole["where"] == str(Path("runs") / "whole")
 
 
+def test_a_folder_that_cannot_be_read_hides_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def address_of(path: Path) -> str:
+        if path.name == "a":
+            raise PermissionError
+        return ""
+
+    monkeypatch.setattr(run_list, "address_of", address_of)
+    for name in ("a", "b"):
+        folder_of(name)
+    assert [(entry["run"], entry["state"]) for entry in listed(capsys)] == [("a", "unreadable"), ("b", "ended")]
+
+
 def test_a_run_whose_own_redis_runs_is_read_from_it(capsys: pytest.CaptureFixture[str]) -> None:
     folder_of("mine")
     with start_server(Path("runs/mine/redis")) as own:
@@ -195,8 +212,24 @@ def test_rm_deletes_the_users_of_members(url: str, raw: Any) -> None:
     assert "old~oslo" not in raw.acl_users()
 
 
+def quieten(folder: Path) -> None:
+    """Let the files in a folder be an hour old."""
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() - 3600.0,) * 2)
+
+
+def test_rm_keeps_a_folder_that_processes_write_into() -> None:
+    folder = folder_of("busy")  # It has no Redis of its own, so its processes use one elsewhere.
+    with failing(BrokerError, "run.alive"):
+        run(["rm", "busy", "--yes"])
+    assert folder.exists()
+    assert run(["rm", "busy", "--yes", "--force"]) == 0
+    assert not folder.exists()
+
+
 def test_rm_without_a_url_deletes_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     folder, other = folder_of("old"), folder_of("old2")
+    quieten(folder)
     foreign = Path("runs/notes/logs")
     foreign.mkdir(parents=True)
     for name in ("notes", "missing"):
