@@ -23,7 +23,7 @@ from archipelago.ops.dashboard.history import (
     thinned,
 )
 from archipelago.ops.watch.advice import Problem
-from archipelago.ops.watch.health import Event, events_of, stall_seconds
+from archipelago.ops.watch.health import Event, events_of, lacks_merger, stall_seconds
 from archipelago.ops.watch.remedies import remedy_of, with_comebacks
 from archipelago.ops.watch.run_view import IslandView, RunView
 
@@ -200,14 +200,16 @@ def _rate_at(config: RunConfig, step: float, length: float) -> float:
 def state_of(reading: Reading, interval: int) -> dict[str, str]:
     """Return the run's state as a word, a mood (good, busy, warn or idle) and a sentence. `interval` is H."""
     view = reading.view
+    if view.step >= view.steps and not view.live:
+        return _state("finished", "idle", f"All {view.steps:,} steps are made.")
     if reading.control.get(MERGING) == PAUSED:
         return _state("paused", "warn", "Merging is paused; islands continue to train. Resume it under Steer.")
-    if view.steps and view.step >= view.steps and not view.live:
-        return _state("finished", "idle", f"All {view.steps:,} steps are made.")
     if not view.known and not view.rounds:
         return _state("waiting", "idle", "No island has joined yet.")
     if not view.live:
         return _state("no islands", "warn", "No island is live. The run continues when one joins.")
+    if reading.merger_status and lacks_merger(reading.merger_status) and view.step < view.steps:
+        return _state("no merger", "warn", "No merger serves the run; islands train within their window.")
     if view.pending and reading.round_seconds > stall_seconds(view, interval):
         return _state("stalled", "warn", "Contributions wait and no round closes. Check that a merger runs.")
     if not view.rounds:

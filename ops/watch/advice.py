@@ -13,7 +13,7 @@ from typing import Literal
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
-from archipelago.ops.watch.health import Event, Health, stall_seconds
+from archipelago.ops.watch.health import Event, Health, lacks_merger, stall_seconds
 from archipelago.ops.watch.remedies import NOTHING, refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
@@ -107,9 +107,8 @@ def _run_problems(view: RunView, health: Health, config: RunConfig) -> Iterator[
             "run.paused", "warn", "run", "Merging is paused; islands continue to train.",
             "Resume it under Steer, or with `archipelago steer URL merging=`.",
         )  # fmt: skip
-    served = status.epoch > 0 or status.still_seconds > 0.0
     stalls = status.still_seconds > stall_seconds(view, config.sync.interval)
-    if served and not status.holder:
+    if lacks_merger(status):
         yield Problem(
             "merger.missing", "bad", "merger", "No merger serves the run.",
             f"Start one with `archipelago merger URL {command}`. It goes on where the last one stopped. Until then "

@@ -106,6 +106,11 @@ def describe_control(control: Control) -> str:
     return ", ".join(words)
 
 
+def lacks_merger(status: MergerStatus) -> bool:
+    """Return whether no merger serves a run that had one, or whose islands have sent contributions."""
+    return not status.holder and (status.epoch > 0 or status.still_seconds > 0.0)
+
+
 def trouble(view: RunView, health: Health, interval: int) -> str:
     """Return why an operator should look at the run; empty if it is fine, has ended, or is paused.
 

@@ -458,10 +458,25 @@ def view(**changes: Any) -> RunView:
         ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {}, 61.0, "stalled"),
         ({"known": 2, "live": 2, "rounds": 3, "pending": 1}, {"merging": "paused"}, 61.0, "paused"),
         ({"known": 2, "rounds": 3, "step": 2000}, {}, 0.0, "finished"),
+        ({"known": 2, "rounds": 3, "step": 2000}, {"merging": "paused"}, 0.0, "finished"),
     ],
 )
 def test_the_state_of_a_run(changes: dict[str, int], control: dict[str, str], seconds: float, word: str) -> None:
     assert state_of(Reading(view(**changes), 0.0, seconds, 1, control), interval=24)["word"] == word
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "word"),
+    [
+        (MergerStatus("m", 1, 4.0, 0.5), 4, "training"),
+        (MergerStatus("", 1, 0.0, 0.5), 4, "no merger"),
+        (MergerStatus(), 4, "training"),  # This broker does not know its merger.
+        (MergerStatus("", 1, 0.0, 0.5), 2000, "training"),  # The islands of a run that has ended are about to leave.
+    ],
+)
+def test_a_run_without_a_merger_is_not_shown_as_training(status: MergerStatus, step: int, word: str) -> None:
+    seen = view(known=2, live=2, rounds=3, step=step)
+    assert state_of(Reading(seen, 0.0, 0.0, 1, merger_status=status), interval=24)["word"] == word
 
 
 def test_events_are_newest_first_and_repeated_refusals_are_counted() -> None:
