@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -206,30 +205,27 @@ def create(
         MismatchError: The run exists with another config.
         DataError: The weights do not fit the model.
     """
-    is_new = transport.run not in transport.reader.runs()
-    if is_new and not may_replace:
+    existing = _existing(transport)
+    if existing is None and not may_replace:
         require_no_islands(transport)
     keep_compiled()
 
     from archipelago.islands.creation import describe, first_snapshots
 
     fitting, corpus = require_usable(config)
-    if not is_new:
-        with suppress(UnknownRunError):  # its name is all that is left of it
-            found = transport.reader.manifest()
-            require_same(found, config, go_on)
-            return found, False
+    if existing is not None:
+        require_same(existing, config, go_on)
+        return existing, False
     manifest = replace(describe(transport.run, fitting, corpus.identity), uid=uuid.uuid4().hex)
     params = None
-    if weights is not None and is_new:
+    if weights is not None:
         files = WeightFiles(weights)
         if not require_fitting(files, fitting, corpus):
             say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
                 f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
         params = files.load(manifest.tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
-    if is_new:
-        tell_of_memory(manifest, transport.reader.memory())
+    tell_of_memory(manifest, transport.reader.memory())
     with progress(f"making the first {manifest.parameters:,} parameters"):
         snapshots = first_snapshots(manifest, params)
     try:
@@ -240,6 +236,14 @@ def create(
         found = transport.reader.manifest()
     require_same(found, config, go_on)
     return found, False
+
+
+def _existing(transport: Transport) -> Manifest | None:
+    """Return the manifest of the run of that name; None if the Redis has no such run, or only its name."""
+    try:
+        return transport.reader.manifest()
+    except UnknownRunError:
+        return None
 
 
 def require_same(found: Manifest, config: RunConfig, go_on: str = "") -> None:

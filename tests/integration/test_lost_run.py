@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
+from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.worker import Island
@@ -87,6 +88,12 @@ def test_a_new_run_does_not_replace_living_islands(lost: LostRun) -> None:
     lost.island.beat("left")
     lost.island.link.pump()
     init.require_no_islands(lost.transport)
+
+
+def test_a_run_of_which_only_the_name_is_left_is_a_lost_one(lost: LostRun) -> None:
+    lost.transport.connection.redis.sadd(REGISTRY, "tiny")
+    with failing(ConfigError, "init.islands-live"):
+        init.main(InitOptions(url=lost.url, run="tiny"))
 
 
 def test_an_empty_folder_cannot_continue_a_run(lost: LostRun, tmp_path: Path) -> None:
