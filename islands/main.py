@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from archipelago.islands.evaluator import Evaluator
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.sync.link import Link
+    from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)
 
@@ -267,24 +268,27 @@ def _run(
         with progress("writing the last checkpoint"):
             store.finish(island)
     log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
+    seconds = {
+        "imports": loaded, "joining": joined - loaded, "programs": compiled - joined, "state": ready - compiled
+    }  # fmt: skip
+    return _summary(island, state) | {"start_seconds": seconds}
+
+
+def _summary(island: Island, state: str) -> dict[str, object]:
+    """Return what the island has done, for `--json`."""
+    outbox = island.link.outbox
     return {
-        "island": name,
-        "run": manifest.run,
+        "island": island.name,
+        "run": island.manifest.run,
         "state": state,
         "steps": island.totals.steps,
         "tokens": island.totals.tokens,
         "global_step": island.ledger.global_step,
         "moments": island.moments,
-        "sent": link.outbox.sent,
+        "sent": outbox.sent,
         "refused": island.ledger.refused,
-        "bytes_up": link.outbox.bytes_up,
-        "bytes_down": link.bytes_down,
-        "start_seconds": {
-            "imports": loaded,
-            "joining": joined - loaded,
-            "programs": compiled - joined,
-            "state": ready - compiled,
-        },
+        "bytes_up": outbox.bytes_up,
+        "bytes_down": island.link.bytes_down,
     }
 
 

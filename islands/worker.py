@@ -216,9 +216,8 @@ class Island:
             self.action_log.add(BeginPass(point))
         is_held = self.ledger.is_held(is_served=self.link.is_served is not False, stretch=self.stretch)
         self.action_log.add(Steps(n, is_held))
-        self.pacer.dispatched(
-            n, self.clock()
-        )  # noted first, because on a CPU the call below may do the arithmetic itself
+        # This is noted first, because on a CPU the call below may do the arithmetic itself.
+        self.pacer.dispatched(n, self.clock())
         schedule_step = jax.device_put(np.int32(min(self.ledger.global_step, self.run_steps)))  # constant from then on
         self.inner, losses_n = self.steps(self.inner, batch, schedule_step, *self.length_argument(self.run_steps))
         tokens = n * self.config.tokens_per_step

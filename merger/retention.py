@@ -113,9 +113,8 @@ class Retention:
                 self.controls.note("checkpoint", "this merger takes no checkpoints (--checkpoint-every 0)")
             return
         crowded = self._kept_bytes() > KEPT_BYTES_MAX / 2
-        urgent = (
-            is_last or crowded or asked not in ("", self._asked)
-        )  # a request whose checkpoint failed is not urgent again
+        is_asked = asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
+        urgent = is_last or crowded or is_asked
         if not self.checkpointer.is_due(self.clock(), urgent=urgent):
             return
         if self.checkpointer.lacks(state.closed, state.covered):

@@ -15,9 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from archipelago.broker.control import STEPS
-from archipelago.broker.errors import (
-    UnreachableError,
-)
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max

@@ -74,9 +74,8 @@ def _serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float],
             loaded, merger.epoch = False, 0
             pause(troubles.seconds(error))
     if merger.epoch:
-        _leave(
-            merger, loaded, "the run is finished" if is_over else f"it was stopped after round {merger.state.closed}"
-        )
+        why = "the run is finished" if is_over else f"it was stopped after round {merger.state.closed}"
+        _leave(merger, loaded, why)
     return is_over
 
 

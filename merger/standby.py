@@ -47,11 +47,8 @@ class Standing:
         try:
             status = self._transport.reader.merger_status() or MergerStatus()
             if self._serving is None or (status.holder and status.holder != self._serving):
-                who = (
-                    f"{status.holder} serves this run with epoch {status.epoch}"
-                    if status.holder
-                    else "another one serves"
-                )
+                known = f"{status.holder} serves this run with epoch {status.epoch}"
+                who = known if status.holder else "another one serves"
                 log.info("standing by as %s: %s. This merger takes over when that one ends", self._name, who)
                 self._serving = status.holder
             self._transport.merger.stand_by(self._name)

@@ -50,7 +50,7 @@ class MergerWatch:
         self._warned_at = now
         log.warning(
             "no merger serves the run %r. This island trains on within its window, and the run does not advance. "
-            "Start a merger with the URL of this island: `archipelago merger --run %s` (it reads $ARCHIPELAGO_URL).",
+            "Start one: `archipelago merger --run %s`, with $ARCHIPELAGO_URL set or with a merger's join file.",
             self._run,
             self._run,
             extra={"code": "island.no-merger"},
