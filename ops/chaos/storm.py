@@ -168,6 +168,6 @@ def _refused(transport: RedisTransport) -> frozenset[Identity]:
 
 
 def _bits_per_byte(transport: RedisTransport) -> float:
-    from archipelago.ops.watch.evaluate import evaluator  # It imports JAX, which takes seconds.
+    from archipelago.ops.watch.evaluate import evaluate  # It imports JAX, which takes seconds.
 
-    return evaluator(transport)().bits_per_byte
+    return evaluate(transport).bits_per_byte

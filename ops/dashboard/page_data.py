@@ -223,10 +223,9 @@ def _state(word: str, mood: str, sentence: str) -> dict[str, str]:
 
 def _lane(island: IslandView, strip: Sequence[int], rate: Rate | None, control: Mapping[str, str]) -> dict[str, Any]:
     up, down = (rate.up, rate.down) if rate and island.live else (0.0, 0.0)
-    silent = not island.live and island.state not in ("left", "done")
     return {
         **asdict(island),
-        "shown": "silent" if silent else island.state,
+        "shown": "silent" if island.is_silent else island.state,
         "strip": list(strip),
         "up_per_second": up,
         "down_per_second": down,

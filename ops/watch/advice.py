@@ -216,13 +216,8 @@ def worst(found: Sequence[Problem]) -> str:
     return f"{first.who}: {first.text} {first.remedy}" if first else ""
 
 
-def is_silent(island: IslandView) -> bool:
-    """Return whether the island sends no heartbeats, and did not say that it leaves."""
-    return not island.live and island.state not in ("left", "done")
-
-
 def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
-    if is_silent(island) and island.last_seen_seconds < SILENT_SHOWN_SECONDS:
+    if island.is_silent and island.last_seen_seconds < SILENT_SHOWN_SECONDS:
         yield Problem(
             "island.silent", "warn", island.name,
             "It sends no heartbeats: it was killed, or its machine or its link is down.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from archipelago.broker.errors import BrokerError
@@ -35,7 +34,7 @@ def main(options: EvaluateOptions) -> int:
     log_to_stderr("evaluate", run=options.run or "")
     transport = options.connect()
     with progress("evaluating the newest parameters"):
-        newest = evaluator(transport)()
+        newest = evaluate(transport)
     unit = loss_unit(transport.reader.manifest().corpus)
     loss = unit.from_evaluation(newest.bits_per_byte)
     if options.json:
@@ -45,8 +44,12 @@ def main(options: EvaluateOptions) -> int:
     return 0
 
 
-def evaluator(transport: ReaderTransport) -> Callable[[], Evaluation]:
-    """Return a function that evaluates the newest parameters and records the result, once for each round."""
+def evaluate(transport: ReaderTransport) -> Evaluation:
+    """Measure the newest parameters and record the result, unless `archipelago evaluate` has measured them already.
+
+    Raises:
+        BrokerError: The run's corpus is not on this machine (`broker.other-corpus`).
+    """
     manifest = transport.reader.manifest()
     keep_compiled()
 
@@ -64,22 +67,16 @@ def evaluator(transport: ReaderTransport) -> Callable[[], Evaluation]:
             "Copy the run's corpus to this machine.",
             code="broker.other-corpus",
         )
+    params, number, step = published(transport, manifest)
+    known = transport.reader.evaluations()
+    if known and known[-1].round == number and not known[-1].by:
+        return known[-1]
+    tokens = tokens_trained(transport, number)
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
+    measured = compile_measures(build(config.model), text, corpus.bytes_per_token)(params)
+    found = Evaluation(number, step, tokens, time.time(), measured.bits)
     unit = loss_unit(manifest.corpus)
-    measure = compile_measures(build(config.model), text, corpus.bytes_per_token)
-
-    def evaluate() -> Evaluation:
-        params, number, step = published(transport, manifest)
-        known = transport.reader.evaluations()
-        if known and known[-1].round == number and not known[-1].by:
-            return known[-1]
-        tokens = tokens_trained(transport, number)
-        measured = measure(params)
-        right = 100 * measured.accuracy
-        found = Evaluation(number, step, tokens, time.time(), measured.bits)
-        loss = unit.from_evaluation(found.bits_per_byte)
-        log.info("round %s: %.4f %s, %.1f %% right", number, loss, unit.name, right, extra={"round": number})
-        transport.reader.record_evaluation(found)
-        return found
-
-    return evaluate
+    loss, right = unit.from_evaluation(found.bits_per_byte), 100 * measured.accuracy
+    log.info("round %s: %.4f %s, %.1f %% right", number, loss, unit.name, right, extra={"round": number})
+    transport.reader.record_evaluation(found)
+    return found

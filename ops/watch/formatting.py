@@ -254,7 +254,7 @@ def bar(share: float, cells: int = BAR_CELLS) -> str:
 
 def _row(island: IslandView, *, with_bar: bool = False) -> dict[str, Text | str]:
     style = "green" if island.live and island.state == "training" else "yellow" if island.live else "dim"
-    state = island.state if island.live or island.state in ("left", "done") else "silent"
+    state = "silent" if island.is_silent else island.state
     share = f"{island.participation:.0%}"
     part = Text.assemble((bar(island.participation), style), f"{share:>5}") if with_bar else share
     return {

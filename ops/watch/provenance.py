@@ -174,6 +174,8 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
             f"archipelago merger --run {name}   # on one machine",
             f"archipelago island --run {name}   # {islands} islands on {hosts} machines",
         ]
+    if steered and hosts <= 1:
+        lines.append("export ARCHIPELAGO_URL=URL   # the one that `up` prints; then, while it trains:")
     lines += [f"archipelago steer --run {name} {entry.steered}   # at round {entry.round}" for entry in steered]
     return "\n".join(lines) + "\n"
 

@@ -79,6 +79,11 @@ class IslandView:
     device_memory_bytes: int = 0
     device_memory_limit_bytes: int = 0
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it sends no heartbeats, and did not say that it leaves."""
+        return not self.live and self.state not in ("left", "done")
+
 
 @dataclass(frozen=True)
 class RunView:

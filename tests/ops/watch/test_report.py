@@ -288,6 +288,8 @@ def test_the_commands_name_several_machines_weights_and_steering() -> None:
     assert "archipelago init --run sample-again" in script
     assert "--from 'my model.safetensors'" in script
     assert "archipelago steer --run sample-again outer.learning_rate=0.5" in script
+    here = commands(manifest, islands=3, hosts=1, steered=[steered])
+    assert here.index("archipelago up") < here.index("export ARCHIPELAGO_URL=") < here.index("archipelago steer")
 
 
 def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
