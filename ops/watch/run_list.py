@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +14,8 @@ from archipelago.broker import config as run_config
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
-from archipelago.broker.process import connect_to
+from archipelago.broker.invitation import is_join_file
+from archipelago.broker.process import URL_VARIABLE, connect_to
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.launch.administration import ADMIN_FILE
@@ -60,8 +62,9 @@ class RunEntry:
 
 
 def of_redis(url: str | None) -> list[RunEntry]:
-    """Return the runs that this user may read at a Redis. Raise BrokerError."""
-    finder = connect_to(url, "any") if url is None or "://" in url else connect_to(url, None)
+    """Return the runs that this user may read at a Redis; without a URL, at $ARCHIPELAGO_URL. Raise BrokerError."""
+    address = url or os.environ.get(URL_VARIABLE, "")
+    finder = connect_to(address, None if is_join_file(address) else "any")  # A join file names its run.
     try:
         names = finder.reader.runs()
     finally:

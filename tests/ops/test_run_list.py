@@ -15,8 +15,9 @@ import pytest
 import redis
 
 import archipelago
+from archipelago.broker import invitation as invitations
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
-from archipelago.broker.invitation import Member
+from archipelago.broker.invitation import Invitation, Member
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import Server, start_server
@@ -90,6 +91,14 @@ def test_runs_of_a_redis_with_their_state(url: str, raw: Any, capsys: pytest.Cap
     assert "no merger" in capsys.readouterr().out
     served.close()
     paused.close()
+
+
+def test_runs_with_a_join_file(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    create(url, "mine").close()
+    invitations.write(Path("eyes.join"), Invitation(url, "mine", "eyes", "viewer"))
+    assert [entry["run"] for entry in listed(capsys, "eyes.join")] == ["mine"]
+    monkeypatch.setenv("ARCHIPELAGO_URL", "eyes.join")
+    assert [(entry["run"], entry["state"]) for entry in listed(capsys)] == [("mine", "new")]
 
 
 def folder_of(name: str, **report: object) -> Path:
