@@ -13,15 +13,8 @@ from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import MergerStatus
-from archipelago.ops.dashboard.history import (
-    POINTS_DRAWN,
-    History,
-    QueueRow,
-    columns,
-    joined_evaluations,
-    joined_queues,
-    thinned,
-)
+from archipelago.ops.dashboard.history import POINTS_DRAWN, History, QueueRow, joined_evaluations, joined_queues
+from archipelago.ops.dashboard.trails import columns, thinned
 from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.health import Event, events_of, lacks_merger, stall_seconds
 from archipelago.ops.watch.remedies import remedy_of, with_comebacks

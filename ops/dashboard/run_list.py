@@ -13,7 +13,8 @@ from archipelago.broker.config import RunConfig, differing, from_toml
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.transport import Transport
-from archipelago.ops.dashboard.history import joined_evaluations, thinned
+from archipelago.ops.dashboard.history import joined_evaluations
+from archipelago.ops.dashboard.trails import thinned
 from archipelago.ops.watch import run_list, run_summary
 from archipelago.ops.watch.run_view import RECENT_ROUNDS, glance
 

@@ -15,8 +15,9 @@ from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Refusal
 from archipelago.broker.transport import MergerStatus, ReaderTransport
-from archipelago.ops.dashboard.history import History, QueueRow, Trail, joined_queues
+from archipelago.ops.dashboard.history import History, QueueRow, joined_queues
 from archipelago.ops.dashboard.page_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
+from archipelago.ops.dashboard.trails import Trail
 from archipelago.ops.watch.advice import ProblemLog, problems
 from archipelago.ops.watch.health import Health, covered_round
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, RunView, glance

@@ -226,16 +226,7 @@ def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
         )  # fmt: skip
     if not island.live:
         return
-    if island.link.startswith("thin link"):
-        yield Problem(
-            "island.thin-link", "info", island.name, f"Its link is thin: {island.link.removeprefix('thin link ')}.",
-            "Nothing has to be done: it sends fewer bits, and less often. A faster link gives its work more weight.",
-        )  # fmt: skip
-    elif island.link != "ok" and not island.link.startswith("no merger"):  # That is `merger.missing`.
-        yield Problem(
-            "island.link", "warn", island.name, f"Its link fails: {island.link}.",
-            f"Check the network between {island.host} and Redis. It trains on, and sends when the link is back.",
-        )  # fmt: skip
+    yield from _link_problems(island)
     if island.factor < 1.0:
         yield Problem(
             "island.lowered", "warn", island.name,
@@ -250,6 +241,23 @@ def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
             f"Its host uses {island.host_memory_bytes / island.host_memory_limit_bytes:.0%} of its memory.",
             f"Stop other processes on {island.host}. When memory ends, the system kills one of them.",
         )  # fmt: skip
+    yield from _slow_problems(island, view)
+
+
+def _link_problems(island: IslandView) -> Iterator[Problem]:
+    if island.link.startswith("thin link"):
+        yield Problem(
+            "island.thin-link", "info", island.name, f"Its link is thin: {island.link.removeprefix('thin link ')}.",
+            "Nothing has to be done: it sends fewer bits, and less often. A faster link gives its work more weight.",
+        )  # fmt: skip
+    elif island.link != "ok" and not island.link.startswith("no merger"):  # That is `merger.missing`.
+        yield Problem(
+            "island.link", "warn", island.name, f"Its link fails: {island.link}.",
+            f"Check the network between {island.host} and Redis. It trains on, and sends when the link is back.",
+        )  # fmt: skip
+
+
+def _slow_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
     paces = [other.step_seconds for other in view.islands if other.live and other.step_seconds > 0.0]
     usual = statistics.median_low(paces) if len(paces) > 1 else math.inf
     if island.step_seconds > SLOW_TIMES * usual:

@@ -17,19 +17,16 @@ from archipelago.ops.dashboard.history import (
     ISLAND_POINTS,
     ISLANDS_KEPT,
     POINTS_DRAWN,
-    ROWS_KEPT,
     History,
     IslandRow,
     QueueRow,
     RoundRow,
-    Trail,
     joined_evaluations,
     joined_losses,
     joined_queues,
     joined_rounds,
-    smoothed,
-    thinned,
 )
+from archipelago.ops.dashboard.trails import ROWS_KEPT, Trail, smoothed, thinned
 from archipelago.ops.watch.run_view import RECENT_ROUNDS
 from tests import samples
 
