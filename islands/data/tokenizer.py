@@ -125,7 +125,8 @@ class TextTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text. All cores of this machine work on it."""
         dtype = dtype_of(self.vocabulary)
-        return [np.array(found.ids, dtype) for found in self._inner.encode_batch_fast(list(texts))]
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype) for each in found]
 
     def bytes_of(self, tokens: Iterable[int]) -> bytes:
         """Return the bytes that the tokens stand for. Raises IndexError for a token outside the vocabulary."""

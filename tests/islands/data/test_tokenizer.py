@@ -124,12 +124,14 @@ def test_a_stream_that_ends_early_ends_the_pieces() -> None:
 
 
 def other() -> Any:
-    """Return a byte-level tokenizer as other programs write it, with special tokens."""
-    from tokenizers import AddedToken, Tokenizer
+    """Return a byte-level tokenizer as other programs write it, with special tokens, one of them before each text."""
+    from tokenizers import AddedToken, Tokenizer, processors
 
     inner = Tokenizer.from_str(LEARNED.to_json())
     inner.add_special_tokens(["<|endoftext|>"])
     inner.add_tokens([AddedToken("  two spaces", normalized=False)])
+    first = ("<|endoftext|>", inner.token_to_id("<|endoftext|>"))
+    inner.post_processor = processors.TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
     inner.enable_truncation(4)
     inner.enable_padding(length=8)
     return inner
@@ -141,6 +143,7 @@ def test_a_tokenizer_of_another_program_is_read_without_its_limits(tmp_path: Pat
     found = tokenizer.from_file(path)
     text = "a much longer text than four tokens<|endoftext|>  two spaces"
     assert found.bytes_of(found.encode(text)).decode() == text
+    assert found.encode_batch([text])[0].tolist() == found.encode(text)
     assert found.vocabulary == LEARNED.vocabulary + 2
     assert tokenizer.encoding_of(str(tmp_path)).meaning == found.meaning  # type: ignore[union-attr]
     assert tokenizer.encoding_of(str(path)).meaning == found.meaning  # type: ignore[union-attr]
