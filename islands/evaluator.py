@@ -12,8 +12,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Final
+from contextlib import contextmanager
+from typing import Final, TypeVar
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, WireError
 from archipelago.broker.loss_unit import loss_unit
@@ -38,6 +38,8 @@ TICK_SECONDS: Final = 1.0
 #: How long an island waits at the end of a run until its last contributions are merged.
 MERGED_SECONDS: Final = 20.0
 POLL_SECONDS: Final = 0.1
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +106,8 @@ class Evaluator:
 
         Call this before the first inner step. A short run would be over before they are evaluated.
         """
-        with suppress(BrokerError, WireError):
-            found = self._newest() if self._holds_lease() else None
-            self._initial = found if found is not None and found[1] == 0 else None
+        found = _attempt("keep the initial parameters", lambda: self._newest() if self._holds_lease() else None)
+        self._initial = found if found is not None and found[1] == 0 else None
         self._thread.start()
 
     def stop(self) -> None:
@@ -117,8 +118,7 @@ class Evaluator:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(2.0)
-        with suppress(BrokerError, WireError):  # the lease also ends by itself
-            self._free_lease()
+        _attempt("free the lease", self._free_lease)  # it also ends by itself
 
     def turn(self) -> Evaluation | None:
         """Evaluate if this island holds the lease and an evaluation is due. Return the result, if any."""
@@ -140,13 +140,7 @@ class Evaluator:
 
         The initial parameters come first, if the run was too short for them. A failure ends no island.
         """
-        try:
-            return self._finish(stopped)
-        except (BrokerError, WireError) as error:
-            log.debug("no last evaluation: %s", error)
-        except Exception as error:  # noqa: BLE001 - the island still has to write its checkpoint
-            log.warning("this island could not evaluate the final parameters (%.300s)", error)
-        return None
+        return _attempt("evaluate the final parameters", lambda: self._finish(stopped))
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -264,6 +258,17 @@ class Evaluator:
         if self._curves is not None:
             self._curves.put(step, {"held_out_loss": loss, "accuracy": measured.accuracy, "round": number})
         return found
+
+
+def _attempt(what: str, call: Callable[[], T]) -> T | None:
+    """Return the result of a call. A failure is only logged, because an island trains without evaluations, too."""
+    try:
+        return call()
+    except (BrokerError, WireError) as error:
+        log.debug("cannot %s: %s", what, error)
+    except Exception as error:  # noqa: BLE001 - such as a device without memory for another copy of the parameters
+        log.warning("this island cannot %s (%.300s)", what, error)
+    return None
 
 
 def tokens_trained(transport: ReaderTransport, round_number: int) -> int:

@@ -186,18 +186,21 @@ def test_an_island_that_ends_before_the_others_has_evaluated_the_initial_paramet
     assert run.transport.island.lease_evaluation("b/x", 1.0)
 
 
-def test_a_failing_evaluation_does_not_stop_the_island(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("part", "evaluated"), [("_compiled", 0), ("_newest", 1)])
+def test_a_failing_evaluation_does_not_stop_the_island(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch, part: str, evaluated: int
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     evaluator = of(run, run.island("a"))
-    monkeypatch.setattr(evaluator, "_compiled", fail)
+    monkeypatch.setattr(evaluator, part, fail)
     evaluator.start()
     evaluator._thread.join()
     evaluator.stop()
     run.transport.island.heartbeat(samples.heartbeat("a", "done"))
-    assert evaluator.finish(lambda: False) is None
-    assert run.transport.reader.evaluations() == []
+    evaluator.finish(lambda: False)
+    assert len(run.transport.reader.evaluations()) == evaluated
 
 
 def test_a_loss_that_is_not_finite_is_recorded_as_not_a_number(run: TinyRun) -> None:
