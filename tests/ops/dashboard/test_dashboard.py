@@ -661,7 +661,7 @@ def test_it_loads_no_jax_and_no_plotly() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name.removeprefix("archipelago.").partition(".")[0] for name in done.stdout.split()}
     assert {"starlette", "uvicorn", "redis"} <= loaded
-    assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "islands", "merger", "plotly", "matplotlib"}
+    assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "islands", "plotly", "matplotlib"}
 
 
 def test_an_outage_of_redis_is_shown_and_ends(tmp_path: Path) -> None:
