@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from archipelago.broker.config import BYTES, RunConfig, differing, flags
+from archipelago.broker.config import RunConfig, differing, flags
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import MismatchError
 from archipelago.broker.manifest import Manifest
@@ -44,14 +44,15 @@ def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") ->
 
 
 def own_flags(found: Manifest) -> str:
-    """Return the flags that give the run's own settings, without those that `init` has chosen itself."""
+    """Return the flags that give the run's own settings, without the learning rate if `init` has chosen it.
+
+    The vocabulary stays, because the user may have chosen a larger one than that of the tokenizer.
+    """
     from archipelago.islands.models.registry import learning_rate
 
     config = found.config
     if config.inner.learning_rate == learning_rate(config.model.size):
         config = replace(config, inner=replace(config.inner, learning_rate=None))
-    if found.corpus.tokenizer:
-        config = replace(config, model=replace(config.model, vocabulary=BYTES))
     return shlex.join(flags(config))
 
 

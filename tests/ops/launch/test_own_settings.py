@@ -12,13 +12,16 @@ import pytest
 from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig, flags
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import MismatchError
+from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.launch import up
 from archipelago.ops.launch.init import InitOptions, create
+from archipelago.ops.launch.own_settings import own_flags
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.verbs import parse
+from tests import samples
 from tests.failing import failing
 from tests.small import SMALL
 
@@ -105,3 +108,10 @@ def test_init_names_other_settings_too(transport: Transport) -> None:
 )
 def test_flags_give_the_config(config: RunConfig) -> None:
     assert parse(InitOptions, "archipelago init", flags(config)).settings == config
+
+
+def test_the_flags_keep_a_vocabulary_that_the_user_chose() -> None:
+    config = RunConfig(model=ModelConfig(vocabulary=300))
+    found = replace(samples.manifest(config=config), corpus=Corpus("text", "0" * 32, 1000, "1" * 32, 250))
+    again = parse(InitOptions, "archipelago init", shlex.split(own_flags(found)))
+    assert again.settings.model.vocabulary == 300
