@@ -247,7 +247,7 @@ def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
 def _link_problems(island: IslandView) -> Iterator[Problem]:
     if island.link.startswith("thin link"):
         yield Problem(
-            "island.thin-link", "info", island.name, f"Its link is thin: {island.link.removeprefix('thin link ')}.",
+            "island.thin-link", "info", island.name, f"It has a {island.link}.",
             "Nothing has to be done: it sends fewer bits, and less often. A faster link gives its work more weight.",
         )  # fmt: skip
     elif island.link != "ok" and not island.link.startswith("no merger"):  # That is `merger.missing`.
