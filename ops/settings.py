@@ -45,6 +45,11 @@ def config_file(args: Sequence[str]) -> RunConfig:
     return RunConfig()
 
 
+def is_given(flag: str) -> bool:
+    """Return whether a flag stands on this process's command line. Its default may be a value that nobody asked for."""
+    return any(arg == flag or arg.startswith(f"{flag}=") for arg in sys.argv[1:])
+
+
 def to_toml(settings: RunConfig) -> str:
     """Return the config as a TOML file that `--config` can read. Settings that are not set are left out."""
     return tomli_w.dumps(_set(dataclasses.asdict(settings)))

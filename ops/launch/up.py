@@ -34,7 +34,7 @@ from archipelago.ops.launch.open_run import OpenRun, administrator_at, opening_o
 from archipelago.ops.launch.session import RedisSupervisor, Session, SessionOptions, island_name
 from archipelago.ops.launch.standbys import require_standbys
 from archipelago.ops.plots import can_draw
-from archipelago.ops.settings import say, to_toml
+from archipelago.ops.settings import is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
 ISLANDS_MAX = 256
@@ -211,12 +211,15 @@ def _find_or_create(transport: Transport, config: RunConfig, folder: Path, optio
 def _extended(transport: Transport, found: Manifest, config: RunConfig, go_on: str) -> RunConfig:
     """Extend a run if the user gives more steps than it has, and return the config with its original number of steps.
 
-    The extension is a steered change (`archipelago steer inner.steps=N`), so that the tape records it.
+    The extension is a steered change (`archipelago steer inner.steps=N`), so that the tape records it. Without
+    --inner.steps, the run keeps its length: the default is that of new runs.
 
     Raises:
         MismatchError: Another setting is not the run's. Nothing has changed then.
     """
     own, now, wanted = found.config.inner.steps, run_steps(found.config, transport.reader.control()), config.inner.steps
+    if wanted == RunConfig().inner.steps and not is_given(f"--{STEPS}"):
+        wanted = own
     same = replace(config, inner=replace(config.inner, steps=own))
     if wanted < now and wanted != own:
         require_same(found, config, go_on)
@@ -263,7 +266,8 @@ def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpO
     say()
     # A run that ends early may have had only one evaluation, which is the first and the last.
     fell = f"{formatting.number(first, 4)} → " if len(report["curve"]) > 1 else ""
-    learnt = f"{fell}{formatting.number(last, 4)} with {report['islands']} islands"
+    islands = f"{report['islands']} {'island' if report['islands'] == 1 else 'islands'}"
+    learnt = f"{fell}{formatting.number(last, 4)} with {islands}"
     say(f"held-out {report['unit']}: {learnt}; one process on as many tokens: {formatting.number(single, 4)}")
     say(f"  {report['syncs_in_words']}")
     picture = f"  picture: {folder / run_summary.PICTURE}" if can_draw() else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_a_larger_number_of_steps_extends_the_run(transport: Transport, tmp_path
         assert transport.reader.control() == {STEPS: str(CONFIG.inner.steps + 100)}
     with failing(MismatchError, "config.other-settings"):
         continued(transport, replace(CONFIG, inner=replace(CONFIG.inner, steps=CONFIG.inner.steps + 50)), tmp_path)
+
+
+def test_a_forgotten_flag_does_not_extend_the_run(
+    transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = RunConfig().inner.steps
+    assert default > CONFIG.inner.steps
+    config = replace(CONFIG, inner=replace(CONFIG.inner, steps=default))
+    continued(transport, config, tmp_path)
+    assert transport.reader.control() == {}
+    monkeypatch.setattr(sys, "argv", ["archipelago", "up", f"--inner.steps={default}"])
+    continued(transport, config, tmp_path)
+    assert transport.reader.control() == {STEPS: str(default)}
 
 
 def test_nothing_is_extended_when_another_setting_differs(transport: Transport, tmp_path: Path) -> None:
