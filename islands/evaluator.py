@@ -152,7 +152,7 @@ class Evaluator:
         deadline = self._clock() + MERGED_SECONDS
         while self._transport.reader.backlog() and self._clock() < deadline and not stopped():
             time.sleep(POLL_SECONDS)
-        # Nobody may hold the lease while it looks at the others: of two that end at once, each could rely on the other.
+        # The lease is free while this island looks at the others. Else two that end together could rely on each other.
         beats = (presence.heartbeat.state for presence in self._transport.reader.presences() if presence.is_live)
         if stopped() or any(state in ("joining", "training") for state in beats):
             return None
