@@ -45,6 +45,13 @@ def config_file(args: Sequence[str]) -> RunConfig:
     return RunConfig()
 
 
+def setting_text(value: object) -> str:
+    """Return the value of a setting as users write it; `unset` if the program chooses it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else '""' if value == "" else str(value)
+
+
 def is_given(flag: str) -> bool:
     """Return whether a flag stands on this process's command line. Its default may be a value that nobody asked for."""
     return any(arg == flag or arg.startswith(f"{flag}=") for arg in sys.argv[1:])

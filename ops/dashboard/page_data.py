@@ -15,6 +15,7 @@ from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard.history import POINTS_DRAWN, History, QueueRow, joined_evaluations, joined_queues
 from archipelago.ops.dashboard.trails import columns, thinned
+from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.health import Event, events_of, lacks_merger, stall_seconds
 from archipelago.ops.watch.remedies import remedy_of, with_comebacks
@@ -147,7 +148,7 @@ def progress(reading: Reading, history: History, config: RunConfig) -> dict[str,
 
 def settings(manifest: Manifest) -> dict[str, str]:
     """Return the run's settings as words, by name: its config, its corpus and the versions that created it."""
-    words = {name: "default" if value is None else str(value) for name, value in flat(manifest.config).items()}
+    words = {name: setting_text(value) for name, value in flat(manifest.config).items()}
     corpus = manifest.corpus
     words["corpus"] = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest[:12]}"
     words["tokenizer"] = f"{corpus.tokenizer[:12]}, {corpus.tokens:,} tokens" if corpus.tokenizer else "bytes"

@@ -9,6 +9,7 @@ from archipelago.broker.config import RunConfig, differing, flags
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import MismatchError
 from archipelago.broker.manifest import Manifest
+from archipelago.ops.settings import setting_text
 
 
 def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") -> None:
@@ -32,11 +33,12 @@ def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") ->
         remedy = f"To go on with the run's own settings: `{f'{go_on} {own_flags(found)}'.strip()}`."
     if STEPS in changed:
         remedy += f" To change the length of the run: `archipelago steer {STEPS}=N --run {found.run}`."
-    said = "; ".join(f"{key} is {_shown(theirs)} (given: {_shown(ours)})" for key, (theirs, ours) in changed.items())
+    shown = {key: (setting_text(theirs), setting_text(ours)) for key, (theirs, ours) in changed.items()}
+    said = "; ".join(f"{key} is {theirs} (given: {ours})" for key, (theirs, ours) in shown.items())
     raise MismatchError(
-        ", ".join(changed),
-        ", ".join(_shown(theirs) for theirs, _ in changed.values()),
-        ", ".join(_shown(ours) for _, ours in changed.values()),
+        ", ".join(shown),
+        ", ".join(theirs for theirs, _ in shown.values()),
+        ", ".join(ours for _, ours in shown.values()),
         f"{remedy} For other settings, name another run with --run.",
         code="config.other-settings",
         what=f"the run {found.run!r} has other settings: {said}",
@@ -54,7 +56,3 @@ def own_flags(found: Manifest) -> str:
     if config.inner.learning_rate == learning_rate(config.model.size):
         config = replace(config, inner=replace(config.inner, learning_rate=None))
     return shlex.join(flags(config))
-
-
-def _shown(value: object) -> str:
-    return "unset" if value is None else repr(value) if value == "" else str(value)

@@ -15,6 +15,7 @@ import tomli_w
 from archipelago.broker.config import RunConfig, flat
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
+from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.formatting import ago, number, size
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.syncs import in_words
@@ -77,7 +78,7 @@ def provenance(
             "Versions": dict(manifest.versions),
             "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
         },
-        settings={key: _text(value) for key, value in settings.items()},
+        settings={key: setting_text(value) for key, value in settings.items()},
         changed=[key for key, value in settings.items() if value != defaults[key]],
         commands=commands(manifest, view.known, len(machines), [e for e in tape if e.steered]),
         picture=picture if report.get("curve_one_process") else b"",  # Without a baseline, the page's chart has it all.
@@ -190,10 +191,6 @@ def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
         elif value != defaults[key] and value is not None:
             out[key] = value
     return out
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value) if value != "" else '""'
 
 
 def _date(unix_seconds: float) -> str:
