@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from archipelago.broker.control import STEPS
@@ -21,6 +23,8 @@ DETAIL_ROUNDS = 96
 #: The number of newest rounds in the histogram of staleness.
 STALENESS_ROUNDS = 1024
 MARKS_KEPT = 100
+#: The run was paused or stopped if the time between two rounds is this many times as long as usual.
+PAUSE_TIMES = 20.0
 #: Islands whose own losses are kept, and rows and drawn points of each.
 ISLANDS_KEPT, ISLAND_ROWS, ISLAND_POINTS = 64, 512, 120
 
@@ -226,10 +230,13 @@ class History:
         return [lengths[bisect_right(begins, number)] for number in rounds]
 
     def steps_per_second(self) -> float:
-        """Return the global steps per second over the recent rounds; NaN if it is not known."""
+        """Return the global steps per second over the recent rounds, since the last pause; NaN if it is not known."""
         rows = [row for row in self._trail.rows[-RECENT_ROUNDS:] if not math.isnan(row.unix_seconds)]
-        seconds = rows[-1].unix_seconds - rows[0].unix_seconds if rows else 0.0
-        return (rows[-1].step - rows[0].step) / seconds if seconds > 0.0 else math.nan
+        gaps = [after.unix_seconds - before.unix_seconds for before, after in pairwise(rows)]
+        usual = statistics.median(gaps) if gaps else 0.0
+        begin = max((n + 1 for n, gap in enumerate(gaps) if gap > PAUSE_TIMES * usual > 0.0), default=0)
+        seconds = rows[-1].unix_seconds - rows[begin].unix_seconds if rows else 0.0
+        return (rows[-1].step - rows[begin].step) / seconds if seconds > 0.0 else math.nan
 
     def lines(self, points: int = POINTS_DRAWN) -> dict[str, list[float]]:
         """Return columns over rounds, thinned to at most `points`."""

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from archipelago.broker.config import RunConfig
@@ -199,7 +200,8 @@ def _checkpoint_problems(view: RunView, health: Health, tape: Sequence[TapeEntry
     times = [entry.unix_seconds for entry in tape if entry.unix_seconds]
     if len(times) < 2 or behind <= 0 or not health.merger_status.holder:
         return
-    seconds = behind * (times[-1] - times[0]) / (len(times) - 1)
+    # The median, because the run may have stood still for a night between two of these rounds.
+    seconds = behind * statistics.median(after - before for before, after in pairwise(times))
     if seconds > CHECKPOINT_SECONDS:
         newest = f"the newest one ends at round {health.covered:,}" if health.covered else "there is none yet"
         yield Problem(

@@ -150,6 +150,13 @@ def test_the_speed_of_a_run() -> None:
     assert math.isnan(history(timed[:1]).steps_per_second())
 
 
+def test_a_night_without_rounds_does_not_count_for_the_speed() -> None:
+    times = [10.0 * n + (36_000.0 if n > 4 else 0.0) for n in range(8)]
+    tape = [entry(n + 1, [member("a")], step=8 * n, unix_seconds=1e9 + at) for n, at in enumerate(times)]
+    assert history(tape).steps_per_second() == pytest.approx(0.8)
+    assert math.isnan(history(tape[:6]).steps_per_second())  # One round is no speed.
+
+
 def test_staleness_is_counted() -> None:
     assert history([entry(1, [member("a"), member("b", 3)]), entry(2, [member("a")])]).staleness() == [2, 0, 0, 1]
     assert History(2).staleness() == []

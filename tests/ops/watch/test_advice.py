@@ -126,6 +126,8 @@ def test_a_late_checkpoint() -> None:
     tape = tape_of([2.0] * 7, seconds=100.0)
     assert look(view(tape=tape), replace(SERVED, covered=0), tape=tape) == ["checkpoint.late"]
     assert look(view(tape=tape), replace(SERVED, covered=2), tape=tape) == []
+    night = [replace(each, unix_seconds=each.unix_seconds - 36_000.0) for each in tape[:3]] + tape[3:]
+    assert look(view(tape=tape), replace(SERVED, covered=2), tape=night) == []
 
 
 @pytest.mark.parametrize(
