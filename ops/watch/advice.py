@@ -14,7 +14,7 @@ from typing import Literal
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
-from archipelago.ops.watch.health import Event, Health, lacks_merger, stall_seconds
+from archipelago.ops.watch.health import Event, Health, lacks_merger, stall_seconds, stride_seconds
 from archipelago.ops.watch.remedies import NOTHING, refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
@@ -169,13 +169,25 @@ def _loss_problems(
             "Look at the text and its tokenizer, and at the learning rate: too high and too low look the same. "
             "`archipelago up --islands 1` on the same data shows whether one process learns.",
         )  # fmt: skip
-    allowed = max(EVALUATION_SECONDS, EVALUATION_STRIDES * stall_seconds(view, config.sync.interval) / 3.0)
-    age = unix_seconds - evaluations[-1].unix_seconds if evaluations else 0.0
-    if view.live and age > allowed and evaluations[-1].round < view.rounds:
+    yield from _evaluation_problems(view, config, tape, evaluations, unix_seconds)
+
+
+def _evaluation_problems(
+    view: RunView, config: RunConfig, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], unix_seconds: float
+) -> Iterator[Problem]:
+    if not view.live or not evaluations or evaluations[-1].round >= view.rounds:
+        return
+    newest = evaluations[-1]
+    due = newest.unix_seconds
+    if tape and tape[0].round <= newest.round + 1:  # The run may have stood still since then.
+        due = max(due, min((entry.unix_seconds for entry in tape if entry.round > newest.round), default=due))
+    allowed = max(EVALUATION_SECONDS, EVALUATION_STRIDES * stride_seconds(view, config.sync.interval))
+    if unix_seconds - due > allowed:
+        age = unix_seconds - newest.unix_seconds
         yield Problem(
             "evaluation.old", "warn", "run", f"The newest held-out figure is {age / 60:,.0f} min old.",
             "One island evaluates, unless all were started with --evaluate-every 0. Look at its log. "
-            "`archipelago evaluate URL` measures once, on this machine.", age - allowed,
+            "`archipelago evaluate URL` measures once, on this machine.", unix_seconds - due - allowed,
         )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def trouble(view: RunView, health: Health, interval: int) -> str:
 
 def stall_seconds(view: RunView, interval: int) -> float:
     """Return the seconds without a closed round after which a run counts as stalled, for an interval of H steps."""
-    return max(STALL_SECONDS, STALL_STRIDES * _stride_seconds(view, interval))
+    return max(STALL_SECONDS, STALL_STRIDES * stride_seconds(view, interval))
 
 
 def as_json(view: RunView, health: Health, problem: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def as_json(view: RunView, health: Health, problem: str) -> dict[str, Any]:
     }
 
 
-def _stride_seconds(view: RunView, interval: int) -> float:
+def stride_seconds(view: RunView, interval: int) -> float:
     """Return the seconds between two contributions of the fastest live island."""
     steps = [island.step_seconds for island in view.islands if island.live and island.step_seconds > 0]
     return min(steps, default=0.0) * interval / max(1, view.fragments)

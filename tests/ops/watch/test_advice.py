@@ -156,6 +156,11 @@ def test_an_old_evaluation() -> None:
     assert look(view(), evaluations=old) == ["evaluation.old"]
     assert look(view(), evaluations=[replace(old[0], unix_seconds=NOW - 800.0)]) == []
     assert look(view(), evaluations=[replace(old[0], round=1)]) == []  # No round has closed since.
+    begun_again = [replace(ROUND, round=1, unix_seconds=NOW - 5.0)]
+    assert look(view(), evaluations=old, tape=begun_again) == []  # The run has stood still since then.
+    assert look(view(), evaluations=old, tape=[replace(begun_again[0], unix_seconds=NOW - 1500.0)]) == [
+        "evaluation.old"
+    ]
 
 
 def test_the_begin_and_the_end_of_a_problem_are_events() -> None:
