@@ -125,10 +125,7 @@ def main(options: UpOptions) -> int:
         session = Session(options.session(), manifest, transport, url, folder, stopped, redis, joins)
         finished = session.train()
         report = session.report(described, with_comparison=finished and options.one_process)
-    if session.seconds or run_summary.read(folder) is None:
-        run_summary.write(folder, report)
-    else:  # This call trained nothing, so the report of the call that did is kept.
-        report = run_summary.read(folder) or report
+    report = _kept_report(folder, report, has_trained=bool(session.seconds))
     _farewell(report, finished, folder, options)
     if finished and not _has_losses(report):
         raise ArchipelagoError(
@@ -137,6 +134,15 @@ def main(options: UpOptions) -> int:
             code="up.no-loss",
         )
     return 0 if finished else INTERRUPTED
+
+
+def _kept_report(folder: Path, report: dict[str, Any], *, has_trained: bool) -> dict[str, Any]:
+    """Write the report and return it. A call that trained nothing keeps the report of the call that did."""
+    kept = run_summary.read(folder)
+    if kept and not has_trained and kept.keys() >= report.keys():  # Otherwise it is damaged, or of another version.
+        return kept
+    run_summary.write(folder, report)
+    return report
 
 
 def _has_losses(report: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from archipelago.broker.transport import Memory
 from archipelago.ops.launch import up
 from archipelago.ops.launch.session import Session
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
+from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.run_view import summarise
 from tests import samples
 from tests.failing import failing
@@ -54,6 +55,25 @@ def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> No
     mine = session(tmp_path)
     mine.manifest = manifest
     assert [(problem.code, problem.who) for problem in Session._problems(mine, view)] == [("island.silent", "oslo")]
+
+
+@pytest.mark.parametrize(
+    ("found", "has_trained", "kept"),
+    [
+        ({"run": "a", "islands": 3, "seconds": 9.0}, False, True),
+        ({"run": "a", "islands": 3, "seconds": 9.0}, True, False),
+        ({"run": "a", "seconds": 9.0}, False, False),  # of another version
+        (None, False, False),
+    ],
+)
+def test_a_call_that_trained_nothing_keeps_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, object] | None, has_trained: bool, kept: bool
+) -> None:
+    report, written = {"run": "a", "islands": 3, "seconds": 0.0}, []
+    monkeypatch.setattr(run_summary, "read", lambda folder: found)
+    monkeypatch.setattr(run_summary, "write", lambda folder, report: written.append(report))
+    assert up._kept_report(tmp_path, report, has_trained=has_trained) == (found if kept else report)
+    assert written == ([] if kept else [report])
 
 
 @pytest.mark.parametrize(("first", "last", "has"), [(7.5, 2.0, True), (7.5, math.nan, False), (math.nan, 2.0, False)])
