@@ -18,8 +18,9 @@ from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.dashboard.history import History, QueueRow, joined_queues
 from archipelago.ops.dashboard.page_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
 from archipelago.ops.dashboard.trails import Trail
-from archipelago.ops.watch.advice import ProblemLog, problems
+from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.health import Health, covered_round
+from archipelago.ops.watch.problem_log import ProblemLog
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RECENT_ROUNDS, RunView, glance
 
 LOOK_SECONDS = 1.0

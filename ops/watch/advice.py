@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
-from archipelago.ops.watch.health import Event, Health, lacks_merger, stall_seconds, stride_seconds
-from archipelago.ops.watch.remedies import NOTHING, refusal_remedy
+from archipelago.ops.watch.health import Health, lacks_merger, stall_seconds, stride_seconds
+from archipelago.ops.watch.remedies import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 Mood = Literal["bad", "warn", "info"]
@@ -39,7 +39,6 @@ FLAT_SHARE = 0.995
 SLOW_TIMES = 3.0
 #: A host that uses more than this share of its memory is about to kill processes.
 HOST_SHARE = 0.95
-EVENTS_KEPT = 200
 _ORDER = ("bad", "warn", "info")
 
 
@@ -293,51 +292,3 @@ def _refusal_problems(health: Health, unix_seconds: float) -> Iterator[Problem]:
                 f"A contribution to round {refusal.round:,} was refused: {refusal.reason}.",
                 refusal_remedy(refusal.reason), max(0.0, age),
             )  # fmt: skip
-
-
-class ProblemLog:
-    """The beginnings and ends of problems, as events, in bounded memory."""
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[str, str], Problem] = {}
-        self._events: list[Event] = []
-
-    def update(self, found: Iterable[Problem], unix_seconds: float, live: Container[str] = ()) -> None:
-        """Compare the present problems with those of the last call. Those that the merger notes have events already.
-
-        Args:
-            found: The present problems.
-            unix_seconds: The reader's wall clock.
-            live: The names of the live islands.
-        """
-        now = {(each.code, each.who): each for each in found if each.code not in _NOTED}
-        for key, problem in now.items():
-            if key not in self._open:
-                began = unix_seconds - problem.seconds
-                kind = problem.code.partition(".")[2]
-                self._events.append(Event(began, problem.who, kind, problem.text, problem.remedy))
-        for key, problem in self._open.items():
-            if key not in now:
-                self._events.append(_end_of(problem, unix_seconds, live))
-        self._open = now
-        del self._events[:-EVENTS_KEPT]
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """The events, oldest first."""
-        return tuple(self._events)
-
-
-_NOTED = frozenset(["island.refused", "island.lowered", "run.paused"])
-_ENDS = {
-    "island.silent": "It has left, or is silent for so long that it counts as gone.",
-    "merger.missing": "A merger serves again.",
-    "run.no-islands": "An island is live again.",
-    "run.stalled": "Rounds close again.",
-}
-
-
-def _end_of(problem: Problem, unix_seconds: float, live: Container[str]) -> Event:
-    if problem.code == "island.silent" and problem.who in live:
-        return Event(unix_seconds, problem.who, "came back", "It sends heartbeats again.", NOTHING)
-    return Event(unix_seconds, problem.who, "over", _ENDS.get(problem.code, f"Over: {problem.text}"), NOTHING)

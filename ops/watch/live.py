@@ -24,9 +24,10 @@ from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import print_json, stop_on_signals
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch import formatting, health
-from archipelago.ops.watch.advice import ProblemLog, problems, worst
+from archipelago.ops.watch.advice import problems, worst
 from archipelago.ops.watch.health import Event, events_of, read_health, trouble
 from archipelago.ops.watch.live_screen import LiveReading, Screen
+from archipelago.ops.watch.problem_log import ProblemLog
 from archipelago.ops.watch.run_view import RECENT_ROUNDS, RunView, glance
 
 READ_SECONDS = 1.0

@@ -16,8 +16,9 @@ from archipelago.broker.control import Control
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, Refusal, TapeEntry
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice
-from archipelago.ops.watch.advice import Problem, ProblemLog, problems, rising
+from archipelago.ops.watch.advice import Problem, problems, rising
 from archipelago.ops.watch.health import Event, Health
+from archipelago.ops.watch.problem_log import ProblemLog
 from archipelago.ops.watch.remedies import NOTHING, remedy_of, with_comebacks
 from archipelago.ops.watch.run_view import RunView, summarise
 from tests import samples
