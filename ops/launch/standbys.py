@@ -46,7 +46,7 @@ class Standby(Child):
     def tend(self, now: float) -> str:
         """Restart the process if it has died. Return a message about that, or an empty string."""
         if self.is_ready():
-            self.restarts = 0  # It can be loaded, so earlier failures do not count.
+            self.restarts = self.failures = 0  # It can be loaded, so earlier failures do not count.
         return super().tend(now)
 
     def is_ready(self) -> bool:

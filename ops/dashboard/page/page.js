@@ -39,10 +39,11 @@ function span(seconds) {
   return `${(seconds / 86400).toFixed(1)} d`;
 }
 
-function clock(seconds) {
+/** Returns a time of today, or the date and the time of another day. */
+function clock(seconds, withSeconds = true) {
   const at = new Date(seconds * 1e3), now = new Date();
   const time = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
-  return at.toDateString() === now.toDateString() ? time : `${at.getMonth() + 1}/${at.getDate()} ${time.slice(0, 5)}`;
+  return at.toDateString() === now.toDateString() ? time.slice(0, withSeconds ? 8 : 5) : `${at.getMonth() + 1}/${at.getDate()} ${time.slice(0, 5)}`;
 }
 
 // -- the page ----------------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ function write() {
 function ending(seconds) {
   if (seconds === null || inlined) return "";
   const at = Date.now() / 1e3 + seconds;
-  return seconds ? `The run ends in about ${span(seconds)}, at ${clock(at).slice(0, -3)}.` : "";
+  return seconds ? `The run ends in about ${span(seconds)}, at ${clock(at, false)}.` : "";
 }
 
 function writeTiles(run) {

@@ -338,6 +338,12 @@ def test_every_text_is_readable(driver: WebDriver, address: str, opened: Opened,
     assert [found for found in ratios if found[0] < 4.5] == []
 
 
+def test_the_end_of_a_run_has_hours_and_minutes(driver: WebDriver, address: str, opened: Opened) -> None:
+    opened(address)
+    assert re.search(r" at (\d+/\d+ )?\d\d:\d\d\.$", driver.execute_script("return ending(60)"))
+    assert re.search(r" at \d+/\d+ \d\d:\d\d\.$", driver.execute_script("return ending(200000)"))
+
+
 def test_the_choice_of_theme_is_kept(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
     def ground() -> Any:
         return driver.execute_script(
