@@ -39,7 +39,8 @@ class Footprint:
 
     def describe(self) -> str:
         """Return the parts in words."""
-        return f"an island {in_gb(self.island)}, the merger {in_gb(self.merger)}, Redis {in_gb(self.redis)}"
+        island, merger, redis = (memory_text(part) for part in (self.island, self.merger, self.redis))
+        return f"an island {island}, the merger {merger}, Redis {redis}"
 
 
 def footprint(manifest: Manifest) -> Footprint:
@@ -56,9 +57,9 @@ def footprint(manifest: Manifest) -> Footprint:
     )
 
 
-def in_gb(size: float) -> str:
-    """Return a number of bytes in GB."""
-    return f"{size / 1e9:.1f} GB"
+def memory_text(size: float) -> str:
+    """Return a number of bytes in GB, or in MB if it is small."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.0f} MB"
 
 
 def shortage(part: str, needed: int, available: int) -> str:
@@ -66,7 +67,7 @@ def shortage(part: str, needed: int, available: int) -> str:
     if needed <= available:
         return ""
     return (
-        f"{part} needs about {in_gb(needed)} of memory, and {in_gb(available)} are available: "
+        f"{part} needs about {memory_text(needed)} of memory, and {memory_text(available)} are available: "
         "it may be killed. Free some, use another machine, or choose a smaller model or batch"
     )
 

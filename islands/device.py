@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from archipelago.broker.footprint import ISLAND_BASE, available_here, footprint, in_gb, shortage
+from archipelago.broker.footprint import ISLAND_BASE, available_here, footprint, memory_text, shortage
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.worker import Island
@@ -50,12 +50,12 @@ def memory_in_words(manifest: Manifest, device: jax.Device) -> tuple[str, list[s
     said = f"memory: {needed.describe()}"
     if device.platform == "cpu":
         words = shortage("this island", needed.island, available)
-        return f"{said}; {in_gb(available)} are available here", [words] if words else []
+        return f"{said}; {memory_text(available)} are available here", [words] if words else []
     on_device = needed.island - ISLAND_BASE
     on_host = ISLAND_BASE + HOST_PER_PARAMETER * manifest.parameters
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    said += f"; here {in_gb(on_device)} of {in_gb(limit) if limit else 'the memory'} on the device, and "
-    said += f"{in_gb(on_host)} of {in_gb(available)} on the machine"
+    said += f"; here {memory_text(on_device)} of {memory_text(limit) if limit else 'the memory'} on the device, and "
+    said += f"{memory_text(on_host)} of {memory_text(available)} on the machine"
     troubles = [shortage("this island, on its machine,", on_host, available)]
     troubles += [shortage("this island, on its device,", on_device, limit)] if limit else []
     return said, [words for words in troubles if words]

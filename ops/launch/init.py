@@ -15,7 +15,7 @@ from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
-from archipelago.broker.footprint import available_here, footprint, in_gb, shortage
+from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, print_json
@@ -180,7 +180,7 @@ def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -
 def tell_of_memory(manifest: Manifest, server: Memory) -> None:
     """Say how much memory each part of the run takes, and warn if the Redis or this machine has less."""
     needed, available = footprint(manifest), available_here()
-    say(f"memory: {needed.describe()}; {in_gb(available)} are available here")
+    say(f"memory: {needed.describe()}; {memory_text(available)} are available here")
     room = server.limit - server.used if server.limit else 0
     troubles = [shortage("the island", needed.island, available), shortage("the merger", needed.merger, available)]
     troubles += [shortage("the Redis of the run", needed.redis, room)] if server.limit else []
