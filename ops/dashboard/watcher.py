@@ -220,8 +220,8 @@ class Watcher:
         self.manifest = self.transport.reader.manifest()
         self._history = History(len(self.manifest.fragments))
         self._history.begin(self.transport.reader.books().merged_tokens, tape)
-        self._token_books.forget()
-        self._evaluations.forget()
+        for rare in (self._token_books, self._evaluations, self._refusals, self._covered):
+            rare.forget()
         self._charts_due = -math.inf
         closed = tape[-1].unix_seconds if tape else 0.0
         self._round_at = min(self.wall(), closed) if closed else self.wall()

@@ -50,7 +50,7 @@ class DoctorOptions:
     """
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """URL or join file; default $ARCHIPELAGO_URL. Without one, it checks this machine only."""
+    """The URL or join file of a Redis. The default is $ARCHIPELAGO_URL. Without both, only this machine is checked."""
     run: str | None = None
     """The run to join (default $ARCHIPELAGO_RUN, or the only run there). Without one, the settings below apply."""
     seconds: float = 4.0
