@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -156,6 +156,8 @@ class MergeConfig:
     Attributes:
         embedding: The merge rule of embedding tensors.
         rest: The merge rule of all other tensors.
+        embedding_exponent: The power of its singular values that `isotropic` leaves of an embedding: 0, 0.25 or 0.5.
+        rest_exponent: The same for all other matrices. 0 makes all singular values equal.
         staleness: s(staleness): the factor on the weight of a stale contribution.
         normalise: Divide the round's mean s by its running mean. Staleness then changes the weights, but does not slow
             the run.
@@ -170,8 +172,10 @@ class MergeConfig:
     """
 
     __pydantic_config__ = _STRICT
-    embedding: Literal["average", "rda"] = "average"
-    rest: Literal["average", "rda"] = "rda"
+    embedding: Literal["average", "rda", "isotropic"] = "average"
+    rest: Literal["average", "rda", "isotropic"] = "rda"
+    embedding_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.25)] = 0.5
+    rest_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.25)] = 0.0
     staleness: Literal["none", "polynomial"] = "polynomial"
     normalise: bool = True
     clip: Annotated[float, Ge(0.0)] = 3.0

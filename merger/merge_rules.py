@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import Body
+from archipelago.merger.spectrum import with_power
 
 #: The pytree of arrays that a rule keeps for one tensor.
 Accumulator = Any
@@ -38,16 +40,31 @@ _UNIT = np.float32(2.0**30)
 
 @dataclass(frozen=True)
 class Group:
-    """One tensor in the fragment's vector: `length` elements from `start` on, and the name of its merge rule."""
+    """One tensor in the fragment's vector.
+
+    Attributes:
+        start: Its first element.
+        length: The number of its elements.
+        rule: The name of its merge rule.
+        shape: Its shape. Only matrices, and stacks of them along the leading axes, have a spectrum.
+        exponent: The power of the singular values that `isotropic` leaves.
+    """
 
     start: int
     length: int
     rule: str
+    shape: tuple[int, ...] = ()
+    exponent: float = 0.0
 
     @property
     def end(self) -> int:
         """One past the last element."""
         return self.start + self.length
+
+    @property
+    def changes_spectrum(self) -> bool:
+        """Whether `isotropic` differs from `rda` for this tensor. Vectors, rows and columns have one singular value."""
+        return self.rule == "isotropic" and len(self.shape) > 1 and min(self.shape[-2:]) > 1
 
 
 class MergeRule(NamedTuple):
@@ -66,11 +83,14 @@ class MergeRule(NamedTuple):
 
 def groups(layout: Sequence[tuple[Tensor, int]], config: MergeConfig) -> tuple[Group, ...]:
     """Return the tensors of one fragment in order, from its row of `Manifest.layout`. Empty tensors are left out."""
-    return tuple(
-        Group(offset, tensor.size, config.embedding if tensor.kind == "embedding" else config.rest)
-        for tensor, offset in layout
-        if tensor.size
-    )
+    rules = {"embedding": (config.embedding, config.embedding_exponent), "rest": (config.rest, config.rest_exponent)}
+    return tuple(_group(tensor, offset, *rules[tensor.kind]) for tensor, offset in layout if tensor.size)
+
+
+def _group(tensor: Tensor, offset: int, rule: str, exponent: float) -> Group:
+    if rule != "isotropic":  # then the shape decides nothing, and equal groups share a program
+        return Group(offset, tensor.size, rule)
+    return Group(offset, tensor.size, rule, tensor.shape, exponent)
 
 
 def _nothing(group: Group) -> jax.Array:
@@ -116,11 +136,15 @@ def _rda_finish(acc: RdaAccumulator, inverse: jax.Array) -> jax.Array:
     return jnp.where(inverse * length > CANCELLED, inverse * acc.norm, 0.0) * _unit(acc.direction, length)
 
 
+_RDA = MergeRule(_rda_init, _rda_add, _rda_finish)
 #: The rules by name. `average`: Σ w Δ. `rda`: (Σ w‖Δ‖) · φ(Σ w φ(Δ)), which keeps the length of nearly orthogonal
 #: gradients, where averaging shrinks them to about 1/√M. Both are from Decoupled DiLoCo (arXiv 2604.21428).
+#: `isotropic`: the result of `rda` with a power of its singular values and the same norm. Averaging also shrinks the
+#: many weak directions of a matrix, in which the islands differ most, and this gives them back (see `_isotropic`).
 MERGE_RULES: dict[str, MergeRule] = {
     "average": MergeRule(_nothing, _average_add, _average_finish),
-    "rda": MergeRule(_rda_init, _rda_add, _rda_finish),
+    "rda": _RDA,
+    "isotropic": _RDA,
 }
 
 
@@ -214,7 +238,27 @@ def finish(
     """Return the merged outer gradient (float32 [N]), times `gain`."""
     inverse, gain_ = np.float32(1.0 / total_weight), np.float32(gain)
     merged_N: jax.Array = _finish(acc, *jax.device_put((inverse, gain_), _cpu()), groups)
-    return merged_N
+    changed = [group for group in groups if group.changes_spectrum]
+    if not changed:
+        return merged_N
+    flat_N = np.array(merged_N)
+    for group in changed:
+        _isotropic(flat_N[group.start : group.end].reshape(-1, *group.shape[-2:]), group.exponent)
+    placed_N: jax.Array = jax.device_put(flat_N, _cpu())
+    return placed_N
+
+
+def _isotropic(stack_KRC: NDArray[np.float32], exponent: float) -> None:
+    """Replace each matrix U S Vᵀ by ‖S‖/‖Sᵖ‖ · U Sᵖ Vᵀ, in place. Its L2 norm stays.
+
+    All islands agree on the few strong directions, which local steps have already settled. The many weak ones are
+    buried in the noise of each island, so that averaging shrinks them by up to √M. p = 0 is isotropic model merging
+    (arXiv 2502.04959), and the map of Muon.
+    """
+    for matrix_RC in stack_KRC:
+        changed_RC = with_power(matrix_RC, exponent).astype(np.float32)
+        norm, changed_norm = (_norm(jnp.asarray(each.ravel())) for each in (matrix_RC, changed_RC))
+        matrix_RC[:] = changed_RC * np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0))
 
 
 @partial(jax.jit, static_argnames="groups")

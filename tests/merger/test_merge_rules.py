@@ -102,6 +102,56 @@ def test_average_keeps_the_sign_of_zero() -> None:
     assert bits(merged([np.full(6, -0.0, np.float32)], [1.0], AVERAGE)) == [1 << 31] * 6
 
 
+# -- isotropic -----------------------------------------------------------------------------------------------------
+
+MATRIX = (Group(0, 6, "isotropic", (2, 3), 0.0),)
+
+
+def test_isotropic_makes_the_singular_values_equal_and_keeps_the_norm() -> None:
+    # The mean of the units (1, 0, 0, 0, 0, 0) and (0, 0, 0, 0, 1, 0), of norm 3: both singular values are 3/√2.
+    result = merged([vector(4, 0, 0, 0, 0, 0), vector(0, 0, 0, 0, 2, 0)], [0.5, 0.5], MATRIX)
+    np.testing.assert_allclose(result, [3 / math.sqrt(2), 0, 0, 0, 3 / math.sqrt(2), 0], rtol=1e-6, atol=1e-6)
+    stronger = merged([vector(4, 0, 0, 0, 0, 0), vector(0, 0, 0, 0, 2, 0)], [0.9, 0.1], MATRIX)
+    assert abs(stronger[0] - stronger[4]) < 2e-3 * stronger[0]
+    assert norm(stronger) == pytest.approx(0.9 * 4 + 0.1 * 2, rel=1e-6)
+
+
+def test_half_an_exponent_leaves_the_roots_of_the_singular_values() -> None:
+    result = merged([vector(16, 0, 0, 0, 1, 0)], [1.0], (Group(0, 6, "isotropic", (2, 3), 0.5),))
+    assert result[0] / result[4] == pytest.approx(4.0, rel=3e-3)
+    assert norm(result) == pytest.approx(math.sqrt(257), rel=1e-6)
+
+
+def test_vectors_rows_and_columns_are_merged_as_by_rda() -> None:
+    deltas = [vector(1, 2, 3, 4, 5, 6), vector(-3, 1, 0, 2, 2, 1)]
+    for shape in ((6,), (1, 6), (6, 1), (6, 1, 1), (2, 3, 1)):
+        result = merged(deltas, [0.25, 0.75], (Group(0, 6, "isotropic", shape, 0.0),))
+        assert bits(result) == bits(merged(deltas, [0.25, 0.75], RDA))
+
+
+def test_each_matrix_of_a_stack_keeps_its_own_norm() -> None:
+    random = np.random.default_rng(0)
+    stack = (random.standard_normal((3, 4, 5)) * [[[1.0]], [[10.0]], [[0.0]]]).astype(np.float32)
+    result = merged([stack.ravel()], [1.0], (Group(0, 60, "isotropic", (3, 4, 5), 0.0),)).reshape(3, 4, 5)
+    for before, after in zip(stack[:2], result[:2], strict=True):
+        assert norm(after.ravel()) == pytest.approx(norm(before.ravel()), rel=1e-5)
+        values = np.linalg.svd(after.astype(np.float64), compute_uv=False)
+        assert values[0] / values[-1] < 1.003
+    assert not result[2].any()
+
+
+@COMPILES
+@given(st.lists(SMALL, min_size=5, max_size=5), WEIGHTS, st.permutations(range(5)))
+def test_isotropic_does_not_depend_on_the_order(deltas: list[Vector], weights: list[float], order: list[int]) -> None:
+    """Only rounding does. A matrix of nearly rank one has a direction that rounding decides, so it is left out."""
+    shares = [w / sum(weights) for w in weights]
+    values = np.linalg.svd(merged(deltas, shares, RDA).reshape(2, 3).astype(np.float64), compute_uv=False)
+    assume(values[1] > 0.01 * values[0])
+    result = merged(deltas, shares, MATRIX)
+    again = merged([deltas[i] for i in order], [shares[i] for i in order], MATRIX)
+    np.testing.assert_allclose(again, result, rtol=0, atol=1e-4 * norm(result))
+
+
 # -- radial-directional average ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,148 @@
+"""Change the singular values of a matrix to a power of them, to the same bits on every machine. Pure numpy.
+
+Matrix products usually differ in their last bits between processors, because each adds in another order. Here, factors
+are rounded to so few bits that float64 holds every partial sum exactly: then no order and no fused multiplication
+changes a bit. All other operations act on single elements, which IEEE 754 defines. So a merger that takes over on
+another machine, and a replay there, come to the same parameters.
+
+Names of shapes: R rows, C columns, S the shorter side.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float64]
+
+#: Smaller singular values, as a share of the largest, are noise of the codec. They grow, but stay below the others.
+FLOOR: Final = 1e-3
+#: The largest error of a singular value from FLOOR on, as a share of the largest result.
+ERROR_MAX: Final = 1e-3
+#: The first polynomial is steep at 1, so rounding must not carry a singular value beyond it.
+_MARGIN: Final = 1.0 - 2.0**-8
+#: The bits of a float64 significand, which bound the length of an exact sum.
+_EXACT_BITS: Final = 53
+
+#: Coefficients (a, b, c) of successive polynomials a·x + b·x³ + c·x⁵. Each has the smallest error max |1 − y| of all
+#: such polynomials over the interval to which its predecessors take [FLOOR, 1], as in Polar Express (arXiv 2505.16932).
+_STEPS: Final = (
+    (8.47032880384807, -25.10807470666187, 18.62927559911801),
+    (4.182834183293943, -3.108701109889243, 0.5806066813500494),
+    (3.9618572789616, -2.954063746359379, 0.5629761179538965),
+    (3.286586217027965, -2.464720134531286, 0.5073576938614552),
+    (2.2737499944340436, -1.6446603679080731, 0.4161909274978867),
+    (1.8887161973518254, -1.2651572253385928, 0.3765189255574865),
+)
+
+
+def with_power(matrix_RC: NDArray[np.float32], exponent: float) -> Matrix:
+    """Return U Sᵖ Vᵀ for a matrix U S Vᵀ, times some positive number. A matrix of zeros stays one.
+
+    Singular values far below FLOOR · max S are damped, and zeros stay zeros but for rounding, so that a matrix of rank
+    one keeps its direction. For p = 0, those from the floor on become equal to ERROR_MAX, and smaller ones stay below
+    them. For p > 0, each s (as a share of a number from max S to a few times max S) becomes
+    s · (s² + FLOOR²)^((p − 1)/2), to ERROR_MAX.
+
+    Args:
+        matrix_RC: The matrix. Its values are finite.
+        exponent: p, one of 0, 1/4, 1/2 and 1.
+    """
+    wide_SC = np.asarray(matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T, np.float64)
+    largest = np.abs(wide_SC).max(initial=0.0)
+    if exponent == 1.0 or not largest:
+        return np.asarray(matrix_RC, np.float64)
+    wide_SC = np.ascontiguousarray(np.ldexp(wide_SC, -int(np.frexp(largest)[1])))  # a power of two rounds nothing
+    out_SC = _polar(wide_SC) if exponent == 0.0 else _root(wide_SC, exponent)
+    return out_SC if out_SC.shape == matrix_RC.shape else np.ascontiguousarray(out_SC.T)
+
+
+def _polar(x_SC: Matrix) -> Matrix:
+    """Return U Vᵀ by Newton–Schulz iterations."""
+    for number, (a, b, c) in enumerate(_STEPS):
+        gram_SS = product(x_SC, x_SC.T)
+        square_SS = product(gram_SS, gram_SS.T)
+        if number == 0:
+            most = math.sqrt(_norm_bound(square_SS)) / _MARGIN  # of the squares of the singular values
+            x_SC, gram_SS, square_SS = x_SC / math.sqrt(most), gram_SS / most, square_SS / (most * most)
+        x_SC = product(_polynomial(gram_SS, square_SS, a, b, c), x_SC)
+    return x_SC
+
+
+def _root(x_SC: Matrix, exponent: float) -> Matrix:
+    """Return U Sᵖ Vᵀ = (X Xᵀ)^(−(1 − p)/2) X for p = 1/2 or 1/4, times some positive number."""
+    gram_SS = fine_product(x_SC, x_SC.T)
+    gram_SS = gram_SS / math.sqrt(_norm_bound(product(gram_SS, gram_SS.T)))
+    gram_SS[np.diag_indices(len(gram_SS))] += FLOOR**2
+    root_SS, _ = _square_roots(gram_SS)  # its eigenvalues are the singular values
+    half_SS, factor_SS = _square_roots(root_SS)
+    if exponent == 0.25:
+        factor_SS = fine_product(factor_SS, _square_roots(half_SS)[1])
+    elif exponent != 0.5:
+        raise ValueError(f"the exponent {exponent} is none of 0, 1/4, 1/2 and 1")
+    return fine_product(factor_SS, x_SC)
+
+
+def _square_roots(a_SS: Matrix) -> tuple[Matrix, Matrix]:
+    """Return A^(1/2) and A^(−1/2), each times some positive number, by coupled Newton–Schulz iterations.
+
+    A is symmetric, and its eigenvalues are from 0 to 1 + ERROR_MAX. The square roots of the eigenvalues take
+    the same way to one as the singular values in `_polar`.
+    """
+    root_SS, inverse_SS = _MARGIN * a_SS, np.eye(len(a_SS))
+    for a, b, c in _STEPS:
+        error_SS = fine_product(inverse_SS, root_SS)
+        step_SS = _polynomial(error_SS, fine_product(error_SS, error_SS), a, b, c)
+        root_SS, inverse_SS = fine_product(root_SS, step_SS), fine_product(step_SS, inverse_SS)
+    return root_SS, inverse_SS
+
+
+def _polynomial(one_SS: Matrix, square_SS: Matrix, a: float, b: float, c: float) -> Matrix:
+    out_SS = b * one_SS + c * square_SS
+    out_SS[np.diag_indices(len(out_SS))] += a
+    return out_SS
+
+
+def product(left_AK: Matrix, right_KB: Matrix) -> Matrix:
+    """Return the product of two matrices whose elements are rounded to half the bits of an exact sum.
+
+    The error is about 2⁻²¹ of the largest elements for K up to 2,048. The sum itself is exact.
+    """
+    bits = _bits(left_AK.shape[1])
+    left, left_unit = _integers(left_AK, bits)
+    if right_KB.base is left_AK and right_KB.shape == left_AK.shape[::-1]:  # X Xᵀ takes half the time
+        return (left @ left.T) * (left_unit * left_unit)
+    right, right_unit = _integers(right_KB, bits)
+    return (left @ right) * (left_unit * right_unit)
+
+
+def fine_product(left_AK: Matrix, right_KB: Matrix) -> Matrix:
+    """Return the product of two matrices with twice the bits of `product`, as a sum of three exact products."""
+    bits = _bits(left_AK.shape[1])
+    left, left_unit = _integers(left_AK, bits)
+    right, right_unit = _integers(right_KB, bits)
+    left_rest, left_fine = _integers(left_AK - left * left_unit, bits)
+    right_rest, right_fine = _integers(right_KB - right * right_unit, bits)
+    rest = (left @ right_rest) * (left_unit * right_fine) + (left_rest @ right) * (left_fine * right_unit)
+    return (left @ right) * (left_unit * right_unit) + rest
+
+
+def _bits(terms: int) -> int:
+    """Return how many bits both factors of each of so many products may have, so that their sum is exact."""
+    return (_EXACT_BITS - max(1, (terms - 1).bit_length())) // 2
+
+
+def _integers(values: Matrix, bits: int) -> tuple[Matrix, float]:
+    """Return integers of at most that many bits and the power of two of which they are multiples."""
+    exponent = int(np.frexp(np.abs(values).max(initial=0.0))[1])
+    return np.rint(np.ldexp(values, bits - exponent)), math.ldexp(1.0, exponent - bits)
+
+
+def _norm_bound(symmetric_SS: Matrix) -> float:
+    """Return an upper bound of the largest eigenvalue: the largest sum of the magnitudes in a row, rounded up."""
+    side = len(symmetric_SS)
+    counts, unit = _integers(np.abs(symmetric_SS), _EXACT_BITS - side.bit_length() - 1)
+    return float(counts.sum(axis=1).max() + side) * unit

@@ -1,0 +1,195 @@
+"""Powers of singular values: against a float64 SVD, for degenerate matrices, and to the same bits on other machines."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from archipelago.merger import spectrum
+from archipelago.merger.spectrum import ERROR_MAX, FLOOR, fine_product, product, with_power
+from tests.tiers import examples
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPONENTS = (0.0, 0.25, 0.5)
+Wide = NDArray[np.float64]
+
+SIDES = st.integers(1, 40)
+SEEDS = st.integers(0, 2**32 - 1)
+POWERS = st.sampled_from(EXPONENTS)
+
+
+def rotation(size: int, random: np.random.Generator) -> Wide:
+    return np.linalg.qr(random.standard_normal((size, size)))[0]
+
+
+def made(rows: int, columns: int, seed: int, smallest: float = 0.0) -> NDArray[np.float32]:
+    """Return a matrix whose singular values lie between that share of the largest and the largest."""
+    random = np.random.default_rng(seed)
+    side = min(rows, columns)
+    values = np.concatenate([[1.0], smallest ** random.random(side - 1) if smallest else random.random(side - 1)])
+    out = rotation(rows, random)[:, :side] * values @ rotation(columns, random)[:side]
+    return out.astype(np.float32)
+
+
+def in_float64(matrix_RC: NDArray[np.float32], exponent: float) -> tuple[Wide, Wide]:
+    """Return U Sᵖ Vᵀ with the damping of small singular values, where the largest is one; and the singular values."""
+    left, values, right = np.linalg.svd(matrix_RC.astype(np.float64), full_matrices=False)
+    shares = values / values[0]
+    floor = FLOOR * bound_of(matrix_RC) if exponent else 0.0
+    powers = shares * (shares**2 + floor**2) ** ((exponent - 1) / 2)
+    return left * powers / powers[0] @ right, shares
+
+
+def bound_of(matrix_RC: NDArray[np.float32]) -> float:
+    """Return the bound of the largest singular value that the spectrum is scaled by, as a multiple of it."""
+    wide = matrix_RC.astype(np.float64)
+    square = np.linalg.matrix_power(wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide, 2)
+    return float(np.abs(square).sum(axis=1).max() ** 0.25 / np.linalg.norm(wide, 2))
+
+
+def largest_error(found: Wide, expected: Wide) -> float:
+    """Return the spectral norm of the difference, after scaling `found` to the size of `expected`."""
+    scale = np.vdot(found, expected) / np.vdot(found, found)
+    return float(np.linalg.norm(scale * found - expected, 2))
+
+
+@settings(max_examples=examples(200))
+@given(SIDES, SIDES, SEEDS, POWERS)
+def test_singular_values_are_those_of_a_float64_svd(rows: int, columns: int, seed: int, exponent: float) -> None:
+    matrix_RC = made(rows, columns, seed, smallest=2 * FLOOR)
+    expected, shares = in_float64(matrix_RC, exponent)
+    assert shares[-1] > FLOOR
+    assert largest_error(with_power(matrix_RC, exponent), expected) <= 2.5 * ERROR_MAX  # Two roots for a quarter.
+
+
+@settings(max_examples=examples(100))
+@given(SIDES, SIDES, SEEDS, POWERS)
+def test_smaller_singular_values_stay_smaller(rows: int, columns: int, seed: int, exponent: float) -> None:
+    matrix_RC = made(rows, columns, seed, smallest=1e-7)
+    left, _, right = np.linalg.svd(matrix_RC.astype(np.float64), full_matrices=False)
+    found = np.diag(left.T @ with_power(matrix_RC, exponent) @ right.T)
+    assert (found[1:] <= found[:-1] + 3 * ERROR_MAX * found.max()).all()
+
+
+@settings(max_examples=examples(100))
+@given(SIDES, SIDES, SEEDS, POWERS)
+def test_rotations_of_rows_and_columns_rotate_the_result(rows: int, columns: int, seed: int, exponent: float) -> None:
+    matrix_RC = made(rows, columns, seed, smallest=0.1)  # which are not damped
+    random = np.random.default_rng(seed + 1)
+    left, right = rotation(rows, random), rotation(columns, random)
+    turned = (left @ matrix_RC.astype(np.float64) @ right).astype(np.float32)
+    expected = left @ with_power(matrix_RC, exponent) @ right
+    expected /= np.linalg.norm(expected, 2)
+    assert largest_error(with_power(turned, exponent), expected) <= 3 * ERROR_MAX
+
+
+@settings(max_examples=examples(100))
+@given(SIDES, SIDES, SEEDS, POWERS, st.integers(-100, 90))
+def test_a_power_of_two_changes_no_bit(rows: int, columns: int, seed: int, exponent: float, power: int) -> None:
+    matrix_RC = made(rows, columns, seed, smallest=FLOOR)
+    scaled = np.ldexp(matrix_RC.astype(np.float64), power).astype(np.float32)
+    exact = np.ldexp(scaled.astype(np.float64), -power).astype(np.float32)
+    if exact.tobytes() == matrix_RC.tobytes():  # else an element left the range of float32
+        assert with_power(scaled, exponent).tobytes() == with_power(matrix_RC, exponent).tobytes()
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 4), (4, 1), (1, 1), (40, 40)])
+def test_degenerate_matrices(shape: tuple[int, int], exponent: float) -> None:
+    """A matrix of zeros stays one, and one of rank one keeps its direction."""
+    assert not with_power(np.zeros(shape, np.float32), exponent).any()
+    random = np.random.default_rng(0)
+    one = np.outer(random.standard_normal(shape[0]), random.standard_normal(shape[1])).astype(np.float32)
+    one /= np.linalg.norm(one)
+    for size in (1e-30, 1.0, 1e30):
+        assert largest_error(with_power(one * np.float32(size), exponent), one.astype(np.float64)) < 2e-3
+
+
+def test_the_exponent_one_changes_nothing() -> None:
+    matrix_RC = made(6, 9, 0)
+    np.testing.assert_array_equal(with_power(matrix_RC, 1.0), matrix_RC)
+
+
+def test_the_polynomials_take_all_singular_values_from_the_floor_on_to_one() -> None:
+    """Each is also the best for the interval that its predecessor leaves: its error alternates at four points."""
+    values, low, high = np.geomspace(FLOOR, 1.0, 200_001), FLOOR, 1.0
+    for a, b, c in spectrum._STEPS:
+        inside = np.roots([5 * c, 0, 3 * b, 0, a])
+        inside = np.sort(inside[np.isreal(inside)].real)
+        points = np.array([low, *inside[(inside > low) & (inside < high)], high])
+        errors = a * points + b * points**3 + c * points**5 - 1
+        assert len(points) == 4
+        np.testing.assert_allclose(errors, np.abs(errors).max() * np.array([-1, 1, -1, 1]), rtol=1e-4)
+        low, high = 1 - np.abs(errors).max(), 1 + np.abs(errors).max()
+        values = a * values + b * values**3 + c * values**5
+    assert np.abs(values - 1).max() <= ERROR_MAX
+
+
+# -- exact products ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(1, 6), st.integers(1, 300), st.integers(1, 6), SEEDS)
+def test_a_product_is_the_exact_one_of_its_rounded_factors(rows: int, terms: int, columns: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    left, right = random.standard_normal((rows, terms)), random.standard_normal((terms, columns)) * 1e-9
+    bits = spectrum._bits(terms)
+    (a, a_unit), (b, b_unit) = spectrum._integers(left, bits), spectrum._integers(right, bits)
+    exact = [[sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) for column in b.T] for row in a]
+    assert (product(left, right) / (a_unit * b_unit)).tolist() == exact
+    order = random.permutation(terms)
+    assert product(left[:, order], right[order]).tobytes() == product(left, right).tobytes()
+    assert np.abs(left - a * a_unit).max() <= 2.0**-19 * np.abs(left).max()
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(1, 6), st.integers(1, 300), st.integers(1, 6), SEEDS)
+def test_a_fine_product_is_right_to_forty_bits(rows: int, terms: int, columns: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    left, right = random.standard_normal((rows, terms)), random.standard_normal((terms, columns))
+    exact = [[math.fsum(x * y for x, y in zip(row, column, strict=True)) for column in right.T] for row in left]
+    np.testing.assert_allclose(fine_product(left, right), exact, rtol=0, atol=terms * 2.0**-36)
+
+
+# -- other machines ------------------------------------------------------------------------------------------------
+
+_MERGE = """
+import numpy as np
+from archipelago.broker.config import MergeConfig
+from archipelago.broker.manifest import Tensor
+from archipelago.broker.wire import digest_of, encoded
+from archipelago.merger import merge_rules
+tensors = (Tensor("e", (96, 40), "embedding"), Tensor("k", (64, 130)), Tensor("x", (3, 20, 33)), Tensor("v", (77,)))
+offsets = np.cumsum([0, *(tensor.size for tensor in tensors)])
+layout = tuple(zip(tensors, map(int, offsets), strict=False))
+groups = merge_rules.groups(layout, MergeConfig(embedding="isotropic", rest="isotropic"))
+random, acc = np.random.default_rng(0), merge_rules.begin(groups)
+for weight in (1.0, 0.3, 0.7):
+    delta_N = random.standard_normal(int(offsets[-1]), np.float32)
+    acc = merge_rules.accumulate(acc, encoded(delta_N, "int4"), groups, weight=weight, limit=90.0).acc
+print(digest_of(np.asarray(merge_rules.finish(acc, groups, total_weight=2.0))))
+"""
+
+
+def test_other_processors_come_to_the_same_bits() -> None:
+    """The libraries of linear algebra choose their programs by the processor; here they are told which one it is."""
+    processors = ({}, {"OPENBLAS_CORETYPE": "Nehalem", "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"},
+                  {"OPENBLAS_CORETYPE": "Haswell", "OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", _MERGE], cwd=ROOT, env={**os.environ, **each}, stdout=subprocess.PIPE
+        )
+        for each in processors
+    ]
+    digests = {process.communicate()[0] for process in running}
+    assert [process.returncode for process in running] == [0] * len(running)
+    assert len(digests) == 1
