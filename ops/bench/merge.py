@@ -1,5 +1,6 @@
-"""`archipelago bench merge`: the cost of the merger's arithmetic. Codecs against copying, merging against bare numpy.
+"""`archipelago bench merge`: the cost of the merger's arithmetic.
 
+Codecs against copying, merging against bare numpy, and the spectra of isotropic merging against merging.
 Both sides of a ratio take turns in one process, where XLA and numpy have one thread each.
 """
 
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +26,7 @@ from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Contribution
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.wire import pack, unpack, unpack_encoded
+from archipelago.merger.spectrum import with_power
 from archipelago.ops.bench.output import OutputOptions, finish, with_picture
 from archipelago.ops.launch.supervisor import ONE_THREAD
 
@@ -134,6 +137,31 @@ def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str
     return rows
 
 
+# -- spectra ----------------------------------------------------------------------------------------------------------
+
+#: Rows, columns and exponent of hidden matrices and embeddings of models from 1 M to 1 B parameters.
+MATRICES = (
+    (128, 128, 0.0), (128, 512, 0.0), (512, 1408, 0.0), (768, 3072, 0.0), (2048, 5504, 0.0),
+    (256, 128, 0.5), (8192, 512, 0.5), (50257, 768, 0.5),
+)  # fmt: skip
+QUICK_ELEMENTS = 1_000_000
+
+
+def spectra(rounds: int, largest: int) -> list[dict[str, Any]]:
+    """Compare the spectrum of one matrix, taken once a round, with merging four contributions of it by RDA."""
+    rows = []
+    for height, width, exponent in MATRICES:
+        if height * width > largest:
+            continue
+        matrix_RC = np.random.default_rng(0).standard_normal((height, width), np.float32)
+        by_rda, _, _ = _merger_and_bare("rda", matrix_RC.size, 4)
+        found = ratio_of(by_rda, partial(with_power, matrix_RC, exponent), rounds)
+        rows.append(
+            _row(f"spectrum of {height:,} × {width:,}, exponent {exponent:g}", "merging 4 int4 of it, RDA", found)
+        )
+    return rows
+
+
 def _merger_and_bare(
     rule: Literal["average", "rda"], elements: int, contributions: int, *, scores: bool = True
 ) -> tuple[Callable[[], object], _BareNesterov, list[bytes]]:
@@ -193,4 +221,5 @@ if __name__ == "__main__":
     keep_freed_memory()  # The merger does this too, and numpy gains as much from it.
     rounds = 5 if quick else 15
     found = codecs(10_000_000 if quick else 100_000_000, 3) + merging(1_000_000, rounds) + merging(10_000_000, rounds)
+    found += spectra(1, QUICK_ELEMENTS if quick else 1 << 30)
     sys.stdout.write(json.dumps(found))

@@ -36,7 +36,7 @@ def made(rows: int, columns: int, seed: int, smallest: float = 0.0) -> NDArray[n
     random = np.random.default_rng(seed)
     side = min(rows, columns)
     values = np.concatenate([[1.0], smallest ** random.random(side - 1) if smallest else random.random(side - 1)])
-    out = rotation(rows, random)[:, :side] * values @ rotation(columns, random)[:side]
+    out: Wide = rotation(rows, random)[:, :side] * values @ rotation(columns, random)[:side]
     return out.astype(np.float32)
 
 
@@ -182,8 +182,11 @@ print(digest_of(np.asarray(merge_rules.finish(acc, groups, total_weight=2.0))))
 
 def test_other_processors_come_to_the_same_bits() -> None:
     """The libraries of linear algebra choose their programs by the processor; here they are told which one it is."""
-    processors = ({}, {"OPENBLAS_CORETYPE": "Nehalem", "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"},
-                  {"OPENBLAS_CORETYPE": "Haswell", "OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
+    processors: list[dict[str, str]] = [
+        {},
+        {"OPENBLAS_CORETYPE": "Nehalem", "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"},
+        {"OPENBLAS_CORETYPE": "Haswell", "OPENBLAS_NUM_THREADS": "1"},
+    ]
     running = [
         subprocess.Popen(
             [sys.executable, "-P", "-c", _MERGE], cwd=ROOT, env={**os.environ, **each}, stdout=subprocess.PIPE
