@@ -8,6 +8,7 @@ VERBS: Verbs = {
     "parity": Verb("archipelago.ops.experiments.parity", "ParityOptions", "Loss at equal tokens, against baselines."),
     "time": Verb("archipelago.ops.experiments.time_to_loss", "TimeOptions", "Time to loss where a machine is slow."),
     "study": Verb("archipelago.ops.experiments.study_run", "StudyOptions", "A grid of trials, and its results."),
+    "spectra": Verb("archipelago.ops.experiments.spectra", "SpectraOptions", "Where islands and data-parallel move."),
     "wire": Verb("archipelago.ops.bench.wire", "WireOptions", "Payloads through Redis, against bare sockets."),
     "merge": Verb("archipelago.ops.bench.merge", "MergeOptions", "Codecs and merging, against bare numpy."),
     "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),
