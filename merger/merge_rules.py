@@ -25,7 +25,7 @@ from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import Body
-from archipelago.merger.spectrum import with_power
+from archipelago.merger.spectrum import nothing, with_power
 
 #: The pytree of arrays that a rule keeps for one tensor.
 Accumulator = Any
@@ -139,8 +139,7 @@ def _rda_finish(acc: RdaAccumulator, inverse: jax.Array) -> jax.Array:
 _RDA = MergeRule(_rda_init, _rda_add, _rda_finish)
 #: The rules by name. `average`: Σ w Δ. `rda`: (Σ w‖Δ‖) · φ(Σ w φ(Δ)), which keeps the length of nearly orthogonal
 #: gradients, where averaging shrinks them to about 1/√M. Both are from Decoupled DiLoCo (arXiv 2604.21428).
-#: `isotropic`: the result of `rda` with a power of its singular values and the same norm. Averaging also shrinks the
-#: many weak directions of a matrix, in which the islands differ most, and this gives them back (see `_isotropic`).
+#: `isotropic`: the result of `rda` with a power of its singular values and the same norm (see `_isotropic`).
 MERGE_RULES: dict[str, MergeRule] = {
     "average": MergeRule(_nothing, _average_add, _average_finish),
     "rda": _RDA,
@@ -233,9 +232,17 @@ def _elements(groups: tuple[Group, ...]) -> int:
 
 
 def finish(
-    acc: tuple[Accumulator, ...], groups: tuple[Group, ...], *, total_weight: float = 1.0, gain: float = 1.0
+    acc: tuple[Accumulator, ...],
+    groups: tuple[Group, ...],
+    *,
+    total_weight: float = 1.0,
+    gain: float = 1.0,
+    between: Callable[[], object] = nothing,
 ) -> jax.Array:
-    """Return the merged outer gradient (float32 [N]), times `gain`."""
+    """Return the merged outer gradient (float32 [N]), times `gain`.
+
+    `between` is called now and then while spectra are changed, which may take longer than a merger's lease.
+    """
     inverse, gain_ = np.float32(1.0 / total_weight), np.float32(gain)
     merged_N: jax.Array = _finish(acc, *jax.device_put((inverse, gain_), _cpu()), groups)
     changed = [group for group in groups if group.changes_spectrum]
@@ -243,20 +250,20 @@ def finish(
         return merged_N
     flat_N = np.array(merged_N)
     for group in changed:
-        _isotropic(flat_N[group.start : group.end].reshape(-1, *group.shape[-2:]), group.exponent)
+        _isotropic(flat_N[group.start : group.end].reshape(-1, *group.shape[-2:]), group.exponent, between)
     placed_N: jax.Array = jax.device_put(flat_N, _cpu())
     return placed_N
 
 
-def _isotropic(stack_KRC: NDArray[np.float32], exponent: float) -> None:
+def _isotropic(stack_KRC: NDArray[np.float32], exponent: float, between: Callable[[], object]) -> None:
     """Replace each matrix U S Vᵀ by ‖S‖/‖Sᵖ‖ · U Sᵖ Vᵀ, in place. Its L2 norm stays.
 
-    All islands agree on the few strong directions, which local steps have already settled. The many weak ones are
-    buried in the noise of each island, so that averaging shrinks them by up to √M. p = 0 is isotropic model merging
-    (arXiv 2502.04959), and the map of Muon.
+    Over one interval, data-parallel training moves as unevenly as the islands' mean. In the long run it moves more
+    evenly along the same directions (docs/results/learning.md). p = 0 is isotropic model merging (arXiv 2502.04959),
+    and the map of Muon.
     """
     for matrix_RC in stack_KRC:
-        changed_RC = with_power(matrix_RC, exponent).astype(np.float32)
+        changed_RC = with_power(matrix_RC, exponent, between).astype(np.float32)
         norm, changed_norm = (_norm(jnp.asarray(each.ravel())) for each in (matrix_RC, changed_RC))
         matrix_RC[:] = changed_RC * np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0))
 

@@ -34,6 +34,7 @@ from archipelago.merger import merge_rules, outer, weights
 from archipelago.merger.merge_rules import Group
 from archipelago.merger.outer import OuterOptimizer, Round
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
+from archipelago.merger.spectrum import nothing
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow, RunningMean
 
@@ -125,9 +126,10 @@ class RoundSum:
         acc = self._acc or merge_rules.begin(self._groups)
         self._acc = merge_rules.accumulate(acc, body, self._groups, weight=0.0).acc
 
-    def merged(self, gain: float) -> jax.Array:
-        """Return the merged outer gradient (float32 [N]), times `gain`."""
-        return merge_rules.finish(self._acc, self._groups, total_weight=self.total_weight or 1.0, gain=gain)
+    def merged(self, gain: float, between: Callable[[], object] = nothing) -> jax.Array:
+        """Return the merged outer gradient (float32 [N]), times `gain`. See `merge_rules.finish`."""
+        total = self.total_weight or 1.0
+        return merge_rules.finish(self._acc, self._groups, total_weight=total, gain=gain, between=between)
 
     def judged(self, known: Mapping[str, Score], live: int) -> Judgement:
         """Compare the contributions with each other. `known` are the scores before the round."""
@@ -235,8 +237,18 @@ class RoundMerge:
         size = self.manifest.sizes[contribution.fragment]
         round_sum.add(delivery.entry, contribution, unpack_encoded(payload, size, contribution.codec))
 
-    def close(self, fragment: FragmentState, state: RunState, round_sum: RoundSum, live: int) -> MergedRound:
-        """Return the round that merges the sum while `live` islands are live. Changes none of its arguments."""
+    def close(
+        self,
+        fragment: FragmentState,
+        state: RunState,
+        round_sum: RoundSum,
+        live: int,
+        between: Callable[[], object] = nothing,
+    ) -> MergedRound:
+        """Return the round that merges the sum while `live` islands are live. Changes none of its arguments.
+
+        `between` is called now and then, because a large fragment may take longer than a merger's lease.
+        """
         config = self.manifest.config
         steered = control.steered(config, state.steered)
         optimizer = outer.build(steered.outer)
@@ -251,6 +263,7 @@ class RoundMerge:
             outer=optimizer,
             now=now,
             scores=state.scores,
+            between=between,
         )
 
     def advance(self, state: RunState, number: int, step: int, merged: MergedRound, round_sum: RoundSum) -> None:
@@ -272,6 +285,7 @@ def merge_round(
     outer: OuterOptimizer,
     now: Round,
     scores: Mapping[str, Score] | None = None,
+    between: Callable[[], object] = nothing,
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
 
@@ -287,6 +301,7 @@ def merge_round(
         outer: The outer optimiser.
         now: The progress of the run; participation is filled in here.
         scores: The islands' scores before the round.
+        between: Called now and then.
     """
     version, known = round_sum.version, dict(scores or {})
     judged = round_sum.judged(known, live) if config.scores else unjudged(known, len(round_sum.addends))
@@ -304,7 +319,8 @@ def merge_round(
     parts = [(a.contribution.tokens, a.contribution.steps, version - a.contribution.base) for a in addends]
     weighed = weights.weigh(parts, config, staleness, factors)
     now = _participation(now, addends, judged.factors, live)
-    params_N, outer_state = outer.step(fragment.params_N, fragment.outer, round_sum.merged(weighed.gain), now)
+    merged_N = round_sum.merged(weighed.gain, between)
+    params_N, outer_state = outer.step(fragment.params_N, fragment.outer, merged_N, now)
     norms = fragment.norms
     for addend, factor in zip(addends, factors, strict=True):
         norms = norms.with_norm(addend.norm * addend.clip / addend.path) if factor else norms

@@ -329,7 +329,7 @@ class Merger:
         if after.steered.get(STEPS) != self.state.steered.get(STEPS):
             self.inbox.add_again(self.fragments, after)
         round_sum = self.inbox.take(p, self.fragments, after)
-        merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live))
+        merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live), between=self._renew)
         merge_seconds = self.clock() - began
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
         step = self._next_step([addend.contribution for addend in round_sum.addends], after)

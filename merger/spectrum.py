@@ -11,6 +11,7 @@ Names of shapes: R rows, C columns, S the shorter side.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -39,7 +40,11 @@ _STEPS: Final = (
 )
 
 
-def with_power(matrix_RC: NDArray[np.float32], exponent: float) -> Matrix:
+def nothing() -> None:
+    """Do nothing between two steps of a long calculation."""
+
+
+def with_power(matrix_RC: NDArray[np.float32], exponent: float, between: Callable[[], object] = nothing) -> Matrix:
     """Return U Sᵖ Vᵀ for a matrix U S Vᵀ, times some positive number. A matrix of zeros stays one.
 
     Singular values far below FLOOR · max S are damped, and zeros stay zeros but for rounding, so that a matrix of rank
@@ -50,19 +55,21 @@ def with_power(matrix_RC: NDArray[np.float32], exponent: float) -> Matrix:
     Args:
         matrix_RC: The matrix. Its values are finite.
         exponent: p, one of 0, 1/4, 1/2 and 1.
+        between: Called between two steps, because a large matrix takes long.
     """
     wide_SC = np.asarray(matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T, np.float64)
     largest = np.abs(wide_SC).max(initial=0.0)
     if exponent == 1.0 or not largest:
         return np.asarray(matrix_RC, np.float64)
     wide_SC = np.ascontiguousarray(np.ldexp(wide_SC, -int(np.frexp(largest)[1])))  # a power of two rounds nothing
-    out_SC = _polar(wide_SC) if exponent == 0.0 else _root(wide_SC, exponent)
+    out_SC = _polar(wide_SC, between) if exponent == 0.0 else _root(wide_SC, exponent, between)
     return out_SC if out_SC.shape == matrix_RC.shape else np.ascontiguousarray(out_SC.T)
 
 
-def _polar(x_SC: Matrix) -> Matrix:
+def _polar(x_SC: Matrix, between: Callable[[], object]) -> Matrix:
     """Return U Vᵀ by Newton–Schulz iterations."""
     for number, (a, b, c) in enumerate(_STEPS):
+        between()
         gram_SS = product(x_SC, x_SC.T)
         square_SS = product(gram_SS, gram_SS.T)
         if number == 0:
@@ -72,21 +79,21 @@ def _polar(x_SC: Matrix) -> Matrix:
     return x_SC
 
 
-def _root(x_SC: Matrix, exponent: float) -> Matrix:
+def _root(x_SC: Matrix, exponent: float, between: Callable[[], object]) -> Matrix:
     """Return U Sᵖ Vᵀ = (X Xᵀ)^(−(1 − p)/2) X for p = 1/2 or 1/4, times some positive number."""
     gram_SS = fine_product(x_SC, x_SC.T)
     gram_SS = gram_SS / math.sqrt(_norm_bound(product(gram_SS, gram_SS.T)))
     gram_SS[np.diag_indices(len(gram_SS))] += FLOOR**2
-    root_SS, _ = _square_roots(gram_SS)  # its eigenvalues are the singular values
-    half_SS, factor_SS = _square_roots(root_SS)
+    root_SS, _ = _square_roots(gram_SS, between)  # its eigenvalues are the singular values
+    half_SS, factor_SS = _square_roots(root_SS, between)
     if exponent == 0.25:
-        factor_SS = fine_product(factor_SS, _square_roots(half_SS)[1])
+        factor_SS = fine_product(factor_SS, _square_roots(half_SS, between)[1])
     elif exponent != 0.5:
         raise ValueError(f"the exponent {exponent} is none of 0, 1/4, 1/2 and 1")
     return fine_product(factor_SS, x_SC)
 
 
-def _square_roots(a_SS: Matrix) -> tuple[Matrix, Matrix]:
+def _square_roots(a_SS: Matrix, between: Callable[[], object]) -> tuple[Matrix, Matrix]:
     """Return A^(1/2) and A^(−1/2), each times some positive number, by coupled Newton–Schulz iterations.
 
     A is symmetric, and its eigenvalues are from 0 to 1 + ERROR_MAX. The square roots of the eigenvalues take
@@ -94,6 +101,7 @@ def _square_roots(a_SS: Matrix) -> tuple[Matrix, Matrix]:
     """
     root_SS, inverse_SS = _MARGIN * a_SS, np.eye(len(a_SS))
     for a, b, c in _STEPS:
+        between()
         error_SS = fine_product(inverse_SS, root_SS)
         step_SS = _polynomial(error_SS, fine_product(error_SS, error_SS), a, b, c)
         root_SS, inverse_SS = fine_product(root_SS, step_SS), fine_product(step_SS, inverse_SS)

@@ -140,6 +140,14 @@ def test_each_matrix_of_a_stack_keeps_its_own_norm() -> None:
     assert not result[2].any()
 
 
+def test_a_long_calculation_tells_how_it_goes_on() -> None:
+    """A merger renews its lease meanwhile."""
+    told: list[None] = []
+    acc = merge_rules.accumulate(merge_rules.begin(MATRIX), encoded(vector(4, 0, 1, 2, 3, 1), "float32"), MATRIX).acc
+    merge_rules.finish(acc, MATRIX, between=lambda: told.append(None))
+    assert len(told) > 2
+
+
 @COMPILES
 @given(st.lists(SMALL, min_size=5, max_size=5), WEIGHTS, st.permutations(range(5)))
 def test_isotropic_does_not_depend_on_the_order(deltas: list[Vector], weights: list[float], order: list[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from archipelago.broker.messages import LIVE_SECONDS, Call, Contribution, Refusal, Resume, Snapshot
 from archipelago.broker.wire import digest, pack
+from archipelago.merger import spectrum
 from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.serving import serve
 from archipelago.merger.state import RunState
@@ -552,6 +553,24 @@ def test_turns_renew_the_lease() -> None:
         run.clock.now += LEASE_SECONDS / 3
         first.turn(0.0)
         assert not second.acquire()
+
+
+def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spectra of a large fragment take longer than a lease."""
+    run = MergerRun(replace(CONFIG, merge=replace(CONFIG.merge, embedding="isotropic", rest="isotropic")))
+    first = run.merger("first")
+    second = Merger(run.broker.connect("sample"), run.clock, "second")
+    product, refused = spectrum.product, 0
+
+    def slow(left: Any, right: Any) -> Any:
+        nonlocal refused
+        run.clock.now += LEASE_SECONDS / 8
+        refused += not second.acquire()
+        return product(left, right)
+
+    monkeypatch.setattr(spectrum, "product", slow)
+    run.play(first, 1, 2)
+    assert refused > 16, "the merge took at least two leases"
 
 
 # -- serving -------------------------------------------------------------------------------------------------------
