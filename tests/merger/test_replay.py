@@ -26,6 +26,7 @@ from tests.merger.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, state_
 from tests.tiers import examples
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
+ISOTROPIC = replace(CONFIG, merge=replace(CONFIG.merge, embedding="isotropic", rest="isotropic"))
 Rounds = list[tuple[TapeEntry, list[Delivery]]]
 
 
@@ -56,7 +57,7 @@ def four_rounds(config: RunConfig = CONFIG) -> MergerRun:
     return run
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROUNDED], ids=["exact", "rounded"])
+@pytest.mark.parametrize("config", [CONFIG, ROUNDED, ISOTROPIC], ids=["exact", "rounded", "isotropic"])
 def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
     run = four_rounds(config)
     state, fragments = replayed(run, recorded(run))

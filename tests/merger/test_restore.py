@@ -40,6 +40,7 @@ from tests.merger.merger_run import (
 from tests.tiers import examples
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
+ISOTROPIC = replace(CONFIG, merge=replace(CONFIG.merge, embedding="isotropic", rest="isotropic"))
 
 
 def stored_run(run: MergerRun) -> MemoryRun:
@@ -92,7 +93,7 @@ def undisturbed(config: RunConfig) -> list[Any]:
     return bits(run)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROUNDED], ids=["exact", "rounded"])
+@pytest.mark.parametrize("config", [CONFIG, ROUNDED, ISOTROPIC], ids=["exact", "rounded", "isotropic"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_lost_state_is_rebuilt_to_the_same_bits(
     damage: str, config: RunConfig, caplog: pytest.LogCaptureFixture
