@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
-
-import redis
 
 from archipelago.broker.control import heard_by, is_expelled
 from archipelago.broker.corpus_shards import Place
@@ -20,7 +17,7 @@ from archipelago.broker.messages import COUNT_MAX, Actions, Contribution, Handov
 from archipelago.broker.names import NameClaim, newest_claim, next_claim, parse_claim
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.keys import is_name
+from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.leases import ShardLeases
 from archipelago.broker.redis.members import KnownMembers
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
@@ -251,7 +248,7 @@ class RedisIsland:
         with self._connection.translated():
             if not self._redis.hexists(self._keys.requests, who):
                 return
-            where = chunks.place(f"h.{handover.incarnation}", payload, HANDOVER_SECONDS)
+            where = chunks.place(f"{HANDOVER}{handover.incarnation}", payload, HANDOVER_SECONDS)
 
         signed = self._signing.signed("handover", to_fields(handover), about=who, payload=payload)
 
@@ -294,12 +291,11 @@ class RedisIsland:
             self._drop(raw)
 
     def _drop(self, answer: Raw) -> None:
-        """Delete the chunks of an answer, unless only its giver may. They expire by themselves."""
+        """Delete the chunks of an answer. A forged one may point to any chunks of the island that it names."""
         giver = answer.get(b"giver", b"").decode("utf-8", "replace")
-        chunks = self._chunks.of(giver).found_keys(answer, self._handover_max()) if is_name(giver) else []
-        if chunks:
-            with suppress(redis.exceptions.NoPermissionError):
-                self._redis.unlink(*chunks)
+        found = self._chunks.of(giver).found_keys(answer, self._handover_max()) if is_name(giver) else []
+        if chunks := [key for key in found if key.startswith(self._keys.handover_chunks(giver))]:
+            self._redis.unlink(*chunks)
 
     def _handover_max(self) -> int:
         return 4 * 3 * sum(self._stored.sizes()) + (1 << 20)  # two float32 moments per parameter, with a margin

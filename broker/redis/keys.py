@@ -42,6 +42,8 @@ from archipelago.broker.errors import ConfigError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: The set of the names of all runs at a server.
 REGISTRY = "archipelago:runs"
+#: What the names of the chunks of an answer to a newcomer begin with.
+HANDOVER = "h."
 
 
 def is_name(name: str) -> bool:
@@ -151,6 +153,10 @@ class Keys:
     def outer(self, fragment: int) -> str:
         """Return the key of the merger's own state of a fragment: exact parameters and outer optimiser state."""
         return f"{self.tag}:outer:{fragment}"
+
+    def handover_chunks(self, giver: str) -> str:
+        """Return what the keys of the chunks of an island's answers begin with. `*` stands for any island."""
+        return f"{self.tag}:c:{giver}:{HANDOVER}"
 
     def chunk(self, name: str, index: int, owner: str = "") -> str:
         """Return the key of one chunk of a large payload. `owner` is an island's name, or empty for a merger."""

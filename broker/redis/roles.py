@@ -98,9 +98,10 @@ def _island(keys: Keys, name: str) -> list[Grant]:
         Grant(("SADD",), (keys.islands,)),
         # The first to write a field keeps it.
         Grant(("HSETNX",), (keys.restored, keys.corpora)),
-        # Islands hand each other the state of their optimisers. The receiving island checks it.
+        # Islands hand each other the state of their optimisers. The receiving island checks it, and deletes it.
         Grant(("HSETNX", "HSET", "HDEL", "EXPIRE"), (keys.requests,)),
         Grant(("HSET", "DEL", "UNLINK", "EXPIRE"), (f"{tag}:handover:*",)),
+        Grant(("UNLINK",), (f"{keys.handover_chunks('*')}*",)),
     ]
 
 

@@ -36,7 +36,7 @@ class Attacker:
     """
 
     def __init__(self, url: str, run: str, name: str = "mallory", manifest: Manifest | None = None) -> None:
-        self.redis = redis.Redis.from_url(url)
+        self.url, self.redis = url, redis.Redis.from_url(url)
         self.run, self.name = run, name
         self.keys = Keys(run)
         self.manifest = manifest or _manifest(url, run)

@@ -12,6 +12,7 @@ import redis
 
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import Server
 from tests.conftest import Until
 from tests.hostile.attacker import Attacker
@@ -99,6 +100,27 @@ def test_the_server_denies_what_an_island_does_not_need(attacker: Attacker) -> N
         else:
             permitted.append(command)
     assert not permitted
+
+
+def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(
+    threaded_run: ThreadedRun, attacker: Attacker
+) -> None:
+    """A forged answer may point to any chunks of the island that it names. The server refuses nothing meanwhile."""
+    newcomer, keys = connect(attacker.url, threaded_run.run), attacker.keys
+    answer, contribution = (keys.chunk(name, 0, "ada") for name in ("h.y.1", "u.y.1"))
+    with redis.Redis.from_url(threaded_run.url) as administrator:
+        for name, is_deleted in (("h.y.1", True), ("u.y.1", False)):
+            administrator.mset({answer: "x", contribution: "x"})
+            pointer: dict[Any, Any] = {"giver": "ada", "chunks_name": name, "chunks": 1}
+            attacker.redis.hset(keys.handover(f"{NAME}/x"), mapping=pointer)
+            refused = len(administrator.acl_log())
+            newcomer.island.withdraw_request(f"{NAME}/x")
+            assert len(administrator.acl_log()) == refused
+            assert not administrator.exists(keys.handover(f"{NAME}/x"))
+            assert administrator.exists(contribution)
+            assert bool(administrator.exists(answer)) is not is_deleted
+        administrator.delete(answer, contribution)
+    newcomer.close()
 
 
 @pytest.mark.parametrize("kind", MOVES)
