@@ -96,6 +96,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "bench parity": {"archipelago bench parity --quick": "Compare with data-parallel training, in minutes."},
     "bench time": {"archipelago bench time --quick": "Measure the time to a loss with one slow machine."},
     "bench study": {"archipelago bench study defaults --show": "Show the table of a study."},
+    "bench spectra": {"archipelago bench spectra --model.size tiny": "Compare movements by singular directions."},
     "bench wire": {"archipelago bench wire --quick": "Measure payloads through Redis on this machine."},
     "bench merge": {"archipelago bench merge --quick": "Measure codecs and merges on this machine."},
     "bench sync": {"archipelago bench sync --quick": "Measure one synchronisation."},

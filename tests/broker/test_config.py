@@ -68,7 +68,7 @@ def another(key: str) -> object:
         return not value
     if hint is str:
         return f"{value}-2"
-    return value + 1 if hint is int else value * 0.5
+    return value + 1 if hint is int else value * 0.5 or 0.25
 
 
 CONFIGS = st.builds(
@@ -85,7 +85,7 @@ CONFIGS = st.builds(
     st.text(),
     st.floats(0.0, 10.0, exclude_min=True),
     st.integers(0, 2**62),
-    st.sampled_from(["average", "rda"]),
+    st.sampled_from(["average", "rda", "isotropic"]),
     st.booleans(),
     st.sampled_from(["carry", "overwrite"]),
 )

@@ -180,6 +180,7 @@ print(digest_of(np.asarray(merge_rules.finish(acc, groups, total_weight=2.0))))
 """
 
 
+@pytest.mark.full
 def test_other_processors_come_to_the_same_bits() -> None:
     """The libraries of linear algebra choose their programs by the processor; here they are told which one it is."""
     processors: list[dict[str, str]] = [

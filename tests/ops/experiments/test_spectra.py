@@ -35,6 +35,7 @@ def test_equal_values_have_a_profile_of_ones() -> None:
         np.testing.assert_allclose(grouped(np.full(count, 1 / math.sqrt(count))), np.ones(GROUPS))
 
 
+@pytest.mark.full
 def test_a_short_comparison(corpus: OpenCorpus, tmp_path: Path) -> None:
     config = replace(SMALL, data=replace(SMALL.data, corpus="small-text"), sync=replace(SMALL.sync, interval=2))
     found = spectra(config, corpus, islands=2, after=4)
