@@ -60,7 +60,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 def test_each_key_has_a_case() -> None:
     names = {name for name in dir(Keys) if not name.startswith("_")} | set(vars(Keys(RUN)))
     assert {case[:2] for case in QUICK} <= set(ALL)
-    assert names - set(CASES) == {"run", "tag", "damaged", "short", "of_the_past", "chunk"}
+    assert names - set(CASES) == {"run", "tag", "damaged", "short", "of_the_past", "chunk", "handover_chunks"}
 
 
 def test_the_reference_has_a_row_for_each_key() -> None:
