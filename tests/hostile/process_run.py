@@ -73,6 +73,10 @@ class ProcessRun:
         beats = [p.heartbeat for p in self.transport.reader.presences() if p.heartbeat.island in self.islands]
         return max((beat.steps for beat in beats), default=0)
 
+    def slowest(self) -> int:
+        """Return the steps of the island that has made the fewest."""
+        return min(p.heartbeat.steps for p in self.transport.reader.presences() if p.heartbeat.island in self.islands)
+
     def assert_running(self) -> None:
         for process in (*self.members, self.mergers[-1]):
             assert process.poll() is None, f"ended with {process.returncode}: {self.processes.said(process)}"
