@@ -264,7 +264,7 @@ def _isotropic(stack_KRC: NDArray[np.float32], exponent: float, between: Callabl
     """
     for matrix_RC in stack_KRC:
         changed_RC = with_power(matrix_RC, exponent, between).astype(np.float32)
-        norm, changed_norm = (_norm(jnp.asarray(each.ravel())) for each in (matrix_RC, changed_RC))
+        norm, changed_norm = (_norm(jax.device_put(each.ravel(), _cpu())) for each in (matrix_RC, changed_RC))
         matrix_RC[:] = changed_RC * np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0))
 
 
