@@ -139,7 +139,7 @@ def fine_product(left_AK: Matrix, right_KB: Matrix) -> Matrix:
 
 
 def _bits(terms: int) -> int:
-    """Return how many bits both factors of each of so many products may have, so that their sum is exact."""
+    """Return the most bits that factors may have so that a sum of `terms` products is exact."""
     return (_EXACT_BITS - max(1, (terms - 1).bit_length())) // 2
 
 

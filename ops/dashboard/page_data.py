@@ -187,7 +187,7 @@ def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow], ma
 
 
 def _rate_at(config: RunConfig, step: float, length: float) -> float:
-    """Return the learning rate after so many steps of a run with this length, which an operator may have changed."""
+    """Return the learning rate after `step` steps. `length` is that of the run, which an operator may have changed."""
     return math.nan if math.isnan(step) else replace(config.inner, steps=max(1, int(length))).rate_at(step)
 
 

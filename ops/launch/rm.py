@@ -21,7 +21,7 @@ from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import ago
 from archipelago.ops.watch.run_list import address_of, entry_of, idle_seconds, is_run_folder
 
-#: Without its Redis nobody knows whether the processes of a run live. They do if they write into its folder.
+#: Without its Redis, a run counts as live if its processes have written into its folder within this time.
 QUIET_SECONDS = 120.0
 
 
