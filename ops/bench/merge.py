@@ -147,7 +147,7 @@ MATRICES = (
 QUICK_ELEMENTS = 1_000_000
 
 
-def spectra(rounds: int, largest: int) -> list[dict[str, Any]]:
+def spectra(largest: int) -> list[dict[str, Any]]:
     """Compare the spectrum of one matrix, taken once a round, with merging four contributions of it by RDA."""
     rows = []
     for height, width, exponent in MATRICES:
@@ -155,7 +155,7 @@ def spectra(rounds: int, largest: int) -> list[dict[str, Any]]:
             continue
         matrix_RC = np.random.default_rng(0).standard_normal((height, width), np.float32)
         by_rda, _, _ = _merger_and_bare("rda", matrix_RC.size, 4)
-        found = ratio_of(by_rda, partial(with_power, matrix_RC, exponent), rounds)
+        found = ratio_of(by_rda, partial(with_power, matrix_RC, exponent), 1)
         rows.append(
             _row(f"spectrum of {height:,} × {width:,}, exponent {exponent:g}", "merging 4 int4 of it, RDA", found)
         )
@@ -221,5 +221,5 @@ if __name__ == "__main__":
     keep_freed_memory()  # The merger does this too, and numpy gains as much from it.
     rounds = 5 if quick else 15
     found = codecs(10_000_000 if quick else 100_000_000, 3) + merging(1_000_000, rounds) + merging(10_000_000, rounds)
-    found += spectra(1, QUICK_ELEMENTS if quick else 1 << 30)
+    found += spectra(QUICK_ELEMENTS if quick else 1 << 30)
     sys.stdout.write(json.dumps(found))

@@ -25,6 +25,8 @@ import tyro
 from numpy.typing import NDArray
 
 from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.batches import Batches
@@ -62,9 +64,12 @@ def main(options: SpectraOptions) -> int:
     """Compare, and write the results."""
     config = checked(options.settings)
     require_counts("--islands", (options.islands,))
+    if options.after < 0:
+        raise ConfigError(f"--after is {options.after}", "Give a number of steps, or 0.", code="config.after")
     keep_compiled()
     corpus = open_corpus(config.data.corpus)
-    found = spectra(fitted(config, corpus), corpus, options.islands, options.after)
+    with progress("training data-parallel and the islands"):
+        found = spectra(fitted(config, corpus), corpus, options.islands, options.after)
     if can_draw():
         options.output.mkdir(parents=True, exist_ok=True)
         draw(options.output / "spectra.png", found["profiles"], options.islands)

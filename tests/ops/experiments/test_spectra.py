@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.ops.experiments.spectra import GROUPS, compared, draw, grouped, spectra
+from archipelago.ops.experiments.spectra import GROUPS, SpectraOptions, compared, draw, grouped, main, spectra
+from tests.failing import failing
 from tests.small import SMALL
 
 
@@ -33,6 +35,11 @@ def test_one_matrix_by_hand() -> None:
 def test_equal_values_have_a_profile_of_ones() -> None:
     for count in (1, 5, GROUPS, 100):
         np.testing.assert_allclose(grouped(np.full(count, 1 / math.sqrt(count))), np.ones(GROUPS))
+
+
+def test_a_negative_start_is_refused() -> None:
+    with failing(ConfigError, "config.after"):
+        main(SpectraOptions(after=-1))
 
 
 @pytest.mark.full
