@@ -28,6 +28,8 @@ from archipelago.islands.inner import InnerState, InnerSteps, begin, compile_ste
 from archipelago.islands.models.registry import Params, build
 
 EVALUATIONS = 12
+#: With more held-out sequences than this, evaluations would take longer than training, so that there are fewer of them.
+LONG_TEXT, EVALUATIONS_OF_LONG_TEXT = 1024, 3
 #: Inner steps of one compiled scan.
 CHUNK_STEPS = 8
 #: The paper's best settings.
@@ -50,6 +52,11 @@ class Point:
 
 
 Progress = Callable[[Point], None]
+
+
+def evaluations(config: RunConfig) -> int:
+    """Return how often a run is evaluated after its start."""
+    return EVALUATIONS if config.data.held_out_sequences <= LONG_TEXT else EVALUATIONS_OF_LONG_TEXT
 
 
 @cache
@@ -94,8 +101,8 @@ def _train(
     )
     batches = Batches(corpus.train, config, lease_all(config.data.shards, config.seed))
     point = scoring(config, corpus)
-    chunks = max(1, steps // CHUNK_STEPS)
-    marks = {round(chunks * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)}
+    chunks, count = max(1, steps // CHUNK_STEPS), evaluations(config)
+    marks = {round(chunks * (i + 1) / count) for i in range(count)}
     yield _reported(point(0, state.params), progress)
     for chunk in range(chunks):
         done = chunk * CHUNK_STEPS
@@ -114,7 +121,7 @@ def _diloco(
     leases = [lease_share(config.data.shards, config.seed, worker, workers) for worker in range(workers)]
     batches = [Batches(corpus.train, config, lease) for lease in leases]
     momentum = outer.init(params)
-    steps, done = config.inner.steps, 0
+    steps, done, count = config.inner.steps, 0, evaluations(config)
     yield _reported(point(0, params), progress)
     while done < steps:
         n = min(config.sync.interval, steps - done)
@@ -128,7 +135,7 @@ def _diloco(
         updates, momentum = outer.update(delta, momentum, params)
         params = optax.apply_updates(params, updates)
         before, done = done, done + n
-        if done * EVALUATIONS // steps > before * EVALUATIONS // steps:
+        if done * count // steps > before * count // steps:
             yield _reported(point(done * config.tokens_per_step * workers, params), progress)
 
 

@@ -24,12 +24,12 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import published
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.baselines import (
-    EVALUATIONS,
     Point,
     Progress,
     compiled,
     data_parallel,
     diloco,
+    evaluations,
     one_process,
     scoring,
 )
@@ -252,8 +252,9 @@ def islands(
         (progress or _quiet)(points[-1])
 
     note()
-    for mark in range(1, EVALUATIONS):
-        due = config.inner.steps * mark // EVALUATIONS
+    marks = evaluations(config)
+    for mark in range(1, marks):
+        due = config.inner.steps * mark // marks
         run.advance_until(lambda due=due: run.merger.state.step >= due)  # type: ignore[misc]
         note()
     last = dict(run.islands)
