@@ -28,10 +28,10 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Actions, Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import InnerState
-from archipelago.islands.progress import Totals
 from archipelago.islands.sync.actions import ActionLog, RestoreWhole, TakeMoments
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.outbox import Draft, Published
+from archipelago.islands.sync.progress import Totals
 from archipelago.islands.worker import Island
 
 KEPT = 3

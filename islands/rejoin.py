@@ -17,9 +17,10 @@ from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.checkpoint import Found, IslandStore
 from archipelago.islands.inner import moment_bounds, require_sound
-from archipelago.islands.progress import Totals
 from archipelago.islands.sync import recovery
+from archipelago.islands.sync.progress import Totals
 from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.worker import Island
 
 #: The largest total that an island takes over from its last heartbeat.
@@ -107,10 +108,11 @@ class Rejoin:
     def _from_peer(self) -> recovery.Received | None:
         island = self.island
         check = partial(require_sound, bounds=moment_bounds(island.config.inner))
+        like = island.inner.optimizer
         try:
             return recovery.receive(
-                self.transport, self.who, island.inner.optimizer, check, lambda: island.beat("joining"),
-                self.seconds, island.clock, self.pause,
+                self.transport, self.who, lambda about, payload: decode(about, payload, like, check),
+                lambda: island.beat("joining"), self.seconds, island.clock, self.pause,
             )  # fmt: skip
         except (BrokerError, WireError) as error:
             log.warning("no optimiser state from a peer: %s", error.what)

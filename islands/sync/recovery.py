@@ -8,29 +8,28 @@ bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Actions, Handover, Presence
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest
 from archipelago.islands.sync.actions import INDEX_END
-from archipelago.islands.sync.arrays import device_copy
 
 #: How long a newcomer waits for a peer's answer once it is ready to train.
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.05
 
-#: A tree of arrays, as the inner optimiser keeps it.
+#: Inner optimiser state in whatever form the loop keeps it, such as a tree of arrays.
 State = Any
-#: Raises WireError for state that the optimiser's own steps cannot produce. Takes the state and one to compare with.
-Check = Callable[[State, State], None]
+#: From a handover and its payload to the state. Raises WireError for state that is not sound.
+Decode = Callable[[Handover, bytes], State]
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,14 @@ class StateForPeer:
 
     Attributes:
         who: The newcomer and its incarnation.
-        optimizer: A copy that no step donates.
+        leaves: All arrays of the state in order, as copies that no step donates.
         index: The number of actions that the giver had done.
         global_step: The giver's global step.
         actions: Actions that the giver has not sent yet, in a recorded run.
     """
 
     who: str
-    optimizer: State
+    leaves: Sequence[Any]
     index: int
     global_step: int
     actions: Actions | None = None
@@ -62,30 +61,28 @@ class Received:
 
 def encode(state: StateForPeer, giver: str) -> tuple[Handover, bytes]:
     """Return the message and its payload: the bytes of all leaves in order, compressed by zstd."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state.optimizer)]
+    leaves = [np.asarray(leaf) for leaf in state.leaves]
     payload = zstandard.ZstdCompressor(level=1).compress(b"".join(leaf.tobytes() for leaf in leaves))
     island, _, incarnation = giver.partition("/")
     return Handover(island, incarnation, state.index, state.global_step, len(payload), digest(payload)), payload
 
 
-def decode(handover: Handover, payload: bytes, like: State, check: Check) -> State:
-    """Return the state in a payload.
+def decode(handover: Handover, payload: bytes, like: Sequence[Any]) -> list[NDArray[Any]]:
+    """Return the arrays in a payload.
 
     Args:
         handover: The message that announces the payload.
         payload: What a peer sent.
-        like: State with the expected tree, shapes and dtypes.
-        check: Refuses state that is not sound.
+        like: Arrays of the expected shapes and dtypes.
 
     Raises:
-        WireError: The payload does not fit the announcement or the model, or it is not sound.
+        WireError: The payload does not fit the announcement or the model, or a value is not finite.
     """
     if handover.index >= INDEX_END:
         raise WireError("the peer's optimiser state follows more actions than an island can do", code="handover.index")
     if len(payload) != handover.bytes or digest(payload) != handover.digest:
         raise WireError("the peer's optimiser state is not the announced one", code="handover.digest")
-    leaves, tree = jax.tree.flatten(like)
-    expected = sum(leaf.nbytes for leaf in leaves)
+    expected = sum(leaf.nbytes for leaf in like)
     try:
         if zstandard.get_frame_parameters(payload).content_size != expected:
             raise WireError("the peer's optimiser state does not fit this model", code="handover.shape")
@@ -93,15 +90,13 @@ def decode(handover: Handover, payload: bytes, like: State, check: Check) -> Sta
     except zstandard.ZstdError as error:
         raise WireError(f"the peer's optimiser state is not zstd ({error})", code="handover.zstd") from None
     out, start = [], 0
-    for leaf in leaves:
+    for leaf in like:
         values = np.frombuffer(data, leaf.dtype, leaf.size, start).reshape(leaf.shape)
         if not np.isfinite(values).all():
             raise WireError("NaN or infinity in the peer's optimiser state", code="handover.not-finite")
-        out.append(device_copy(values))
+        out.append(values)
         start += leaf.nbytes
-    state: State = jax.tree.unflatten(tree, out)
-    check(state, like)
-    return state
+    return out
 
 
 def peers(presences: list[Presence], name: str) -> list[str]:
@@ -112,8 +107,7 @@ def peers(presences: list[Presence], name: str) -> list[str]:
 def receive(
     transport: IslandTransport,
     who: str,
-    like: State,
-    check: Check,
+    decode: Decode,
     beat: Callable[[], None],
     seconds: float = ASK_SECONDS,
     clock: Callable[[], float] = time.monotonic,
@@ -124,8 +118,7 @@ def receive(
     Args:
         transport: Where the answer arrives.
         who: The newcomer and its incarnation.
-        like: State with the expected tree, shapes and dtypes.
-        check: Refuses state that is not sound.
+        decode: Reads the state from an answer.
         beat: Called before each look, to renew the heartbeat.
         seconds: How long to wait while a peer is live.
         clock: Monotonic seconds.
@@ -141,7 +134,7 @@ def receive(
         while True:
             beat()
             if (found := transport.island.handed_over(who)) is not None:
-                return Received(found[0], decode(*found, like, check))
+                return Received(found[0], decode(*found))
             if clock() >= deadline or not peers(transport.reader.presences(), name):
                 return None
             pause(POLL_SECONDS)

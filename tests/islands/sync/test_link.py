@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,8 +27,9 @@ from archipelago.islands.sync import link as link_module
 from archipelago.islands.sync import pumps
 from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.outbox import ContributionHeader, Draft, Published
-from archipelago.islands.sync.recovery import StateForPeer, decode
+from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.worker import Island, train
 from archipelago.merger.service import Merger
 from tests import samples
@@ -708,7 +710,7 @@ def test_optimiser_state_is_handed_over_with_the_actions_before_it(harness: Harn
     link = harness.link("a/x")
     ask(harness)
     actions = samples.actions()
-    link.hand_over(StateForPeer("new/z", MOMENTS, 7, 40, actions))
+    link.hand_over(StateForPeer("new/z", jax.tree.leaves(MOMENTS), 7, 40, actions))
     link.pump()
     found = harness.transport.island.handed_over("new/z")
     assert found is not None
@@ -723,7 +725,7 @@ def test_optimiser_state_is_handed_over_with_the_actions_before_it(harness: Harn
 def test_a_handover_is_retried_after_an_outage(harness: Harness) -> None:
     link = harness.link("a/x")
     ask(harness)
-    link.hand_over(StateForPeer("new/z", MOMENTS, 7, 40))
+    link.hand_over(StateForPeer("new/z", jax.tree.leaves(MOMENTS), 7, 40))
     hands, calls = harness.faulty.island.hand_over, iter([UnreachableError("connection refused"), None])
 
     def fails_once(*arguments: Any) -> None:
@@ -743,7 +745,7 @@ def test_handovers_are_sent_in_the_background(harness: Harness, until: Until) ->
     link = harness.link("a/x")
     link.start()
     ask(harness)
-    link.hand_over(StateForPeer("new/z", MOMENTS, 7, 40))
+    link.hand_over(StateForPeer("new/z", jax.tree.leaves(MOMENTS), 7, 40))
     until(lambda: harness.transport.island.handed_over("new/z"), "the state to arrive")
 
 

@@ -26,7 +26,8 @@ from archipelago.islands.inner import begin, counts, moment_bounds, require_soun
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import device_copy
-from archipelago.islands.sync.recovery import StateForPeer, decode, encode, peers, receive
+from archipelago.islands.sync.recovery import StateForPeer, encode, peers, receive
+from archipelago.islands.sync.state_tree import decode
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
@@ -47,7 +48,7 @@ def trained(steps: int = 3) -> Any:
 
 STATE, LIKE = trained(), begin(tiny.CONFIG.inner, fresh()).optimizer
 SIZE = sum(leaf.nbytes for leaf in jax.tree.leaves(LIKE))
-HANDOVER, PAYLOAD = encode(StateForPeer("new/z", STATE, 7, 40), "a/x")
+HANDOVER, PAYLOAD = encode(StateForPeer("new/z", jax.tree.leaves(STATE), 7, 40), "a/x")
 
 
 def announced(payload: bytes) -> Handover:
@@ -191,8 +192,9 @@ class Waiting:
 
     def receive(self, transport: MemoryTransport | None = None, seconds: float = 5.0) -> Any:
         return receive(
-            transport or self.transport, "new/z", LIKE, require_sound, self._beat, seconds, self.clock, self._pause
-        )
+            transport or self.transport, "new/z", lambda about, payload: decode(about, payload, LIKE, require_sound),
+            self._beat, seconds, self.clock, self._pause,
+        )  # fmt: skip
 
     def assert_withdrawn(self) -> None:
         run = self.broker.runs["sample"]
@@ -279,7 +281,7 @@ def test_peers_are_other_training_islands() -> None:
 def test_negative_second_moments_and_counts_are_refused(name: str) -> None:
     """They are finite, but the first step would produce NaN."""
     forged = optax.tree_utils.tree_set(STATE, **{name: jax.tree.map(lambda x: -x - 1, tree_get(STATE, name))})
-    handover, payload = encode(StateForPeer("b/y", forged, 3, 7), "a/x")
+    handover, payload = encode(StateForPeer("b/y", jax.tree.leaves(forged), 3, 7), "a/x")
     with failing(WireError, "handover.unsound"):
         decode(handover, payload, STATE, require_sound)
 
@@ -299,7 +301,7 @@ def test_moments_that_no_steps_can_produce_are_refused(changes: dict[str, float]
     for name, value in changes.items():
         filled = jax.tree.map(partial(jnp.full_like, fill_value=value), tree_get(STATE, name))
         forged = optax.tree_utils.tree_set(forged, **{name: filled})
-    handover, payload = encode(StateForPeer("b/y", forged, 3, 7), "a/x")
+    handover, payload = encode(StateForPeer("b/y", jax.tree.leaves(forged), 3, 7), "a/x")
     check = partial(require_sound, bounds=moment_bounds(tiny.CONFIG.inner))
     with failing(WireError, "handover.unsound"):
         decode(handover, payload, STATE, check)
@@ -323,7 +325,7 @@ def muon_state(steps: int) -> Any:
 
 def test_muons_state_is_decoded_bit_for_bit_and_is_smaller_than_adams() -> None:
     given, like = muon_state(3), begin(tiny.MUON.inner, fresh()).optimizer
-    handover, payload = encode(StateForPeer("new/z", given, 7, 40), "a/x")
+    handover, payload = encode(StateForPeer("new/z", jax.tree.leaves(given), 7, 40), "a/x")
     found = decode(handover, payload, like, require_sound)
     assert tiny.leaf_bytes(found) == tiny.leaf_bytes(given) != tiny.leaf_bytes(like)
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(given))
@@ -342,6 +344,6 @@ def test_invalid_muon_state_is_refused(name: str) -> None:
     forged = optax.tree_utils.tree_set(
         state, **{name: jax.tree.map(lambda x: -x - 1, tree_get_all_with_path(state, name)[0][1])}
     )
-    handover, payload = encode(StateForPeer("b/y", forged, 3, 7), "a/x")
+    handover, payload = encode(StateForPeer("b/y", jax.tree.leaves(forged), 3, 7), "a/x")
     with failing(WireError, "handover.unsound"):
         decode(handover, payload, state, require_sound)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-import jax
 import numpy as np
 
 from archipelago.islands.sync.uplink import averaged
@@ -38,10 +38,10 @@ class Losses:
 
     mean: float = math.nan
     diverged: int = 0
-    _pending: deque[jax.Array] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
+    _pending: deque[Any] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
 
-    def add(self, losses_n: jax.Array) -> None:
-        """Add the losses of n steps."""
+    def add(self, losses_n: Any) -> None:
+        """Add the losses of n steps: a number, or an array of any framework that numpy can read."""
         self._pending.append(losses_n)
 
     def take_mean(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 
 from archipelago.broker.messages import COUNT_MAX, Heartbeat, from_fields, to_fields
-from archipelago.islands.memory_use import FRESH_SECONDS, MemoryMeter, MemoryUse, measured
+from archipelago.islands.sync.memory_use import FRESH_SECONDS, MemoryMeter, MemoryUse, measured
 from tests import samples
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 import psutil
 
 from archipelago.broker.messages import COUNT_MAX
@@ -32,14 +32,18 @@ class MemoryUse:
     device_limit: int = 0
 
 
-def measured() -> MemoryUse:
-    """Measure the memory in use now. A machine that does not report some of it gives 0."""
+def measured(devices: Sequence[Any] = ()) -> MemoryUse:
+    """Measure the memory in use now. A machine that does not report some of it gives 0.
+
+    Args:
+        devices: The accelerators of this process. Each has `memory_stats`, as JAX's devices do.
+    """
     try:
         process, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
         used, limit = host.total - host.available, host.total
     except (psutil.Error, OSError):
         process = used = limit = 0
-    stats = [device.memory_stats() or {} for device in jax.local_devices() if device.platform != "cpu"]
+    stats = [device.memory_stats() or {} for device in devices]
     device, device_limit = (sum(int(each.get(name, 0)) for each in stats) for name in ("bytes_in_use", "bytes_limit"))
     found = (process, used, limit, device, device_limit)
     return MemoryUse(*(min(COUNT_MAX, max(0, value)) for value in found))

@@ -1,0 +1,340 @@
+"""One island of one run, for any training loop: what the loop does between two steps, and how it leaves.
+
+It knows the island's ledger, link and replica, and no model, no data and no optimiser. It does not import JAX: the
+replica, which measures and adopts the parameters, belongs to the framework of the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from archipelago.broker.codecs import Parts, Vector, codec
+from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
+from archipelago.broker.errors import DivergedError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Marker, Resume
+from archipelago.islands.sync.actions import ActionLog, Adopt, Join, Length, Send
+from archipelago.islands.sync.heartbeat import heartbeat
+from archipelago.islands.sync.ledger import Ledger
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.memory_use import MemoryMeter
+from archipelago.islands.sync.outbox import ContributionHeader, Draft
+from archipelago.islands.sync.progress import SMOOTHING, Losses, Speed, Totals
+from archipelago.islands.sync.recovery import StateForPeer
+from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.sync.uplink import averaged
+
+FLUSH_SECONDS = 10.0
+FAREWELL_SECONDS = 2.0
+#: An island leaves after this many contributions in a row whose loss was not finite.
+DIVERGED_MAX = 3
+
+log = logging.getLogger(__name__)
+
+
+class Keeps(Protocol):
+    """What the ledger needs to know of an adopt rule."""
+
+    @property
+    def keeps_progress(self) -> bool:
+        """Whether unsent progress stays in the parameters after an adoption."""
+
+
+class Measures(Protocol):
+    """A replica: it measures contributions and adopts snapshots. `params` are those that the loop keeps."""
+
+    @property
+    def rule(self) -> Keeps:
+        """The run's adopt rule."""
+
+    def measure(self, fragment: int, params: Any, codec: str = "") -> Parts:
+        """Return a fragment's outer gradient as the codec's parts."""
+
+    def adopt(self, fragment: int, params: Any, new_N: Vector) -> Any:
+        """Return the parameters after a fragment's snapshot was adopted."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What an island says about its machine: the device in words, and a meter of its memory."""
+
+    device: str
+    memory: MemoryMeter
+
+
+class Participant(ABC):
+    """One island of one run. The loop calls `boundary` and `stepped` in turn, then `leave`.
+
+    Attributes:
+        moments: The origin of the inner optimiser's state, in words.
+        stretch: The steps of a contribution as a share of the run's interval (a moving average).
+        sequence: The number of contributions that this incarnation has sent.
+        tokens_per_step: The tokens of an inner step, for display.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        link: Link,
+        replica: Measures,
+        arrivals: Sequence[Arrival],
+        host: Host,
+        clock: Callable[[], float] = time.monotonic,
+        incarnation: str = "",
+    ) -> None:
+        """Begin from published snapshots, which the replica has taken already.
+
+        Args:
+            name: The island's name.
+            manifest: The run.
+            link: The connection to the broker.
+            replica: Measures and adopts the parameters.
+            arrivals: One snapshot of every fragment.
+            host: The machine.
+            clock: Monotonic seconds.
+            incarnation: Distinguishes this process from earlier ones of the same name; random by default.
+        """
+        config = manifest.config
+        self.name, self.manifest, self.config = name, manifest, config
+        self.link, self.clock, self.host = link, clock, host
+        self.incarnation = incarnation or uuid.uuid4().hex[:8]
+        self.ledger = Ledger(name, self.incarnation, len(manifest.fragments), config.sync.interval, config.sync.window)
+        self.speed, self.losses, self.totals = Speed(), Losses(), Totals()
+        self.action_log = ActionLog(name, self.incarnation, config.record)
+        for arrival in arrivals:
+            self.ledger.adopted(arrival.snapshot, keeps_progress=False)
+        self.action_log.add(Join(tuple(arrival.snapshot.version for arrival in arrivals)))
+        self.moments = "fresh"
+        self.stretch = 0.0
+        self.sequence = 0
+        self.tokens_per_step = float(config.tokens_per_step)
+        #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
+        self.run_steps = config.inner.steps
+        wire = config.wire  # the bytes of all fragments, by codec
+        self._bytes = {
+            name: sum(codec(name).encoded_size(size) for size in manifest.sizes)
+            for name in {wire.up, wire.thin, wire.down} - {""}
+        }
+        self._measures = replica
+        self._has_joined = False
+
+    # -- what a loop provides -----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def params(self) -> Any:
+        """All parameters, as the loop's replica takes them."""
+
+    @abstractmethod
+    def set_params(self, params: Any) -> None:
+        """Replace all parameters, between two steps."""
+
+    def places(self) -> Sequence[object]:
+        """Return the positions in the run's corpus; none by default."""
+        return ()
+
+    def forget_shards(self, shards: frozenset[str]) -> None:  # noqa: B027 - a loop without our data has none
+        """Give up the leases of these shards."""
+
+    def optimizer_leaves(self) -> Sequence[Any] | None:
+        """Return copies of the inner optimiser's arrays for a newcomer; None if the loop keeps them to itself."""
+        return None
+
+    def reached_marker(self, number: int) -> None:  # noqa: B027 - a loop need not take checkpoints
+        """Take the island's part of the merger's checkpoint of that number."""
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """True if the run is at its end. An island that no merger serves does not end the run alone."""
+        steps = self.link.run_steps
+        is_served = self.link.is_served is not False
+        return self.ledger.merged_step >= steps or (is_served and self.ledger.global_step >= steps)
+
+    @property
+    def must_leave(self) -> bool:
+        """True if the operator has asked the island to leave, or a newer process has taken its name over."""
+        return bool(self.link.operator_request) or self.link.is_replaced
+
+    @property
+    def is_held(self) -> bool:
+        """True while the schedule's clock stands still, because the island is its window ahead of the last merge."""
+        return self.ledger.is_held(is_served=self.link.is_served is not False, stretch=self.stretch)
+
+    @property
+    def device(self) -> str:
+        """The device in words."""
+        return self.host.device
+
+    # -- between two steps --------------------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """Process received events, adopt snapshots and send contributions, without waiting for anything.
+
+        Raises:
+            DivergedError: The loss has not been finite for several contributions.
+        """
+        if self.link.failure is not None:
+            raise self.link.failure
+        self._require_finite_loss()
+        if self.link.run_steps != self.run_steps:
+            self.run_steps = self.link.run_steps
+            self.action_log.add(Length(self.run_steps))
+        self._process_news()
+        if self.link.backlog < self.config.sync.window:  # a longer backlog stretches the interval
+            while (number := self.ledger.due()) is not None:
+                self._send(number, farewell=False)
+
+    def _process_news(self) -> None:
+        news = self.link.take()
+        arrivals = news.arrivals
+        for event in news.events:
+            match event:
+                case Resume():
+                    self.ledger.resumed(event.round, self.link.outbox.unresolved_rounds())
+                case Marker():
+                    before = [arrival for arrival in arrivals if arrival.snapshot.round <= event.round]
+                    arrivals = [arrival for arrival in arrivals if arrival.snapshot.round > event.round]
+                    self._adopt_all(before)
+                    # An island that joined after that round is not in the checkpoint.
+                    if self.ledger.closed <= event.round:
+                        self.reached_marker(event.number)
+                case _:
+                    self.ledger.heard(event)
+        self._adopt_all(arrivals)
+        if news.lost_shards:
+            self.forget_shards(news.lost_shards)
+        for who in news.asked_by:
+            self._hand_over(who)
+
+    def _require_finite_loss(self) -> None:
+        if self.losses.diverged >= DIVERGED_MAX:
+            raise DivergedError(
+                f"The loss of {self.name} was not finite in its last {self.losses.diverged} contributions",
+                "Start the island again: it takes the run's parameters and fresh optimiser state. If all islands end "
+                "this way, lower --inner.learning-rate in a new run.",
+            )
+
+    def stepped(self, steps: int, tokens: int, *, is_held: bool) -> None:
+        """Count inner steps. While the schedule is held, its clock stands still."""
+        self.ledger.stepped(steps, tokens, is_held=is_held)
+        self.totals.steps += steps
+        self.totals.tokens += tokens
+
+    def adopt(self, arrival: Arrival) -> None:
+        """Adopt a snapshot between two inner steps, unless the island holds this version already.
+
+        An older version is adopted too, because a broker that lost its data has lost the newer version.
+        """
+        snapshot = arrival.snapshot
+        if snapshot.version == self.ledger.counts[snapshot.fragment].version:
+            return
+        self.set_params(self._measures.adopt(snapshot.fragment, self.params, arrival.params_N))
+        self.ledger.adopted(snapshot, self._measures.rule.keeps_progress)
+        self.action_log.add(Adopt(snapshot.fragment, snapshot.version))
+
+    def _adopt_all(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            self.adopt(arrival)
+
+    def _hand_over(self, who: str) -> None:
+        leaves, done = self.optimizer_leaves(), self.action_log.done
+        if leaves is not None:
+            self.link.hand_over(StateForPeer(who, leaves, done, self.ledger.global_step, self.action_log.peek()))
+
+    def _send(self, number: int, farewell: bool) -> None:
+        p = self.manifest.fragment_of(number)
+        count = self.ledger.counts[p]
+        name = self._codec(p)
+        self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval, SMOOTHING)
+        header = ContributionHeader(
+            island=self.name,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            round=number,
+            fragment=p,
+            base=count.version,
+            tokens=count.tokens,
+            steps=count.steps,
+            global_step=self.ledger.global_step,
+            loss=self.losses.take_mean(),
+            step_seconds=self.speed.step_seconds,
+            farewell=farewell,
+            codec=name,
+            data=" ".join(map(str, self.places())),
+        )
+        self.action_log.add(Send(number, "" if name == self.config.wire.up else name))
+        parts = self._measures.measure(p, self.params, name)
+        self.link.send(Draft(header, parts, self.manifest.sizes[p], self.action_log.take()))
+        self.sequence += 1
+        self.ledger.sent(number)
+
+    def _codec(self, p: int) -> str:
+        """Return the run's codec, or the thin one if a payload of the run's would take longer than a stride to send."""
+        wire, sync = self.config.wire, self.config.sync
+        stride_seconds = self.speed.step_seconds * sync.interval / len(self.manifest.fragments)
+        size = codec(wire.up).encoded_size(self.manifest.sizes[p])
+        return wire.up if not wire.thin or self.link.uplink.fits(size, stride_seconds) else wire.thin
+
+    @property
+    def link_share(self) -> float:
+        """The share of the run's interval that transfers take at the measured speeds."""
+        wire, uplink = self.config.wire, self.link.uplink
+        up = self._bytes[wire.thin if uplink.thin and wire.thin else wire.up]
+        return uplink.busy_share(up, self._bytes[wire.down], self.speed.step_seconds * self.config.sync.interval)
+
+    def beat(self, state: str) -> None:
+        """Update the next heartbeat."""
+        if state == "training" and not self._has_joined:
+            self._has_joined = True
+            where = f"after round {self.ledger.closed} on {self.device}"
+            self.link.note("joined", f"{where}, optimiser state: {self.moments}")
+        self.link.beat(heartbeat(self, state))
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
+        """Send all progress and announce the departure. Return whether the broker received everything.
+
+        An island whose name was taken over only writes a note, because its heartbeats are those of another process.
+        """
+        if self.link.is_replaced:
+            return self._leave_the_name(flush_seconds)
+        self.beat("leaving")
+        for number in self.ledger.farewells():
+            self._send(number, farewell=True)
+        is_sent = self.link.drain(flush_seconds)
+        kind, reason = self.leave_reason()
+        self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
+        self.beat(state)
+        return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and is_sent
+
+    def _leave_the_name(self, flush_seconds: float) -> bool:
+        kind, reason = self.leave_reason()
+        self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
+        self.beat("left")  # wakes the thread that sends the note
+        return self.link.drain(min(FAREWELL_SECONDS, flush_seconds))
+
+    def leave_reason(self) -> tuple[str, str]:
+        """Return why the island leaves, as a note's kind and text."""
+        if self.link.is_replaced:
+            return "replaced", "a newer process has this island's name"
+        if self.finished:
+            return "left", "the run is at its end"
+        kinds = {DRAIN: "drained", EXPEL: "expelled"}
+        request = self.link.operator_request
+        return (kinds[request], IN_WORDS[request]) if request in kinds else ("left", "it was stopped")
+
+    def give_up(self, kind: str, reason: str) -> None:
+        """Announce the departure with a note of that kind, without sending any progress."""
+        self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
+        self.beat("left")
+        self.link.drain(FAREWELL_SECONDS)
