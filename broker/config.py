@@ -28,6 +28,9 @@ from archipelago.broker.errors import ConfigError
 
 #: The vocabulary size of a corpus whose tokens are bytes.
 BYTES = 256
+#: The model of a run whose islands are training scripts of its users. The run knows its tensors, and not how to
+#: compute it.
+OWN_MODEL = "own"
 #: The inner learning rate of the smallest model.
 SMALLEST_RATE = 3e-3
 Positive = Annotated[int, Ge(1)]
@@ -268,6 +271,11 @@ class RunConfig:
     outer: OuterConfig = field(default_factory=OuterConfig)
     adopt: AdoptConfig = field(default_factory=AdoptConfig)
     wire: WireConfig = field(default_factory=WireConfig)
+
+    @property
+    def has_own_loops(self) -> bool:
+        """Whether the islands are training scripts of the users, with a model, data and an optimiser of their own."""
+        return self.model.size == OWN_MODEL
 
     @property
     def tokens_per_step(self) -> int:

@@ -21,6 +21,9 @@ MERGER_BASE: Final = 350_000_000
 #: Bytes per parameter of an island: parameters, gradients, two moments, their next values, references, the published
 #: parameters, a checkpoint that is being written, and an evaluation, in float32.
 ISLAND_PER_PARAMETER: Final = 54
+#: Bytes per parameter that a user's own training script needs more as an island: references, the published parameters,
+#: and arrivals, in float32.
+OWN_LOOP_PER_PARAMETER: Final = 16
 #: Bytes per parameter of a merger: exact parameters, momentum, sums, snapshots, and a checkpoint, in float32.
 MERGER_PER_PARAMETER: Final = 41
 #: Bytes per parameter in Redis: the newest snapshot, and the exact parameters and momentum.
@@ -50,8 +53,9 @@ def footprint(manifest: Manifest) -> Footprint:
     activations = ACTIVATION_BYTES * manifest.config.tokens_per_step * norms
     difference = codec(wire.down).encoded_size(parameters) if wire.sends_differences else 0
     contributions = codec(wire.up).encoded_size(parameters) * 4
+    island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + activations
     return Footprint(
-        island=ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + activations,
+        island=OWN_LOOP_PER_PARAMETER * parameters if manifest.config.has_own_loops else island,
         merger=MERGER_BASE + MERGER_PER_PARAMETER * parameters,
         redis=REDIS_PER_PARAMETER * parameters + DIFFERENCES_KEPT * difference + contributions,
     )

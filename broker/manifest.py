@@ -105,6 +105,10 @@ class Corpus:
         return cls(str(name), str(digest), int(size), str(tokenizer), int(tokens))
 
 
+#: The corpus of a run that knows nothing of its islands' data.
+NO_CORPUS = Corpus("", "", 0)
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A run's identity. Workers with equal manifests can merge each other's contributions and snapshots.
@@ -150,6 +154,20 @@ class Manifest:
     def parameters(self) -> int:
         """The number of elements of the whole model."""
         return sum(self.sizes)
+
+    def require_own_code(self, what: str) -> None:
+        """Raise ConfigError (`model.own`) if the run's model is that of its users' training scripts.
+
+        Args:
+            what: What is not possible for such a run, as the beginning of a sentence.
+        """
+        if self.config.has_own_loops:
+            raise ConfigError(
+                f"{what} is not possible for the run {self.run!r}: its islands are training scripts of its users, and "
+                "it knows the tensors of their model, but not how to compute it",
+                "Those scripts train it with `archipelago.join` (docs/guide/your-training.md).",
+                code="model.own",
+            )
 
     def fragment_of(self, round_number: int) -> int:
         """Return the fragment that a round syncs: p = (t − 1) mod P."""

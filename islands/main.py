@@ -119,6 +119,7 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
     transport = awaited(options.connect)
     try:
         manifest = awaited(transport.reader.manifest)
+        manifest.require_own_code("`archipelago island`")
         keep_compiled()
 
         import orbax.checkpoint  # noqa: F401 - load it now, so that `_run` need not
@@ -198,6 +199,7 @@ def _run(
     registry = options.registry()
     sinks = options.sinks(transport.run, name, "island", folder, "global_step")
     manifest = awaited(transport.reader.manifest)  # before JAX loads, so that a wrong name fails at once
+    manifest.require_own_code("`archipelago island`")
     require_welcome(
         awaited(transport.reader.control), name, manifest.run
     )  # before the island claims anything under that name

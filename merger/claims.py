@@ -41,6 +41,8 @@ STRIDES_OF_A_ROUND = 2
 BATCH_SLACK = 4.0
 #: An island may train batches that are larger than the run's by this factor, because weights grow with tokens squared.
 TOKENS_PER_STEP_MAX = 64
+#: A step of a user's own loop has at most this many tokens. What counts as one is up to the loop.
+OWN_TOKENS_PER_STEP_MAX = 1 << 32
 #: An island may have read this many times the text of its steps, because contributions of it may have been lost.
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
@@ -66,7 +68,7 @@ class Account:
         since: The wall clock when the island last sent the fragment that it has not sent for the longest time. Its next
             contribution to that fragment holds the work since then.
         global_step: The global step that it claimed.
-        batch: Tokens a step in the first contribution of that incarnation.
+        batch: Tokens a step in the first contribution of that incarnation; of a user's own loop, the most so far.
     """
 
     incarnation: str
@@ -80,14 +82,19 @@ class Account:
 def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, str] | None:
     """Return the code and the text of a reason why no island can have done this, or None."""
     c = contribution
-    if c.tokens > c.steps * config.tokens_per_step * TOKENS_PER_STEP_MAX:
+    if c.tokens > c.steps * tokens_per_step_max(config):
         return "tokens", f"{c.tokens} tokens in {c.steps} steps are impossible"
     return None
 
 
+def tokens_per_step_max(config: RunConfig) -> int:
+    """Return the most tokens that an inner step can have."""
+    return OWN_TOKENS_PER_STEP_MAX if config.has_own_loops else config.tokens_per_step * TOKENS_PER_STEP_MAX
+
+
 def refused_tokens(contribution: Contribution, config: RunConfig) -> int:
     """Return the tokens that the books count for a refused contribution: at most those of a whole run."""
-    most = config.inner.steps * config.tokens_per_step * TOKENS_PER_STEP_MAX
+    most = config.inner.steps * tokens_per_step_max(config)
     return min(contribution.tokens, most)
 
 
@@ -328,7 +335,8 @@ class Accounts:
         c, known = contribution, self._accounts.pop(contribution.island, None)
         if known is not None and known.incarnation == c.incarnation:
             self._note_speed(c, known, now)
-            batch = known.batch
+            # The batches of a user's own loop may grow without an end, but not faster than BATCH_SLACK allows.
+            batch = max(known.batch, c.tokens / c.steps) if self.config.has_own_loops else known.batch
         else:
             batch = c.tokens / c.steps
         self._heard[c.island] = self._sent[c.island, c.fragment] = now
@@ -367,8 +375,9 @@ class Accounts:
         """Return the most tokens a step. Until an island has declared its batch, it may be any that is admitted."""
         known = self._accounts.get(c.island)
         if known is None or known.incarnation != c.incarnation:
-            return float(self.config.tokens_per_step * TOKENS_PER_STEP_MAX)
-        return BATCH_SLACK * max(known.batch, self.config.tokens_per_step)
+            return float(tokens_per_step_max(self.config))
+        usual = 1 if self.config.has_own_loops else self.config.tokens_per_step
+        return BATCH_SLACK * max(known.batch, usual)
 
     def _note_speed(self, c: Contribution, known: Account, now: float) -> None:
         steps = c.global_step - known.global_step

@@ -178,9 +178,11 @@ def weigh(
 def path(config: RunConfig, steps: int, global_step: int) -> float:
     """Return about how far Adam can have moved each element in `steps` up to the global step.
 
-    It is the number of steps times the learning rate in their middle.
+    It is the number of steps times the learning rate in their middle. For users' own loops, it is the number of steps.
     """
     inner, steps = config.inner, min(max(1, steps), INTERVALS_MOST * config.sync.interval)
+    if config.has_own_loops:  # nobody knows their learning rates
+        return float(steps)
     return steps * max(inner.rate_at(max(0.0, global_step - steps / 2)), RATE_LEAST * inner.peak)
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from archipelago.broker.config import BYTES, SMALLEST_RATE, ModelConfig
+from archipelago.broker.config import BYTES, OWN_MODEL, SMALLEST_RATE, ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import moe, vision
 from archipelago.islands.models.interface import Model, Params
@@ -97,10 +97,16 @@ def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> M
         compute_dtype: The dtype of activations. The default suits the default device.
 
     Raises:
-        ConfigError: There is no such model (`model.unknown`), or it reads no text and the config names a vocabulary
-            (`model.no-vocabulary`).
+        ConfigError: There is no such model (`model.unknown`), only its users' scripts know it (`model.own`), or it
+            reads no text and the config names a vocabulary (`model.no-vocabulary`).
     """
     size, vocabulary = (model, BYTES) if isinstance(model, str) else (model.size, model.vocabulary)
+    if size == OWN_MODEL:
+        raise ConfigError(
+            "the model of a run with users' own training scripts is known to those scripts only",
+            "`archipelago.create` makes such a run, and `archipelago.join` trains it (docs/guide/your-training.md).",
+            code="model.own",
+        )
     if size not in MODELS:
         raise ConfigError(
             f"there is no model of size {size!r:.80}", f"Choose one of {', '.join(MODELS)}.", code="model.unknown"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from archipelago.broker.config import RunConfig, flat
-from archipelago.broker.control import MERGING, PAUSED, SETTINGS, island_field, own
+from archipelago.broker.control import MERGING, PAUSED, SETTINGS, STEPS, island_field, own
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Note, Refusal
@@ -139,7 +139,7 @@ def progress(reading: Reading, history: History, config: RunConfig) -> dict[str,
         "seconds_left": max(0, view.steps - view.step) / speed if speed > 0.0 else math.nan,
         "steps_per_second": speed,
         "learning_rate": _rate_at(config, view.step, view.steps),
-        "peak_rate": config.inner.peak,
+        "peak_rate": math.nan if config.has_own_loops else config.inner.peak,
         "held_out_age": max(0.0, reading.unix_seconds - newest[0].unix_seconds) if newest else math.nan,
         "held_out_round": newest[0].round if newest else math.nan,
         "held_out_by": newest[0].by if newest else "",
@@ -150,6 +150,11 @@ def settings(manifest: Manifest) -> dict[str, str]:
     """Return the run's settings as words, by name: its config, its corpus and the versions that created it."""
     words = {name: setting_text(value) for name, value in flat(manifest.config).items()}
     corpus = manifest.corpus
+    if manifest.config.has_own_loops:  # only the length of the run says anything about its users' scripts
+        unknown = ("model.", "data.", "inner.")
+        words = {name: text for name, text in words.items() if name == STEPS or not name.startswith(unknown)}
+        words["model"] = "that of its users' scripts"
+        return words | {f"version.{name}": version for name, version in manifest.versions.items()}
     words["corpus"] = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest[:12]}"
     words["tokenizer"] = f"{corpus.tokenizer[:12]}, {corpus.tokens:,} tokens" if corpus.tokenizer else "bytes"
     return words | {f"version.{name}": version for name, version in manifest.versions.items()}
@@ -187,8 +192,13 @@ def charts_of(reading: Reading, history: History, queues: Sequence[QueueRow], ma
 
 
 def _rate_at(config: RunConfig, step: float, length: float) -> float:
-    """Return the learning rate after `step` steps. `length` is that of the run, which an operator may have changed."""
-    return math.nan if math.isnan(step) else replace(config.inner, steps=max(1, int(length))).rate_at(step)
+    """Return the learning rate after `step` steps; NaN if it is not known, as that of users' own scripts.
+
+    `length` is that of the run, which an operator may have changed.
+    """
+    if math.isnan(step) or config.has_own_loops:
+        return math.nan
+    return replace(config.inner, steps=max(1, int(length))).rate_at(step)
 
 
 def state_of(reading: Reading, interval: int) -> dict[str, str]:

@@ -87,7 +87,8 @@ def repeat(record: Record, *, islands: bool) -> dict[str, Any]:
 
     Args:
         record: The record of the run.
-        islands: Also repeat the islands' training; otherwise their recorded contributions are used.
+        islands: Also repeat the islands' training; otherwise their recorded contributions are used. The training of
+            users' own loops is never repeated.
 
     Returns:
         Plain data: counts, digests, and the first difference if there is one.
@@ -96,7 +97,8 @@ def repeat(record: Record, *, islands: bool) -> dict[str, Any]:
     from archipelago.ops.experiments.recorded_islands import RecordedIslands
 
     run = RecordedRun(record, record.manifest.config)
-    trained = RecordedIslands(run) if islands else None
+    has_own_loops = record.manifest.config.has_own_loops
+    trained = RecordedIslands(run) if islands and not has_own_loops else None
     first_difference, taken = "", 0
     rounds = run.rounds()
     with progress("repeating the rounds", len(rounds)) as repeating:
@@ -116,6 +118,7 @@ def repeat(record: Record, *, islands: bool) -> dict[str, Any]:
         "rounds_recorded": len(rounds),
         "contributions": taken,
         "trained_again": trained.count if trained else 0,
+        "own_loops": has_own_loops,
         "islands_from_payloads": trained.lost if trained else {},
         "fragments": [{"fragment": p, "digest": found[p], "recorded": expected.get(p, "")} for p in found],
         "first_difference": first_difference,

@@ -47,6 +47,8 @@ def main(options: ReplayOptions) -> int:
     """Replay. Return 0 if nothing differs or other rules were requested, and 1 if something differs."""
     with progress("reading the record"):
         record = records.read(options.folder / options.run / "merger" / "record")
+    if options.set:
+        record.manifest.require_own_code("Comparing other rules by their held-out loss")
     config = with_settings(record.manifest.config, options.set)
     keep_compiled()
     found = (
@@ -100,6 +102,9 @@ def _key(setting: str) -> str:
 def _tell(found: Mapping[str, Any]) -> None:
     say(f"run {found['run']!r}: {found['rounds']} of {found['rounds_recorded']} rounds repeated, with "
         f"{found['contributions']} contributions, {found['trained_again']} of them trained again")  # fmt: skip
+    if found["own_loops"]:
+        say("  Only the merger was repeated, exactly. The islands are training scripts of users: their training "
+            "cannot be repeated, so their recorded contributions were used.")  # fmt: skip
     for who, why in found["islands_from_payloads"].items():
         say(f"  {who} uses its recorded payloads: {why}")
     for fragment in found["fragments"]:

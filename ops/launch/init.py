@@ -253,6 +253,7 @@ def require_same(found: Manifest, config: RunConfig, go_on: str = "") -> None:
     """
     from archipelago.islands.creation import describe
 
+    found.require_own_code("Starting islands of ours")
     fitting, corpus = require_usable(config)
     require_own_settings(found, fitting, go_on)
     try:

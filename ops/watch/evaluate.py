@@ -48,9 +48,11 @@ def evaluate(transport: ReaderTransport) -> Evaluation:
     """Measure the newest parameters and record the result, unless `archipelago evaluate` has measured them already.
 
     Raises:
+        ConfigError: The run does not know its model (`model.own`).
         BrokerError: The run's corpus is not on this machine (`broker.other-corpus`).
     """
     manifest = transport.reader.manifest()
+    manifest.require_own_code("`archipelago evaluate`")
     keep_compiled()
 
     from archipelago.islands.data.corpus import open_corpus

@@ -88,10 +88,11 @@ def provenance(
 def _run(manifest: Manifest, view: RunView) -> dict[str, str]:
     corpus = manifest.corpus
     model = manifest.config.model.size
+    known = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest}"
     return {
         "run": view.run,
         "model": f"{model}, {view.parameters:,} parameters in {view.fragments} fragments",
-        "corpus": f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest}",
+        "corpus": known if corpus.name else "that of its users' scripts",
         **({"tokenizer": f"digest {corpus.tokenizer}, {corpus.tokens:,} tokens"} if corpus.tokenizer else {}),
         "config digest": manifest.config.digest(),
         "progress": f"step {view.step:,} of {view.steps:,}, round {view.rounds:,}",
@@ -152,6 +153,11 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
         hosts: The number of machines that they ran on.
         steered: The rounds from which on an operator changed settings.
     """
+    if manifest.config.has_own_loops:
+        return (
+            "# The islands of this run were training scripts of its users: start them again, with another name for\n"
+            "# the run. Its settings are those of `archipelago.create`.\n"
+        )
     changed = _differences(dataclasses.asdict(manifest.config), dataclasses.asdict(RunConfig()))
     name, corpus = shlex.quote(f"{manifest.run}-again"), manifest.corpus.name
     again = corpus if corpus in _SAME_EVERYWHERE or corpus == "stdlib" else f"FILE_OR_FOLDER --name {corpus}"

@@ -83,6 +83,8 @@ def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[s
         )
     if has_text(found.manifest):
         yield f"text:  archipelago generate {options.out} --prompt 'Once'"
+    if found.manifest.config.has_own_loops:
+        return  # its scripts load the tensors under their own names
     yield f"continue from here:  archipelago up --from {options.out} --model.size {found.manifest.config.model.size}"
 
 
@@ -160,7 +162,8 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
     origin = {"size": model.size, "vocabulary": model.vocabulary, "sequence_length": positions, "run": manifest.run,
               "round": found.round, "step": found.step, "corpus": manifest.corpus.name,
               "corpus_digest": manifest.corpus.digest, "config_digest": manifest.config.digest()}  # fmt: skip
-    if size := MODELS[model.size].dense:
+    entry = MODELS.get(model.size)  # None for the model of users' own scripts
+    if entry and (size := entry.dense):
         return {**llama_config(size, model.vocabulary, positions, dtype), OWN_KIND: origin}
     return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
 

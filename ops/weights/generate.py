@@ -181,6 +181,7 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
     if source is not None and not names_redis(source) and read_config(Path(source)):
         return _of_export(Path(source))
     found = find(source, run)
+    found.manifest.require_own_code("`archipelago generate`")
 
     from archipelago.islands.models.registry import build
 

@@ -132,7 +132,7 @@ def has_text(manifest: Manifest) -> bool:
     """Return whether the run's model reads and writes text."""
     from archipelago.islands.models.registry import build
 
-    return build(manifest.config.model).decoder is not None
+    return not manifest.config.has_own_loops and build(manifest.config.model).decoder is not None
 
 
 def tokenizer_of(manifest: Manifest) -> TextTokenizer:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from archipelago.broker.loss_unit import loss_unit, shortened
-from archipelago.broker.manifest import Corpus
+from archipelago.broker.manifest import NO_CORPUS, Corpus
 
 
 def test_a_text_of_bytes_has_bits_per_byte() -> None:
@@ -33,3 +33,8 @@ def test_examples_have_nats_per_label() -> None:
 
 def test_an_unknown_loss_stays_unknown() -> None:
     assert math.isnan(loss_unit(Corpus("text", "0" * 32, 1000)).from_nats(math.nan))
+
+
+def test_a_script_has_a_loss_of_its_own() -> None:
+    unit = loss_unit(NO_CORPUS)
+    assert unit.from_nats(2.5) == 2.5

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import OWN_MODEL, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
-from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced
 from tests import samples
 from tests.failing import failing
 
@@ -250,3 +250,15 @@ def test_an_invalid_run_name_is_refused(run: str) -> None:
     """Reports and checkpoints are written to folders of that name."""
     with failing(ConfigError, "config.name"):
         Manifest.from_fields({**MANIFEST.to_fields(), "run": run})
+
+
+def test_a_run_of_own_loops_is_stored_and_says_what_is_impossible() -> None:
+    ours = samples.manifest()
+    config = replace(ours.config, model=ModelConfig(size=OWN_MODEL))
+    own = replace(ours, config=config, corpus=NO_CORPUS)
+    assert Manifest.from_fields(own.to_fields()) == own
+    assert own.config.has_own_loops
+    assert not ours.config.has_own_loops
+    ours.require_own_code("Anything")
+    with failing(ConfigError, "model.own"):
+        own.require_own_code("Generating text")

@@ -6,13 +6,16 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
+from archipelago.broker.config import OWN_MODEL, ModelConfig
 from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.manifest import NO_CORPUS
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main
@@ -86,3 +89,11 @@ def test_a_start_loads_no_optional_library() -> None:
     code = f"{imports}; print(*({late} & sys.modules.keys()))"
     found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+def test_our_worker_refuses_a_run_of_own_loops(url: str, transport: RedisTransport, tmp_path: Path) -> None:
+    ours = samples.manifest("demo")
+    own = replace(ours, config=replace(ours.config, model=ModelConfig(size=OWN_MODEL)), corpus=NO_CORPUS)
+    transport.create(own, samples.first_snapshots(own))
+    with failing(ConfigError, "model.own"):
+        run(url, tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig
+from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig, SyncConfig
 from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.messages import Contribution
 from archipelago.merger import claims
@@ -295,3 +295,17 @@ def test_gaps_of_an_account_are_measured_for_each_fragment() -> None:
         c = claim(fragment=p, steps=7000, tokens=7000 * BATCH, global_step=8000)
         assert accounts.bounded(c, reported, 7200.0 + p)[1] == []
         accounts.accept(c, 0, 7200.0 + p, 7200.0 + p)
+
+
+def test_batches_of_a_users_own_loop_have_any_size_and_may_grow() -> None:
+    own = replace(CONFIG, model=ModelConfig(size=OWN_MODEL))
+    accounts, now, tokens = Accounts(own, P), 0.0, 3_000
+    for sequence in range(8):
+        c = claim(sequence=sequence, steps=4, tokens=4 * tokens)
+        assert contradiction(c, own) is None
+        assert accounts.bounded(c, {}, now) == (c, [])
+        accounts.accept(c, sequence, now, now)
+        now, tokens = now + 1.0, int(claims.BATCH_SLACK * tokens)
+    assert accounts.bounded(claim(sequence=8, steps=4, tokens=400 * tokens), {}, now)[1] == ["tokens"]
+    impossible = claim(steps=1, tokens=claims.OWN_TOKENS_PER_STEP_MAX + 1)
+    assert contradiction(impossible, own) is not None

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig
+from archipelago.broker.config import OWN_MODEL, InnerConfig, MergeConfig, ModelConfig, RunConfig, SyncConfig
 from archipelago.merger.weights import (
     ENOUGH,
     GAIN_MAX,
@@ -282,6 +282,13 @@ def test_a_path_is_steps_times_the_learning_rate_in_their_middle() -> None:
     assert path(CLIPPED, 0, 0) > 0.0
     assert path(CLIPPED, 24, 5000) == pytest.approx(24 * 1e-3 * 0.01), "where the learning rate is 0"
     assert path(CLIPPED, 1 << 40, 500) == path(CLIPPED, INTERVALS_MOST * 24, 500), "whatever the island claims"
+
+
+def test_the_path_of_a_users_own_loop_is_its_steps() -> None:
+    own = replace(CLIPPED, model=ModelConfig(size=OWN_MODEL))
+    assert path(own, 24, 10) == path(own, 24, 5000) == 24.0
+    assert path(own, 0, 0) == 1.0
+    assert path(own, 1 << 40, 500) == INTERVALS_MOST * 24
 
 
 def test_short_first_rounds_of_a_warm_up_do_not_clip_later_ones() -> None:

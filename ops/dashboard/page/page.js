@@ -106,8 +106,9 @@ function writeTiles(run) {
   const { progress } = page, old = progress.held_out_age;
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
   put("learn-sub", [
+    progress.peak_rate === null ? "The islands are training scripts of their users, so nothing is evaluated." :
     old === null ? "No evaluation yet: one island evaluates as soon as it trains." : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(progress.held_out_round)}${progress.held_out_by ? ` by ${progress.held_out_by}` : ""}, ${span(old)} old.`,
-    `Learning rate ${progress.learning_rate.toPrecision(2)} of at most ${progress.peak_rate.toPrecision(2)}.`,
+    progress.learning_rate !== null && `Learning rate ${progress.learning_rate.toPrecision(2)} of at most ${progress.peak_rate.toPrecision(2)}.`,
     ending(progress.seconds_left),
   ].filter(Boolean).join(" "));
   put("size", count(run.known));

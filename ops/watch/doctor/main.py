@@ -205,9 +205,10 @@ def _bandwidth(checkup: RedisCheckup, seconds: float, round_trip_seconds: float)
 
 def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, manifest: Manifest | None) -> list[Finding]:
     """Check this machine without loading JAX."""
+    named = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
     return [
         *doctor_site.checks(site, folder, manifest.parameters if manifest else 0),
-        doctor_site.corpus(*((manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None))),
+        doctor_site.own_loops() if config.has_own_loops else doctor_site.corpus(*named),
         doctor_site.versions(installed_versions(), manifest.versions if manifest else None),
     ]
 

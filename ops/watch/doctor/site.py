@@ -90,6 +90,11 @@ def disk(site: Site, folder: Path, parameters: int) -> Finding:
     return ok("disk", what)
 
 
+def own_loops() -> Finding:
+    """Say that the run has no corpus."""
+    return ok("corpus", "The islands are training scripts of the run's users, which bring their own data.")
+
+
 def corpus(name: str, wanted: Corpus | None) -> Finding:
     """Check that the corpus is here, and that it is the run's. `wanted` is None without a run."""
     from archipelago.islands.data.corpus import KNOWN, is_prepared, open_corpus, prepared
