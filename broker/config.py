@@ -161,6 +161,8 @@ class MergeConfig:
         rest: The merge rule of all other tensors.
         embedding_exponent: The power of its singular values that `isotropic` leaves of an embedding: 0, 0.25 or 0.5.
         rest_exponent: The same for all other matrices. 0 makes all singular values equal.
+        isotropic_side_max: Matrices whose shorter side is longer than this are merged by `rda` in place of `isotropic`,
+            because changing the spectrum takes some 20 operations times that side for each parameter.
         staleness: s(staleness): the factor on the weight of a stale contribution.
         normalise: Divide the round's mean s by its running mean. Staleness then changes the weights, but does not slow
             the run.
@@ -179,6 +181,7 @@ class MergeConfig:
     rest: Literal["average", "rda", "isotropic"] = "rda"
     embedding_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.25)] = 0.5
     rest_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.25)] = 0.0
+    isotropic_side_max: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     staleness: Literal["none", "polynomial"] = "polynomial"
     normalise: bool = True
     clip: Annotated[float, Ge(0.0)] = 3.0

@@ -54,6 +54,9 @@ class MergerOptions(WorkerOptions, AwaitedRun):
     """If Redis does not have the run, restore it from the newest checkpoint in the folder."""
     lease_seconds: float = 5.0
     """How long a standby waits before it replaces a merger that has stopped responding."""
+    threads: int = 0
+    """The threads that change spectra of matrices (`isotropic`). The default is $OMP_NUM_THREADS, or one for each core.
+    The number changes no bit."""
     json: bool = False
     """Print one JSON object at the end."""
 
@@ -73,6 +76,10 @@ def main(options: MergerOptions) -> int:
             f"--checkpoint-every cannot be {options.checkpoint_every}",
             "Give a number of seconds, or 0 for no checkpoints.",
             code="config.checkpoint-every",
+        )
+    if options.threads < 0:
+        raise ConfigError(
+            f"--threads cannot be {options.threads}", "Give a number, or leave it out.", code="config.threads"
         )
     require_role(options.invitation(), "merger")
     awaited = options.patience(stopped)
@@ -106,6 +113,7 @@ def main(options: MergerOptions) -> int:
             checkpointer=checkpointer,
             lease_seconds=options.lease_seconds,
             on_round=telemetry.closed,
+            threads=options.threads,
         )
     )
     if registry is not None:

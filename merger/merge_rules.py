@@ -5,14 +5,14 @@ contribution is then forgotten. Names of shapes: N elements of a fragment, L ele
 float32, and subnormal numbers (below 1.2e-38) count as zero. Everything runs on the CPU, even on a machine with an
 accelerator. A fragment compiles once per codec, whatever the number of its contributions.
 
-To add a rule, write its three functions, register them in MERGE_RULES, and add the name to `MergeConfig`.
+To add a rule, write its three functions, register them in MERGE_RULES, and add the name to `MergeConfig`. Which rule
+merges which tensor is decided in `merger.groups`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.codecs import codec as codec_of
-from archipelago.broker.config import MergeConfig
-from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import Body
-from archipelago.merger.spectrum import nothing, with_power
+from archipelago.merger.groups import Group
+from archipelago.merger.spectra import Spectra
+from archipelago.merger.spectrum import Multiply, with_power
 
 #: The pytree of arrays that a rule keeps for one tensor.
 Accumulator = Any
@@ -36,35 +36,6 @@ CANCELLED = 1e-6
 NORM_MAX = 1e9
 #: Squares are summed in this unit, so that norms from 1e-28 to NORM_MAX need one pass and no scaling by the largest.
 _UNIT = np.float32(2.0**30)
-
-
-@dataclass(frozen=True)
-class Group:
-    """One tensor in the fragment's vector.
-
-    Attributes:
-        start: Its first element.
-        length: The number of its elements.
-        rule: The name of its merge rule.
-        shape: Its shape. Only matrices, and stacks of them along the leading axes, have a spectrum.
-        exponent: The power of the singular values that `isotropic` leaves.
-    """
-
-    start: int
-    length: int
-    rule: str
-    shape: tuple[int, ...] = ()
-    exponent: float = 0.0
-
-    @property
-    def end(self) -> int:
-        """One past the last element."""
-        return self.start + self.length
-
-    @property
-    def changes_spectrum(self) -> bool:
-        """Whether `isotropic` differs from `rda` for this tensor. Vectors, rows and columns have one singular value."""
-        return self.rule == "isotropic" and len(self.shape) > 1 and min(self.shape[-2:]) > 1
 
 
 class MergeRule(NamedTuple):
@@ -79,18 +50,6 @@ class MergeRule(NamedTuple):
     init: Callable[[Group], Accumulator]
     add: Callable[[Accumulator, jax.Array, jax.Array, jax.Array], Accumulator]
     finish: Callable[[Accumulator, jax.Array], jax.Array]
-
-
-def groups(layout: Sequence[tuple[Tensor, int]], config: MergeConfig) -> tuple[Group, ...]:
-    """Return the tensors of one fragment in order, from its row of `Manifest.layout`. Empty tensors are left out."""
-    rules = {"embedding": (config.embedding, config.embedding_exponent), "rest": (config.rest, config.rest_exponent)}
-    return tuple(_group(tensor, offset, *rules[tensor.kind]) for tensor, offset in layout if tensor.size)
-
-
-def _group(tensor: Tensor, offset: int, rule: str, exponent: float) -> Group:
-    if rule != "isotropic":  # then the shape decides nothing, and equal groups share a program
-        return Group(offset, tensor.size, rule)
-    return Group(offset, tensor.size, rule, tensor.shape, exponent)
 
 
 def _nothing(group: Group) -> jax.Array:
@@ -237,35 +196,35 @@ def finish(
     *,
     total_weight: float = 1.0,
     gain: float = 1.0,
-    between: Callable[[], object] = nothing,
+    spectra: Spectra | None = None,
 ) -> jax.Array:
-    """Return the merged outer gradient (float32 [N]), times `gain`.
-
-    `between` is called now and then while spectra are changed, which may take longer than a merger's lease.
-    """
+    """Return the merged outer gradient (float32 [N]), times `gain`. `spectra` says how matrices share the threads."""
     inverse, gain_ = np.float32(1.0 / total_weight), np.float32(gain)
     merged_N: jax.Array = _finish(acc, *jax.device_put((inverse, gain_), _cpu()), groups)
     changed = [group for group in groups if group.changes_spectrum]
     if not changed:
         return merged_N
     flat_N = np.array(merged_N)
-    for group in changed:
-        _isotropic(flat_N[group.start : group.end].reshape(-1, *group.shape[-2:]), group.exponent, between)
+    matrices = [
+        (matrix_RC, group.exponent)
+        for group in changed
+        for matrix_RC in flat_N[group.start : group.end].reshape(-1, *group.shape[-2:])
+    ]
+    (spectra or Spectra()).change(_isotropic, matrices)
     placed_N: jax.Array = jax.device_put(flat_N, _cpu())
     return placed_N
 
 
-def _isotropic(stack_KRC: NDArray[np.float32], exponent: float, between: Callable[[], object]) -> None:
-    """Replace each matrix U S Vᵀ by ‖S‖/‖Sᵖ‖ · U Sᵖ Vᵀ, in place. Its L2 norm stays.
+def _isotropic(matrix_RC: NDArray[np.float32], exponent: float, multiply: Multiply) -> None:
+    """Replace a matrix U S Vᵀ by ‖S‖/‖Sᵖ‖ · U Sᵖ Vᵀ, in place. Its L2 norm stays.
 
     Over one interval, data-parallel training moves as unevenly as the islands' mean. In the long run it moves more
     evenly along the same directions (docs/results/learning.md). p = 0 is isotropic model merging (arXiv 2502.04959),
     and the map of Muon.
     """
-    for matrix_RC in stack_KRC:
-        changed_RC = with_power(matrix_RC, exponent, between).astype(np.float32)
-        norm, changed_norm = (_norm(jax.device_put(each.ravel(), _cpu())) for each in (matrix_RC, changed_RC))
-        matrix_RC[:] = changed_RC * np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0))
+    changed_RC = with_power(matrix_RC, exponent, multiply).astype(np.float32)
+    norm, changed_norm = (_norm(jax.device_put(each.ravel(), _cpu())) for each in (matrix_RC, changed_RC))
+    matrix_RC[:] = changed_RC * np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0))
 
 
 @partial(jax.jit, static_argnames="groups")

@@ -31,10 +31,10 @@ from archipelago.broker.messages import Contribution, Member
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import Body, digest, unpack_encoded
 from archipelago.merger import merge_rules, outer, weights
-from archipelago.merger.merge_rules import Group
+from archipelago.merger.groups import Group, groups
 from archipelago.merger.outer import OuterOptimizer, Round
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
-from archipelago.merger.spectrum import nothing
+from archipelago.merger.spectra import Spectra
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow, RunningMean
 
@@ -83,6 +83,7 @@ class RoundSum:
         norms: The norms that clipping compares with.
         version: The fragment's version before the round.
         path: Returns the length of the path that a contribution's norm is compared by.
+        spectra: How the matrices share this machine's threads. It changes no bit.
     """
 
     def __init__(
@@ -93,13 +94,14 @@ class RoundSum:
         norms: NormWindow,
         version: int,
         path: Callable[[Contribution], float],
+        spectra: Spectra | None = None,
     ) -> None:
         self.addends: list[Addend] = []
         self.total_weight = 0.0
         self.version = version
         self._groups, self._config = groups, config
         self._limit = weights.limit(norms, config.clip)
-        self._path = path
+        self._path, self._spectra = path, spectra
         self._acc: tuple[merge_rules.Accumulator, ...] = ()  # allocated late: many rounds of a fragment stay empty
         self._largest = 0.0
 
@@ -126,10 +128,10 @@ class RoundSum:
         acc = self._acc or merge_rules.begin(self._groups)
         self._acc = merge_rules.accumulate(acc, body, self._groups, weight=0.0).acc
 
-    def merged(self, gain: float, between: Callable[[], object] = nothing) -> jax.Array:
+    def merged(self, gain: float) -> jax.Array:
         """Return the merged outer gradient (float32 [N]), times `gain`. See `merge_rules.finish`."""
         total = self.total_weight or 1.0
-        return merge_rules.finish(self._acc, self._groups, total_weight=total, gain=gain, between=between)
+        return merge_rules.finish(self._acc, self._groups, total_weight=total, gain=gain, spectra=self._spectra)
 
     def judged(self, known: Mapping[str, Score], live: int) -> Judgement:
         """Compare the contributions with each other. `known` are the scores before the round."""
@@ -195,18 +197,20 @@ class RoundMerge:
         manifest: The run.
         groups: The tensors of each fragment, with their merge rules.
         outer: The outer optimiser without an operator's changes.
+        spectra: How the matrices share this machine's threads. It changes no bit.
     """
 
     manifest: Manifest
     groups: tuple[tuple[Group, ...], ...]
     outer: OuterOptimizer
+    spectra: Spectra | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> RoundMerge:
+    def of(cls, manifest: Manifest, spectra: Spectra | None = None) -> RoundMerge:
         """Return the rules in the manifest's config."""
-        merge = manifest.config.merge
-        groups = tuple(merge_rules.groups(rows, merge) for rows in manifest.layout)
-        return cls(manifest, groups, outer.build(manifest.config.outer))
+        config = manifest.config
+        of_fragments = tuple(groups(rows, config.merge) for rows in manifest.layout)
+        return cls(manifest, of_fragments, outer.build(config.outer), spectra)
 
     def begin(
         self, p: int, fragment: FragmentState, version: int, settings: Mapping[str, float] | None = None
@@ -222,6 +226,7 @@ class RoundMerge:
             norms=fragment.norms,
             version=version,
             path=lambda c: weights.path(config, c.steps, c.global_step),
+            spectra=self.spectra,
         )
 
     def add(self, round_sum: RoundSum, delivery: Delivery) -> None:
@@ -243,12 +248,8 @@ class RoundMerge:
         state: RunState,
         round_sum: RoundSum,
         live: int,
-        between: Callable[[], object] = nothing,
     ) -> MergedRound:
-        """Return the round that merges the sum while `live` islands are live. Changes none of its arguments.
-
-        `between` is called now and then, because a large fragment may take longer than a merger's lease.
-        """
+        """Return the round that merges the sum while `live` islands are live. Changes none of its arguments."""
         config = self.manifest.config
         steered = control.steered(config, state.steered)
         optimizer = outer.build(steered.outer)
@@ -263,7 +264,6 @@ class RoundMerge:
             outer=optimizer,
             now=now,
             scores=state.scores,
-            between=between,
         )
 
     def advance(self, state: RunState, number: int, step: int, merged: MergedRound, round_sum: RoundSum) -> None:
@@ -285,7 +285,6 @@ def merge_round(
     outer: OuterOptimizer,
     now: Round,
     scores: Mapping[str, Score] | None = None,
-    between: Callable[[], object] = nothing,
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
 
@@ -301,7 +300,6 @@ def merge_round(
         outer: The outer optimiser.
         now: The progress of the run; participation is filled in here.
         scores: The islands' scores before the round.
-        between: Called now and then.
     """
     version, known = round_sum.version, dict(scores or {})
     judged = round_sum.judged(known, live) if config.scores else unjudged(known, len(round_sum.addends))
@@ -319,7 +317,7 @@ def merge_round(
     parts = [(a.contribution.tokens, a.contribution.steps, version - a.contribution.base) for a in addends]
     weighed = weights.weigh(parts, config, staleness, factors)
     now = _participation(now, addends, judged.factors, live)
-    merged_N = round_sum.merged(weighed.gain, between)
+    merged_N = round_sum.merged(weighed.gain)
     params_N, outer_state = outer.step(fragment.params_N, fragment.outer, merged_N, now)
     norms = fragment.norms
     for addend, factor in zip(addends, factors, strict=True):

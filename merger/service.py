@@ -31,6 +31,7 @@ from archipelago.merger.restore import Loaded, load, repair_from
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge, new_state, publish
 from archipelago.merger.rounds import Close, Rounds
+from archipelago.merger.spectra import Spectra
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import OperatorControls
 
@@ -68,6 +69,7 @@ class Merger:
         lease_seconds: How long the lease lasts unless it is renewed.
         wall: Seconds of the wall clock, for the tape and for notes.
         on_round: Called with the tape entry and the snapshot after each commit.
+        threads: The threads that change spectra; 0 for the default (`merger.spectra`).
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Merger:
         lease_seconds: float = LEASE_SECONDS,
         wall: Clock = time.time,
         on_round: OnRound = _ignore_round,
+        threads: int = 0,
     ) -> None:
         self.transport = transport
         self.clock, self.wall = clock, wall
@@ -95,7 +98,8 @@ class Merger:
         self.fragments: list[FragmentState] = []
         self.snapshots: list[Snapshot] = []
         self.live: frozenset[str] = frozenset()
-        self.rules = RoundMerge.of(self.manifest)
+        self.spectra = Spectra(self._renew, clock, threads)
+        self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.config, wall)
         fragments = len(self.manifest.fragments)
         self.accounts = Accounts(self.config, fragments)
@@ -261,8 +265,8 @@ class Merger:
             self._keep_sound()
 
     def _renew(self) -> bool:
-        """Renew the lease if it is time, and return whether it was."""
-        if self.clock() - self._renewed_at < self.lease_seconds / 4:
+        """Renew the lease if it is held and it is time, and return whether it was."""
+        if not self.epoch or self.clock() - self._renewed_at < self.lease_seconds / 4:
             return False
         self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
         self._renewed_at = self.clock()
@@ -329,7 +333,7 @@ class Merger:
         if after.steered.get(STEPS) != self.state.steered.get(STEPS):
             self.inbox.add_again(self.fragments, after)
         round_sum = self.inbox.take(p, self.fragments, after)
-        merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live), between=self._renew)
+        merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live))
         merge_seconds = self.clock() - began
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
         step = self._next_step([addend.contribution for addend in round_sum.addends], after)

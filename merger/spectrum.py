@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
+#: Returns a matrix product. It may share the rows of the first matrix among threads, which changes no bit.
+Multiply = Callable[[Matrix, Matrix], Matrix]
 
 #: Smaller singular values, as a share of the largest, are noise of the codec. They grow, but stay below the others.
 FLOOR: Final = 1e-3
@@ -40,11 +42,7 @@ _STEPS: Final = (
 )
 
 
-def nothing() -> None:
-    """Do nothing between two steps of a long calculation."""
-
-
-def with_power(matrix_RC: NDArray[np.float32], exponent: float, between: Callable[[], object] = nothing) -> Matrix:
+def with_power(matrix_RC: NDArray[np.float32], exponent: float, multiply: Multiply = np.matmul) -> Matrix:
     """Return U Sᵖ Vᵀ for a matrix U S Vᵀ, times some positive number. A matrix of zeros stays one.
 
     Singular values far below FLOOR · max S are damped, and zeros stay zeros but for rounding, so that a matrix of rank
@@ -54,46 +52,59 @@ def with_power(matrix_RC: NDArray[np.float32], exponent: float, between: Callabl
 
     Args:
         matrix_RC: The matrix. Its values are finite.
-        exponent: p, one of 0, 1/4, 1/2 and 1.
-        between: Called between two steps, because a large matrix takes long.
+        exponent: p, one of 0, 1/4 and 1/2.
+        multiply: Multiplies two large matrices.
     """
     wide_SC = np.asarray(matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T, np.float64)
     largest = np.abs(wide_SC).max(initial=0.0)
-    if exponent == 1.0 or not largest:
+    if not largest:
         return np.asarray(matrix_RC, np.float64)
     wide_SC = np.ascontiguousarray(np.ldexp(wide_SC, -int(np.frexp(largest)[1])))  # a power of two rounds nothing
-    out_SC = _polar(wide_SC, between) if exponent == 0.0 else _root(wide_SC, exponent, between)
+    out_SC = _polar(wide_SC, multiply) if exponent == 0.0 else _root(wide_SC, exponent, multiply)
     return out_SC if out_SC.shape == matrix_RC.shape else np.ascontiguousarray(out_SC.T)
 
 
-def _polar(x_SC: Matrix, between: Callable[[], object]) -> Matrix:
+def operations(shape: tuple[int, ...], exponent: float) -> float:
+    """Return the floating-point operations of the matrix products of `with_power` for a matrix, or a stack of them.
+
+    X Xᵀ counts half (see `product`). For p = 0 there are 18 to 24 times the shorter side for each element.
+    """
+    *stack, rows, columns = shape
+    side, length, steps = min(rows, columns), max(rows, columns), len(_STEPS)
+    if exponent == 0.0:
+        return float(math.prod(stack) * steps * (3 * side**2 * length + side**3))
+    roots = 2 if exponent == 0.5 else 3  # with four fine products, of three products each, in every step
+    fine = 2 * side**2 * length + (4 * steps * roots + roots - 2) * side**3
+    return float(math.prod(stack) * (6 * fine + side**3))
+
+
+def _polar(x_SC: Matrix, multiply: Multiply) -> Matrix:
     """Return U Vᵀ by Newton–Schulz iterations."""
     for number, (a, b, c) in enumerate(_STEPS):
-        between()
         gram_SS = product(x_SC, x_SC.T)
         square_SS = product(gram_SS, gram_SS.T)
         if number == 0:
             most = math.sqrt(_norm_bound(square_SS)) / _MARGIN  # of the squares of the singular values
             x_SC, gram_SS, square_SS = x_SC / math.sqrt(most), gram_SS / most, square_SS / (most * most)
-        x_SC = product(_polynomial(gram_SS, square_SS, a, b, c), x_SC)
+        x_SC = product(_polynomial(gram_SS, square_SS, a, b, c), x_SC, multiply)
     return x_SC
 
 
-def _root(x_SC: Matrix, exponent: float, between: Callable[[], object]) -> Matrix:
+def _root(x_SC: Matrix, exponent: float, multiply: Multiply) -> Matrix:
     """Return U Sᵖ Vᵀ = (X Xᵀ)^(−(1 − p)/2) X for p = 1/2 or 1/4, times some positive number."""
-    gram_SS = fine_product(x_SC, x_SC.T)
+    gram_SS = fine_product(x_SC, x_SC.T, multiply)
     gram_SS = gram_SS / math.sqrt(_norm_bound(product(gram_SS, gram_SS.T)))
     gram_SS[np.diag_indices(len(gram_SS))] += FLOOR**2
-    root_SS, _ = _square_roots(gram_SS, between)  # its eigenvalues are the singular values
-    half_SS, factor_SS = _square_roots(root_SS, between)
+    root_SS, _ = _square_roots(gram_SS, multiply)  # its eigenvalues are the singular values
+    half_SS, factor_SS = _square_roots(root_SS, multiply)
     if exponent == 0.25:
-        factor_SS = fine_product(factor_SS, _square_roots(half_SS, between)[1])
+        factor_SS = fine_product(factor_SS, _square_roots(half_SS, multiply)[1], multiply)
     elif exponent != 0.5:
-        raise ValueError(f"the exponent {exponent} is none of 0, 1/4, 1/2 and 1")
-    return fine_product(factor_SS, x_SC)
+        raise ValueError(f"the exponent {exponent} is none of 0, 1/4 and 1/2")
+    return fine_product(factor_SS, x_SC, multiply)
 
 
-def _square_roots(a_SS: Matrix, between: Callable[[], object]) -> tuple[Matrix, Matrix]:
+def _square_roots(a_SS: Matrix, multiply: Multiply) -> tuple[Matrix, Matrix]:
     """Return A^(1/2) and A^(−1/2), each times some positive number, by coupled Newton–Schulz iterations.
 
     A is symmetric, and its eigenvalues are from 0 to 1 + ERROR_MAX. The square roots of the eigenvalues take
@@ -101,10 +112,10 @@ def _square_roots(a_SS: Matrix, between: Callable[[], object]) -> tuple[Matrix, 
     """
     root_SS, inverse_SS = _MARGIN * a_SS, np.eye(len(a_SS))
     for a, b, c in _STEPS:
-        between()
-        error_SS = fine_product(inverse_SS, root_SS)
-        step_SS = _polynomial(error_SS, fine_product(error_SS, error_SS), a, b, c)
-        root_SS, inverse_SS = fine_product(root_SS, step_SS), fine_product(step_SS, inverse_SS)
+        error_SS = fine_product(inverse_SS, root_SS, multiply)
+        step_SS = _polynomial(error_SS, fine_product(error_SS, error_SS, multiply), a, b, c)
+        root_SS = fine_product(root_SS, step_SS, multiply)
+        inverse_SS = fine_product(step_SS, inverse_SS, multiply)
     return root_SS, inverse_SS
 
 
@@ -114,7 +125,7 @@ def _polynomial(one_SS: Matrix, square_SS: Matrix, a: float, b: float, c: float)
     return out_SS
 
 
-def product(left_AK: Matrix, right_KB: Matrix) -> Matrix:
+def product(left_AK: Matrix, right_KB: Matrix, multiply: Multiply = np.matmul) -> Matrix:
     """Return the product of two matrices whose elements are rounded to half the bits of an exact sum.
 
     The error is about 2⁻²¹ of the largest elements for K up to 2,048. The sum itself is exact.
@@ -124,18 +135,18 @@ def product(left_AK: Matrix, right_KB: Matrix) -> Matrix:
     if right_KB.base is left_AK and right_KB.shape == left_AK.shape[::-1]:  # X Xᵀ takes half the time
         return (left @ left.T) * (left_unit * left_unit)
     right, right_unit = _integers(right_KB, bits)
-    return (left @ right) * (left_unit * right_unit)
+    return multiply(left, right) * (left_unit * right_unit)
 
 
-def fine_product(left_AK: Matrix, right_KB: Matrix) -> Matrix:
+def fine_product(left_AK: Matrix, right_KB: Matrix, multiply: Multiply = np.matmul) -> Matrix:
     """Return the product of two matrices with twice the bits of `product`, as a sum of three exact products."""
     bits = _bits(left_AK.shape[1])
     left, left_unit = _integers(left_AK, bits)
     right, right_unit = _integers(right_KB, bits)
     left_rest, left_fine = _integers(left_AK - left * left_unit, bits)
     right_rest, right_fine = _integers(right_KB - right * right_unit, bits)
-    rest = (left @ right_rest) * (left_unit * right_fine) + (left_rest @ right) * (left_fine * right_unit)
-    return (left @ right) * (left_unit * right_unit) + rest
+    rest = multiply(left, right_rest) * (left_unit * right_fine) + multiply(left_rest, right) * (left_fine * right_unit)
+    return multiply(left, right) * (left_unit * right_unit) + rest
 
 
 def _bits(terms: int) -> int:

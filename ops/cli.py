@@ -16,6 +16,8 @@ INTERRUPTED = 130
 def main() -> int:
     """Run the command `archipelago`."""
     signal.signal(signal.SIGINT, _end)
+    # Numpy reads this when it is loaded. Its threads wait busily, and slow down a machine that does other work, too.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from archipelago.broker.process import guarded, interruptible
     from archipelago.ops.commands import run
 

@@ -148,6 +148,11 @@ def test_commands_that_read_a_run_do_not_load_jax() -> None:
     assert ours(loaded) == {"broker", "ops"}
 
 
+def test_the_command_line_begins_without_numpy() -> None:
+    """It sets the number of numpy's threads, which numpy reads when it is loaded."""
+    assert not tops(loaded_by("archipelago.ops.cli")) & {"numpy"}
+
+
 def test_the_names_of_the_tests_are_unique() -> None:
     """The folders of tests are not packages, so two files of the same name would be one module."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import jax
@@ -19,7 +20,8 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import encoded
 from archipelago.merger import merge_rules
-from archipelago.merger.merge_rules import MERGE_RULES, NORM_MAX, Group, MergeRule, groups
+from archipelago.merger.groups import Group, groups
+from archipelago.merger.merge_rules import MERGE_RULES, NORM_MAX, MergeRule
 from tests.tiers import examples
 
 Vector = NDArray[np.float32]
@@ -76,6 +78,17 @@ def test_groups_of_whole_tensors() -> None:
 def test_scalars_have_a_group_and_empty_tensors_have_none() -> None:
     layout = ((Tensor("nothing", (0, 5)), 0), (Tensor("scale", ()), 0), (Tensor("none", (5, 0)), 1))
     assert groups(layout, MergeConfig()) == (Group(0, 1, "rda"),)
+
+
+def test_large_matrices_are_merged_by_rda_in_place_of_isotropic() -> None:
+    layout = ((Tensor("embed", (9, 4), "embedding"), 0), (Tensor("kernel", (2, 5, 3)), 36), (Tensor("bias", (9,)), 66))
+    whole = MergeConfig(embedding="isotropic", rest="isotropic", embedding_exponent=0.5, isotropic_side_max=4)
+    kernel, bias = Group(36, 30, "isotropic", (2, 5, 3), 0.0), Group(66, 9, "isotropic", (9,), 0.0)
+    assert groups(layout, whole) == (Group(0, 36, "isotropic", (9, 4), 0.5), kernel, bias)
+    assert groups(layout, replace(whole, isotropic_side_max=3)) == (Group(0, 36, "rda"), kernel, bias)
+    assert groups(layout, replace(whole, isotropic_side_max=2)) == (Group(0, 36, "rda"), Group(36, 30, "rda"), bias)
+    average = replace(whole, embedding="average", isotropic_side_max=1)
+    assert groups(layout, average)[0] == Group(0, 36, "average"), "only isotropic merging has a limit"
 
 
 def test_the_config_and_the_registry_name_the_same_rules() -> None:
@@ -138,14 +151,6 @@ def test_each_matrix_of_a_stack_keeps_its_own_norm() -> None:
         values = np.linalg.svd(after.astype(np.float64), compute_uv=False)
         assert values[0] / values[-1] < 1.003
     assert not result[2].any()
-
-
-def test_a_long_calculation_tells_how_it_goes_on() -> None:
-    """A merger renews its lease meanwhile."""
-    told: list[None] = []
-    acc = merge_rules.accumulate(merge_rules.begin(MATRIX), encoded(vector(4, 0, 1, 2, 3, 1), "float32"), MATRIX).acc
-    merge_rules.finish(acc, MATRIX, between=lambda: told.append(None))
-    assert len(told) > 2
 
 
 @COMPILES

@@ -18,7 +18,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
-from archipelago.merger.merge_rules import Group
+from archipelago.merger.groups import Group
 from archipelago.merger.round_merge import WAITING_MAX, MergedRound, RoundSum, mean_loss, merge_round, new_state
 from archipelago.merger.state import FragmentState
 from archipelago.merger.weights import NormWindow, RunningMean

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from archipelago.broker.messages import LIVE_SECONDS, Call, Contribution, Refusal, Resume, Snapshot
 from archipelago.broker.wire import digest, pack
-from archipelago.merger import spectrum
+from archipelago.merger import spectra, spectrum
 from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.serving import serve
 from archipelago.merger.state import RunState
 from archipelago.merger.weights import path
 from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests.conftest import Until
 from tests.merger.merger_run import CONFIG, SIZE, Faulty, MergerRun, constant, state_of, values
 from tests.tiers import examples
 
@@ -555,22 +556,26 @@ def test_turns_renew_the_lease() -> None:
         assert not second.acquire()
 
 
-def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The spectra of a large fragment take longer than a lease."""
+def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    """The spectra of a large fragment take longer than a lease. Another thread changes them meanwhile."""
     run = MergerRun(replace(CONFIG, merge=replace(CONFIG.merge, embedding="isotropic", rest="isotropic")))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(spectra, "BETWEEN_SECONDS", 0.001)
     first = run.merger("first")
-    second = Merger(run.broker.connect("sample"), run.clock, "second")
-    product, refused = spectrum.product, 0
+    product, epoch, slept = spectrum.product, first.epoch, 0
 
-    def slow(left: Any, right: Any) -> Any:
-        nonlocal refused
-        run.clock.now += LEASE_SECONDS / 8
-        refused += not second.acquire()
-        return product(left, right)
+    def slow(*factors: Any) -> Any:
+        nonlocal slept
+        run.clock.now += LEASE_SECONDS / 3
+        slept += 1
+        until(lambda: run.clock.now - first._renewed_at < LEASE_SECONDS / 3, "the lease to be renewed")
+        return product(*factors)
 
     monkeypatch.setattr(spectrum, "product", slow)
     run.play(first, 1, 2)
-    assert refused > 16, "the merge took at least two leases"
+    assert slept > 6, "the merge took at least two leases"
+    assert Merger(run.broker.connect("sample"), run.clock, "second").acquire() is False
+    assert first.epoch == epoch
 
 
 # -- serving -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import subprocess
 import sys
@@ -114,11 +115,6 @@ def test_degenerate_matrices(shape: tuple[int, int], exponent: float) -> None:
         assert largest_error(with_power(one * np.float32(size), exponent), one.astype(np.float64)) < 2e-3
 
 
-def test_the_exponent_one_changes_nothing() -> None:
-    matrix_RC = made(6, 9, 0)
-    np.testing.assert_array_equal(with_power(matrix_RC, 1.0), matrix_RC)
-
-
 def test_the_polynomials_take_all_singular_values_from_the_floor_on_to_one() -> None:
     """Each is also the best for the interval that its predecessor leaves: its error alternates at four points."""
     values, low, high = np.geomspace(FLOOR, 1.0, 200_001), FLOOR, 1.0
@@ -132,6 +128,33 @@ def test_the_polynomials_take_all_singular_values_from_the_floor_on_to_one() -> 
         low, high = 1 - np.abs(errors).max(), 1 + np.abs(errors).max()
         values = a * values + b * values**3 + c * values**5
     assert np.abs(values - 1).max() <= ERROR_MAX
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 4), (2, 9)])
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_operations_are_those_of_the_products(
+    shape: tuple[int, int], exponent: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every product of two matrices of integers is counted, and the half of those of a matrix with its transpose."""
+    counted = 0.0
+
+    class Counted(np.ndarray[tuple[int, int], np.dtype[np.float64]]):
+        def __matmul__(self, other: Wide) -> Wide:  # type: ignore[override]
+            nonlocal counted
+            left, right = np.asarray(self), np.asarray(other)
+            is_symmetric = left.ctypes.data == right.ctypes.data and left.strides == right.strides[::-1]
+            counted += left.shape[0] * left.shape[1] * right.shape[1] * (1 if is_symmetric else 2)
+            return left @ right
+
+    integers = spectrum._integers
+
+    def counting(values: Wide, bits: int) -> tuple[Wide, float]:
+        found, unit = integers(np.asarray(values), bits)
+        return found.view(Counted), unit
+
+    monkeypatch.setattr(spectrum, "_integers", counting)
+    with_power(made(*shape, 0), exponent, operator.matmul)
+    assert counted == spectrum.operations(shape, exponent)
 
 
 # -- exact products ------------------------------------------------------------------------------------------------
@@ -168,10 +191,11 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import merge_rules
+from archipelago.merger.groups import groups as fragment_groups
 tensors = (Tensor("e", (96, 40), "embedding"), Tensor("k", (64, 130)), Tensor("x", (3, 20, 33)), Tensor("v", (77,)))
 offsets = np.cumsum([0, *(tensor.size for tensor in tensors)])
 layout = tuple(zip(tensors, map(int, offsets), strict=False))
-groups = merge_rules.groups(layout, MergeConfig(embedding="isotropic", rest="isotropic"))
+groups = fragment_groups(layout, MergeConfig(embedding="isotropic", rest="isotropic"))
 random, acc = np.random.default_rng(0), merge_rules.begin(groups)
 for weight in (1.0, 0.3, 0.7):
     delta_N = random.standard_normal(int(offsets[-1]), np.float32)
@@ -187,6 +211,7 @@ def test_other_processors_come_to_the_same_bits() -> None:
         {},
         {"OPENBLAS_CORETYPE": "Nehalem", "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"},
         {"OPENBLAS_CORETYPE": "Haswell", "OPENBLAS_NUM_THREADS": "1"},
+        {"OMP_NUM_THREADS": "5"},
     ]
     running = [
         subprocess.Popen(

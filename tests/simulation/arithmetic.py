@@ -103,7 +103,7 @@ def _accumulate(
     return Accumulated((np.float32(keep) * acc[0] + np.float32(weight * clip) * delta_N,), norm, clip)
 
 
-def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1.0, between: object = None) -> Vector:
+def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1.0, spectra: object = None) -> Vector:
     merged_N: Vector = np.float32(gain / total_weight) * acc[0]
     return merged_N
 
