@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import uuid
@@ -22,11 +23,17 @@ from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, 
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.merger.spectra import default_threads
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.own_settings import require_own_settings
 from archipelago.ops.settings import say
+from archipelago.ops.simulation.spectra_load import SHARE_MAX, THREAD_RATE, spectra_load
+from archipelago.ops.watch.formatting import seconds_text
 from archipelago.ops.weights.safetensors_files import WeightFiles
 from archipelago.ops.weights.tokenizers import require_tokenizer
+
+#: A merger that needs less time for the spectra of a cycle keeps up with any model.
+SPECTRA_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,16 @@ def tell_of_memory(manifest: Manifest, server: Memory) -> None:
         say(f"warning: {words}.")
 
 
+def tell_of_spectra(manifest: Manifest) -> None:
+    """Say what changing spectra takes, if the interval may be too short for that."""
+    threads = default_threads()
+    found = spectra_load(manifest.tensors, manifest.config.merge, threads, threads * THREAD_RATE, math.nan)
+    if found.seconds > SPECTRA_SECONDS:
+        least = found.seconds / SHARE_MAX / manifest.config.sync.interval
+        say(f"merging: {found.describe()}, as many as this machine has cores. It keeps up with inner steps of at least "
+            f"{seconds_text(least)}; `archipelago doctor` measures that.")  # fmt: skip
+
+
 def create(
     transport: Transport, config: RunConfig, weights: Path | None = None, *, may_replace: bool = False, go_on: str = ""
 ) -> tuple[Manifest, bool]:
@@ -226,6 +243,7 @@ def create(
         params = files.load(manifest.tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
     tell_of_memory(manifest, transport.reader.memory())
+    tell_of_spectra(manifest)
     with progress(f"making the first {manifest.parameters:,} parameters"):
         snapshots = first_snapshots(manifest, params)
     try:

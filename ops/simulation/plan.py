@@ -6,16 +6,19 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from archipelago.broker.config import MergeConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.manifest import Tensor
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
 from archipelago.ops.simulation.links import Load, data_parallel_gbits, load
+from archipelago.ops.simulation.spectra_load import THREAD_RATE, SpectraLoad, decoder, spectra_load
 
 #: The defaults are tuned for up to this number of islands, and the paper has no more.
 ISLANDS_MAX = 16
@@ -87,6 +90,12 @@ class PlanOptions:
     """Whether your islands continue with the remaining slices. Our worker does not."""
     islands: int = 0
     """The number of islands M, if you want to set it yourself."""
+    merger_threads: int = 8
+    """The threads of the merger, which changes the spectra of matrices (`isotropic`)."""
+    thread_gflops: float = THREAD_RATE / 1e9
+    """What one of these threads does. `archipelago doctor` measures it on the machine where it runs."""
+    merge: MergeConfig = field(default_factory=MergeConfig)
+    """The merge rules, as for `archipelago init`."""
     seed: int = 0
     """The seed of the simulation."""
     json: bool = False
@@ -110,6 +119,7 @@ class Plan:
         fleet: The chosen one.
         fits: Whether the links carry the load.
         seconds: Time of training, with failures.
+        spectra: What changing spectra takes.
     """
 
     parameters: int
@@ -125,6 +135,7 @@ class Plan:
     seconds: float
     data_parallel_goodput: float
     data_parallel_gbits: float
+    spectra: SpectraLoad
 
 
 def main(options: PlanOptions) -> int:
@@ -151,6 +162,9 @@ def plan(options: PlanOptions) -> Plan:
     islands_a_site = math.ceil(fleet.islands / options.sites)
     way, fragments, need, fits = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
     alone = _fleet(options, 1, step_seconds)
+    rate = 1e9 * options.thread_gflops * options.merger_threads
+    tensors = tensors_of(options.model)
+    spectra = spectra_load(tensors, options.merge, options.merger_threads, rate, way.interval * step_seconds)
     return Plan(
         parameters=parameters,
         tokens=tokens,
@@ -165,6 +179,7 @@ def plan(options: PlanOptions) -> Plan:
         seconds=tokens / (options.chips * options.tokens_per_second * max(fleet.goodput, 1e-9)),
         data_parallel_goodput=alone.goodput,
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
+        spectra=spectra,
     )
 
 
@@ -181,7 +196,7 @@ def choose(fleets: Sequence[Fleet]) -> Fleet:
 
 def _check(options: PlanOptions) -> None:
     positive = ("sites", "chips", "tokens_per_second", "batch_tokens", "link_mbits", "redis_mbits", "hours_between",
-                "slice_chips")  # fmt: skip
+                "slice_chips", "merger_threads", "thread_gflops")  # fmt: skip
     for name in positive:
         if not 0 < getattr(options, name) < math.inf:
             flag = name.replace("_", "-")
@@ -264,11 +279,23 @@ def _number(text: str, what: str) -> float:
 
 def parameters_of(model: str) -> int:
     """Return the parameters of a model by name, or the number in the text. Raise ConfigError for anything else."""
-    if re.fullmatch(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?[kmbgt]?", model.lower()) and model not in ("124m", "1b"):
+    if _is_number(model):
         return round(_number(model, "--model"))
+    return sum(tensor.size for tensor in tensors_of(model))
+
+
+def tensors_of(model: str) -> Sequence[Tensor]:
+    """Return the tensors of a model by name, or those of a usual decoder with that number of parameters."""
+    if _is_number(model):
+        return decoder(_number(model, "--model"))
     from archipelago.islands.models.registry import build
 
-    return sum(math.prod(tensor.shape) for tensor in build(model).tensors)
+    return build(model).tensors
+
+
+def _is_number(model: str) -> bool:
+    is_number = re.fullmatch(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?[kmbgt]?", model.lower())
+    return bool(is_number) and model not in ("124m", "1b")
 
 
 def tokens_of(tokens: str, parameters: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from archipelago.broker.config import RunConfig, flags
 from archipelago.ops.simulation.failures import YEAR_SECONDS
 from archipelago.ops.simulation.plan import Plan, PlanOptions
 
@@ -34,8 +35,9 @@ def page(options: PlanOptions, found: Plan) -> list[str]:
         f"         in all {_size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
         f"needs {found.data_parallel_gbits:,.3g} Gbit/s between sites",
         _link_line(options, found),
+        _merger_line(found),
         "",
-        f"start    archipelago init redis://… --run NAME {settings}",
+        f"start    archipelago init redis://… --run NAME {' '.join([settings, *flags(RunConfig(merge=options.merge))])}",
     ]
 
 
@@ -48,6 +50,15 @@ def _link_line(options: PlanOptions, found: Plan) -> str:
     used = max(found.load.up, found.load.down) / link
     there = max(found.load.redis_in, found.load.redis_out) / redis
     return f"link     {used:.0%} of an island's share of its site's link, {there:.0%} of the Redis's"
+
+
+def _merger_line(found: Plan) -> str:
+    spectra = found.spectra
+    if not spectra.operations:
+        return "merger   changes no spectra with these rules"
+    if spectra.fits:
+        return f"merger   {spectra.describe()}"
+    return f"merger   TOO SLOW: {spectra.describe()}; islands would stretch it. {spectra.remedy}"
 
 
 def _count(value: float) -> str:

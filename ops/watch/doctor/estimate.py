@@ -1,7 +1,8 @@
-"""Estimate the traffic of an island on a link: size and frequency of its syncs, and the share that its steps hide.
+"""Estimate the traffic of an island on a link, and the spectra of a merger, for `archipelago doctor`.
 
-Everything is pure except `step_seconds_here`, which trains a few steps. The sizes come from `broker.codecs`, the load
-from `ops.simulation.links`, and the choice of the codec from the island's own `islands.sync.uplink`.
+Everything is pure except `step_seconds_here`, which trains a few steps, and `spectra`, which multiplies some matrices.
+The sizes of syncs come from `broker.codecs`, the load from `ops.simulation.links`, and the choice of the codec from the
+island's own `islands.sync.uplink`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from dataclasses import dataclass
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
+from archipelago.broker.manifest import Tensor
 from archipelago.broker.redis.checkup import Bandwidth
+from archipelago.merger.spectra import cycle_operations, default_threads, measured_rate
 from archipelago.ops.simulation.links import Load, load
+from archipelago.ops.simulation.spectra_load import SHARE_MAX, SpectraLoad, spectra_load
+from archipelago.ops.watch.doctor.checks import Finding, ok, warning
 from archipelago.ops.watch.formatting import seconds_text, size
 
 #: A low estimate of a core's speed. If a model would be too slow at this speed, no step is timed.
@@ -128,6 +133,32 @@ def _hidden(found: Codec) -> str:
     way = f"up {seconds_text(found.up_seconds)}, down {seconds_text(found.down_seconds)} on this link"
     stretched = f": intervals stretch {1 / found.hidden:.1f} times" if found.hidden < 1.0 else ""
     return f"{found.hidden:.0%} of it behind inner steps ({way}){stretched}"
+
+
+def spectra(tensors: Sequence[Tensor], config: RunConfig, step_seconds: float) -> Finding | None:
+    """Measure what a merger on this machine would take for the spectra of a cycle; None if the run changes none.
+
+    Args:
+        tensors: The tensors of the model.
+        config: The run's config.
+        step_seconds: The time of an inner step; NaN if it is unknown.
+    """
+    if not cycle_operations(tensors, config.merge):
+        return None
+    count = default_threads()
+    return spectra_finding(
+        spectra_load(tensors, config.merge, count, measured_rate(count), config.sync.interval * step_seconds)
+    )
+
+
+def spectra_finding(found: SpectraLoad) -> Finding:
+    """Judge whether a merger would keep up."""
+    what = f"A merger here: {found.describe()}."
+    if not found.fits:
+        return warning("spectra.slow", f"{what} Islands would wait for it, and stretch their interval.", found.remedy)
+    if math.isnan(found.interval_seconds):
+        what += f" Intervals should take at least {seconds_text(found.seconds / SHARE_MAX)}."
+    return ok("spectra", what)
 
 
 def trial_seconds(parameters: int, config: RunConfig, cores: int) -> float:

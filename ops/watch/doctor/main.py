@@ -112,7 +112,10 @@ def main(options: DoctorOptions) -> int:
             found, whose = estimated(config, server, site.cores)
         if found:
             out.print(estimate_section(found, whose, config, manifest), "")
-    findings = [*server.findings, *here]
+    merging = check_merging(config, server, found)
+    if merging:
+        out.print(section("merging", merging), "")
+    findings = [*server.findings, *here, *merging]
     problems = sum(finding.level == "problem" for finding in findings)
     if options.json:
         print_json(_as_json(url, manifest, findings, found))
@@ -233,6 +236,18 @@ def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate |
     if math.isnan(step_seconds):
         return None, ""
     return estimate.estimate(config, sizes, step_seconds, server.link, server.round_trip_seconds), whose
+
+
+def check_merging(config: RunConfig, server: Server, found: Estimate | None) -> list[Finding]:
+    """Judge whether a merger on this machine would keep up with the run's islands."""
+    from archipelago.islands.models.registry import build
+
+    try:
+        tensors = server.manifest.tensors if server.manifest else build(config.model).tensors
+    except ArchipelagoError:
+        return []
+    finding = estimate.spectra(tensors, config, found.step_seconds if found else math.nan)
+    return [finding] if finding else []
 
 
 # -- the report --------------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from archipelago.broker.codecs import codec
+from archipelago.broker.config import MergeConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.ops.commands import run
 from archipelago.ops.simulation.plan import (
@@ -70,6 +72,21 @@ def test_the_numbers_follow_from_each_other() -> None:
     interval_seconds = found.way.interval * found.step_seconds
     assert found.load.up * interval_seconds == codec(found.way.up).encoded_size(100_000_000)
     assert found == plan(SPOT), "the same seed"
+
+
+def test_a_merger_that_cannot_keep_up_is_predicted() -> None:
+    spectra = MergeConfig(embedding="isotropic", rest="isotropic", isotropic_side_max=2048)
+    options = replace(SPOT, model="1b", merge=spectra, merger_threads=8, batch_tokens=160_000)  # a step takes 1 s
+    found = plan(options)
+    assert found.spectra.interval_seconds == found.way.interval
+    assert not found.spectra.fits
+    assert any("TOO SLOW" in line and "--threads" in line for line in page(options, found))
+    assert "--merge.isotropic-side-max 2048" in page(options, found)[-1]
+    assert plan(replace(options, merger_threads=64)).spectra.fits
+    assert plan(replace(options, merge=replace(spectra, isotropic_side_max=1024))).spectra.fits
+    none = replace(options, merge=replace(spectra, embedding="average", rest="rda"))
+    assert plan(none).spectra.operations == 0.0
+    assert not any("TOO SLOW" in line for line in page(none, plan(none)))
 
 
 def test_a_plan_is_one_page(capsys: pytest.CaptureFixture[str]) -> None:

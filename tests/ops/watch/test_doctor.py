@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,10 @@ import redis
 
 from archipelago.broker import invitation
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
+from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import ROLES, Role
-from archipelago.broker.manifest import Corpus
+from archipelago.broker.manifest import Corpus, Tensor
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup, ServerFacts, needed_commands
@@ -27,6 +28,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
 from archipelago.ops.launch.administration import Administrator, Guest
 from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.simulation.spectra_load import SpectraLoad
 from archipelago.ops.watch.doctor import checks, estimate, main
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding
@@ -180,6 +182,24 @@ def test_without_a_codec_for_thin_links_there_is_one_line_fewer() -> None:
 
 
 # -- this machine -----------------------------------------------------------------------------------------------------
+
+
+def test_a_merger_that_would_be_too_slow_gives_a_warning() -> None:
+    fitting = SpectraLoad(operations=1e12, threads=2, seconds=5.0, interval_seconds=10.0, side_max=1024)
+    assert estimate.spectra_finding(fitting).code == "spectra.ok"
+    assert estimate.spectra_finding(replace(fitting, interval_seconds=math.nan)).code == "spectra.ok"
+    slow = replace(fitting, interval_seconds=6.0)
+    found = estimate.spectra_finding(slow)
+    assert (found.level, found.code, found.remedy) == ("warning", "spectra.slow", slow.remedy)
+
+
+def test_spectra_are_measured_where_the_run_changes_any() -> None:
+    tensors = (Tensor("a", (8, 8)),)
+    by_rda = RunConfig(merge=MergeConfig(embedding="average", rest="rda"))
+    assert estimate.spectra(tensors, by_rda, 1.0) is None
+    found = estimate.spectra(tensors, replace(by_rda, merge=replace(by_rda.merge, rest="isotropic")), 1.0)
+    assert found is not None
+    assert found.code == "spectra.ok"
 
 
 def test_room_for_checkpoints() -> None:
