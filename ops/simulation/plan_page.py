@@ -15,6 +15,7 @@ def page(options: PlanOptions, found: Plan) -> list[str]:
     interval_seconds = way.interval * found.step_seconds
     fails, settings = _time(options.hours_between * 3600), f"--sync.interval {way.interval}"
     settings += f" --sync.fragments {found.fragments} --wire.up {way.up} --wire.down {way.down}"
+    settings = " ".join([settings, *flags(RunConfig(merge=options.merge))])
     return [
         f"plan     {_count(found.parameters)} parameters on {_count(found.tokens)} tokens: {options.chips:,} chips in "
         f"{options.sites} sites, {options.link_mbits:,.0f} Mbit/s each; a chip fails every {fails}",
@@ -37,7 +38,7 @@ def page(options: PlanOptions, found: Plan) -> list[str]:
         _link_line(options, found),
         _merger_line(found),
         "",
-        f"start    archipelago init redis://… --run NAME {' '.join([settings, *flags(RunConfig(merge=options.merge))])}",
+        f"start    archipelago init redis://… --run NAME {settings}",
     ]
 
 
