@@ -48,17 +48,26 @@ class Footprint:
 
 def footprint(manifest: Manifest) -> Footprint:
     """Estimate the memory of a run."""
-    wire, parameters = manifest.config.wire, manifest.parameters
+    parameters = manifest.parameters
     norms = sum(tensor.size for tensor in manifest.tensors if len(tensor.shape) == 1)
     activations = ACTIVATION_BYTES * manifest.config.tokens_per_step * norms
-    difference = codec(wire.down).encoded_size(parameters) if wire.sends_differences else 0
-    contributions = codec(wire.up).encoded_size(parameters) * 4
     island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + activations
     return Footprint(
         island=OWN_LOOP_PER_PARAMETER * parameters if manifest.config.has_own_loops else island,
         merger=MERGER_BASE + MERGER_PER_PARAMETER * parameters,
-        redis=REDIS_PER_PARAMETER * parameters + DIFFERENCES_KEPT * difference + contributions,
+        redis=sum(redis_parts(manifest).values()),
     )
+
+
+def redis_parts(manifest: Manifest) -> dict[str, int]:
+    """Estimate the memory of a run in Redis at its peak, by part in words."""
+    wire, parameters = manifest.config.wire, manifest.parameters
+    difference = codec(wire.down).encoded_size(parameters) if wire.sends_differences else 0
+    return {
+        "parameters and momentum": REDIS_PER_PARAMETER * parameters,
+        "differences": DIFFERENCES_KEPT * difference,
+        "contributions": 4 * codec(wire.up).encoded_size(parameters),
+    }
 
 
 def memory_text(size: float) -> str:

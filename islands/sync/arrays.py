@@ -18,7 +18,7 @@ Rows = tuple[tuple[Tensor, int], ...]
 
 def flatten(rows: Rows, tensors: Tensors) -> jax.Array:
     """Return a fragment's tensors as one float32 vector [N], in the manifest's order."""
-    return jnp.concatenate([tensors[tensor.name].reshape(-1) for tensor, _ in rows])
+    return jnp.concatenate([tensors[tensor.name].reshape(-1).astype(jnp.float32) for tensor, _ in rows])
 
 
 def unflatten(rows: Rows, vector_N: jax.Array) -> Tensors:

@@ -8,6 +8,7 @@ the owner calls `pump` instead.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -35,6 +36,8 @@ from archipelago.islands.sync.uplink import Uplink
 
 BLOCK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
+#: A loop whose steps are long has not stopped before this many of them.
+STALL_STEPS = 20
 #: An island hands its optimiser state over to this many newcomers at a time. Each copy takes memory of the device.
 HANDOVERS_AT_ONCE = 2
 #: How many newcomers are remembered as answered.
@@ -95,6 +98,9 @@ class Link:
         self.operator_request = ""
         #: The length of the run in steps, which an operator can change.
         self.run_steps = manifest.config.inner.steps
+        #: A loop that prepares no heartbeat for so many seconds, and for many of its steps, does not train. No peer
+        #: waits for it then.
+        self.stall_seconds = math.inf
         #: Whether a newer process has taken this island's name over. The island leaves, and sends nothing more.
         self.is_replaced = False
         #: The incarnation of that process.
@@ -110,6 +116,8 @@ class Link:
         self._asked_by: deque[str] = deque()
         self._answered: dict[str, None] = {}  # newcomers, in order; a flood of repeated requests gets one answer each
         self._beat: Heartbeat | None = None
+        self._beat_at = 0.0
+        self._is_stalled = False
         self._sent_beat: Heartbeat | None = None
         self._sending = Pump("send", self.pump_send)
         self._beating = Pump("heartbeat", self.pump_heartbeat, wait_seconds=HEARTBEAT_SECONDS)
@@ -150,7 +158,7 @@ class Link:
     def beat(self, heartbeat: Heartbeat) -> None:
         """Replace the next heartbeat. A change of state is sent at once."""
         changed = self._beat is None or self._beat.state != heartbeat.state
-        self._beat = heartbeat
+        self._beat, self._beat_at = heartbeat, self.clock()
         if changed:
             self._beating.wake.set()
 
@@ -236,6 +244,8 @@ class Link:
             self._note_sent(beat)
             return
         require_same_run(self.transport.reader, self.manifest)
+        if self._has_stalled(beat):
+            return
         began = self.clock()
         requests = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
@@ -249,6 +259,18 @@ class Link:
         if beat.state in ("joining", "training"):
             self.leases.pump()
         self._offer_help()
+
+    def _has_stalled(self, beat: Heartbeat) -> bool:
+        """Return whether the loop has stopped preparing heartbeats, and say so once."""
+        silent = self.clock() - self._beat_at
+        allowed = max(self.stall_seconds, STALL_STEPS * beat.step_seconds)
+        was_stalled, self._is_stalled = self._is_stalled, beat.state == "training" and silent > allowed
+        if self._is_stalled and not was_stalled:
+            log.warning(
+                "the training loop has not synced for %.0f s, so the run goes on without this island until it does",
+                silent, extra={"code": "island.stalled"},
+            )  # fmt: skip
+        return self._is_stalled
 
     def _set_run_steps(self, requests: Mapping[str, str]) -> None:
         self.run_steps = self.inbox.snapshots.run_steps = run_steps(self.manifest.config, requests, self.run_steps)
@@ -291,7 +313,7 @@ class Link:
             self._notes.popleft()
 
     def _offer_help(self) -> None:
-        if self._beat is None or self._beat.state != "training" or self.is_replaced:
+        if self._beat is None or self._beat.state != "training" or self.is_replaced or self._is_stalled:
             return
         room = HANDOVERS_AT_ONCE - len(self._asked_by) - len(self._handovers)
         if room <= 0:

@@ -52,12 +52,14 @@ class Draft:
         parts: The codec's arrays, still on the device.
         elements: The number of the fragment's elements.
         actions: The island's actions up to and including this one, in a recorded run.
+        is_sound: Whether the arrays may be sent, judged by the sending thread; None sends them in any case.
     """
 
     header: ContributionHeader
     parts: Parts
     elements: int
     actions: Actions | None = None
+    is_sound: Callable[[Draft], bool] | None = None
 
     def encoded(self, zstd_level: int) -> tuple[Contribution, bytes]:
         """Return the contribution and its payload."""
@@ -105,6 +107,8 @@ class Outbox:
         self._uplink = uplink
         self._clock = clock
         self._changed = changed
+        #: The fragments of drafts that were not sound. They were dropped.
+        self.unsound: list[int] = []
         self.bytes_up = 0
         self.sent = 0
         self._queue: deque[Draft] = deque()
@@ -164,6 +168,10 @@ class Outbox:
     def send_oldest(self) -> None:
         """Encode and publish the oldest queued contribution. It stays queued if that fails."""
         draft = self._queue[0]
+        if draft.is_sound is not None and not draft.is_sound(draft):
+            self.unsound.append(draft.header.fragment)
+            self._dequeue()
+            return
         self._require_room()
         if self._encoded is None or self._encoded[0] is not draft:
             self._encoded = (draft, *self._encode(draft))
@@ -175,6 +183,9 @@ class Outbox:
             self._acknowledge(contribution.identity_text, entry)
         self.bytes_up += len(payload)
         self.sent += 1
+        self._dequeue()
+
+    def _dequeue(self) -> None:
         with self._changed:
             self._queue.popleft()
             self._changed.notify_all()

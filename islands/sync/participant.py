@@ -147,6 +147,11 @@ class Participant(ABC):
         """Return copies of the inner optimiser's arrays for a newcomer; None if the loop keeps them to itself."""
         return None
 
+    @property
+    def draft_check(self) -> Callable[[Draft], bool] | None:
+        """A check of contributions before they are sent; None leaves that to the merger."""
+        return None
+
     def reached_marker(self, number: int) -> None:  # noqa: B027 - a loop need not take checkpoints
         """Take the island's part of the merger's checkpoint of that number."""
 
@@ -273,7 +278,7 @@ class Participant(ABC):
         )
         self.action_log.add(Send(number, "" if name == self.config.wire.up else name))
         parts = self._measures.measure(p, self.params, name)
-        self.link.send(Draft(header, parts, self.manifest.sizes[p], self.action_log.take()))
+        self.link.send(Draft(header, parts, self.manifest.sizes[p], self.action_log.take(), self.draft_check))
         self.sequence += 1
         self.ledger.sent(number)
 

@@ -45,13 +45,24 @@ class Losses:
         self._pending.append(losses_n)
 
     def take_mean(self) -> float:
-        """Return the mean loss of the steps since the last call, or the last mean if there were none."""
-        if self._pending:
-            mean = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in self._pending]))
+        """Return the mean loss of the steps since the last call, or the last mean if there were none.
+
+        Losses that a device still computes wait for the next call, so that the training thread need not.
+        """
+        ready = []
+        while self._pending and _is_ready(self._pending[0]):  # a device computes them in order
+            ready.append(self._pending.popleft())
+        if ready:
+            mean = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in ready]))
             self.mean = mean if math.isfinite(mean) else math.nan  # messages carry no infinite numbers
             self.diverged = 0 if math.isfinite(mean) else self.diverged + 1
-            self._pending.clear()
         return self.mean
+
+
+def _is_ready(losses: Any) -> bool:
+    """Return whether a value can be read without waiting for a device."""
+    asked = getattr(losses, "is_ready", None)
+    return asked is None or bool(asked())
 
 
 @dataclass

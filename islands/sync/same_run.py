@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.transport import ReaderClient
+from archipelago.broker.transport import ReaderClient, Transport
 
 
 def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
@@ -33,4 +33,16 @@ def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
             "To continue the old one, delete the new one and run `archipelago init --resume FOLDER`, with the "
             "checkpoint folder of the old run's merger.",
             code="island.other-run",
+        )
+
+
+def require_no_islands(transport: Transport) -> None:
+    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive."""
+    live = sorted(presence.heartbeat.island for presence in transport.reader.presences() if presence.is_live)
+    if live:
+        raise ConfigError(
+            f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
+            "A new run would begin from new weights. To continue theirs, run `archipelago init --resume FOLDER` with "
+            "the folder of its merger. To give it up, stop them and wait 10 s, or repeat this with --replace.",
+            code="init.islands-live",
         )

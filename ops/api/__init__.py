@@ -1,7 +1,8 @@
 """Archipelago: train one model over many islands of compute that share nothing but a Redis.
 
-This is the public API. It has the config of a run, the errors that we raise, and a connection to a run. Everything else
-is internal and may change in any release; the command line is the way to train.
+This is the public API. `create` and `join` make a training script an island of a run (docs/guide/your-training.md). The
+rest is the config of a run, the errors that we raise, and a connection to a run. Everything else is internal and may
+change in any release.
 
     import archipelago
     config = archipelago.RunConfig()
@@ -15,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from archipelago.broker.config import RunConfig
+    from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
     from archipelago.broker.errors import (
         ArchipelagoError,
         BrokerError,
@@ -26,35 +27,53 @@ if TYPE_CHECKING:
         WireError,
     )
     from archipelago.broker.redis.transport import connect
+    from archipelago.islands.own_loop.creation import create
+    from archipelago.islands.own_loop.joining import JoinedRun, join
 
     __version__: str
 
-_ERRORS = "archipelago.broker.errors"
+_CONFIG, _ERRORS = "archipelago.broker.config", "archipelago.broker.errors"
 
 #: The module of each public name. It is imported on first use, so that `import archipelago` is quick.
 _HOMES = {
+    "AdoptConfig": _CONFIG,
     "ArchipelagoError": _ERRORS,
     "BrokerError": _ERRORS,
     "ConfigError": _ERRORS,
     "DataError": _ERRORS,
     "DivergedError": _ERRORS,
-    "RunConfig": "archipelago.broker.config",
+    "JoinedRun": "archipelago.islands.own_loop.joining",
+    "MergeConfig": _CONFIG,
+    "OuterConfig": _CONFIG,
+    "RunConfig": _CONFIG,
+    "SyncConfig": _CONFIG,
     "UnreachableError": _ERRORS,
+    "WireConfig": _CONFIG,
     "WireError": _ERRORS,
     "connect": "archipelago.broker.redis.transport",
+    "create": "archipelago.islands.own_loop.creation",
+    "join": "archipelago.islands.own_loop.joining",
 }
 
 __all__ = [
+    "AdoptConfig",
     "ArchipelagoError",
     "BrokerError",
     "ConfigError",
     "DataError",
     "DivergedError",
+    "JoinedRun",
+    "MergeConfig",
+    "OuterConfig",
     "RunConfig",
+    "SyncConfig",
     "UnreachableError",
+    "WireConfig",
     "WireError",
     "__version__",
     "connect",
+    "create",
+    "join",
 ]
 
 

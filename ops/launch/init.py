@@ -23,6 +23,7 @@ from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, 
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.sync.same_run import require_no_islands as require_no_islands
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.own_settings import require_own_settings
@@ -124,18 +125,6 @@ def resume(transport: Transport, folder: Path) -> Manifest:
             code="init.no-checkpoint",
         )
     return image.manifest
-
-
-def require_no_islands(transport: Transport) -> None:
-    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive."""
-    live = sorted(presence.heartbeat.island for presence in transport.reader.presences() if presence.is_live)
-    if live:
-        raise ConfigError(
-            f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
-            "A new run would begin from new weights. To continue theirs, run `archipelago init --resume FOLDER` with "
-            "the folder of its merger. To give it up, stop them and wait 10 s, or repeat this with --replace.",
-            code="init.islands-live",
-        )
 
 
 def text_of(manifest: Manifest) -> str:

@@ -1,0 +1,5 @@
+"""Islands that are training scripts of their users: `archipelago.create` and `archipelago.join`.
+
+`session`, `loop`, `signals`, `soundness` and `names` do not import JAX, so that another framework can use them. The
+other modules are for JAX.
+"""

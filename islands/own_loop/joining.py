@@ -1,0 +1,132 @@
+"""`archipelago.join`: a JAX training script becomes an island of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.islands.own_loop.loop import OwnLoop
+from archipelago.islands.own_loop.replica import TreeReplica
+from archipelago.islands.own_loop.session import Session
+from archipelago.islands.own_loop.state import LoopState
+from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.newcomer import Newcomer
+from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.worker import jax_host
+
+
+class JoinedRun(Session):
+    """A run that a JAX script has joined, as `join` returns it. Use it as a context manager.
+
+    Attributes:
+        params: The newest parameters, in the tree, shardings and dtypes that `join` was given.
+        state: The inner optimiser's state to begin with: a peer's, or the one that `join` was given.
+    """
+
+    def __init__(
+        self, url: str | None, run: str, params: Any, state: Any, island: str | None, wait_seconds: float
+    ) -> None:
+        super().__init__(url, run, island, wait_seconds)
+        self._layout = TreeLayout.of(params)
+        self._parameters = TreeParameters(self._layout)
+        self._parameters.tree = params
+        newest: Callable[[], Any] = state if callable(state) else lambda: state
+        self._loop_state = None if state is None else LoopState(newest)
+        self._replica: TreeReplica | None = None
+        self.state: Any = None
+
+    @property
+    def params(self) -> Any:
+        """The parameters: those of the run at first, then those that `sync` returned last."""
+        return self._parameters.tree
+
+    def sync(self, params: Any, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> Any:
+        """Sync between two steps, and return the parameters to train on with. It never waits for the run.
+
+        Most calls do nothing and return `params` itself. Now and then a fragment is sent, or arrives.
+
+        Args:
+            params: What the step returned, in the tree of `run.params`.
+            tokens: What these steps trained on, in tokens, examples or any other unit that all islands of the run
+                share. An island's weight in a round follows from it. The default counts steps.
+            loss: The loss of these steps, for display: a number, or an array that the device still computes.
+            steps: How many inner steps this call stands for.
+
+        Raises:
+            ConfigError: The parameters are not those of the run, or this is the wrong place for the call.
+            DivergedError: A parameter or the loss is not finite.
+        """
+        self._parameters.offer(params)
+        self._turn(steps, tokens, loss)
+        return self._parameters.tree
+
+    # -- what JAX adds to a session -----------------------------------------------------------------------------------
+
+    def _tensors(self) -> Sequence[Tensor]:
+        return self._layout.tensors(lambda name: "rest")
+
+    @property
+    def _has_state(self) -> bool:
+        return self._loop_state is not None
+
+    def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
+        self._layout.tell_of_own()
+        self._replica = replica = TreeReplica(manifest, self._layout.templates)
+        self._parameters.start(replica.begin([arrival.params_N for arrival in arrivals]))
+        copies = self._loop_state.copies if self._loop_state else lambda: None
+        return OwnLoop(
+            name, manifest, link, replica, self._parameters, arrivals, jax_host(link.clock), copies, link.clock,
+            self._incarnation,
+        )  # fmt: skip
+
+    def _warm_up(self) -> None:
+        if self._replica is not None:
+            self._replica.warm_up(self._parameters.named())
+
+    def _take_state(self, newcomer: Newcomer) -> None:
+        if self._loop_state is None:
+            return
+        received = newcomer.received(self._loop_state.decode)
+        if received is None:
+            self.state = self._loop_state.now()
+            return
+        self.state = received.optimizer
+        newcomer.island.moments = f"peer {received.handover.giver}"
+
+
+def join(
+    url: str | None,
+    name: str,
+    params: Any,
+    *,
+    state: Any = None,
+    island: str | None = None,
+    wait_seconds: float = 30.0,
+) -> JoinedRun:
+    """Make a training script in JAX an island of a run.
+
+        with join(url, "mine", params, state=lambda: opt_state) as run:
+            params = run.params
+            for batch in loader:
+                params, opt_state, loss = train_step(params, opt_state, batch)
+                params = run.sync(params, tokens=batch.size, loss=loss)
+                if run.finished:
+                    break
+
+    Args:
+        url: The URL of the Redis (redis://HOST:PORT), or the path of a join file; None for $ARCHIPELAGO_URL.
+        name: The name of the run, which `create` has made.
+        params: A tree of arrays. The run's parameters come back in its shapes, shardings and dtypes. Its values do not
+            matter.
+        state: The inner optimiser's state, or a function that returns the newest one. Newcomers then take it from this
+            island, and this island takes it from a peer, as `run.state`. None keeps states apart.
+        island: The name of this island. One that stays the same over restarts continues its counts. The default is
+            that of the join file, or a random one.
+        wait_seconds: How long to wait at the start for a Redis that does not answer.
+
+    Raises:
+        ConfigError: The tree has no floating-point leaf, or a leaf without a name.
+    """
+    return JoinedRun(url, name, params, state, island, wait_seconds)

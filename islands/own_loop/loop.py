@@ -1,0 +1,135 @@
+"""An island whose loop belongs to its user. It counts the steps that the loop reports, and never waits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from archipelago.broker.manifest import Manifest
+from archipelago.islands.own_loop.soundness import is_sound
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.outbox import Draft
+from archipelago.islands.sync.participant import Host, Measures, Participant
+from archipelago.islands.sync.progress import SMOOTHING
+from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.sync.uplink import averaged
+
+#: Seconds between two heartbeats that the loop prepares. Preparing one costs more than everything else of a call.
+BEAT_SECONDS = 0.5
+#: A loop that does not sync for this long is not waited for.
+STALL_SECONDS = 60.0
+
+
+class Parameters(Protocol):
+    """The parameters of a user's loop, by the names of the run's tensors."""
+
+    def named(self) -> Mapping[str, Any]:
+        """Return the present parameters by name. Raises ConfigError if they are not those of the run."""
+
+    def replace(self, named: Mapping[str, Any]) -> None:
+        """Replace the parameters between two steps."""
+
+    def are_there(self) -> bool:
+        """Return whether the parameters can be read. Those that were given to a later step cannot."""
+
+    def not_finite(self, candidates: Sequence[str]) -> Exception:
+        """Return the error that names a tensor with NaN or infinity, which is most likely one of the candidates."""
+
+
+class OwnLoop(Participant):
+    """One island of one run. The session calls `turn` after the steps of its user's loop, then `leave`."""
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        link: Link,
+        replica: Measures,
+        parameters: Parameters,
+        arrivals: Sequence[Arrival],
+        host: Host,
+        optimizer_leaves: Callable[[], Sequence[Any] | None],
+        clock: Callable[[], float] = time.monotonic,
+        incarnation: str = "",
+    ) -> None:
+        """Begin from published snapshots, which the replica has taken already.
+
+        Args:
+            name: The island's name.
+            manifest: The run.
+            link: The connection to the broker.
+            replica: Measures and adopts the parameters.
+            parameters: The parameters of the loop.
+            arrivals: One snapshot of every fragment.
+            host: The machine.
+            optimizer_leaves: Returns copies of the inner optimiser's arrays; None if they are not handed over.
+            clock: Monotonic seconds.
+            incarnation: Distinguishes this process from earlier ones of the same name; random by default.
+        """
+        super().__init__(name, manifest, link, replica, arrivals, host, clock, incarnation)
+        link.stall_seconds = STALL_SECONDS
+        self.action_log.enabled = False  # nobody can repeat a loop from its actions
+        self.tokens_per_step = 0.0
+        self.parameters = parameters
+        self._optimizer_leaves = optimizer_leaves
+        self._turned_at = clock()
+        self._beat_due = -math.inf
+
+    def begin(self) -> None:
+        """Let the first step begin now. What came before it, such as compilation, is not a part of its time."""
+        self._turned_at = self.clock()
+        self.beat("training")
+
+    def turn(self, steps: int, tokens: int, loss: Any) -> None:
+        """Count steps, adopt what has arrived and send what is due, without waiting for anything.
+
+        Args:
+            steps: Inner steps since the last call.
+            tokens: Their tokens.
+            loss: Their mean loss: a number, an array that a device may still compute, or None.
+
+        Raises:
+            DivergedError: The loss or a parameter is not finite.
+            ConfigError: The parameters are not those of the run.
+        """
+        self.stepped(steps, tokens, is_held=self.is_held)
+        now = self.clock()
+        seconds, self._turned_at = now - self._turned_at, now
+        if seconds <= STALL_SECONDS:  # a pause says nothing about the speed
+            self.speed.stepped(steps, seconds)
+        self.tokens_per_step = averaged(self.tokens_per_step, tokens / steps, SMOOTHING)
+        if loss is not None:
+            self.losses.add(loss)
+        self.require_sound()
+        self.boundary()
+        if now >= self._beat_due:
+            self._beat_due = now + BEAT_SECONDS
+            self.beat("training")
+
+    def require_sound(self) -> None:
+        """Raise the error that names a tensor, if a contribution was not sent because it was not finite."""
+        if self.link.outbox.unsound:
+            fragment = self.link.outbox.unsound[0]
+            raise self.parameters.not_finite(self.manifest.fragments[fragment])
+
+    # -- what a participant needs -------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The parameters by name."""
+        return self.parameters.named()
+
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        """Replace the parameters."""
+        self.parameters.replace(params)
+
+    def optimizer_leaves(self) -> Sequence[Any] | None:
+        """Return copies of the inner optimiser's arrays."""
+        return self._optimizer_leaves()
+
+    @property
+    def draft_check(self) -> Callable[[Draft], bool]:
+        """Let no NaN leave the island."""
+        return is_sound

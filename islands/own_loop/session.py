@@ -1,0 +1,271 @@
+"""The membership of a user's training script in a run: it joins, syncs between two steps, and leaves.
+
+Everything here is the same for all frameworks. A framework adds its tensors, its replica, and what the user passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from archipelago.broker.control import require_welcome
+from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.broker.process import URL_VARIABLE, Patience, connect_to, invitation_at, require_role
+from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.redis.transport import RedisTransport
+from archipelago.islands.own_loop.loop import OwnLoop
+from archipelago.islands.own_loop.signals import StopSignal
+from archipelago.islands.own_loop.tensors import require_same_tensors
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.newcomer import Newcomer
+from archipelago.islands.sync.snapshots import Arrival
+
+#: No step has more tokens. The merger refuses more.
+TOKENS_PER_STEP_MAX = 1 << 32
+
+log = logging.getLogger(__name__)
+
+_joined: set[tuple[str, str, str]] = set()
+_joining = threading.Lock()
+
+
+class Session(ABC):
+    """One membership of a script in a run, as a context manager."""
+
+    def __init__(self, url: str | None, run: str, island: str | None, wait_seconds: float) -> None:
+        """Note what to join. Nothing is contacted before the `with` begins.
+
+        Args:
+            url: The URL of the Redis, or the path of a join file; None for $ARCHIPELAGO_URL.
+            run: The name of the run.
+            island: The name of this island; None for that of the join file, or a random one.
+            wait_seconds: How long to wait for a Redis that does not answer at first.
+        """
+        self._address, self._run, self._wait_seconds = url, run, wait_seconds
+        self._given_island = island
+        self._incarnation = uuid.uuid4().hex[:8]
+        self._thread = 0
+        self._stop = StopSignal()
+        self._joined_as: tuple[str, str, str] | None = None
+        self._transport: RedisTransport | None = None
+        self._loop: OwnLoop | None = None
+        self._has_left = False
+
+    # -- what a framework adds ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _tensors(self) -> Sequence[Tensor]:
+        """Return the tensors that are merged. Their kinds do not matter."""
+
+    @abstractmethod
+    def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
+        """Place the run's parameters, and return the loop."""
+
+    @abstractmethod
+    def _warm_up(self) -> None:
+        """Compile what the loop runs, so that no peer waits for it later."""
+
+    @abstractmethod
+    def _take_state(self, newcomer: Newcomer) -> None:
+        """Take over the inner optimiser's state of a peer, if one was asked."""
+
+    @property
+    @abstractmethod
+    def _has_state(self) -> bool:
+        """Whether the script takes and gives inner optimiser state."""
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Join the run, and return when the first step can begin.
+
+        Raises:
+            ConfigError: The run has other tensors (`loop.other-tensors`), this process has joined it under this name
+                already (`loop.joined-twice`), or the join file or the settings cannot be used.
+            BrokerError: The Redis cannot be reached, or has no such run.
+        """
+        if self._has_left or self._loop is not None:
+            raise ConfigError("a run can be joined once with one `join`", "Call `join` again.", code="loop.left")
+        try:
+            self._join()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _join(self) -> None:
+        awaited = Patience(self._wait_seconds, lambda: False)
+        transport = awaited(lambda: connect_to(self._address, checked_name(self._run, "the run name")))
+        self._transport = transport
+        manifest = awaited(transport.reader.manifest)
+        require_same_tensors(manifest, self._tensors())
+        name = self._name()
+        self._claim(manifest, name)
+        require_welcome(awaited(transport.reader.control), name, manifest.run)
+        link = Link(transport, manifest, f"{name}/{self._incarnation}", ())
+        arrivals = awaited(link.join)
+        self._loop = loop = self._begin(name, manifest, link, arrivals)
+        newcomer = Newcomer(transport, loop)
+        newcomer.ask(peers=self._has_state)
+        loop.beat("joining")
+        link.start()
+        self._warm_up()
+        self._take_state(newcomer)
+        newcomer.count_earlier()
+        self._thread = threading.get_ident()
+        self._stop.watch()
+        log.info(
+            "joined %s as %s at round %s, optimiser state: %s", manifest.run, name, loop.ledger.closed, loop.moments,
+            extra={"round": loop.ledger.closed},
+        )  # fmt: skip
+        loop.begin()
+
+    def _name(self) -> str:
+        """Return the island's name. An invited island has the name in its join file."""
+        invited = invitation_at(self._address or os.environ.get(URL_VARIABLE, ""))
+        require_role(invited, "island")
+        given = self._given_island
+        if invited is not None and given not in (None, invited.name):
+            raise ConfigError(
+                f"the join file is the one of the island {invited.name!r}, not of {given!r}",
+                "Leave out `island=`, or use the join file of that island.",
+                code="invitation.other-name",
+            )
+        random = f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}"
+        return checked_name(given or (invited.name if invited else random), "the island name")
+
+    def _claim(self, manifest: Manifest, name: str) -> None:
+        joined_as = (manifest.uid, manifest.run, name)
+        with _joining:
+            if joined_as in _joined:
+                raise ConfigError(
+                    f"this process has joined the run {manifest.run!r} as {name!r} already",
+                    "Leave the first `with` block before, or give each its own `island=`.",
+                    code="loop.joined-twice",
+                )
+            _joined.add(joined_as)
+            self._joined_as = joined_as
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _turn(self, steps: int, tokens: int | None, loss: Any) -> None:
+        """Sync after some steps of the loop, whose parameters are in place."""
+        loop = self._require_joined()
+        count = steps if tokens is None else int(tokens)
+        if not 1 <= steps <= TOKENS_PER_STEP_MAX or not 0 <= count <= steps * TOKENS_PER_STEP_MAX:
+            raise ConfigError(
+                f"{count} tokens in {steps} steps are impossible",
+                "Give the steps since the last call, at least 1, and the tokens that they trained on.",
+                code="loop.tokens",
+            )
+        loop.turn(steps, max(count, 1), loss)
+        self._stop.require_heard()
+
+    def _require_joined(self) -> OwnLoop:
+        """Return the loop. Raise ConfigError (`loop.left`, `loop.other-thread`) where it must not be used."""
+        if self._loop is None or self._has_left:
+            raise ConfigError(
+                f"the script has not joined the run {self._run!r}, or has left it",
+                "Call `sync` inside of `with join(...) as run:`.",
+                code="loop.left",
+            )
+        if threading.get_ident() != self._thread:
+            raise ConfigError(
+                "`sync` was called from another thread than the one that joined",
+                "Join and sync in the thread that trains.",
+                code="loop.other-thread",
+            )
+        return self._loop
+
+    @property
+    def finished(self) -> bool:
+        """Whether to stop training: the run is at its end, its operator asked for it, or SIGTERM has arrived."""
+        loop = self._loop
+        return self._has_left or self._stop.has_arrived or loop is None or loop.finished or loop.must_leave
+
+    @property
+    def step(self) -> int:
+        """The run's clock in steps, for a schedule of the learning rate. It follows the fastest island."""
+        return 0 if self._loop is None else min(self._loop.ledger.global_step, self._loop.link.run_steps)
+
+    @property
+    def steps(self) -> int:
+        """The length of the run in steps, which an operator can change."""
+        return 0 if self._loop is None else self._loop.link.run_steps
+
+    @property
+    def island(self) -> str:
+        """The name of this island."""
+        return "" if self._loop is None else self._loop.name
+
+    @property
+    def moments(self) -> str:
+        """The origin of the inner optimiser's state: `fresh`, or the name of a peer."""
+        return "fresh" if self._loop is None else self._loop.moments
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the run."""
+        self._leave(error)
+
+    def leave(self) -> None:
+        """Leave the run before the end of the `with` block."""
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._has_left or self._loop is None:
+            return
+        loop = self._loop
+        try:
+            if isinstance(error, Exception):
+                _leave_after(loop, error)
+            else:
+                _leave_cleanly(loop)
+        finally:
+            self._close()
+        if error is None:
+            loop.require_sound()
+
+    def _close(self) -> None:
+        self._has_left = True
+        self._stop.release()
+        if self._loop is not None:
+            self._loop.link.stop()
+        if self._transport is not None:
+            self._transport.close()
+        if self._joined_as is not None:
+            with _joining:
+                _joined.discard(self._joined_as)
+            self._joined_as = None
+
+
+def _leave_cleanly(loop: OwnLoop) -> None:
+    """Send all progress and leave. Parameters that went into a later step are not there any more."""
+    state = "done" if loop.finished else "left"
+    if loop.must_leave:
+        log.warning("leaves: %s", loop.leave_reason()[1])
+    if not loop.parameters.are_there():
+        kind, reason = loop.leave_reason()
+        log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
+        loop.give_up(kind, reason)
+    elif not loop.leave(state):
+        log.warning("the broker did not take %s contributions", loop.link.backlog)
+    log.info("%s after %s steps, %s tokens", state, loop.totals.steps, f"{loop.totals.tokens:,}")
+
+
+def _leave_after(loop: OwnLoop, error: Exception) -> None:
+    """Say why the island leaves, and send nothing more, because its parameters may be broken."""
+    reason = error.what if isinstance(error, DivergedError) else f"{type(error).__name__}: {error}"
+    log.warning("leaves without sending its newest progress: %s", reason)
+    loop.give_up("diverged" if isinstance(error, DivergedError) else "left", reason)

@@ -1,0 +1,49 @@
+"""SIGTERM in a user's script: the island leaves at the next step boundary, unless the script handles it itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+#: The exit status of a process that SIGTERM has ended.
+TERMINATED = 128 + signal.SIGTERM
+
+
+class StopSignal:
+    """Notices SIGTERM while it is watched.
+
+    Attributes:
+        has_arrived: Whether the signal has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.has_arrived = False
+        self._is_watched = False
+        self._was_told = False
+
+    def watch(self) -> None:
+        """Handle the signal from now on, in the main thread only, and only if the script has no handler of its own."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._arrive)
+            self._is_watched = True
+
+    def release(self) -> None:
+        """Give the signal its default meaning again."""
+        if self._is_watched and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._is_watched = False
+
+    def require_heard(self) -> None:
+        """Raise SystemExit at the second call after the signal, for a loop that does not look at `finished`."""
+        if self.has_arrived and self._was_told:
+            raise SystemExit(TERMINATED)
+        self._was_told = self.has_arrived
+
+    def _arrive(self, number: int, _frame: FrameType | None) -> None:
+        if self.has_arrived:  # a second signal ends the process at once
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.has_arrived = True

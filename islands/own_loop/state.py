@@ -1,0 +1,62 @@
+"""The inner optimiser's state of a user's loop, which newcomers take from peers: a tree of arrays of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from archipelago.broker.errors import WireError
+from archipelago.broker.messages import Handover
+from archipelago.islands.sync import recovery
+
+#: The newest state of a loop, or a function that returns it.
+State = Any
+
+
+class LoopState:
+    """Gives and takes the state of one loop. Leaves that are not numeric arrays stay the island's own."""
+
+    def __init__(self, newest: Callable[[], State]) -> None:
+        self._newest = newest
+
+    def now(self) -> State:
+        """Return the state of the loop."""
+        return self._newest()
+
+    def copies(self) -> list[jax.Array] | None:
+        """Return copies of the arrays that no later step can donate; None if a step has taken them already."""
+        leaves = [leaf for leaf in jax.tree.leaves(self._newest()) if _travels(leaf)]
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            return None
+        return [jnp.array(leaf, copy=True) for leaf in leaves]
+
+    def decode(self, handover: Handover, payload: bytes) -> State:
+        """Return the state that a peer sent, in the shardings of this loop's. Raises WireError if it does not fit."""
+        leaves, structure = jax.tree.flatten(self._newest())
+        places = [place for place, leaf in enumerate(leaves) if _travels(leaf)]
+        found = recovery.decode(handover, payload, [leaves[place] for place in places])
+        for place, values in zip(places, found, strict=True):
+            own = leaves[place]
+            is_committed = isinstance(own, jax.Array) and own.committed
+            leaves[place] = jax.device_put(values.copy(), own.sharding if is_committed else None, may_alias=False)
+        state = jax.tree.unflatten(structure, leaves)
+        _require_sound(state)
+        return state
+
+
+def _travels(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and hasattr(leaf, "nbytes") and (
+        jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
+    )  # fmt: skip
+
+
+def _require_sound(state: State) -> None:
+    """Raise WireError for second moments or counts below zero, which no optimiser of optax makes."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        names = {str(getattr(key, "name", "")) for key in path}
+        if names & {"nu", "count"} and _travels(leaf) and bool((leaf < 0).any()):
+            raise WireError("a negative second moment or count in the peer's optimiser state", code="handover.unsound")

@@ -1,0 +1,71 @@
+"""The tensors of a user's model, compared with those of the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.manifest import Manifest, Tensor, TensorKind
+
+#: From the name of a tensor to its kind.
+KindOf = Callable[[str], TensorKind]
+#: How many differences an error names.
+NAMED_MAX = 4
+
+
+def kinds_by(kinds: str | KindOf) -> KindOf:
+    """Return the function from a tensor's name to its kind.
+
+    Args:
+        kinds: Such a function, or a regular expression that is found in the names of embeddings, in any case.
+
+    Raises:
+        ConfigError: The expression cannot be read (`loop.kinds`).
+    """
+    if not isinstance(kinds, str):
+        return lambda name: _checked(kinds(name), name)
+    try:
+        pattern = re.compile(kinds, re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(
+            f"kinds={kinds!r} is no regular expression ({error})",
+            "Give one that is found in the names of embeddings, such as 'embed|wte', or a function.",
+            code="loop.kinds",
+        ) from None
+    return lambda name: "embedding" if pattern.search(name) else "rest"
+
+
+def _checked(kind: TensorKind, name: str) -> TensorKind:
+    if kind not in get_args(TensorKind):
+        raise ConfigError(
+            f"kinds gives {kind!r} for the tensor {name!r}", 'Return "embedding" or "rest".', code="loop.kinds"
+        )
+    return kind
+
+
+def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+    """Raise MismatchError (`loop.other-tensors`), with the difference, unless the tensors are those of the run."""
+    run, own = ({tensor.name: tensor.shape for tensor in each} for each in (manifest.tensors, tensors))
+    if run == own:
+        return
+    changed = [
+        f"{name} has the shape {_shape(own[name])}, in the run {_shape(run[name])}"
+        for name in sorted(run.keys() & own.keys())
+        if run[name] != own[name]
+    ]
+    missing = [f"{name} {_shape(run[name])} is missing" for name in sorted(run.keys() - own.keys())]
+    more = [f"{name} {_shape(own[name])} is not in the run" for name in sorted(own.keys() - run.keys())]
+    found = changed + missing + more
+    said = "; ".join(found[:NAMED_MAX]) + (f"; and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else "")
+    raise MismatchError(
+        "tensors", len(run), len(own),
+        "All islands of a run train the same model. For another model, create another run.",
+        code="loop.other-tensors",
+        what=f"these parameters are not those of the run {manifest.run!r}: {said}",
+    )  # fmt: skip
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,128 @@
+"""A run of users' own loops in virtual time. The test makes the steps."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from archipelago.broker.config import (
+    OWN_MODEL,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+    WireConfig,
+)
+from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.islands.own_loop.creation import _first_snapshots
+from archipelago.islands.own_loop.loop import OwnLoop
+from archipelago.islands.own_loop.replica import TreeReplica
+from archipelago.islands.own_loop.tensors import kinds_by
+from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
+from archipelago.islands.sync.participant import Host
+from archipelago.merger.service import Merger
+from archipelago.ops.experiments.virtual_time import VirtualClock
+
+CONFIG = RunConfig(
+    model=ModelConfig(size=OWN_MODEL),
+    inner=InnerConfig(steps=1000),
+    sync=SyncConfig(interval=4, fragments=2, window=2, quorum=1, grace=0.0),
+    outer=OuterConfig(rule="sgd", learning_rate=1.0),
+    wire=WireConfig(up="float32", thin="", down="float32"),
+)
+
+
+def tree(dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Return parameters in containers of two kinds, with a leaf that is not merged."""
+    layers = [{"kernel": jnp.full((4, 4), 1.0 + number, dtype), "bias": jnp.zeros(4, dtype)} for number in range(2)]
+    return {"embedding": jnp.ones((8, 4), dtype), "layers": layers, "count": jnp.int32(7)}
+
+
+def trained(params: Any, by: float = 0.125) -> Any:
+    """Return the parameters after a step that moves each floating-point leaf by the same number."""
+    return jax.tree.map(lambda x: (x - by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x + 1, params)
+
+
+class OwnIsland:
+    """One island: its loop and its parameters."""
+
+    def __init__(self, run: OwnRun, name: str, template: Any) -> None:
+        layout = TreeLayout.of(template)
+        self.run = run
+        self.parameters = TreeParameters(layout)
+        self.link = Link(run.broker.connect(run.manifest.run), run.manifest, f"{name}/x", (), run.clock)
+        arrivals = self.link.join()
+        self.replica = TreeReplica(run.manifest, layout.templates)
+        self.parameters.start(self.replica.begin([arrival.params_N for arrival in arrivals]))
+        host = Host("test", MemoryMeter(run.clock, MemoryUse))
+        self.loop = OwnLoop(
+            name, run.manifest, self.link, self.replica, self.parameters, arrivals, host, lambda: None, run.clock, "x"
+        )
+        self.loop.begin()
+        self.link.pump()
+
+    @property
+    def params(self) -> Any:
+        """The newest parameters."""
+        return self.parameters.tree
+
+    def sync(self, params: Any, steps: int = 1, tokens: int = 10, loss: Any = 2.5) -> Any:
+        """Sync, and exchange everything before and after it."""
+        self.run.clock.now += steps
+        self.link.pump()
+        self.parameters.offer(params)
+        self.loop.turn(steps, tokens, loss)
+        self.link.pump()
+        self.run.merger.turn(0.0)
+        return self.params
+
+    def play(self, turns: int, step: Callable[[Any], Any] = trained) -> None:
+        """Make some steps."""
+        for _ in range(turns):
+            self.sync(step(self.params))
+
+
+class OwnRun:
+    """A run with its merger."""
+
+    def __init__(self, params: Any = None, config: RunConfig = CONFIG) -> None:
+        params = tree() if params is None else params
+        layout = TreeLayout.of(params)
+        tensors = layout.tensors(kinds_by("embed"))
+        fragments = balanced(tensors, config.sync.fragments)
+        self.manifest = Manifest("own", config, tensors, fragments, NO_CORPUS, {}, uuid.UUID(int=1).hex)
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.transport = self.broker.connect("own")
+        self.transport.create(self.manifest, _first_snapshots(self.manifest, layout))
+        self.merger = Merger(self.broker.connect("own"), self.clock, holder="merger", live_poll_seconds=0.0)
+        assert self.merger.acquire()
+        self.merger.load()
+        self._template = params
+
+    def island(self, name: str = "a", template: Any = None) -> OwnIsland:
+        """Return an island that has joined, with its own tree."""
+        return OwnIsland(self, name, self._template if template is None else template)
+
+    def merged(self) -> dict[str, Any]:
+        """Return the run's newest parameters by name, as float32."""
+        found = {}
+        for rows, fragment in zip(self.manifest.layout, self.merger.fragments, strict=True):
+            for tensor, offset in rows:
+                part = fragment.published_N[offset : offset + tensor.size]
+                found[tensor.name] = part.reshape(tensor.shape)
+        return found
+
+
+def of(config: RunConfig, **sections: Any) -> RunConfig:
+    """Return the config with other sections."""
+    return replace(config, **sections)

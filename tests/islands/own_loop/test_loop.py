@@ -1,0 +1,232 @@
+"""A user's own loop in virtual time: what it sends, what it adopts, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from archipelago.broker.config import AdoptConfig, WireConfig
+from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.messages import LIVE_SECONDS
+from archipelago.islands.own_loop import loop as own_loop
+from tests.failing import failing
+from tests.islands.own_loop.own_runs import CONFIG, OwnRun, of, trained, tree
+
+
+def as_float32(params: Any) -> list[Any]:
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def test_one_island_moves_the_run_by_its_own_steps() -> None:
+    run = OwnRun()
+    island = run.island()
+    island.play(16)
+    assert run.merger.state.closed >= 6
+    assert run.transport.reader.books().merged == run.merger.state.closed
+    for name, merged in run.merged().items():
+        first = np.asarray(island.parameters.layout.templates[name])
+        moved = (first - np.asarray(merged)) / 0.125
+        assert np.ptp(moved) == 0.0, name
+        assert moved.flat[0] in range(10, 17), "every step counts once"
+
+
+def test_a_call_without_an_event_returns_the_same_object() -> None:
+    run = OwnRun()
+    island = run.island()
+    params = trained(island.params)
+    assert island.sync(params) is params
+
+
+def test_leaves_that_are_not_merged_stay_the_islands_own() -> None:
+    run = OwnRun()
+    island = run.island()
+    island.play(9)
+    assert run.merger.state.closed
+    assert int(island.params["count"]) == 7 + 9
+    assert "count" not in run.merged()
+
+
+def test_two_islands_follow_the_run() -> None:
+    run = OwnRun(config=of(CONFIG, adopt=AdoptConfig(rule="overwrite")))
+    one, other = run.island("a"), run.island("b")
+    for _ in range(12):
+        one.sync(trained(one.params))
+        other.sync(trained(other.params, 0.25))
+    for mine, theirs in zip(one.loop.ledger.counts, other.loop.ledger.counts, strict=True):
+        assert mine.version >= 4
+        assert abs(mine.version - theirs.version) <= 1, "only the newest round is on its way"
+    assert run.transport.reader.books().refused == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rule", ["overwrite", "carry"])
+def test_rounding_to_a_narrow_dtype_is_no_progress(dtype: Any, rule: Any) -> None:
+    """An island that never steps must not pull the run to the numbers that its dtype has."""
+    exact = jax.tree.map(lambda x: x + 0.001 if x.dtype == jnp.float32 else x, tree())
+    run = OwnRun(exact, of(CONFIG, adopt=AdoptConfig(rule=rule)))
+    island = run.island(template=tree(dtype))
+    assert all(x.dtype in (dtype, jnp.int32) for x in jax.tree.leaves(island.params))
+    before = {name: np.asarray(value).copy() for name, value in run.merged().items()}
+    island.play(16, lambda params: params)
+    assert run.merger.state.closed >= 4
+    for name, value in run.merged().items():
+        np.testing.assert_allclose(np.asarray(value), before[name], rtol=0, atol=1e-7)
+    assert all(x.dtype in (dtype, jnp.int32) for x in jax.tree.leaves(island.params))
+
+
+def test_islands_of_different_dtypes_share_a_run() -> None:
+    run = OwnRun(config=of(CONFIG, sync=replace(CONFIG.sync, quorum=2)))
+    wide, narrow = run.island("a"), run.island("b", tree(jnp.bfloat16))
+    for _ in range(12):
+        wide.sync(trained(wide.params))
+        narrow.sync(trained(narrow.params))
+    assert run.transport.reader.books().refused == 0
+    assert run.merger.state.closed >= 4
+    for one, other in zip(as_float32(wide.params), as_float32(narrow.params), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.3)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_call_may_stand_for_several_steps(steps: int) -> None:
+    run = OwnRun()
+    island = run.island()
+    for _ in range(12):
+        island.sync(trained(island.params, 0.125 * steps), steps, tokens=5 * steps)
+    assert island.loop.totals.steps == 12 * steps
+    assert island.loop.totals.tokens == 60 * steps
+    assert run.merger.state.step <= island.loop.ledger.global_step
+    assert run.transport.reader.books().refused == 0
+
+
+def test_batches_that_grow_are_not_refused() -> None:
+    run = OwnRun()
+    island = run.island()
+    tokens = 8
+    for number in range(24):
+        tokens = tokens * 2 if number % 4 == 0 else tokens
+        island.sync(trained(island.params), tokens=tokens)
+    assert run.transport.reader.books().refused == 0
+
+
+# -- what a loop returns is checked ---------------------------------------------------------------------------------
+
+
+def spoilt(params: Any, change: Any) -> Any:
+    return {**params, "layers": [change(params["layers"][0]), params["layers"][1]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "named"),
+    [
+        (lambda layer: {"kernel": layer["kernel"]}, "loop.other-tree", "layers.0.bias"),
+        (lambda layer: {**layer, "extra": jnp.ones(2)}, "loop.other-tree", "layers.0.extra"),
+        (lambda layer: {**layer, "bias": jnp.zeros(5)}, "loop.shape", "layers.0.bias"),
+        (lambda layer: {**layer, "bias": layer["bias"].astype(jnp.bfloat16)}, "loop.dtype", "layers.0.bias"),
+        (lambda layer: {**layer, "bias": 0.0}, "loop.shape", "layers.0.bias"),
+    ],
+)
+def test_another_tree_shape_or_dtype_is_an_error_that_names_the_leaf(change: Any, code: str, named: str) -> None:
+    island = OwnRun().island()
+    with failing(ConfigError, code) as caught:
+        for _ in range(8):
+            island.sync(spoilt(island.params, change))
+    assert named in caught.value.what
+
+
+def test_a_donated_leaf_is_named() -> None:
+    island = OwnRun().island()
+    with failing(ConfigError, "loop.deleted") as caught:
+        for _ in range(8):
+            params = tree()
+            params["layers"][1]["kernel"].delete()
+            island.sync(params)
+    assert "layers.1.kernel" in caught.value.what
+
+
+def test_parameters_in_other_containers_of_the_same_leaves_are_taken() -> None:
+    run = OwnRun()
+    island = run.island()
+    for _ in range(8):
+        given = trained(island.params)
+        island.sync({**given, "layers": tuple(given["layers"])})
+    assert isinstance(island.params["layers"], tuple)
+    assert run.merger.state.closed
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4", "e3m0"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nothing_that_is_not_finite_is_sent(codec: Any, value: float) -> None:
+    run = OwnRun(config=of(CONFIG, wire=WireConfig(up=codec, thin="", down="float32")))
+    island = run.island()
+    with failing(DivergedError, "loop.not-finite") as caught:
+        for _ in range(12):
+            params = trained(island.params)
+            params["layers"][1]["bias"] = params["layers"][1]["bias"].at[2].set(value)
+            island.sync(params)
+    assert "'layers.1.bias'" in caught.value.what
+    assert all(math.isfinite(float(x)) for fragment in run.merger.fragments for x in fragment.published_N)
+    assert run.transport.reader.books().refused == 0
+
+
+def test_a_loss_that_is_not_finite_ends_the_island() -> None:
+    island = OwnRun().island()
+    with failing(DivergedError):
+        for _ in range(32):
+            island.sync(trained(island.params), loss=jnp.float32(math.nan))
+
+
+def test_a_loss_that_the_device_still_computes_is_not_waited_for() -> None:
+    class Later:
+        def __init__(self) -> None:
+            self.ready = False
+
+        def is_ready(self) -> bool:
+            return self.ready
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            assert self.ready, "the loop waited for its device"
+            return np.asarray(4.0)
+
+    run = OwnRun()
+    island, losses = run.island(), []
+    for _ in range(8):
+        losses.append(Later())
+        island.sync(trained(island.params), loss=losses[-1])
+    assert run.merger.state.closed
+    for loss in losses:
+        loss.ready = True
+    means = []
+    for _ in range(4):
+        island.play(1)
+        means.append(island.loop.losses.mean)
+    assert np.nanmax(means) > 2.5
+
+
+# -- a loop that stops ----------------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_stops_is_not_waited_for_and_comes_back() -> None:
+    run = OwnRun()
+    island, other = run.island("a"), run.island("b")
+    island.play(4)
+    other.play(4)
+    for _ in range(int(own_loop.STALL_SECONDS + LIVE_SECONDS + 5)):
+        island.link.pump()  # its threads live, and its loop does not sync
+        other.sync(trained(other.params))
+    assert "a" not in run.merger.live
+    assert "b" in run.merger.live
+    before = run.transport.reader.books().merged
+    for _ in range(6):
+        island.sync(trained(island.params))
+        other.sync(trained(other.params))
+    assert "a" in run.merger.live
+    for mine, theirs in zip(island.loop.ledger.counts, other.loop.ledger.counts, strict=True):
+        assert abs(mine.version - theirs.version) <= 1
+    assert run.transport.reader.books().merged > before
+    assert island.loop.speed.step_seconds < own_loop.STALL_SECONDS
