@@ -60,7 +60,7 @@ class Codec(NamedTuple):
         """Return the encoded vector, exactly `encoded_size(N)` bytes."""
         values_N = np.ascontiguousarray(values_N, np.float32)
         parts = [np.empty(size, kind) for size, kind in self.layout(values_N.size)]
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):  # a block with NaN has no scale
             for start in range(0, values_N.size, PIECE):
                 piece = self.quantise(values_N[start : start + PIECE], np)
                 for part, found, (first, _) in zip(parts, piece, self.layout(start), strict=True):

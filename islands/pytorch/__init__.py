@@ -1,0 +1,1 @@
+"""Islands whose training loop is a PyTorch script. Nothing here imports JAX."""

@@ -1,0 +1,209 @@
+"""The codecs of contributions in PyTorch, on the model's device. The bits are those of `broker.codecs`.
+
+PyTorch computes little with unsigned integers of 16 and 32 bits, so `quantise` and `restore` are written again here.
+The bits of numbers are int32, and a shift to the right of a negative number is masked. Divisors are tensors, because
+CUDA multiplies by the reciprocal of a plain number, which rounds differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from archipelago.broker.codecs import HUGE, INT4_BLOCK, INT8_BLOCK, TINY, TOP_BLOCK, TOP_KEPT, TOP_LARGE, TOP_UNITS
+from archipelago.broker.errors import WireError
+
+#: A tensor of PyTorch, which has no types here: PyTorch is optional.
+Tensor = Any
+#: The tensors of one encoded vector. The bits of bfloat16 numbers are int16, which stands for uint16.
+Parts = tuple[Tensor, ...]
+
+_MANTISSA_BITS, _SIGN_FREE = 23, 0x7FFFFFFF
+
+
+class TorchCodec(NamedTuple):
+    """One codec on a device.
+
+    Attributes:
+        quantise: From a float32 vector [N] to flat tensors.
+        restore: Called as `restore(parts, N)`. Returns the float32 vector that the merger reads.
+    """
+
+    quantise: Callable[[Tensor], Parts]
+    restore: Callable[[Parts, int], Tensor]
+
+
+def _blocks(values_N: Tensor, size: int) -> Tensor:
+    """Return the vector as rows of `size` elements. The last row is padded with zeros."""
+    missing = -values_N.shape[0] % size
+    return torch.nn.functional.pad(values_N, (0, missing)).reshape(-1, size)
+
+
+def _to_bfloat16(values: Tensor) -> Tensor:
+    """Return the upper halves of float32 numbers as int16, rounded to nearest, ties to even."""
+    bits = values.view(torch.int32)
+    upper = (bits >> 16) & 0xFFFF
+    # A NaN keeps its upper half. The sum of no other number overflows int32, but it may change the sign.
+    rounded = ((bits.to(torch.int64) & 0xFFFFFFFF) + 0x7FFF + (upper & 1)) >> 16
+    return torch.where(values.isnan(), upper | 0x40, rounded).to(torch.int16)
+
+
+def _from_bfloat16(bits: Tensor) -> Tensor:
+    return (bits.to(torch.int32) << 16).view(torch.float32)
+
+
+def _scales(top: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales as the bits of bfloat16, and the divisor of each block, which is 1 where a block is zero."""
+    bits = _to_bfloat16(torch.where(top < float(TINY), 0.0, top))
+    scale = _from_bfloat16(bits)
+    return bits, torch.where(scale > 0, scale, 1.0)
+
+
+def _tops(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, at most HUGE; NaN if the row contains NaN or infinity."""
+    top = blocks.abs().amax(dim=1)
+    return torch.where(top.isfinite(), top.clamp(max=float(HUGE)), torch.nan)
+
+
+def _divided(values: Tensor, divisor: float) -> Tensor:
+    return values / values.new_tensor(divisor).expand_as(values)
+
+
+def _rounded(ratio: Tensor, most: int) -> Tensor:
+    """Round to whole numbers within ±most. NaN becomes 0, because the scale of its block is NaN already."""
+    return torch.where(ratio.isnan(), 0.0, ratio.round()).clamp(-most, most)
+
+
+def _quantise_int8(values_N: Tensor) -> Parts:
+    blocks = _blocks(values_N, INT8_BLOCK)
+    bits, divisor = _scales(_divided(_tops(blocks), 127))
+    return bits, _rounded(blocks / divisor[:, None], 127).to(torch.int8).reshape(-1)
+
+
+def _restore_int8(parts: Parts, elements: int) -> Tensor:
+    bits, codes = parts
+    values = codes.reshape(-1, INT8_BLOCK).to(torch.float32) * _from_bfloat16(bits)[:, None]
+    return values.reshape(-1)[:elements]
+
+
+def _pack_nibbles(codes: Tensor) -> Tensor:
+    """Pack codes of 0 to 15 (uint8, one block per row) into bytes: the first half of a block goes to the low bits."""
+    half = codes.shape[1] // 2
+    return (codes[:, :half] | (codes[:, half:] << 4)).reshape(-1)
+
+
+def _unpack_nibbles(packed: Tensor) -> Tensor:
+    rows = packed.reshape(-1, INT4_BLOCK // 2)
+    return torch.cat([rows & 15, rows >> 4], dim=1)
+
+
+def _quantise_int4(values_N: Tensor) -> Parts:
+    blocks = _blocks(values_N, INT4_BLOCK)
+    bits, divisor = _scales(_divided(_tops(blocks), 7))
+    return bits, _pack_nibbles((_rounded(blocks / divisor[:, None], 7) + 8).to(torch.uint8))
+
+
+def _restore_int4(parts: Parts, elements: int) -> Tensor:
+    bits, packed = parts
+    codes = _unpack_nibbles(packed).to(torch.float32) - 8
+    return (codes * _from_bfloat16(bits)[:, None]).reshape(-1)[:elements]
+
+
+def _quantise_e3m0(values_N: Tensor) -> Parts:
+    blocks = _blocks(values_N, INT4_BLOCK)
+    bits, divisor = _scales(_tops(blocks))
+    ratio = blocks.abs() / divisor[:, None]
+    ratio = torch.where(ratio.isnan(), 0.0, ratio)
+    power = ((ratio.view(torch.int32) + 0x400000) >> _MANTISSA_BITS) - 127  # no ratio is near the end of int32
+    level = (power + 7).clamp(0, 7)
+    level = torch.where((ratio >= 2.0**-7) & (level < 1), 1, level)
+    negative = ((blocks < 0) & (level > 0)).to(torch.int32)
+    return bits, _pack_nibbles((level | (negative << 3)).to(torch.uint8))
+
+
+def _restore_e3m0(parts: Parts, elements: int) -> Tensor:
+    bits, packed = parts
+    codes = _unpack_nibbles(packed)
+    level = (codes & 7).to(torch.int32)
+    power = ((level + 120) << _MANTISSA_BITS).view(torch.float32)
+    magnitude = torch.where(level > 0, power, 0.0)
+    signed = torch.where(codes > 7, -magnitude, magnitude)
+    return (signed * _from_bfloat16(bits)[:, None]).reshape(-1)[:elements]
+
+
+def _quantise_top(values_N: Tensor) -> Parts:
+    blocks = _blocks(values_N, TOP_BLOCK)
+    top = _tops(blocks)
+    kept = _largest(blocks, TOP_KEPT)
+    values = blocks.gather(1, kept)
+    _, divisor = _scales(top)
+    units = values.abs() / divisor[:, None] * float(TOP_UNITS)
+    whole = _rounded(units, 2 * int(TOP_UNITS)).to(torch.int32)
+    large = whole >= TOP_LARGE
+    scales = [_mean(whole, large) * divisor, _mean(whole, ~large) * divisor]
+    scales = [torch.where(top.isnan(), top, torch.where(top < float(TINY), 0.0, scale)) for scale in scales]
+    bits = torch.stack([_to_bfloat16(scale) for scale in scales], dim=1)
+    codes = (large.to(torch.uint8) | ((values < 0).to(torch.uint8) << 1)).reshape(-1, 4)
+    packed = codes[:, 0] | (codes[:, 1] << 2) | (codes[:, 2] << 4) | (codes[:, 3] << 6)
+    first, second = kept.reshape(-1, 2).unbind(dim=1)
+    places = torch.stack([first & 255, (first >> 8) | ((second & 15) << 4), second >> 4], dim=1).to(torch.uint8)
+    return bits.reshape(-1), places.reshape(-1), packed
+
+
+def _largest(blocks: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` largest magnitudes of each row, ascending. Earlier indices win ties.
+
+    The bits of float32 magnitudes, read as integers, have the order of the magnitudes.
+    """
+    magnitudes, width = blocks.view(torch.int32) & _SIGN_FREE, blocks.shape[1]
+    least = magnitudes.topk(count, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    larger, equal = magnitudes > least, magnitudes == least
+    room = count - larger.sum(dim=1, keepdim=True)
+    chosen = larger | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room))
+    places = torch.where(chosen, torch.arange(width, device=blocks.device), width)
+    return places.topk(count, dim=1, largest=False, sorted=True).values
+
+
+def _mean(whole: Tensor, chosen: Tensor) -> Tensor:
+    """Return the mean of each row's chosen values, divided by TOP_UNITS; 0 for a row without any."""
+    total = torch.where(chosen, whole, 0).sum(dim=1).to(torch.float32)
+    return total / (chosen.sum(dim=1).clamp(min=1).to(torch.float32) * float(TOP_UNITS))
+
+
+def _restore_top(parts: Parts, elements: int) -> Tensor:
+    bits, places, packed = parts
+    low, middle, high = places.reshape(-1, 3).to(torch.int64).unbind(dim=1)
+    kept = torch.stack([low | ((middle & 15) << 8), (middle >> 4) | (high << 4)], dim=1).reshape(-1, TOP_KEPT)
+    codes = torch.stack([(packed >> (2 * i)) & 3 for i in range(4)], dim=1).reshape(-1, TOP_KEPT)
+    scales = _from_bfloat16(bits).reshape(-1, 2)
+    magnitude = torch.where((codes & 1) > 0, scales[:, :1], scales[:, 1:])
+    values = torch.where(codes > 1, -magnitude, magnitude)
+    blocks = values.new_zeros((kept.shape[0], TOP_BLOCK)).scatter_(1, kept, values)
+    return blocks.reshape(-1)[:elements]
+
+
+#: By the names of `broker.codecs.CODECS`.
+CODECS: dict[str, TorchCodec] = {
+    "float32": TorchCodec(lambda values_N: (values_N,), lambda parts, elements: parts[0]),
+    "bfloat16": TorchCodec(
+        lambda values_N: (_to_bfloat16(values_N),), lambda parts, elements: _from_bfloat16(parts[0])
+    ),
+    "int8": TorchCodec(_quantise_int8, _restore_int8),
+    "int4": TorchCodec(_quantise_int4, _restore_int4),
+    "e3m0": TorchCodec(_quantise_e3m0, _restore_e3m0),
+    "top3": TorchCodec(_quantise_top, _restore_top),
+}
+
+
+def codec(name: str) -> TorchCodec:
+    """Return the codec of that name. Raises WireError for an unknown one."""
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise WireError(
+            f"codec {name[:32]!r} is unknown to PyTorch islands",
+            f"Known: {', '.join(CODECS)}.",
+            code="wire.unknown-codec",
+        ) from None
