@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from archipelago.broker.config import (
-    OWN_MODEL,
-    AdoptConfig,
-    InnerConfig,
-    MergeConfig,
-    ModelConfig,
-    OuterConfig,
-    RunConfig,
-    SyncConfig,
-    WireConfig,
-    checked,
-    differences,
-)
-from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, RunExistsError, UnknownRunError
-from archipelago.broker.footprint import memory_text, redis_parts
-from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
-from archipelago.broker.messages import Snapshot
-from archipelago.broker.process import connect_to
-from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.transport import Memory, Transport
-from archipelago.broker.wire import digest, pack
-from archipelago.islands.own_loop.tensors import KindOf, kinds_by, require_same_tensors
+from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
+from archipelago.islands.own_loop.new_run import create_run, settings
+from archipelago.islands.own_loop.tensors import KindOf, kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout, host_vector
-from archipelago.islands.sync.same_run import require_no_islands
 
 
 def create(
@@ -74,93 +50,8 @@ def create(
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A leaf holds NaN or infinity (`loop.not-finite`).
     """
-    config = checked(
-        RunConfig(
-            record=record,
-            model=ModelConfig(size=OWN_MODEL),
-            inner=InnerConfig(steps=steps),
-            sync=sync or SyncConfig(),
-            merge=merge or MergeConfig(),
-            outer=outer or OuterConfig(),
-            adopt=adopt or AdoptConfig(),
-            wire=wire or WireConfig(),
-        ),
-        "the settings of `create`",
-    )
+    config = settings(steps, sync, merge, outer, adopt, wire, record=record)
     layout = TreeLayout.of(params)
-    tensors = layout.tensors(kinds_by(kinds))
-    fragments = balanced(tensors, config.sync.fragments)
-    run = checked_name(name, "the run name")
-    manifest = Manifest(run, config, tensors, fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
-    transport = connect_to(url, run)
-    try:
-        return _create(transport, manifest, layout)
-    finally:
-        transport.close()
-
-
-def _create(transport: Transport, manifest: Manifest, layout: TreeLayout) -> bool:
-    try:
-        require_same(transport.reader.manifest(), manifest)
-        return False
-    except UnknownRunError:
-        pass
-    require_no_islands(transport)
-    require_room(manifest, transport.reader.memory())
-    try:
-        transport.create(manifest, _first_snapshots(manifest, layout))
-    except RunExistsError:  # another process was faster
-        require_same(transport.reader.manifest(), manifest)
-        return False
-    return True
-
-
-def require_same(found: Manifest, own: Manifest) -> None:
-    """Raise MismatchError unless a run that exists has these tensors and settings."""
-    require_same_tensors(found, own.tensors)
-    changed = differences(found.config, own.config)
-    kinds = {t.name: t.kind for t in own.tensors}
-    changed += [f"kind of {t.name}: {t.kind} → {kinds[t.name]}" for t in found.tensors if t.kind != kinds[t.name]]
-    if changed:
-        raise MismatchError(
-            "settings", found.config.digest(), own.config.digest(),
-            "`join` takes the run's own settings. For other settings, create a run with another name.",
-            code="config.other-settings",
-            what=f"the run {found.run!r} has other settings: {'; '.join(changed)}",
-        )  # fmt: skip
-
-
-def require_room(manifest: Manifest, memory: Memory) -> None:
-    """Raise ConfigError (`loop.too-large`), with the sum, if the Redis may not hold the run."""
-    if not memory.limit:
-        return
-    parts = redis_parts(manifest)
-    needed, room = sum(parts.values()), max(0, memory.limit - memory.used)
-    if needed <= room:
-        return
-    terms = " + ".join(f"{memory_text(size)} for {part}" for part, size in parts.items())
-    raise ConfigError(
-        f"the run {manifest.run!r} does not fit into the Redis: {manifest.parameters:,} parameters need about "
-        f"{terms} = {memory_text(needed)}, and {memory_text(room)} of its {memory_text(memory.limit)} are free",
-        "Raise the server's maxmemory, or train fewer parameters. Nothing was sent.",
-        code="loop.too-large",
+    return create_run(
+        url, name, config, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([layout.templates[leaf]])
     )
-
-
-def _first_snapshots(manifest: Manifest, layout: TreeLayout) -> Sequence[tuple[Snapshot, bytes]]:
-    """Return version 0 of every fragment with its payload."""
-    wire, out = manifest.config.wire, []
-    for p, rows in enumerate(manifest.layout):
-        leaves = [layout.templates[tensor.name] for tensor, _ in rows]
-        vector_N = host_vector(leaves)
-        if not np.isfinite(vector_N).all():
-            bad = next(t.name for t, leaf in zip((t for t, _ in rows), leaves, strict=True)
-                       if not np.isfinite(host_vector([leaf])).all())  # fmt: skip
-            raise DivergedError(
-                f"the leaf {bad!r} of the first parameters holds NaN or infinity",
-                "Initialise the parameters again.",
-                code="loop.not-finite",
-            )
-        payload = pack(vector_N, wire.full, wire.full_zstd_level)
-        out.append((Snapshot(0, p, 0, 0, wire.full, len(payload), digest(payload), merged=""), payload))
-    return out

@@ -21,11 +21,11 @@ from archipelago.broker.config import (
 )
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.islands.own_loop.creation import _first_snapshots
 from archipelago.islands.own_loop.loop import OwnLoop
+from archipelago.islands.own_loop.new_run import first_snapshots
 from archipelago.islands.own_loop.replica import TreeReplica
 from archipelago.islands.own_loop.tensors import kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters
+from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters, host_vector
 from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host
@@ -103,7 +103,8 @@ class OwnRun:
         self.clock = VirtualClock()
         self.broker = MemoryBroker(self.clock)
         self.transport = self.broker.connect("own")
-        self.transport.create(self.manifest, _first_snapshots(self.manifest, layout))
+        first = first_snapshots(self.manifest, lambda name: host_vector([layout.templates[name]]))
+        self.transport.create(self.manifest, first)
         self.merger = Merger(self.broker.connect("own"), self.clock, holder="merger", live_poll_seconds=0.0)
         assert self.merger.acquire()
         self.merger.load()

@@ -1,0 +1,153 @@
+"""A run of training scripts, in any framework: its settings, its manifest, and version 0 of every fragment."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import (
+    OWN_MODEL,
+    AdoptConfig,
+    InnerConfig,
+    MergeConfig,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+    WireConfig,
+    checked,
+    differences,
+)
+from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, RunExistsError, UnknownRunError
+from archipelago.broker.footprint import memory_text, redis_parts
+from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced, installed_versions
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.process import connect_to
+from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.transport import Memory, Transport
+from archipelago.broker.wire import digest, pack
+from archipelago.islands.own_loop.tensors import require_same_tensors
+from archipelago.islands.sync.same_run import require_no_islands
+
+#: From the name of a tensor to its first values, as one float32 vector in the memory of the host.
+FirstValues = Callable[[str], Vector]
+
+
+def settings(
+    steps: int,
+    sync: SyncConfig | None,
+    merge: MergeConfig | None,
+    outer: OuterConfig | None,
+    adopt: AdoptConfig | None,
+    wire: WireConfig | None,
+    *,
+    record: bool,
+) -> RunConfig:
+    """Return the settings that a script gives to `create`. Raises ConfigError for impossible ones."""
+    return checked(
+        RunConfig(
+            record=record,
+            model=ModelConfig(size=OWN_MODEL),
+            inner=InnerConfig(steps=steps),
+            sync=sync or SyncConfig(),
+            merge=merge or MergeConfig(),
+            outer=outer or OuterConfig(),
+            adopt=adopt or AdoptConfig(),
+            wire=wire or WireConfig(),
+        ),
+        "the settings of `create`",
+    )
+
+
+def create_run(url: str | None, name: str, config: RunConfig, tensors: Sequence[Tensor], first: FirstValues) -> bool:
+    """Create a run unless it exists with these tensors and settings. Return whether this call created it.
+
+    Args:
+        url: The URL of the Redis; None for $ARCHIPELAGO_URL.
+        name: The name of the run.
+        config: Its settings.
+        tensors: The tensors that are merged.
+        first: Returns their first values.
+
+    Raises:
+        ConfigError: The Redis is too small (`loop.too-large`), or islands of a lost run of that name are alive
+            (`init.islands-live`).
+        MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
+        DivergedError: A tensor holds NaN or infinity (`loop.not-finite`).
+    """
+    run = checked_name(name, "the run name")
+    fragments = balanced(tensors, config.sync.fragments)
+    manifest = Manifest(run, config, tuple(tensors), fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
+    transport = connect_to(url, run)
+    try:
+        return _create(transport, manifest, first)
+    finally:
+        transport.close()
+
+
+def _create(transport: Transport, manifest: Manifest, first: FirstValues) -> bool:
+    try:
+        require_same(transport.reader.manifest(), manifest)
+        return False
+    except UnknownRunError:
+        pass
+    require_no_islands(transport)
+    require_room(manifest, transport.reader.memory())
+    try:
+        transport.create(manifest, first_snapshots(manifest, first))
+    except RunExistsError:  # another process was faster
+        require_same(transport.reader.manifest(), manifest)
+        return False
+    return True
+
+
+def require_same(found: Manifest, own: Manifest) -> None:
+    """Raise MismatchError unless a run that exists has these tensors and settings."""
+    require_same_tensors(found, own.tensors)
+    changed = differences(found.config, own.config)
+    kinds = {t.name: t.kind for t in own.tensors}
+    changed += [f"kind of {t.name}: {t.kind} → {kinds[t.name]}" for t in found.tensors if t.kind != kinds[t.name]]
+    if changed:
+        raise MismatchError(
+            "settings", found.config.digest(), own.config.digest(),
+            "`join` takes the run's own settings. For other settings, create a run with another name.",
+            code="config.other-settings",
+            what=f"the run {found.run!r} has other settings: {'; '.join(changed)}",
+        )  # fmt: skip
+
+
+def require_room(manifest: Manifest, memory: Memory) -> None:
+    """Raise ConfigError (`loop.too-large`), with the sum, if the Redis may not hold the run."""
+    if not memory.limit:
+        return
+    parts = redis_parts(manifest)
+    needed, room = sum(parts.values()), max(0, memory.limit - memory.used)
+    if needed <= room:
+        return
+    terms = " + ".join(f"{memory_text(size)} for {part}" for part, size in parts.items())
+    raise ConfigError(
+        f"the run {manifest.run!r} does not fit into the Redis: {manifest.parameters:,} parameters need about "
+        f"{terms} = {memory_text(needed)}, and {memory_text(room)} of its {memory_text(memory.limit)} are free",
+        "Raise the server's maxmemory, or train fewer parameters. Nothing was sent.",
+        code="loop.too-large",
+    )
+
+
+def first_snapshots(manifest: Manifest, first: FirstValues) -> Sequence[tuple[Snapshot, bytes]]:
+    """Return version 0 of every fragment with its payload."""
+    wire, out = manifest.config.wire, []
+    for p, rows in enumerate(manifest.layout):
+        vectors = [first(tensor.name) for tensor, _ in rows]
+        for (tensor, _), values in zip(rows, vectors, strict=True):
+            if not np.isfinite(values).all():
+                raise DivergedError(
+                    f"the tensor {tensor.name!r} of the first parameters holds NaN or infinity",
+                    "Initialise the parameters again.",
+                    code="loop.not-finite",
+                )
+        payload = pack(np.concatenate(vectors), wire.full, wire.full_zstd_level)
+        out.append((Snapshot(0, p, 0, 0, wire.full, len(payload), digest(payload), merged=""), payload))
+    return out
