@@ -345,6 +345,8 @@ class TapeEntry:
         members: The merged contributions.
         unix_seconds: The merger's wall clock at the close; 0 if it was not recorded.
         merge_seconds: Time that the close spent on weights, merge and outer step.
+        spectra_seconds: The part of it that changed spectra of matrices.
+        busy_seconds: Time since the previous close in which the merger did not wait for contributions.
         steered: Settings that took effect with this round, as `name=value name=value` (see `broker.control`).
     """
 
@@ -365,6 +367,8 @@ class TapeEntry:
     members: tuple[Member, ...]
     unix_seconds: UnixSeconds = 0.0
     merge_seconds: Seconds = 0.0
+    spectra_seconds: Seconds = 0.0
+    busy_seconds: Seconds = 0.0
     steered: Text = ""
 
 

@@ -28,6 +28,8 @@ class RoundRecord:
         steered: The settings that an operator changed with it.
         unix_seconds: When it was committed.
         merge_seconds: How long the arithmetic took.
+        spectra_seconds: How long spectra took, a part of it.
+        busy_seconds: How long the merger has worked since the previous round.
     """
 
     close: Close
@@ -36,6 +38,8 @@ class RoundRecord:
     steered: str
     unix_seconds: float
     merge_seconds: float
+    spectra_seconds: float
+    busy_seconds: float
 
 
 def build_commit(
@@ -117,5 +121,7 @@ def _tape_entry(
         members=merged.members,
         unix_seconds=record.unix_seconds,
         merge_seconds=max(0.0, record.merge_seconds),
+        spectra_seconds=max(0.0, record.spectra_seconds),
+        busy_seconds=max(0.0, record.busy_seconds),
         steered=record.steered,
     )

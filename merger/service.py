@@ -21,6 +21,7 @@ from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.admission import Inbox
+from archipelago.merger.busy_time import BusyTime
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.claims import Accounts
 from archipelago.merger.committing import RoundRecord, build_commit
@@ -98,6 +99,7 @@ class Merger:
         self.fragments: list[FragmentState] = []
         self.snapshots: list[Snapshot] = []
         self.live: frozenset[str] = frozenset()
+        self.busy = BusyTime(clock)
         self.spectra = Spectra(self._renew, clock, threads)
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.config, wall)
@@ -132,6 +134,7 @@ class Merger:
     def load(self) -> None:
         """Forget everything, and load the run as its last commit left it."""
         self._instance = self.transport.reader.instance()  # first: if the broker dies while we read, we read again
+        self.busy.take()
         checkpointer = self.retention.checkpointer
         self._put_aside()
         found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._renew)
@@ -210,12 +213,18 @@ class Merger:
 
     def turn(self, block_seconds: float = BLOCK_SECONDS) -> bool:
         """Read what has arrived, then call and close the rounds that are due. Return whether one was closed."""
+        with self.busy.working():
+            return self._turn(block_seconds)
+
+    def _turn(self, block_seconds: float) -> bool:
         self._keep_lease()
         self._poll_islands()
         self.retention.release(
             self.state, self.epoch, wait=False
         )  # first, because the next commit stores which rounds are covered
-        self._receive(self.transport.merger.updates(self._patience(block_seconds), self._read_count) or self._orphans())
+        with self.busy.waiting():
+            found = self.transport.merger.updates(self._patience(block_seconds), self._read_count)
+        self._receive(found or self._orphans())
         for number in self.rounds.calls():
             self.transport.merger.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
         if not self.live and self.clock() - self._heard_at < self.linger_seconds:
@@ -326,7 +335,7 @@ class Merger:
     # -- closing ----------------------------------------------------------------------------------------------------
 
     def _close(self, close: Close) -> None:
-        began = self.clock()
+        began, spectra_seconds = self.clock(), self.spectra.seconds
         p = self.manifest.fragment_of(close.round)
         after = self.state.copy()
         steered = self.controls.apply_settings(after)
@@ -334,7 +343,7 @@ class Merger:
             self.inbox.add_again(self.fragments, after)
         round_sum = self.inbox.take(p, self.fragments, after)
         merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live))
-        merge_seconds = self.clock() - began
+        merge_seconds, spectra_seconds = self.clock() - began, self.spectra.seconds - spectra_seconds
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
         step = self._next_step([addend.contribution for addend in round_sum.addends], after)
         self.rules.advance(after, close.round, step, merged, round_sum)
@@ -342,7 +351,9 @@ class Merger:
         entries = tuple(addend.entry for addend in round_sum.addends)
         size = sum(addend.contribution.bytes for addend in round_sum.addends)
         trim = self.retention.keep(MergedEntries(close.round, entries, size))
-        record = RoundRecord(close, self.epoch, len(self.live), steered, self.wall(), merge_seconds)
+        record = RoundRecord(
+            close, self.epoch, len(self.live), steered, self.wall(), merge_seconds, spectra_seconds, self.busy.take()
+        )
         commit = build_commit(self.manifest, record, merged, round_sum, self.state, after, trim)
         self.transport.merger.commit(self.epoch, commit)
         before = self.state

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -12,12 +14,15 @@ from archipelago.broker.loss_unit import LossUnit, loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
+from archipelago.broker.observe.merge_load import ROUNDS_MAX, MergeLoad, merge_load
 from archipelago.broker.observe.metrics import family
 from archipelago.merger.service import Clock, Merger
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter
     from prometheus_client.core import Metric
+
+log = logging.getLogger(__name__)
 
 #: Upper bounds of the histogram's buckets, in versions.
 STALENESS_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -33,6 +38,8 @@ def values(entry: TapeEntry, unit: LossUnit) -> Mapping[str, float]:
         "open_seconds": entry.open_seconds,
         "grace_seconds": entry.grace_seconds,
         "merge_seconds": entry.merge_seconds,
+        "spectra_seconds": entry.spectra_seconds,
+        "busy_seconds": entry.busy_seconds,
     }
 
 
@@ -69,6 +76,8 @@ class RoundMetrics:
                 "grace_seconds": "the grace window that was allowed.",
                 "open_seconds": "from the first contribution to the close.",
                 "merge_seconds": "arithmetic of the close.",
+                "spectra_seconds": "changing spectra, a part of the arithmetic.",
+                "busy_seconds": "since the previous round, without the time that the merger waited for contributions.",
                 "loss": f"training loss in {unit.name}, mean of the members' by tokens.",
             }.items()
         }
@@ -97,8 +106,13 @@ class RoundTelemetry:
         self, manifest: Manifest, curves: CurveWriter, registry: CollectorRegistry | None, clock: Clock = time.monotonic
     ) -> None:
         self.clock = clock
+        #: What recent rounds say about the merger's work; None until there are enough of them.
+        self.load: MergeLoad | None = None
         #: When the last round was recorded, by `clock`; NaN before the first.
         self.closed_at = math.nan
+        self._interval = manifest.config.sync.interval
+        self._recent: deque[TapeEntry] = deque(maxlen=ROUNDS_MAX)
+        self._has_warned = False
         self._curves, self._unit = curves, loss_unit(manifest.corpus)
         self._metrics = RoundMetrics(manifest.run, len(manifest.fragments), self._unit, registry) if registry else None
 
@@ -108,6 +122,11 @@ class RoundTelemetry:
         if self._metrics is not None:
             self._metrics.closed(entry, snapshot)
         self._curves.put(entry.round, values(entry, self._unit))
+        self._recent.append(entry)
+        self.load = merge_load(tuple(self._recent), self._interval)
+        if self.load is not None and self.load.is_slow and not self._has_warned:
+            self._has_warned = True
+            log.warning("%s %s", self.load.describe(), self.load.remedy, extra={"code": "merger.slow"})
 
 
 class MergerCollector:
@@ -133,6 +152,16 @@ class MergerCollector:
             ),
             ("refused_contributions_total", "Contributions that this process has refused.", merger.inbox.refused),
             ("round_age_seconds", "Time since this process closed its last round.", rounds.clock() - rounds.closed_at),
+            (
+                "busy_ratio",
+                "Recent rounds: share of the time in which the merger did not wait for contributions.",
+                rounds.load.busy if rounds.load else math.nan,
+            ),
+            (
+                "spectra_ratio",
+                "Recent rounds: share of the time in which it changed spectra of matrices.",
+                rounds.load.spectra if rounds.load else math.nan,
+            ),
         ):
             yield family(f"archipelago_merger_{name}", documentation, labels, [(labels, value)])
         counts = [({**labels, "code": code}, count) for code, count in sorted(merger.inbox.codes.items())]

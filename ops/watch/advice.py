@@ -14,6 +14,7 @@ from typing import Literal
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
+from archipelago.broker.observe.merge_load import merge_load
 from archipelago.ops.watch.health import Health, lacks_merger, stall_seconds, stride_seconds
 from archipelago.ops.watch.remedies import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -84,7 +85,7 @@ def problems(
     if view.steps <= view.step and not view.pending:
         return ()
     found = [
-        *_run_problems(view, health, config),
+        *_run_problems(view, health, config, tape),
         *_memory_problems(view),
         *_loss_problems(view, config, tape, evaluations, unix_seconds),
         *_checkpoint_problems(view, health, tape),
@@ -94,7 +95,7 @@ def problems(
     return tuple(sorted(found, key=lambda problem: _ORDER.index(problem.mood)))
 
 
-def _run_problems(view: RunView, health: Health, config: RunConfig) -> Iterator[Problem]:
+def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
     status, command = health.merger_status, f"--run {view.run}"
     if view.known and not view.live:
         yield Problem(
@@ -120,6 +121,9 @@ def _run_problems(view: RunView, health: Health, config: RunConfig) -> Iterator[
             "Look at the merger's log. If it hangs, stop it: a standby or a new one takes over without a loss."
             if view.live else "Start an island.", status.still_seconds,
         )  # fmt: skip
+    load = merge_load(tape, config.sync.interval)
+    if load is not None and load.is_slow and not stalls and not lacks_merger(status):
+        yield Problem("merger.slow", "warn", "merger", load.describe(), load.remedy)
     for name, why in health.control.faults.items():
         yield Problem(
             "steer.ignored", "warn", "run", f"The request {name} is ignored: {why}.",

@@ -48,6 +48,7 @@ _NOTED = frozenset(["island.refused", "island.lowered", "run.paused"])
 _ENDS = {
     "island.silent": "It has left, or is silent for so long that it counts as gone.",
     "merger.missing": "A merger serves again.",
+    "merger.slow": "Rounds no longer wait for the merger.",
     "run.no-islands": "An island is live again.",
     "run.stalled": "Rounds close again.",
 }

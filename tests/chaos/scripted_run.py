@@ -124,6 +124,8 @@ def _timeless(entry: TapeEntry) -> TapeEntry:
         "grace_seconds": 0.0,
         "open_seconds": 0.0,
         "merge_seconds": 0.0,
+        "spectra_seconds": 0.0,
+        "busy_seconds": 0.0,
         "unix_seconds": 0.0,
     }
     return replace(entry, epoch=0, members=members, **times)  # type: ignore[arg-type]

@@ -11,19 +11,20 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import UnknownRunError, UnreachableError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Member
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.broker.redis.transport import connect
-from archipelago.merger import main
+from archipelago.merger import main, merge_rules
 from archipelago.merger.service import Merger
 from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry, values
 from tests import samples
 from tests.broker.observe.test_curves import events
 from tests.broker.observe.test_metrics import values as exported
-from tests.merger.merger_run import Faulty, MergerRun, constant
+from tests.merger.merger_run import CONFIG, Faulty, MergerRun, constant, logged_codes
 
 BITS = loss_unit(samples.manifest().corpus)
 
@@ -61,7 +62,8 @@ def test_rounds_are_counted() -> None:
     assert scraped(registry) == {
         "rounds_total": 2, "merged_contributions_total": 4, "merged_tokens_total": 200, "received_bytes_total": 14,
         "published_bytes_total": 68, "quorum_seconds": 0.1, "grace_seconds": 0.2, "open_seconds": 0.3,
-        "merge_seconds": 0.125, "loss": pytest.approx(1.5 / math.log(2.0)),
+        "merge_seconds": 0.125, "spectra_seconds": 0.0, "busy_seconds": 0.0,
+        "loss": pytest.approx(1.5 / math.log(2.0)),
         "staleness_versions_count": 4, "staleness_versions_sum": 104,
     }  # fmt: skip
     assert [value for (_, bucket), value in exported(registry).items() if bucket] == [2, 2, 2, 2, 2, 3, 3, 3, 3, 4]
@@ -108,6 +110,40 @@ def test_rounds_are_counted_and_have_curve_points() -> None:
         assert point["open_seconds"] == entry.open_seconds
     run.clock.now += 4.0
     assert scraped(registry)["round_age_seconds"] == 4.0
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_merger_that_cannot_keep_up_says_so_once(
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spectra take as long as an interval of the islands, which stretch theirs, or a quarter of it."""
+    run = MergerRun(replace(CONFIG, merge=replace(CONFIG.merge, embedding="isotropic", rest="isotropic")))
+    changed = 0
+
+    def with_power(matrix_RC: Vector, *_: object) -> Vector:
+        nonlocal changed
+        changed += 1
+        run.clock.now += 2.0
+        return matrix_RC
+
+    monkeypatch.setattr(merge_rules, "with_power", with_power)
+    merger, registry = run.merger(), new_registry()
+    merger.wall = lambda: 1e9 + run.clock.now
+    listening(merger, KeptCurves(), registry)
+    interval = run.manifest.config.sync.interval
+    for number in range(1, 41):
+        run.live("a", "b")
+        for island in "ab":
+            run.send(island, number, constant(1.0), steps=2 * interval if is_slow else interval)
+        run.clock.now += 0.1 if is_slow else 10.0
+        assert merger.turn(0.0)
+    tape = run.transport.reader.tape(100)
+    assert sum(entry.spectra_seconds for entry in tape) == pytest.approx(2.0 * changed)
+    assert all(entry.busy_seconds >= entry.merge_seconds >= entry.spectra_seconds for entry in tape)
+    assert logged_codes(caplog) == ["merger.slow"] * is_slow
+    shown = scraped(registry)
+    assert (shown["busy_ratio"] > 0.9) is is_slow
+    assert shown["spectra_ratio"] == pytest.approx(shown["busy_ratio"])
 
 
 def test_refusals_are_counted() -> None:

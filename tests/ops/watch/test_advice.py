@@ -69,6 +69,18 @@ def test_a_healthy_run_has_no_problem() -> None:
     assert look(seen, tape=tape_of([3.0 - 0.01 * n for n in range(48)]), evaluations=evaluations) == []
 
 
+def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
+    interval = MANIFEST.config.sync.interval
+    member = replace(ROUND.members[0], island="a", steps=2 * interval)
+    slow = [
+        replace(entry, members=(member,), busy_seconds=9.9, spectra_seconds=9.0) for entry in tape_of([2.0] * 20, 10.0)
+    ]
+    assert look(view(tape=slow), tape=slow) == ["merger.slow"]
+    assert look(view(tape=slow), status(holder=""), tape=slow) == ["merger.missing"], "another problem says more"
+    waits = [replace(entry, busy_seconds=1.0) for entry in slow]
+    assert look(view(tape=waits), tape=waits) == [], "the islands are slow"
+
+
 REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
 
 

@@ -1,0 +1,86 @@
+"""Whether a run's rounds wait for its merger, by the tape. Pure.
+
+The merger's warning and metrics, `status` and the dashboard share this, so they say the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from archipelago.broker.messages import TapeEntry
+
+#: The recent rounds that are looked at.
+ROUNDS_MAX: Final = 48
+#: Fewer rounds, or a shorter time, say nothing.
+ROUNDS_MIN: Final = 8
+SECONDS_MIN: Final = 60.0
+#: A merger that waits for less than a tenth of the time is behind, if islands contribute later than the run's interval.
+BUSY_SHARE: Final = 0.9
+STRETCH: Final = 1.2
+#: From this share of the busy time on, spectra are the reason.
+SPECTRA_SHARE: Final = 0.5
+
+
+@dataclass(frozen=True)
+class MergeLoad:
+    """The work of a merger in recent rounds.
+
+    Attributes:
+        busy: The share of the time in which it did not wait for contributions.
+        spectra: The share of the time in which it changed spectra of matrices.
+        stretch: The steps of the largest contributions as a share of the run's interval (median).
+    """
+
+    busy: float
+    spectra: float
+    stretch: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether rounds wait for the merger, and islands stretch their interval because of that."""
+        return self.busy >= BUSY_SHARE and self.stretch >= STRETCH
+
+    def describe(self) -> str:
+        """Return what is wrong, as one sentence."""
+        return (
+            f"Rounds wait for the merger: it works {self.busy:.0%} of the time ({self.spectra:.0%} on spectra), and "
+            f"islands contribute every {self.stretch:.1f} intervals."
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, as whole sentences."""
+        if self.spectra >= SPECTRA_SHARE * self.busy:
+            return (
+                "Start a merger with more cores (`archipelago merger --threads`): it stands by until you stop the slow "
+                "one. In a new run, merge large matrices by RDA (--merge.isotropic-side-max), or all of them "
+                "(--merge.rest rda), or take a longer --sync.interval."
+            )
+        return (
+            "Move the merger to a faster machine, or closer to Redis: start one there, and stop the slow one. In a new "
+            "run, take a longer --sync.interval. Nothing is lost meanwhile; islands learn less from each other."
+        )
+
+
+def merge_load(tape: Sequence[TapeEntry], interval: int) -> MergeLoad | None:
+    """Return the work of the merger that closed the newest rounds; None if that is not known yet.
+
+    Args:
+        tape: The recent rounds, oldest first.
+        interval: H, the inner steps between two contributions to the same fragment.
+    """
+    recent = [entry for entry in tape[-ROUNDS_MAX:] if entry.epoch == tape[-1].epoch and entry.unix_seconds > 0.0]
+    if len(recent) < ROUNDS_MIN:
+        return None
+    seconds = recent[-1].unix_seconds - recent[0].unix_seconds
+    largest = [max(member.steps for member in entry.members) for entry in recent if entry.members]
+    if seconds < SECONDS_MIN or not largest:
+        return None
+    busy, spectra = (
+        min(1.0, sum(getattr(entry, name) for entry in recent[1:]) / seconds)
+        for name in ("busy_seconds", "spectra_seconds")
+    )
+    return MergeLoad(busy, spectra, statistics.median(largest) / interval)
