@@ -55,9 +55,9 @@ class MergeLoad:
         """What to do about it, as whole sentences."""
         if self.spectra >= SPECTRA_SHARE * self.busy:
             return (
-                "Start a merger with more cores (`archipelago merger --threads`): it stands by until you stop the slow "
-                "one. In a new run, merge large matrices by RDA (--merge.isotropic-side-max), or all of them "
-                "(--merge.rest rda), or take a longer --sync.interval."
+                "Start a merger with more cores and --threads: it stands by until you stop the slow one. In a new run, "
+                "merge large matrices by RDA (--merge.isotropic-side-max), or all of them (--merge.rest rda), or take "
+                "a longer --sync.interval."
             )
         return (
             "Move the merger to a faster machine, or closer to Redis: start one there, and stop the slow one. In a new "

@@ -72,9 +72,8 @@ def test_a_healthy_run_has_no_problem() -> None:
 def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
     interval = MANIFEST.config.sync.interval
     member = replace(ROUND.members[0], island="a", steps=2 * interval)
-    slow = [
-        replace(entry, members=(member,), busy_seconds=9.9, spectra_seconds=9.0) for entry in tape_of([2.0] * 20, 10.0)
-    ]
+    usual = [replace(entry, members=(member,)) for entry in tape_of([2.0] * 20, 10.0)]
+    slow = [replace(entry, busy_seconds=9.9, spectra_seconds=9.0) for entry in usual]
     assert look(view(tape=slow), tape=slow) == ["merger.slow"]
     assert look(view(tape=slow), status(holder=""), tape=slow) == ["merger.missing"], "another problem says more"
     waits = [replace(entry, busy_seconds=1.0) for entry in slow]
