@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.manifest import Tensor
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
@@ -98,6 +99,7 @@ class Comparison:
 def spectra(config: RunConfig, corpus: OpenCorpus, islands: int, after: int) -> dict[str, Any]:
     """Return plain data: a row for each movement, and profiles, both as means over all hidden matrices."""
     model, steps = build(config.model), compiled(config.model, config.inner)
+    names = hidden_matrices(model.tensors, config.model.size)
 
     def trained(state: InnerState, done: int, count: int, batch: int, seed: int, number: int, of: int) -> InnerState:
         data = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=batch))
@@ -114,11 +116,10 @@ def spectra(config: RunConfig, corpus: OpenCorpus, islands: int, after: int) -> 
     one, again = (trained(start, after, interval, size * islands, seed + k, 0, 1).params for k in (2, 3))
     later = trained(start, after, LONG_INTERVALS * interval, size * islands, seed + 4, 0, 1).params
     found = []
-    for tensor in model.tensors:
-        if tensor.kind == "rest" and len(tensor.shape) == 2 and min(tensor.shape) > 1:
-            ends = [np.asarray(params[tensor.name], np.float64) for params in (*own, one, again, later)]
-            *deltas, one_P, again_P, later_P = (np.asarray(start.params[tensor.name], np.float64) - e for e in ends)
-            found.append(compared(deltas, one_P, again_P, later_P))
+    for name in names:
+        ends = [np.asarray(params[name], np.float64) for params in (*own, one, again, later)]
+        *deltas, one_P, again_P, later_P = (np.asarray(start.params[name], np.float64) - end for end in ends)
+        found.append(compared(deltas, one_P, again_P, later_P))
     rows = [
         {
             "movement": name,
@@ -130,6 +131,18 @@ def spectra(config: RunConfig, corpus: OpenCorpus, islands: int, after: int) -> 
     ]
     profiles = {name: np.mean([each.profiles[name] for each in found], axis=0).tolist() for name in found[0].profiles}
     return {"config": config.digest(), "islands": islands, "after": after, "rows": rows, "profiles": profiles}
+
+
+def hidden_matrices(tensors: Sequence[Tensor], model: str) -> list[str]:
+    """Return the names of the hidden matrices. Raise ConfigError if the model has none."""
+    names = [t.name for t in tensors if t.kind == "rest" and len(t.shape) == 2 and min(t.shape) > 1]
+    if not names:
+        raise ConfigError(
+            f"the model {model} has no hidden matrices, whose spectra could be compared",
+            "Choose another one with --model.size.",
+            code="config.no-matrices",
+        )
+    return names
 
 
 def compared(own: Sequence[Matrix], together: Matrix, again: Matrix, later: Matrix) -> Comparison:

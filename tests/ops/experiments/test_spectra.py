@@ -10,8 +10,18 @@ import numpy as np
 import pytest
 
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.manifest import Tensor
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.ops.experiments.spectra import GROUPS, SpectraOptions, compared, draw, grouped, main, spectra
+from archipelago.ops.experiments.spectra import (
+    GROUPS,
+    SpectraOptions,
+    compared,
+    draw,
+    grouped,
+    hidden_matrices,
+    main,
+    spectra,
+)
 from tests.failing import failing
 from tests.small import SMALL
 
@@ -40,6 +50,13 @@ def test_equal_values_have_a_profile_of_ones() -> None:
 def test_a_negative_start_is_refused() -> None:
     with failing(ConfigError, "config.after"):
         main(SpectraOptions(after=-1))
+
+
+def test_a_model_without_hidden_matrices_is_refused() -> None:
+    vectors = (Tensor("e", (8, 4), "embedding"), Tensor("v", (4,)), Tensor("row", (1, 4)), Tensor("experts", (2, 4, 4)))
+    assert hidden_matrices((*vectors, Tensor("k", (4, 4))), "own") == ["k"]
+    with failing(ConfigError, "config.no-matrices"):
+        hidden_matrices(vectors, "own")
 
 
 @pytest.mark.full
