@@ -1,0 +1,381 @@
+"""`create` and `join`, as a script calls them, on a server in memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import archipelago
+from archipelago import SyncConfig, create, join
+from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Memory
+from archipelago.islands.own_loop.tensors import kinds_by
+from archipelago.islands.own_loop.tree import TreeLayout
+from archipelago.merger.service import Merger
+from tests import samples
+from tests.conftest import Until
+from tests.failing import failing
+from tests.islands.own_loop.own_runs import trained, tree
+
+SYNC = SyncConfig(interval=4, fragments=2)
+
+
+@pytest.fixture
+def url() -> str:
+    return f"fakeredis://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def made(url: str) -> str:
+    assert create(url, "own", tree(), sync=SYNC, steps=1000)
+    return url
+
+
+@contextmanager
+def served(url: str) -> Iterator[Merger]:
+    """Serve the run in another thread."""
+    merger, stop = Merger(connect(url, "own"), holder="merger"), threading.Event()
+    assert merger.acquire()
+    merger.load()
+
+    def serve() -> None:
+        while not stop.is_set():
+            merger.turn(0.01)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield merger
+    finally:
+        stop.set()
+        thread.join()
+
+
+def notes(url: str) -> list[str]:
+    transport = connect(url, "own")
+    try:
+        return [f"{note.kind}: {note.text}" for note in transport.reader.notes(100)]
+    finally:
+        transport.close()
+
+
+# -- create ---------------------------------------------------------------------------------------------------------
+
+
+def test_create_publishes_the_tree(made: str) -> None:
+    reader = connect(made, "own").reader
+    manifest = reader.manifest()
+    assert {t.name: (t.shape, t.kind) for t in manifest.tensors} == {
+        "embedding": ((8, 4), "embedding"),
+        "layers.0.bias": ((4,), "rest"),
+        "layers.0.kernel": ((4, 4), "rest"),
+        "layers.1.bias": ((4,), "rest"),
+        "layers.1.kernel": ((4, 4), "rest"),
+    }
+    assert manifest.config.inner.steps == 1000
+    assert manifest.config.has_own_loops
+    with join(made, "own", jax.tree.map(jnp.zeros_like, tree()), island="a") as run:
+        for got, given in zip(jax.tree.leaves(run.params), jax.tree.leaves(tree()), strict=True):
+            if jnp.issubdtype(given.dtype, jnp.floating):
+                np.testing.assert_array_equal(np.asarray(got), np.asarray(given))
+
+
+def test_create_again_changes_nothing_and_other_settings_are_refused(made: str) -> None:
+    assert not create(made, "own", jax.tree.map(lambda x: x * 0, tree()), sync=SYNC, steps=1000)
+    with failing(MismatchError, "config.other-settings"):
+        create(made, "own", tree(), sync=SYNC, steps=999)
+    with failing(MismatchError, "config.other-settings"):
+        create(made, "own", tree(), sync=SYNC, steps=1000, kinds="nothing")
+    with failing(MismatchError, "loop.other-tensors"):
+        create(made, "own", {"w": jnp.ones(3)}, sync=SYNC, steps=1000)
+
+
+@pytest.mark.parametrize(
+    ("params", "code"),
+    [
+        ({"n": jnp.arange(4)}, "loop.nothing"),
+        ({}, "loop.nothing"),
+        (jnp.ones(4), "loop.unnamed"),
+        ({"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)}, "loop.unnamed"),
+        ({"w": np.ones(4)}, "loop.dtype"),
+        ({"": jnp.ones(2)}, "loop.unnamed"),
+    ],
+)
+def test_a_tree_that_cannot_be_merged_is_refused(params: Any, code: str, url: str) -> None:
+    with failing(ConfigError, code):
+        create(url, "own", params, steps=10)
+    with failing(ConfigError, code):
+        join(url, "own", params)
+
+
+def test_a_container_without_names_is_refused(url: str) -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Nameless:
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+        def tree_flatten(self) -> Any:
+            return (self.value,), None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, children: Any) -> Any:
+            return cls(*children)
+
+    with failing(ConfigError, "loop.unnamed"):
+        create(url, "own", {"part": Nameless(jnp.ones(2))}, steps=10)
+
+
+def test_dataclasses_and_variables_have_readable_names() -> None:
+    from flax import nnx
+
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class Layer:
+        weight: Any
+        bias: Any
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))])
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    layout = TreeLayout.of({"first": Layer(jnp.ones(2), jnp.ones(1)), "second": [jnp.ones(3)]})
+    assert set(layout.templates) == {"first.weight", "first.bias", "second.0"}
+    layout = TreeLayout.of(nnx.state(Model()))
+    assert set(layout.templates) == {"layers.0.kernel", "layers.0.bias"}
+    assert layout.own
+
+
+def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(connect(url, "own").reader)
+    monkeypatch.setattr(kind, "memory", lambda self: Memory(used=1 << 20, limit=2 << 20))
+    with failing(ConfigError, "loop.too-large") as caught:
+        create(url, "own", {"w": jnp.zeros((512, 512))}, steps=10)
+    assert "262,144" in caught.value.what
+    with failing(UnknownRunError, "broker.unknown-run"):
+        connect(url, "own").reader.manifest()
+    assert create(url, "own", {"w": jnp.zeros(8)}, steps=10)
+
+
+def test_parameters_that_are_not_finite_are_refused(url: str) -> None:
+    with failing(DivergedError, "loop.not-finite") as caught:
+        create(url, "own", {"good": jnp.ones(2), "bad": jnp.full(2, jnp.nan)}, steps=10)
+    assert "'bad'" in caught.value.what
+
+
+def test_kinds_are_a_pattern_or_a_function() -> None:
+    assert kinds_by("EMBED|wte")("model.wte.weight") == "embedding"
+    assert kinds_by("embed")("layers.0.kernel") == "rest"
+    assert kinds_by(lambda name: "embedding" if name == "x" else "rest")("x") == "embedding"
+    with failing(ConfigError, "loop.kinds"):
+        kinds_by("(")
+    with failing(ConfigError, "loop.kinds"):
+        kinds_by(lambda name: "bias")("x")  # type: ignore[arg-type, return-value]
+
+
+# -- join -----------------------------------------------------------------------------------------------------------
+
+
+def test_another_tree_than_the_runs_is_refused_with_the_difference(made: str) -> None:
+    other = tree()
+    other["layers"][0]["kernel"] = jnp.ones((4, 5))
+    del other["layers"][1]["bias"]
+    with failing(MismatchError, "loop.other-tensors") as caught, join(made, "own", other):
+        pass
+    assert "layers.0.kernel" in caught.value.what
+    assert "layers.1.bias" in caught.value.what
+
+
+def test_a_run_of_ours_refuses_another_tree(url: str) -> None:
+    of_ours = samples.manifest("own")
+    connect(url, "own").create(of_ours, samples.first_snapshots(of_ours))
+    with failing(MismatchError, "loop.other-tensors"), join(url, "own", tree()):
+        pass
+
+
+def test_a_run_that_does_not_exist_is_named(url: str) -> None:
+    with failing(UnknownRunError, "broker.unknown-run"), join(url, "nowhere", tree(), wait_seconds=0.0):
+        pass
+
+
+def test_joining_twice_under_one_name_is_refused(made: str) -> None:
+    with join(made, "own", tree(), island="a") as run:
+        with failing(ConfigError, "loop.joined-twice"), join(made, "own", tree(), island="a"):
+            pass
+        with join(made, "own", tree(), island="b") as other:
+            assert (run.island, other.island) == ("a", "b")
+        run.sync(run.params)
+    with join(made, "own", tree(), island="a"):
+        pass
+
+
+def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(made: str) -> None:
+    caught: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            run.sync(run.params)
+        except ConfigError as error:
+            caught.append(error.code)
+
+    with join(made, "own", tree()) as run:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        for tokens, steps in ((-1, 1), (1, 0), (1 << 40, 1)):
+            with failing(ConfigError, "loop.tokens"):
+                run.sync(run.params, tokens=tokens, steps=steps)
+        run.leave()
+        assert run.finished
+        with failing(ConfigError, "loop.left"):
+            run.sync(run.params)
+    assert caught == ["loop.other-thread"]
+    with failing(ConfigError, "loop.left"):
+        join(made, "own", tree()).sync(tree())
+    with failing(ConfigError, "loop.left"), run:
+        pass
+
+
+def test_own_leaves_are_named_once(made: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), join(made, "own", tree()) as run:
+        for _ in range(3):
+            run.sync(trained(run.params))
+    assert len([record for record in caplog.records if "count" in record.getMessage()]) == 1
+
+
+def test_a_clean_end_sends_all_progress(made: str, until: Until) -> None:
+    with served(made) as merger:
+        with join(made, "own", tree(), island="a") as run:
+            run.sync(trained(run.params), tokens=64, loss=1.5)
+        until(lambda: merger.state.closed >= 2, "both fragments to be merged")
+        books = merger.transport.reader.books()
+        assert books.merged == 2
+        assert books.merged_tokens == 128
+    assert any(note.startswith("left") for note in notes(made))
+
+
+def test_an_exception_is_said_and_sends_nothing(made: str) -> None:
+    with pytest.raises(ValueError, match="my bug"), join(made, "own", tree(), island="a") as run:
+        run.sync(trained(run.params))
+        raise ValueError("my bug")
+    assert connect(made, "own").reader.books().published == 0
+    assert any("my bug" in note for note in notes(made))
+    with join(made, "own", tree(), island="a"):
+        pass
+
+
+def test_progress_that_was_donated_is_not_sent(made: str) -> None:
+    with join(made, "own", tree(), island="a") as run:
+        params = run.sync(trained(run.params))
+        jax.tree.map(lambda x: x.delete(), params)
+    assert connect(made, "own").reader.books().published == 0
+
+
+def test_sigterm_ends_the_loop_and_sends_its_progress(made: str) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with join(made, "own", tree(), island="a") as run:
+            run.sync(trained(run.params))
+            assert not run.finished
+            os.kill(os.getpid(), signal.SIGTERM)
+            run.sync(trained(run.params))
+            assert run.finished
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(SystemExit) as ended, join(made, "own", tree(), island="a") as run:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while True:
+                run.sync(trained(run.params))
+        assert ended.value.code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert connect(made, "own").reader.books().published >= 4
+
+
+def test_a_handler_of_the_users_stays(made: str) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with join(made, "own", tree()) as run:
+            os.kill(os.getpid(), signal.SIGTERM)
+            run.sync(trained(run.params))
+            assert not run.finished
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+def test_the_operator_drains_it(made: str, until: Until) -> None:
+    with join(made, "own", tree(), island="a") as run:
+        run.sync(trained(run.params))
+        connect(made, "own").reader.steer({"island.a": "drain"})
+        until(lambda: run.finished, "the request to arrive")
+    with failing(ConfigError, "control.unwelcome"), join(made, "own", tree(), island="a"):
+        pass
+
+
+# -- the optimiser's state ------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_takes_the_state_of_a_peer(made: str, until: Until) -> None:
+    optimizer = optax.adam(0.1)
+    merged = {key: value for key, value in tree().items() if key != "count"}
+    stopped, went_on = threading.Event(), threading.Event()
+    given: list[Any] = []
+
+    @jax.numpy_dtype_promotion("standard")
+    def train() -> None:
+        state = optimizer.init(merged)
+        with join(made, "own", tree(), state=lambda: state, island="giver") as run:
+            while not stopped.wait(0.005):
+                _, state = optimizer.update(merged, state)
+                given.append(state)
+                run.sync(trained(run.params, 0.001))
+                if run.step > 8:
+                    went_on.set()
+
+    thread = threading.Thread(target=train)
+    with served(made):
+        thread.start()
+        try:
+            until(went_on.is_set, "the first rounds")
+            fresh = optimizer.init(merged)
+            with join(made, "own", tree(), state=fresh, island="new") as run:
+                assert run.moments == "peer giver"
+                assert jax.tree.structure(run.state) == jax.tree.structure(fresh)
+                taken = [np.asarray(leaf) for leaf in jax.tree.leaves(run.state)]
+            assert any(
+                all(np.array_equal(a, np.asarray(b)) for a, b in zip(taken, jax.tree.leaves(each), strict=True))
+                for each in given
+            )
+        finally:
+            stopped.set()
+            thread.join()
+
+
+def test_without_a_peer_the_own_state_is_kept(made: str) -> None:
+    with join(made, "own", tree(), state={"mu": jnp.ones(3)}) as run:
+        assert run.moments == "fresh"
+        assert run.state["mu"].shape == (3,)
+    with join(made, "own", tree()) as run:
+        assert run.state is None
+
+
+def test_the_api_names_them() -> None:
+    assert archipelago.create is create
+    assert {"create", "join", "SyncConfig"} <= set(dir(archipelago))
