@@ -1,0 +1,117 @@
+"""The script of the guide, as it stands: two islands and a merger in real processes, one of them killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.messages import Heartbeat
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.weights.parameters import from_redis
+from tests.conftest import Until
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "docs" / "examples" / "train_jax.py"
+GUIDE = ROOT / "docs" / "guide" / "your-training.md"
+
+
+def test_the_guide_shows_the_scripts_as_they_are() -> None:
+    shown = dict(re.findall(r"<!-- (docs/examples/\S+) -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL))
+    assert {f"docs/examples/{path.name}" for path in SCRIPT.parent.glob("*.py")} == set(shown)
+    for name, text in shown.items():
+        assert (ROOT / name).read_text() == text
+        assert len(text.splitlines()) < 40
+
+
+class Scripts:
+    """Starts processes on one Redis, and ends them all."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**os.environ, "ARCHIPELAGO_URL": url, "JAX_PLATFORMS": "cpu"}
+        self.all: list[subprocess.Popen[str]] = []
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        said = self.folder / f"process-{len(self.all)}.log"
+        with said.open("w") as out:
+            process = subprocess.Popen(
+                [sys.executable, *command], env=self.environment, stdout=out, stderr=subprocess.STDOUT, text=True
+            )
+        self.all.append(process)
+        return process
+
+    def said(self, process: subprocess.Popen[str]) -> str:
+        return (self.folder / f"process-{self.all.index(process)}.log").read_text()
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    with start_server(tmp_path / "redis") as server:
+        started = Scripts(server.url, tmp_path)
+        yield started
+        for process in started.all:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def beat(url: str, island: str) -> Heartbeat | None:
+    """Return the island's newest heartbeat."""
+    try:
+        transport = connect(url, "mine")
+        try:
+            beats = [presence.heartbeat for presence in transport.reader.presences()]
+        finally:
+            transport.close()
+    except ArchipelagoError:
+        return None
+    return next((each for each in beats if each.island == island), None)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_killed_script_rejoins_and_the_run_ends(scripts: Scripts, until: Until) -> None:
+    url = scripts.environment["ARCHIPELAGO_URL"]
+    oslo, lima = (scripts.start(str(SCRIPT), name) for name in ("oslo", "lima"))
+    until(lambda: all(beat(url, name) for name in ("oslo", "lima")), "both islands to join")
+    merger = scripts.start("-m", "archipelago.ops", "merger", "--run", "mine")
+
+    def sent(island: str, incarnation: str = "") -> bool:
+        found = beat(url, island)
+        return found is not None and found.sent > 4 and found.incarnation != incarnation
+
+    until(lambda: sent("oslo") and sent("lima"), "contributions of both islands")
+    killed = beat(url, "lima")
+    assert killed is not None
+    lima.send_signal(signal.SIGKILL)
+    lima.wait()
+    lima = scripts.start(str(SCRIPT), "lima")
+    until(lambda: sent("lima", killed.incarnation), "contributions of the island that was started again")
+    again = beat(url, "lima")
+    assert again is not None
+    assert again.moments == "peer oslo"
+    assert again.steps > killed.steps // 2, "its totals go on"
+    for process in (oslo, lima):
+        until(lambda process=process: process.poll() is not None, "the run to end")  # type: ignore[misc]
+        assert process.returncode == 0, scripts.said(process)
+        said = re.search(r"ends at step (\d+) with the loss ([\d.]+)", scripts.said(process))
+        assert said, scripts.said(process)
+        assert int(said[1]) == 20_000
+        assert float(said[2]) < 0.5, "an untrained network has 1.4"
+    transport = connect(url, "mine")
+    books = transport.reader.books()
+    transport.close()
+    assert books.merged > 100
+    found = from_redis(url, "mine")
+    assert set(found.params) == {"layers.0.kernel", "layers.0.bias", "layers.2.kernel", "layers.2.bias"}
+    merger.send_signal(signal.SIGTERM)
+    assert merger.wait() == 0
