@@ -101,7 +101,7 @@ def test_a_killed_script_rejoins_and_the_run_ends(scripts: Scripts, until: Until
     assert again.moments == "peer oslo"
     assert again.steps > killed.steps // 2, "its totals go on"
     for process in (oslo, lima):
-        until(lambda process=process: process.poll() is not None, "the run to end")  # type: ignore[misc]
+        until(lambda process=process: process.poll() is not None, "the run to end")
         assert process.returncode == 0, scripts.said(process)
         said = re.search(r"ends at step (\d+) with the loss ([\d.]+)", scripts.said(process))
         assert said, scripts.said(process)
