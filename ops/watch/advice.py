@@ -97,10 +97,13 @@ def problems(
 
 def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
     status, command = health.merger_status, f"--run {view.run}"
+    another = f"Start one with `archipelago island URL {command}`"
+    if config.has_own_loops:
+        another = "Start one of its training scripts"
     if view.known and not view.live:
         yield Problem(
             "run.no-islands", "bad", "run", "No island is live.",
-            f"Start one with `archipelago island URL {command}`; the run goes on where it is. The log of the last "
+            f"{another}; the run goes on where it is. The log of the last "
             "island says why it ended.", min(island.last_seen_seconds for island in view.islands),
         )  # fmt: skip
     if health.control.is_paused:

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.islands.own_loop.own_runs import OwnRun, trained
 
-SPECS = {"whole": P(), "rows": P("a"), "both": P("a", "b"), "columns": P(None, ("a", "b")), "odd": P()}
+SPECS: dict[str, tuple[Any, ...]] = {
+    "whole": (), "rows": ("a",), "both": ("a", "b"), "columns": (None, ("a", "b")), "odd": (),
+}  # fmt: skip
 SHAPES = {"whole": (8,), "rows": (4, 3), "both": (4, 6), "columns": (3, 8), "odd": (5, 3)}
 
 
@@ -26,7 +27,10 @@ def plain(dtype: Any) -> dict[str, Any]:
 def on_mesh(axes: AxisType, dtype: Any) -> dict[str, Any]:
     """Return the parameters spread over all devices."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"), axis_types=(axes, axes))
-    return {name: jax.device_put(x, NamedSharding(mesh, SPECS[name])) for name, x in plain(dtype).items()}
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*SPECS[name])))  # type: ignore[no-untyped-call]
+        for name, x in plain(dtype).items()
+    }
 
 
 def mixed(dtype: Any) -> dict[str, Any]:
