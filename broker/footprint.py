@@ -24,9 +24,12 @@ ISLAND_PER_PARAMETER: Final = 54
 #: Bytes per parameter that a user's own training script needs more as an island: references, the published parameters,
 #: and arrivals, in float32.
 OWN_LOOP_PER_PARAMETER: Final = 16
-#: Bytes per parameter of a merger: exact parameters, momentum, sums, snapshots, and a checkpoint, in float32.
+#: Bytes per synced first moment of an island: the reference, the published moment, and copies of both, in float32.
+ISLAND_PER_MOMENT: Final = 16
+#: Bytes per element of a merger, a parameter or a synced first moment: exact parameters, momentum, sums, snapshots, and
+#: a checkpoint, in float32.
 MERGER_PER_PARAMETER: Final = 41
-#: Bytes per parameter in Redis: the newest snapshot, and the exact parameters and momentum.
+#: Bytes per element in Redis: the newest snapshot, and the exact parameters and momentum.
 REDIS_PER_PARAMETER: Final = 12
 #: Bytes of activations per token of a batch and element of a norm. A layer has two norms of its width.
 ACTIVATION_BYTES: Final = 68
@@ -48,25 +51,26 @@ class Footprint:
 
 def footprint(manifest: Manifest) -> Footprint:
     """Estimate the memory of a run."""
-    parameters = manifest.parameters
-    norms = sum(tensor.size for tensor in manifest.tensors if len(tensor.shape) == 1)
+    parameters, elements = manifest.parameters, manifest.elements
+    norms = sum(tensor.size for tensor in manifest.parameter_tensors if len(tensor.shape) == 1)
     activations = ACTIVATION_BYTES * manifest.config.tokens_per_step * norms
-    island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + activations
+    moments = ISLAND_PER_MOMENT * (elements - parameters)
+    island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + moments + activations
     return Footprint(
         island=OWN_LOOP_PER_PARAMETER * parameters if manifest.config.has_own_loops else island,
-        merger=MERGER_BASE + MERGER_PER_PARAMETER * parameters,
+        merger=MERGER_BASE + MERGER_PER_PARAMETER * elements,
         redis=sum(redis_parts(manifest).values()),
     )
 
 
 def redis_parts(manifest: Manifest) -> dict[str, int]:
     """Estimate the memory of a run in Redis at its peak, by part in words."""
-    wire, parameters = manifest.config.wire, manifest.parameters
-    difference = codec(wire.down).encoded_size(parameters) if wire.sends_differences else 0
+    wire, elements = manifest.config.wire, manifest.elements
+    difference = codec(wire.down).encoded_size(elements) if wire.sends_differences else 0
     return {
-        "parameters and momentum": REDIS_PER_PARAMETER * parameters,
+        "parameters and momentum": REDIS_PER_PARAMETER * elements,
         "differences": DIFFERENCES_KEPT * difference,
-        "contributions": 4 * codec(wire.up).encoded_size(parameters),
+        "contributions": 4 * codec(wire.up).encoded_size(elements),
     }
 
 

@@ -21,7 +21,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.redis.keys import checked_name
 
-TensorKind = Literal["embedding", "rest"]
+TensorKind = Literal["embedding", "rest", "moment"]
 #: The packages whose versions a manifest records.
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 MISSING = "not installed"
@@ -39,9 +39,13 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
+#: What the names of first moments begin with. The name of their parameters follows.
+MOMENT_PREFIX = "moment:"
+
+
 @dataclass(frozen=True)
 class Tensor:
-    """One float32 parameter tensor. Its kind selects the merge rule: the mean for embeddings, RDA for the rest."""
+    """One float32 tensor. Its kind selects the merge rule. A `moment` is no parameter but the optimiser's state."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,6 +73,28 @@ def balanced(tensors: Sequence[Tensor], count: int) -> tuple[tuple[str, ...], ..
         bins[lightest].append(tensor.name)
         loads[lightest] += tensor.size
     return tuple(tuple(sorted(names)) for names in bins)
+
+
+def synced(tensors: Sequence[Tensor], config: RunConfig) -> tuple[tuple[Tensor, ...], tuple[tuple[str, ...], ...]]:
+    """Return all tensors that a run syncs, and their split into fragments.
+
+    Where first moments are averaged, a fragment has those of its parameters after all of its parameters.
+
+    Raises:
+        ConfigError: Not every optimiser's first moments can be averaged (`config.moments`).
+    """
+    fragments = balanced(tensors, config.sync.fragments)
+    if config.sync.moments == "own":
+        return tuple(tensors), fragments
+    whose = "users' own loops" if config.has_own_loops else config.inner.optimizer
+    if whose != "adamw":
+        raise ConfigError(
+            f"sync.moments is 'average', and the inner optimiser is that of {whose}",
+            "Only our AdamW's first moments can be averaged. Set sync.moments to 'own', or inner.optimizer to 'adamw'.",
+            code="config.moments",
+        )
+    moments = tuple(Tensor(MOMENT_PREFIX + tensor.name, tensor.shape, "moment") for tensor in tensors)
+    return (*tensors, *moments), tuple((*names, *(MOMENT_PREFIX + name for name in names)) for names in fragments)
 
 
 @dataclass(frozen=True)
@@ -151,8 +177,23 @@ class Manifest:
         return tuple(sum(tensor.size for tensor, _ in rows) for rows in self.layout)
 
     @property
+    def parameter_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the model."""
+        return tuple(tensor for tensor in self.tensors if tensor.kind != "moment")
+
+    @cached_property
+    def parameter_sizes(self) -> tuple[int, ...]:
+        """The number of parameters of each fragment. First moments, if there are any, come after these."""
+        return tuple(sum(t.size for t, _ in rows if t.kind != "moment") for rows in self.layout)
+
+    @property
     def parameters(self) -> int:
-        """The number of elements of the whole model."""
+        """The number of parameters of the whole model."""
+        return sum(self.parameter_sizes)
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all fragments: the parameters, and first moments where they are synced."""
         return sum(self.sizes)
 
     def require_own_code(self, what: str) -> None:
@@ -226,6 +267,10 @@ class Manifest:
         names = sorted(name for fragment in self.fragments for name in fragment)
         if not names or names != sorted(tensor.name for tensor in self.tensors) or not all(self.fragments):
             raise ValueError("fragments: not a partition of the tensors")
+        for rows in self.layout:
+            own = [tensor.name for tensor, _ in rows if tensor.kind != "moment"]
+            if [tensor.name for tensor, _ in rows] not in (own, own + [MOMENT_PREFIX + name for name in own]):
+                raise ValueError("fragments: first moments without their parameters, or before them")
         if not all(min(t.shape, default=1) > 0 and t.kind in get_args(TensorKind) for t in self.tensors):
             raise ValueError("tensors: an impossible shape or kind")
         if not _UID.fullmatch(self.uid):

@@ -17,6 +17,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.inner import InnerState, InnerSteps, begin
+from archipelago.islands.moments import SyncedState
 from archipelago.islands.sync.actions import (
     Action,
     Adopt,
@@ -47,6 +48,7 @@ class Point:
     references: Sequence[jax.Array]
     batches: dict[str, int | str]
     global_step: int
+    unsent: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class ReplayedIsland:
     def __post_init__(self) -> None:
         self._sequence = 0
         self._replica = Replica(self.manifest)
+        self._synced = SyncedState(self.manifest)
+        self._unsent = [0] * len(self.manifest.fragments)  # inner steps since each was sent or taken over
         self._inner: InnerState | None = None
         self._global_step = 0
         self._run_steps = self.manifest.config.inner.steps
@@ -145,7 +149,9 @@ class ReplayedIsland:
             case Adopt(fragment, version):
                 self._adopt(fragment, version)
             case Send(number, codec):
-                parts = self._replica.measure(self.manifest.fragment_of(number), self._state().params, codec)
+                p = self.manifest.fragment_of(number)
+                parts = self._replica.measure(p, self._synced.tensors(p, self._state()), codec)
+                self._unsent[p] = 0
                 self.sent[self._sequence] = body_of(parts)
                 self._sequence += 1
 
@@ -155,7 +161,8 @@ class ReplayedIsland:
 
     def _point(self) -> Point:
         inner: InnerState = jax.tree.map(jnp.copy, self._state())
-        return Point(inner, list(self._replica.references), self._batches.state(), self._global_step)
+        references = list(self._replica.references)
+        return Point(inner, references, self._batches.state(), self._global_step, list(self._unsent))
 
     def _join(self, versions: Sequence[int]) -> None:
         found = [self.around.published(p, version) for p, version in enumerate(versions)]
@@ -167,6 +174,7 @@ class ReplayedIsland:
         self._replica.references = list(point.references)
         self._batches.restore(point.batches)
         self._global_step = point.global_step
+        self._unsent = list(point.unsent)
 
     def _step(self, n: int, *, is_held: bool) -> None:
         batch = jnp.asarray(self._batches.next(n))
@@ -175,11 +183,13 @@ class ReplayedIsland:
         step = jnp.asarray(min(self._global_step, self._run_steps), jnp.int32)
         self._inner, _ = self.steps(self._state(), batch, step, *length)
         self._global_step += 0 if is_held else n
+        self._unsent = [steps + n for steps in self._unsent]
 
     def _adopt(self, fragment: int, version: int) -> None:
         new_N, stamp = self.around.published(fragment, version)
-        params = self._replica.adopt(fragment, self._state().params, new_N)
-        self._inner = self._state()._replace(params=params)
+        self._inner = self._synced.adopt(self._replica, fragment, self._state(), new_N, self._unsent[fragment])
+        if not self._replica.rule.keeps_progress:
+            self._unsent[fragment] = 0
         self._global_step = max(self._global_step, stamp)
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.inner import InnerSteps, begin
+from archipelago.islands.moments import SyncedState
 from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.sync.actions import BeginPass, ForgetShards, Steps, TakeMoments
 from archipelago.islands.sync.arrays import Tensors, device_copy
@@ -62,6 +64,7 @@ class Island(Participant):
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
         """
         self.replica = Replica(manifest)
+        self.synced = SyncedState(manifest)
         self.inner = begin(manifest.config.inner, self.replica.begin([arrival.params_N for arrival in arrivals]))
         super().__init__(name, manifest, link, self.replica, arrivals, jax_host(clock), clock, incarnation)
         self.steps = steps
@@ -80,14 +83,14 @@ class Island(Participant):
         """
         self.beat("joining")
         if has_stepped:
-            self.replica.warm_up(self.inner.params)
+            self.synced.warm_up(self.replica, self.inner)
             self._stepped_at = self.clock()
             return
         shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
         batch = jax.device_put(np.zeros(shape, self.batches.dtype))
         length = self.length_argument(self.link.run_steps)
         after, losses_n = self.steps(device_copy(self.inner), batch, jax.device_put(np.int32(0)), *length)
-        self.replica.warm_up(after.params)
+        self.synced.warm_up(self.replica, after)
         losses_n.block_until_ready()
         self._stepped_at = self.clock()
 
@@ -136,6 +139,15 @@ class Island(Participant):
     def set_params(self, params: Tensors) -> None:
         """Replace the parameters. The inner optimiser's state stays."""
         self.inner = self.inner._replace(params=params)
+
+    def measured(self, fragment: int, codec: str) -> Parts:
+        """Return the fragment's outer gradient, and its first moments where the run averages them."""
+        return self.replica.measure(fragment, self.synced.tensors(fragment, self.inner), codec)
+
+    def take_over(self, fragment: int, new_N: Vector) -> None:
+        """Adopt a fragment, with its first moments where the run averages them."""
+        steps = self.ledger.counts[fragment].steps
+        self.inner = self.synced.adopt(self.replica, fragment, self.inner, new_N, steps)
 
     def places(self) -> Sequence[object]:
         """Return how far each leased shard was read."""

@@ -10,7 +10,7 @@ import numpy as np
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
 from archipelago.broker.entries import entry_name
-from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
     Actions,
@@ -30,7 +30,7 @@ from archipelago.broker.wire import digest, pack
 
 def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 4) -> Manifest:
     """Return the manifest of a run with four tensors in two fragments. `width` scales their size."""
-    tensors = (
+    tensors: tuple[Tensor, ...] = (
         Tensor("embedding", (8, width), "embedding"),
         Tensor("layers.0", (4, width)),
         Tensor("layers.1", (width, 3)),
@@ -40,7 +40,8 @@ def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 
     config = config or RunConfig(inner=InnerConfig(steps=2000), wire=WireConfig(thin="int4", down="float32"))
     # The payloads of `packed` use the float32 codec.
     config = replace(config, sync=replace(config.sync, fragments=2), wire=replace(config.wire, up="float32"))
-    return Manifest(run, config, tensors, balanced(tensors, 2), Corpus("text", "0" * 32, 1000), {"jax": "1"})
+    tensors, fragments = synced(tensors, config)
+    return Manifest(run, config, tensors, fragments, Corpus("text", "0" * 32, 1000), {"jax": "1"})
 
 
 def first_snapshots(of: Manifest, value: float = 0.0) -> list[tuple[Snapshot, bytes]]:

@@ -23,7 +23,7 @@ from archipelago.broker.config import (
 )
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import memory_text, redis_parts
-from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced, installed_versions
+from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, installed_versions, synced
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis.keys import checked_name
@@ -73,14 +73,14 @@ def create_run(url: str | None, name: str, config: RunConfig, tensors: Sequence[
         first: Returns their first values.
 
     Raises:
-        ConfigError: The Redis is too small (`loop.too-large`), or islands of a lost run of that name are alive
-            (`init.islands-live`).
+        ConfigError: The Redis is too small (`loop.too-large`), islands of a lost run of that name are alive
+            (`init.islands-live`), or first moments are to be averaged (`config.moments`).
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A tensor holds NaN or infinity (`loop.not-finite`).
     """
     run = checked_name(name, "the run name")
-    fragments = balanced(tensors, config.sync.fragments)
-    manifest = Manifest(run, config, tuple(tensors), fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
+    all_tensors, fragments = synced(tensors, config)
+    manifest = Manifest(run, config, all_tensors, fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
     transport = connect_to(url, run)
     try:
         return _create(transport, manifest, first)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from archipelago.broker.config import AdoptConfig
 
@@ -54,3 +55,15 @@ RULES: dict[str, AdoptRule] = {
 def build(config: AdoptConfig) -> AdoptRule:
     """Return the rule that the config names."""
     return RULES[config.rule]
+
+
+def moments_after(
+    rule: AdoptRule, new_N: jax.Array, own_N: jax.Array, reference_N: jax.Array, share: jax.Array
+) -> jax.Array:
+    """Return an island's first moments after it adopted a snapshot.
+
+    A rule that keeps progress adds the snapshot's minus those that the island sent last. A moment forgets, so only the
+    `share` that is left of those is replaced. Zeros stand for a snapshot without moments; the island keeps its own.
+    """
+    adopted_N = own_N + share * (new_N - reference_N) if rule.keeps_progress else new_N
+    return jnp.where(jnp.any(new_N != 0.0), adopted_N, own_N)

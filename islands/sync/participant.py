@@ -136,6 +136,14 @@ class Participant(ABC):
     def set_params(self, params: Any) -> None:
         """Replace all parameters, between two steps."""
 
+    def measured(self, fragment: int, codec: str) -> Parts:
+        """Return what the island sends of a fragment, as the codec's parts."""
+        return self._measures.measure(fragment, self.params, codec)
+
+    def take_over(self, fragment: int, new_N: Vector) -> None:
+        """Adopt a fragment of a snapshot."""
+        self.set_params(self._measures.adopt(fragment, self.params, new_N))
+
     def places(self) -> Sequence[object]:
         """Return the positions in the run's corpus; none by default."""
         return ()
@@ -242,7 +250,7 @@ class Participant(ABC):
         snapshot = arrival.snapshot
         if snapshot.version == self.ledger.counts[snapshot.fragment].version:
             return
-        self.set_params(self._measures.adopt(snapshot.fragment, self.params, arrival.params_N))
+        self.take_over(snapshot.fragment, arrival.params_N)
         self.ledger.adopted(snapshot, self._measures.rule.keeps_progress)
         self.action_log.add(Adopt(snapshot.fragment, snapshot.version))
 
@@ -277,7 +285,7 @@ class Participant(ABC):
             data=" ".join(map(str, self.places())),
         )
         self.action_log.add(Send(number, "" if name == self.config.wire.up else name))
-        parts = self._measures.measure(p, self.params, name)
+        parts = self.measured(p, name)
         self.link.send(Draft(header, parts, self.manifest.sizes[p], self.action_log.take(), self.draft_check))
         self.sequence += 1
         self.ledger.sent(number)

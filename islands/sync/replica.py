@@ -12,8 +12,16 @@ from archipelago.broker.codecs import TOP_BLOCK, Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.sync.adoption import Adopt, build
-from archipelago.islands.sync.arrays import Rows, Tensors, device_copy, flatten, unflatten
+from archipelago.islands.sync.adoption import Adopt, AdoptRule, build, moments_after
+from archipelago.islands.sync.arrays import (
+    Rows,
+    Tensors,
+    device_copy,
+    flatten,
+    parameter_rows,
+    parameters_in,
+    unflatten,
+)
 from archipelago.islands.sync.uplink import SMALL_BYTES
 
 #: From a reference [N] and a fragment's tensors to the codec's parts and the next reference.
@@ -38,6 +46,7 @@ class Replica:
         self.references: list[jax.Array] = []
         self.codec = manifest.config.wire.up
         self.thin = manifest.config.wire.thin
+        self._config = manifest.config.adopt
         self._adopt = [_compiled_adopt(rows, manifest.config.adopt) for rows in self.layout]
 
     def begin(self, vectors: list[Vector]) -> Tensors:
@@ -48,36 +57,39 @@ class Replica:
         parts = {
             tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)
             for rows, vector_N in zip(self.layout, vectors, strict=True)
-            for tensor, offset in rows
+            for tensor, offset in parameter_rows(rows)
         }
         params: Tensors = device_copy(dict(sorted(parts.items())))
         return params
 
-    def warm_up(self, params: Tensors) -> None:
-        """Compile both directions of every fragment without changing anything."""
+    def warm_up(self, tensors: Tensors, share: jax.Array | None = None) -> None:
+        """Compile both directions of every fragment without changing anything. `share` is that of first moments."""
         for p, reference_N in enumerate(self.references):
-            part = self._part(p, params)
+            part = self._part(p, tensors)
             for codec in self._codecs(reference_N.size):
                 self._measure(p, codec)(reference_N, part)
-            self._adopt[p](reference_N, part, reference_N)
+            if share is None:
+                self._adopt[p](reference_N, part, reference_N)
+            else:
+                _compiled_adopt_with_moments(self.layout[p], self._config)(reference_N, part, reference_N, share)
 
     def _codecs(self, elements: int) -> list[str]:
         """Return the codecs that may be used for a fragment of this size."""
         may_be_thin = self.thin and codec_of(self.codec).encoded_size(elements) >= SMALL_BYTES
         return [self.codec, self.thin] if may_be_thin else [self.codec]
 
-    def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
+    def measure(self, fragment: int, tensors: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts, quantised on the device.
 
-        The reference moves to what the merger will reconstruct.
+        The reference moves to what the merger will reconstruct. First moments are sent as they are.
 
         Args:
             fragment: The fragment's number.
-            params: All parameters of the island.
+            tensors: The island's tensors, at least those of the fragment.
             codec: The name of the codec; the run's codec by default.
         """
         measure = self._measure(fragment, codec or self.codec)
-        parts, self.references[fragment] = measure(self.references[fragment], self._part(fragment, params))
+        parts, self.references[fragment] = measure(self.references[fragment], self._part(fragment, tensors))
         return parts
 
     def _measure(self, fragment: int, codec: str) -> Measure:
@@ -87,15 +99,25 @@ class Replica:
         # The thin codec is slow to compile and rarely used, so fragments of similar size share one program.
         return _padded_measure(rows, codec, size, _padded_size(size, max(self.sizes)))
 
-    def adopt(self, fragment: int, params: Tensors, new_N: Vector) -> Tensors:
-        """Return the parameters after the fragment's snapshot was adopted by the run's rule."""
+    def adopt(self, fragment: int, tensors: Tensors, new_N: Vector) -> Tensors:
+        """Return the tensors after the fragment's snapshot was adopted by the run's rule."""
         part, self.references[fragment] = self._adopt[fragment](
-            jax.device_put(new_N), self._part(fragment, params), self.references[fragment]
+            jax.device_put(new_N), self._part(fragment, tensors), self.references[fragment]
         )
-        return {**params, **part}
+        return {**tensors, **part}
 
-    def _part(self, fragment: int, params: Tensors) -> Tensors:
-        return {tensor.name: params[tensor.name] for tensor, _ in self.layout[fragment]}
+    def adopt_with_moments(self, fragment: int, tensors: Tensors, new_N: Vector, share: jax.Array) -> Tensors:
+        """Return the tensors after a fragment with first moments was adopted.
+
+        `share` is what is left of the first moments that were sent last.
+        """
+        part, self.references[fragment] = _compiled_adopt_with_moments(self.layout[fragment], self._config)(
+            jax.device_put(new_N), self._part(fragment, tensors), self.references[fragment], share
+        )
+        return {**tensors, **part}
+
+    def _part(self, fragment: int, tensors: Tensors) -> Tensors:
+        return {tensor.name: tensors[tensor.name] for tensor, _ in self.layout[fragment]}
 
 
 # The caches below let all islands of one process, as in virtual time, share one compilation.
@@ -111,7 +133,8 @@ def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Meas
     settle = _compiled_settle(codec, size)
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        return settle(reference_N, *quantise(difference(reference_N, part)))
+        difference_M, reference_N = difference(reference_N, part)
+        return settle(reference_N, *quantise(difference_M))
 
     return measure
 
@@ -133,10 +156,17 @@ def _compiled_adopt(
     return jax.jit(partial(_adopt, rows, build(config).adopt))
 
 
+@cache
+def _compiled_adopt_with_moments(
+    rows: Rows, config: AdoptConfig
+) -> Callable[[jax.Array, Tensors, jax.Array, jax.Array], tuple[Tensors, jax.Array]]:
+    return jax.jit(partial(_adopt_with_moments, rows, build(config)))
+
+
 def _measure(rows: Rows, codec: str, reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-    chosen = codec_of(codec)
-    parts = chosen.quantise(reference_N - flatten(rows, part), jnp)
-    return parts, reference_N - chosen.restore(parts, reference_N.size, jnp)
+    chosen, own_N, start = codec_of(codec), flatten(rows, part), parameters_in(rows)
+    parts = chosen.quantise(_with_moments_of(own_N, reference_N - own_N, start), jnp)
+    return parts, _with_moments_of(own_N, reference_N - chosen.restore(parts, reference_N.size, jnp), start)
 
 
 def _padded_size(elements: int, largest: int) -> int:
@@ -145,9 +175,19 @@ def _padded_size(elements: int, largest: int) -> int:
     return shared if shared <= PADDING_MAX * own else own
 
 
-def _difference(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> jax.Array:
-    """Return the outer gradient, padded with zeros to [M]."""
-    return jnp.pad(reference_N - flatten(rows, part), (0, padded_size - reference_N.size))
+def _difference(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> tuple[jax.Array, jax.Array]:
+    """Return the outer gradient, padded with zeros to [M], and the reference with the present first moments.
+
+    First moments are sent as zeros, which stand for none, because the thin codec would leave few of them.
+    """
+    own_N, start = flatten(rows, part), parameters_in(rows)
+    values_N = (reference_N - own_N)[:start]
+    return jnp.pad(values_N, (0, padded_size - start)), _with_moments_of(own_N, reference_N, start)
+
+
+def _with_moments_of(own_N: jax.Array, vector_N: jax.Array, start: int) -> jax.Array:
+    """Return the vector with the first moments of `own_N`, which begin at `start`."""
+    return vector_N if start == own_N.size else jnp.concatenate([vector_N[:start], own_N[start:]])
 
 
 def _quantise(codec: str, values_M: jax.Array) -> tuple[Parts, jax.Array]:
@@ -170,3 +210,12 @@ def _adopt(
 ) -> tuple[Tensors, jax.Array]:
     own_N, next_reference_N = rule(new_N, flatten(rows, part), reference_N)
     return unflatten(rows, own_N), next_reference_N
+
+
+def _adopt_with_moments(
+    rows: Rows, rule: AdoptRule, new_N: jax.Array, part: Tensors, reference_N: jax.Array, share: jax.Array
+) -> tuple[Tensors, jax.Array]:
+    own_N, start = flatten(rows, part), parameters_in(rows)
+    next_N, next_reference_N = rule.adopt(new_N, own_N, reference_N)
+    moments = moments_after(rule, new_N[start:], own_N[start:], reference_N[start:], share)
+    return unflatten(rows, jnp.concatenate([next_N[:start], moments])), next_reference_N

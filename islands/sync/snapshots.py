@@ -170,6 +170,8 @@ class Snapshots:
                 return None
             with np.errstate(over="ignore"):  # a hostile difference may overflow; the digest below detects it
                 vector_N = vector_N + step_N
+            start = self._manifest.parameter_sizes[p]
+            vector_N[start:] = 0.0 + step_N[start:]  # first moments are not published as differences
             self._listen()
             if self.held.get(p) is not held:
                 return None  # the run went back meanwhile

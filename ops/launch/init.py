@@ -229,7 +229,7 @@ def create(
         if not require_fitting(files, fitting, corpus):
             say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
                 f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
-        params = files.load(manifest.tensors)
+        params = files.load(manifest.parameter_tensors)
         manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
     tell_of_memory(manifest, transport.reader.memory())
     tell_of_spectra(manifest)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from archipelago.broker.config import DataConfig, RunConfig
+from archipelago.broker.config import DataConfig, RunConfig, SyncConfig
 from archipelago.broker.footprint import footprint, shortage
-from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
 
 #: 13 layers of width 896: the run `124m` with its default batch of 8 sequences of 128 bytes.
 WIDTH, LAYERS, HIDDEN = 896, 13, 2368
@@ -32,6 +32,18 @@ def test_a_larger_batch_takes_more_memory_in_an_island_only() -> None:
     small, large = (footprint(of(RunConfig(data=DataConfig(batch_size=size)))) for size in (8, 64))
     assert large.island > small.island + 5e9
     assert replace(large, island=0) == replace(small, island=0)
+
+
+def test_first_moments_take_more_memory_everywhere() -> None:
+    own = of(RunConfig())
+    tensors, fragments = synced(own.tensors, replace(own.config, sync=SyncConfig(fragments=1, moments="average")))
+    averaged = replace(own, tensors=tensors, fragments=fragments)
+    assert averaged.parameters == own.parameters
+    assert averaged.elements == 2 * own.elements
+    before, after = footprint(own), footprint(averaged)
+    assert after.redis == 2 * before.redis
+    assert 1.1 * before.island < after.island < 1.5 * before.island
+    assert 1.5 * before.merger < after.merger < 2 * before.merger
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -12,14 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from archipelago.broker.codecs import Vector
+from archipelago.broker.codecs import Vector, codec
 from archipelago.broker.config import MergeConfig, OuterConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
-from archipelago.merger.groups import Group
-from archipelago.merger.round_merge import WAITING_MAX, MergedRound, RoundSum, mean_loss, merge_round, new_state
+from archipelago.merger.groups import MOMENT, Group
+from archipelago.merger.round_merge import (
+    WAITING_MAX,
+    MergedRound,
+    RoundSum,
+    mean_loss,
+    merge_round,
+    new_state,
+    publish,
+)
 from archipelago.merger.state import FragmentState
 from archipelago.merger.weights import NormWindow, RunningMean
 from tests import samples
@@ -335,3 +343,76 @@ def test_the_outer_rule_gets_participation() -> None:
     given = outer.Round(progress=0.5, interval=6.0)
     close(state(vector(0, 0)), part("a", vector(1, 1)), part("b", vector(1, 1)), live=8, outer=listening, now=given)
     assert heard == [outer.Round(participation=0.25, islands=2.0, progress=0.5, interval=6.0)]
+
+
+# -- first moments -------------------------------------------------------------------------------------------------
+
+#: Two parameters and their first moments, whose norm is at most 10.
+MOMENTS = (Group(0, 2, "average"), Group(2, 2, MOMENT, limit=10.0))
+
+
+def moments_after(*parts: Part, **changes: Any) -> list[float]:
+    """Return the first moments after a round that began with moments of 9."""
+    before = state(vector(0, 0, 9, 9), rule=changes.get("outer", SGD))
+    closed = close(before, *parts, groups=MOMENTS, **changes)
+    return [float(x) for x in closed.state.params_N[2:]]
+
+
+def test_first_moments_become_their_weighted_mean() -> None:
+    """They take no outer step and have no momentum, and staleness and partial rounds do not shrink them."""
+    late = {"live": 4, "outer": NESTEROV}
+    assert moments_after(part("a", vector(1, 1, 4, 0)), **late) == [4.0, 0.0]
+    assert moments_after(part("a", vector(1, 1, 4, 0), base=0), **late) == [4.0, 0.0]
+    parts = part("a", vector(1, 1, 3, 0), steps=4), part("b", vector(1, 1, 0, 3), steps=2)  # shares ⅓ and ⅔
+    assert moments_after(*parts) == pytest.approx([1.0, 2.0])
+
+
+def test_first_moments_do_not_change_how_parameters_are_merged() -> None:
+    small, large = part("a", vector(3, 4, 0, 1)), part("a", vector(3, 4, 0, 9))
+    for rule in (SGD, NESTEROV):
+        without = close(state(vector(0, 0), NormWindow((1.0, 1.0)), rule), part("a", vector(3, 4)), outer=rule)
+        for one in (small, large):
+            found = close(state(vector(0, 0, 0, 0), NormWindow((1.0, 1.0)), rule), one, groups=MOMENTS, outer=rule)
+            assert found.state.params_N[:2].tolist() == without.state.params_N.tolist()
+            assert found.state.norms == without.state.norms
+            assert found.members == without.members
+            assert found.scores == without.scores
+
+
+def test_scores_see_only_parameters() -> None:
+    honest = [part(name, vector(1, 1, sign, sign)) for name, sign in zip("abcd", (1, -1, 1, -1), strict=True)]
+    closed = close(state(vector(0, 0, 0, 0)), *honest, groups=MOMENTS)
+    assert {member.factor for member in closed.members} == {1.0}
+
+
+def test_large_first_moments_are_clipped_to_the_norm_of_clipped_gradients() -> None:
+    assert moments_after(part("a", vector(1, 1, 30, 40))) == pytest.approx([6.0, 8.0])
+
+
+def test_zeros_carry_no_first_moments() -> None:
+    """A contribution in the codec for thin links has none."""
+    assert moments_after(part("a", vector(1, 1, 4, 2)), part("b", vector(1, 1, 0, 0))) == [4.0, 2.0]
+    assert moments_after(part("b", vector(1, 1, 0, 0))) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e10])
+def test_a_contribution_with_impossible_first_moments_is_refused(wrong: float) -> None:
+    round_sum = gather(NormWindow(), part("a", vector(1, 1, 4, 0)), groups=MOMENTS)
+    with failing(WireError, "wire.norm"):
+        round_sum.add("entry-b", *samples_of(part("b", vector(1, 1, 0, wrong))))
+    assert [float(x) for x in round_sum.merged(1.0)] == [1.0, 1.0, 4.0, 0.0]
+
+
+def samples_of(one: Part) -> tuple[Contribution, Any]:
+    return one.contribution, encoded(one.delta_N, "float32")
+
+
+@pytest.mark.parametrize("down", ["int4", "bfloat16"])
+def test_first_moments_are_published_as_they_are(down: Any) -> None:
+    """A difference of two means of gradients is as large as both, and its rounding error would be, too."""
+    held_N, exact_N = vector(1, 1, 9, -9), vector(1, 1, 0.5, 0.25)
+    seen_N, difference = publish(WireConfig(down=down), held_N, exact_N, 2)  # type: ignore[arg-type]
+    assert [float(x) for x in seen_N] == pytest.approx([1, 1, 0.5, 0.25], abs=0.05)
+    if difference:
+        step_N = codec(down).decode(difference, 4)
+        assert step_N[2:].tolist() == seen_N[2:].tolist()

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 import archipelago.islands.checkpoint
 import archipelago.islands.data.batches
 import archipelago.islands.data.sharding
-import archipelago.islands.sync.recovery
+import archipelago.islands.sync.adoption
+import archipelago.islands.sync.heartbeat
 import archipelago.islands.sync.replica
 import archipelago.islands.worker
 import archipelago.merger.merge_rules
@@ -25,8 +26,10 @@ import archipelago.merger.outer
 import archipelago.merger.round_merge
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig
+from archipelago.broker.manifest import MOMENT_PREFIX
 from archipelago.broker.wire import Body
 from archipelago.islands.inner import InnerState
+from archipelago.islands.moments import SyncedState
 from archipelago.islands.sync.adoption import build
 from archipelago.merger.merge_rules import NORM_MAX, Accumulated
 from archipelago.merger.outer import OuterOptimizer, Round
@@ -56,12 +59,23 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 
 def install() -> None:
     """Replace JAX in this process for good. Only call this in a process that does nothing else."""
-    for module in (archipelago.islands.sync.replica, archipelago.merger.outer):
+    for module in (
+        archipelago.islands.sync.adoption,
+        archipelago.islands.sync.replica,
+        archipelago.merger.outer,
+        archipelago.merger.round_merge,
+    ):
         _replace(module, jnp=np)
-    host = SimpleNamespace(device_put=_put, device_get=_put, devices=jax.devices, tree=jax.tree, jit=lambda f: f)
+    host = SimpleNamespace(
+        device_put=_put,
+        device_get=_put,
+        devices=jax.devices,
+        local_devices=jax.local_devices,
+        tree=jax.tree,
+        jit=lambda f: f,
+    )
     for module in (
         archipelago.islands.checkpoint,
-        archipelago.islands.sync.recovery,
         archipelago.islands.sync.replica,
         archipelago.islands.worker,
     ):
@@ -71,7 +85,8 @@ def install() -> None:
         archipelago.merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), accumulate=_accumulate, finish=_finish
     )
     _replace(archipelago.merger.outer, build=_outer, _on_cpu=lambda tree: tree)
-    _replace(archipelago.islands.worker, begin=_begin, platform=SimpleNamespace(node=lambda: "storm"))
+    _replace(archipelago.islands.worker, begin=_begin, SyncedState=_SyncedState)
+    _replace(archipelago.islands.sync.heartbeat, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(
         archipelago.islands.data.batches, windows=cache(archipelago.islands.data.sharding.windows)
@@ -128,6 +143,27 @@ def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any) -> tuple[Inner
     shift = np.float32(1e-3 * math.cos(int(global_step) + int(tokens_nxBxT1[0, 0, 0])))
     params = {name: value + shift for name, value in state.params.items()}
     return InnerState(params, state.optimizer + shift), _LOSSES_n
+
+
+class _SyncedState(SyncedState):
+    """First moments of an optimiser whose state is a vector: its first element in every place."""
+
+    def tensors(self, fragment: int, inner: InnerState) -> Any:
+        """Return all parameters and the fragment's first moments, by name."""
+        if not self.averaged:
+            return inner.params
+        moment = inner.optimizer[0]
+        return inner.params | {MOMENT_PREFIX + name: 0.0 * inner.params[name] + moment for name in self.names[fragment]}
+
+    def replaced(self, inner: InnerState, tensors: Any) -> InnerState:
+        """Return the inner state with these parameters, and with one of these first moments."""
+        params = {name: x for name, x in tensors.items() if not name.startswith(MOMENT_PREFIX)}
+        moments = [x.flat[0] for name, x in tensors.items() if name.startswith(MOMENT_PREFIX)]
+        return InnerState(params, 0.0 * inner.optimizer + moments[0])
+
+    def share(self, inner: InnerState, steps: int) -> Any:
+        """Return the share of the moments that is left of those of `steps` steps ago."""
+        return np.float32(0.9**steps)
 
 
 def _measure(rows: Any, codec_name: str) -> Any:

@@ -37,13 +37,13 @@ NAMES = ("ada", "bea", "cyd", "dot", "eve")
 
 
 @cache
-def manifest_of(rule: str, outer: str, shards: int, record: bool) -> Manifest:
+def manifest_of(rule: str, outer: str, shards: int, record: bool, moments: str) -> Manifest:
     """Return the manifest of a run of two fragments, whose data shards are read in a few steps."""
     config = RunConfig(
         record=record,
         data=DataConfig(batch_size=1, sequence_length=4, shards=shards),
         inner=InnerConfig(steps=1 << 20),
-        sync=SyncConfig(interval=4, fragments=2, window=2, staleness_cap=4),
+        sync=SyncConfig(interval=4, fragments=2, window=2, staleness_cap=4, moments=moments),  # type: ignore[arg-type]
         outer=OuterConfig(rule=outer, momentum=0.5),  # type: ignore[arg-type]
         adopt=AdoptConfig(rule=rule),  # type: ignore[arg-type]
         wire=WireConfig(thin="int4", down="float32", zstd_level=0),
@@ -72,6 +72,7 @@ class Simulation:
             self.random.choice(["nesterov", "sgd"]),
             self.random.choice([6, 10, 16]),
             self.random.random() < 0.3,
+            "average" if seed % 4 == 1 else "own",
         )
         self.first = samples.first_snapshots(self.manifest, value=1.0)
         self.broker.connect(RUN).create(self.manifest, self.first)

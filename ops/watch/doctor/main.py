@@ -218,19 +218,22 @@ def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, manif
 
 def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate | None, str]:
     """Return the estimate, and where its step time comes from. It is None if a step could not be timed."""
-    from archipelago.broker.manifest import balanced
+    from archipelago.broker.manifest import synced
     from archipelago.islands.models.registry import build
 
     if server.manifest:
         sizes: Sequence[int] = server.manifest.sizes
+        parameters = server.manifest.parameters
     else:
-        tensors = build(config.model).tensors
+        model = build(config.model).tensors
+        tensors, fragments = synced(model, config)
         elements = {tensor.name: tensor.size for tensor in tensors}
-        sizes = [sum(elements[name] for name in names) for names in balanced(tensors, config.sync.fragments)]
+        sizes = [sum(elements[name] for name in names) for names in fragments]
+        parameters = sum(tensor.size for tensor in model)
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
     whose = f"the median of the run's {len(steps)} islands" if steps else "measured here"
     try:
-        step_seconds = statistics.median(steps) if steps else estimate.step_seconds_here(config, sum(sizes), cores)
+        step_seconds = statistics.median(steps) if steps else estimate.step_seconds_here(config, parameters, cores)
     except ArchipelagoError:
         return None, ""
     if math.isnan(step_seconds):

@@ -1,0 +1,202 @@
+"""A whole run whose islands average their first moments: takeover, hand-over, replay and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import WireConfig
+from archipelago.broker.manifest import MOMENT_PREFIX
+from archipelago.broker.messages import TapeEntry
+from archipelago.broker.wire import digest, digest_of, pack_body, unpack
+from archipelago.islands.checkpoint import IslandStore, cut
+from archipelago.islands.evaluation import assemble, published
+from archipelago.islands.rejoin import Rejoin
+from archipelago.islands.replay import ReplayedIsland, Surroundings, wanted_points
+from archipelago.islands.sync.actions import unfolded
+from archipelago.islands.worker import Island
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.checkpointer import Checkpointer, at_once
+from archipelago.merger.replay import replay_round
+from archipelago.merger.round_merge import RoundMerge, new_state
+from archipelago.merger.service import Merger
+from archipelago.merger.state import RunState
+from tests import samples
+from tests.islands import tiny
+from tests.islands.tiny import TinyRun, leaf_bytes
+from tests.merger.merger_run import Shelf
+
+CONFIG = replace(
+    tiny.CONFIG, sync=replace(tiny.CONFIG.sync, quorum=2), wire=WireConfig(up="int4", thin="", down="int4")
+)
+
+
+class AveragingRun(TinyRun):
+    """A run of two islands, the second of which takes the optimiser's state of the first.
+
+    Attributes:
+        versions: The published elements and the step of each fragment and version.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(tiny.averaging(CONFIG))
+        self.shelf = Shelf()
+        self.take_over()
+        self.versions: dict[tuple[int, int], tuple[Vector, int]] = {}
+
+    def boundary(self, island: Island) -> None:
+        super().boundary(island)
+        for p, size in enumerate(self.manifest.sizes):
+            snapshot, payload = self.transport.reader.fragment(p)
+            self.versions[p, snapshot.version] = (unpack(payload, size), snapshot.step)
+
+    def take_over(self) -> None:
+        """Let another merger take the lease and load the run."""
+        # With a checkpointer that takes no checkpoint, Redis keeps all contributions.
+        checkpointer = Checkpointer(self.connect(), self.shelf, None, 1e9, at_once)
+        self.merger = Merger(self.connect(), self.clock, "merger", live_poll_seconds=0.0, checkpointer=checkpointer)
+        assert self.merger.acquire()
+        self.merger.load()
+
+    def newcomer(self, giver: Island) -> Island:
+        island = self.island("new", "z", silent=True)
+        rejoin = Rejoin(self.connect(), None, island, island.link.join(), pause=lambda _: self.play(giver, 1))
+        rejoin.ask()
+        island.beat("joining")
+        island.link.pump()
+        rejoin.complete(None)
+        assert island.moments == "peer a"
+        return island
+
+    def played(self, taken_over_after: Sequence[int] = ()) -> list[Island]:
+        """Play the run, and return its islands. Other mergers take over after these steps of both islands."""
+        islands = [self.island("a")]
+        self.play(islands[0], 9)
+        islands.append(self.newcomer(islands[0]))
+        for step in range(20):
+            for island in islands[: 1 + (step % 3 > 0)]:  # the newcomer is slower
+                self.play(island, 1)
+            if step in taken_over_after:
+                self.take_over()
+        return islands
+
+    def tape(self) -> list[TapeEntry]:
+        return self.transport.reader.tape(1000)
+
+
+@pytest.fixture(scope="module")
+def run() -> AveragingRun:
+    run = AveragingRun()
+    run.played()
+    return run
+
+
+def test_first_moments_travel_and_are_averaged(run: AveragingRun) -> None:
+    assert {len(entry.members) for entry in run.tape()} == {1, 2}
+    for p, fragment in enumerate(run.merger.fragments):
+        start, seen_N = run.manifest.parameter_sizes[p], np.asarray(fragment.published_N)
+        assert digest_of(seen_N[start:]) != digest_of(np.asarray(fragment.params_N)[start:]), "they travel in int4"
+        assert not np.asarray(fragment.outer.trace)[start:].any(), "first moments have no momentum"
+
+
+def test_islands_hold_what_the_merger_published(run: AveragingRun) -> None:
+    entries = {(entry.fragment, entry.version): entry.digest for entry in run.tape()}
+    found = [found for found in entries if found in run.versions]
+    assert len(found) > 10
+    assert all(digest_of(run.versions[each][0]) == entries[each] for each in found)
+
+
+def test_another_merger_continues_to_the_same_bits(run: AveragingRun) -> None:
+    other = AveragingRun()
+    other.played(taken_over_after=(0, 3, 4, 11))
+    assert [entry.digest for entry in other.tape()] == [entry.digest for entry in run.tape()]
+    assert other.merger.epoch > run.merger.epoch
+
+
+def test_the_tape_replays_to_the_same_bits(run: AveragingRun) -> None:
+    """`replay_round` raises for the first difference."""
+    rules, state = RoundMerge.of(run.manifest), RunState()
+    first = [unpack(payload, size) for (_, payload), size in
+             zip(samples.first_snapshots(run.manifest, 1.0), run.manifest.sizes, strict=True)]  # fmt: skip
+    fragments = [new_state(vector_N, rules.outer) for vector_N in first]
+    for tape in run.tape():
+        deliveries = run.transport.merger.read([member.entry for member in tape.members])
+        fragments[tape.fragment] = replay_round(rules, state, fragments[tape.fragment], tape, deliveries)
+    assert state.closed == len(run.tape()) > 10
+
+
+def test_the_islands_replay_to_the_same_bits(run: AveragingRun) -> None:
+    """One of them began with its peer's moments."""
+    told = [actions for _, actions in run.transport.merger.actions("0-0")]
+    names = {f"{each.island}/{each.incarnation}" for each in told}
+    actions = {who: unfolded([each for each in told if f"{each.island}/{each.incarnation}" == who]) for who in names}
+    first = [(unpack(payload, size), 0) for (_, payload), size in
+             zip(samples.first_snapshots(run.manifest, 1.0), run.manifest.sizes, strict=True)]  # fmt: skip
+    versions = run.versions | {(p, 0): found for p, found in enumerate(first)}
+    wanted, replayed = wanted_points(actions), dict[str, ReplayedIsland]()
+    around = Surroundings(lambda p, version: versions[p, version], lambda who, count: replayed[who].until(count))
+    for who in names:
+        replayed[who] = ReplayedIsland(
+            who, actions[who], run.manifest, tiny.STEPS, tiny.TEXT, around, wanted.get(who, ())
+        )  # fmt: skip
+    count = 0
+    for tape in run.tape():
+        for delivery in run.transport.merger.read([member.entry for member in tape.members]):
+            sent = delivery.contribution
+            assert sent is not None
+            body = replayed[f"{sent.island}/{sent.incarnation}"].until_sent(sent.sequence)
+            payload = pack_body(
+                body, sent.codec, run.manifest.sizes[sent.fragment], run.manifest.config.wire.zstd_level
+            )
+            assert digest(payload) == sent.digest, sent.identity_text
+            count += sent.island == "new"
+    assert count > 3
+
+
+def test_the_model_has_no_first_moments(run: AveragingRun) -> None:
+    params, _, _ = published(run.transport, run.manifest)
+    assert list(params) == ["kernel", "scale"]
+    vectors = [np.asarray(fragment.published_N) for fragment in run.merger.fragments]
+    assert leaf_bytes(params) == leaf_bytes(assemble(run.manifest, vectors))
+    assert run.manifest.parameters == 11
+
+
+def test_a_checkpoint_of_the_run_holds_first_moments(run: AveragingRun, tmp_path: Path) -> None:
+    """Their names are those of files, too."""
+    run.merger.finish()
+    image = run.shelf.load()
+    assert image is not None
+    store = CheckpointStore(tmp_path)
+    store.save(image)
+    found = store.load()
+    assert found is not None
+    assert found.snapshots == image.snapshots
+    assert found.outers == image.outers
+    for p, (snapshot, payload) in enumerate(found.snapshots):
+        assert (snapshot, payload) == run.transport.reader.fragment(p)
+
+
+def test_a_restored_island_continues_with_the_same_bits(tmp_path: Path) -> None:
+    """Its checkpoint has the moments that it sent last, and how many steps ago."""
+    run = AveragingRun()
+    before = run.island("a")
+    run.play(before, 10)
+    assert any(count.steps for count in before.ledger.counts)
+    store = IslandStore(tmp_path, run.manifest)
+    store.save(cut(before, 7))
+    after = AveragingRun().island("a", incarnation="y")
+    found = store.find(7)
+    assert found is not None
+    assert store.restore_whole(found, after)
+    new_N = [np.arange(1, size + 1, dtype=np.float32) for size in run.manifest.sizes]
+    for island in (before, after):
+        island.advance()
+        for p, vector_N in enumerate(new_N):
+            island.take_over(p, vector_N)
+    assert leaf_bytes(before.inner) == leaf_bytes(after.inner)
+    assert before.synced.tensors(0, before.inner).keys() == {"kernel", "scale", MOMENT_PREFIX + "kernel"}
