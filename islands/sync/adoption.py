@@ -2,21 +2,21 @@
 
 A rule sees three float32 vectors of a fragment's N elements: the snapshot's parameters, the island's own parameters,
 and the reference from which the next contribution is measured (the last snapshot, or the point of the last sending).
+They are arrays of JAX or tensors of PyTorch.
 To add a rule, write the function, register it in `RULES` and name it in `AdoptConfig`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
+from typing import Any, NamedTuple
 
 from archipelago.broker.config import AdoptConfig
 
+#: A vector of any framework.
+Array = Any
 #: `adopt(new_N, own_N, reference_N)` returns the island's next parameters and its next reference.
-Adopt = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+Adopt = Callable[[Array, Array, Array], tuple[Array, Array]]
 
 
 class AdoptRule(NamedTuple):
@@ -32,12 +32,12 @@ class AdoptRule(NamedTuple):
     keeps_progress: bool
 
 
-def overwrite(new_N: jax.Array, own_N: jax.Array, reference_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+def overwrite(new_N: Array, own_N: Array, reference_N: Array) -> tuple[Array, Array]:
     """Take the snapshot and drop the progress since the last sending (the paper's α = 0)."""
     return new_N, new_N
 
 
-def carry(new_N: jax.Array, own_N: jax.Array, reference_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+def carry(new_N: Array, own_N: Array, reference_N: Array) -> tuple[Array, Array]:
     """Take the snapshot plus the unsent progress: θ_new + (θ_now − θ_sent).
 
     The sum is written as a shift of θ_now. A snapshot that equals what this island sent then changes no bit of it.
@@ -55,15 +55,3 @@ RULES: dict[str, AdoptRule] = {
 def build(config: AdoptConfig) -> AdoptRule:
     """Return the rule that the config names."""
     return RULES[config.rule]
-
-
-def moments_after(
-    rule: AdoptRule, new_N: jax.Array, own_N: jax.Array, reference_N: jax.Array, share: jax.Array
-) -> jax.Array:
-    """Return an island's first moments after it adopted a snapshot.
-
-    A rule that keeps progress adds the snapshot's minus those that the island sent last. A moment forgets, so only the
-    `share` that is left of those is replaced. Zeros stand for a snapshot without moments; the island keeps its own.
-    """
-    adopted_N = own_N + share * (new_N - reference_N) if rule.keeps_progress else new_N
-    return jnp.where(jnp.any(new_N != 0.0), adopted_N, own_N)

@@ -12,7 +12,7 @@ from archipelago.broker.codecs import TOP_BLOCK, Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.sync.adoption import Adopt, AdoptRule, build, moments_after
+from archipelago.islands.sync.adoption import Adopt, AdoptRule, build
 from archipelago.islands.sync.arrays import (
     Rows,
     Tensors,
@@ -219,3 +219,15 @@ def _adopt_with_moments(
     next_N, next_reference_N = rule.adopt(new_N, own_N, reference_N)
     moments = moments_after(rule, new_N[start:], own_N[start:], reference_N[start:], share)
     return unflatten(rows, jnp.concatenate([next_N[:start], moments])), next_reference_N
+
+
+def moments_after(
+    rule: AdoptRule, new_N: jax.Array, own_N: jax.Array, reference_N: jax.Array, share: jax.Array
+) -> jax.Array:
+    """Return an island's first moments after it adopted a snapshot.
+
+    A rule that keeps progress adds the snapshot's minus those that the island sent last. A moment forgets, so only the
+    `share` that is left of those is replaced. Zeros stand for a snapshot without moments; the island keeps its own.
+    """
+    adopted_N = own_N + share * (new_N - reference_N) if rule.keeps_progress else new_N
+    return jnp.where(jnp.any(new_N != 0.0), adopted_N, own_N)

@@ -1,8 +1,9 @@
 """Archipelago: train one model over many islands of compute that share nothing but a Redis.
 
-This is the public API. `create` and `join` make a training script an island of a run (docs/guide/your-training.md). The
-rest is the config of a run, the errors that we raise, and a connection to a run. Everything else is internal and may
-change in any release.
+This is the public API. `create` and `join` make a training script in JAX an island of a run, and so do
+`archipelago.pytorch.create` and `archipelago.pytorch.join` for PyTorch (docs/guide/your-training.md). The rest is the
+config of a run, the errors that we raise, and a connection to a run. Everything else is internal and may change in any
+release.
 
     import archipelago
     config = archipelago.RunConfig()
@@ -83,6 +84,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("archipelago-train")
+    if name == "pytorch":
+        return importlib.import_module("archipelago.pytorch")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -18,7 +18,8 @@ from archipelago.broker.manifest import MOMENT_PREFIX, synced
 from archipelago.islands import inner
 from archipelago.islands.inner import InnerState
 from archipelago.islands.moments import SyncedState
-from archipelago.islands.sync.adoption import RULES, moments_after
+from archipelago.islands.sync.adoption import RULES
+from archipelago.islands.sync.replica import moments_after
 from tests.failing import failing
 from tests.islands import tiny
 from tests.tiers import examples

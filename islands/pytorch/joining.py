@@ -1,0 +1,181 @@
+"""`archipelago.pytorch.create` and `archipelago.pytorch.join`: a PyTorch training script becomes an island of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
+from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.islands.own_loop.loop import OwnLoop
+from archipelago.islands.own_loop.new_run import create_run, settings
+from archipelago.islands.own_loop.session import Session
+from archipelago.islands.own_loop.tensors import KindOf, kinds_by
+from archipelago.islands.pytorch.host import HostCopy, torch_host
+from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.pytorch.replica import TorchReplica
+from archipelago.islands.pytorch.state import OptimizerState
+from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.newcomer import Newcomer
+from archipelago.islands.sync.snapshots import Arrival
+
+
+def create(
+    url: str | None,
+    name: str,
+    model: Any,
+    *,
+    steps: int,
+    sync: SyncConfig | None = None,
+    merge: MergeConfig | None = None,
+    outer: OuterConfig | None = None,
+    adopt: AdoptConfig | None = None,
+    wire: WireConfig | None = None,
+    kinds: str | KindOf = "embed|wte",
+    buffers: Sequence[str] = (),
+    record: bool = False,
+) -> bool:
+    """Create a run for training scripts in PyTorch, which then `join` it. Its first parameters are the model's.
+
+    Args:
+        url: The URL of the Redis (redis://HOST:PORT); None for $ARCHIPELAGO_URL.
+        name: The name of the run.
+        model: A `torch.nn.Module` on one device. Its parameters of float32, bfloat16 and float16 are merged, in
+            float32.
+        steps: The length of the run in global inner steps, which count the steps of the fastest island.
+        sync: How often islands contribute.
+        merge: The rules that merge the contributions of a round.
+        outer: The outer optimiser.
+        adopt: How an island takes a snapshot.
+        wire: The codecs.
+        kinds: Which tensors are embeddings, for which `merge` has a rule of its own: a regular expression that is found
+            in their names, or a function from a name to "embedding" or "rest".
+        buffers: The names of buffers that are merged too, such as the means of a batch norm.
+        record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
+
+    Returns:
+        Whether this call created it: False if the run exists with these tensors and settings.
+
+    Raises:
+        ConfigError: The model cannot be merged (the codes of `ModuleParameters`), the Redis is too small
+            (`loop.too-large`), or islands of a lost run of that name are alive (`init.islands-live`).
+        MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
+        DivergedError: A parameter holds NaN or infinity (`loop.not-finite`).
+    """
+    config = settings(steps, sync, merge, outer, adopt, wire, record=record)
+    parameters = ModuleParameters(model, buffers)
+
+    def first(tensor: str) -> Any:
+        return parameters.tensors[tensor].detach().to("cpu", torch.float32).reshape(-1).numpy()
+
+    return create_run(url, name, config, parameters.manifest_tensors(kinds_by(kinds)), first)
+
+
+class JoinedRun(Session):
+    """A run that a PyTorch script has joined, as `join` returns it. Use it as a context manager."""
+
+    def __init__(
+        self,
+        url: str | None,
+        run: str,
+        model: Any,
+        optimizers: Sequence[Any],
+        buffers: Sequence[str],
+        island: str | None,
+        wait_seconds: float,
+    ) -> None:
+        super().__init__(url, run, island, wait_seconds)
+        self._parameters = ModuleParameters(model, buffers)
+        self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
+
+    def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
+        """Sync after `optimizer.step()`. It changes the model's parameters in place, and never waits for the run.
+
+        Most calls do nothing. Now and then a fragment is sent, or arrives.
+
+        Args:
+            tokens: What these steps trained on, in tokens, examples or any other unit that all islands of the run
+                share. An island's weight in a round follows from it. The default counts steps.
+            loss: The loss of these steps, for display: a number or a tensor, which the device may still compute.
+            steps: How many inner steps this call stands for.
+
+        Raises:
+            ConfigError: The parameters are not those of the run, or this is the wrong place for the call.
+            DivergedError: A parameter or the loss is not finite.
+        """
+        self._turn(steps, tokens, HostCopy(loss.detach().float()) if torch.is_tensor(loss) else loss)
+
+    # -- what PyTorch adds to a session -------------------------------------------------------------------------------
+
+    def _tensors(self) -> Sequence[Tensor]:
+        return self._parameters.manifest_tensors(lambda name: "rest")
+
+    @property
+    def _has_state(self) -> bool:
+        return self._state is not None
+
+    def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
+        self._parameters.tell_of_own()
+        if self._state is not None:
+            self._state.rehearse()
+        replica = TorchReplica(manifest, self._parameters.device)
+        replica.begin(self._parameters.named(), [arrival.params_N for arrival in arrivals])
+        host = torch_host(self._parameters.device, link.clock)
+        copies = self._state.copies if self._state is not None else lambda: None
+        return OwnLoop(
+            name, manifest, link, replica, self._parameters, arrivals, host, copies, link.clock, self._incarnation
+        )
+
+    def _warm_up(self) -> None:
+        """Compile nothing: PyTorch runs each operation as it comes."""
+
+    def _take_state(self, newcomer: Newcomer) -> None:
+        if self._state is None:
+            return
+        received = newcomer.received(self._state.decode)
+        if received is not None:
+            self._state.use(received.optimizer)
+            newcomer.island.moments = f"peer {received.handover.giver}"
+
+
+def join(
+    url: str | None,
+    name: str,
+    model: Any,
+    optimizer: Any = None,
+    *,
+    buffers: Sequence[str] = (),
+    island: str | None = None,
+    wait_seconds: float = 30.0,
+) -> JoinedRun:
+    """Make a training script in PyTorch an island of a run.
+
+        with archipelago.pytorch.join(url, "mine", model, optimizer) as run:
+            for batch in loader:
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.sync(tokens=batch.numel(), loss=loss)
+                if run.finished:
+                    break
+
+    Args:
+        url: The URL of the Redis (redis://HOST:PORT), or the path of a join file; None for $ARCHIPELAGO_URL.
+        name: The name of the run, which `create` has made.
+        model: A `torch.nn.Module` on one device. The `with` sets its parameters to those of the run.
+        optimizer: Its optimiser, or a list of them. Newcomers take its state from this island, and this island takes
+            that of a peer. None keeps states apart.
+        buffers: The names of buffers that are merged too, as in `create`.
+        island: The name of this island. One that stays the same over restarts continues its counts. The default is
+            that of the join file, or a random one.
+        wait_seconds: How long to wait at the start for a Redis that does not answer.
+
+    Raises:
+        ConfigError: The model cannot be merged (the codes of `ModuleParameters`), or the optimiser is not the model's
+            (`loop.optimizer`).
+    """
+    several = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    return JoinedRun(url, name, model, several, buffers, island, wait_seconds)

@@ -1,0 +1,183 @@
+"""The parameters of a PyTorch module by name: which of them are merged, and a check that they are still the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.manifest import Tensor
+from archipelago.islands.own_loop.tensors import KindOf
+
+MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: `torch.compile` puts this name before those of the module that it wraps.
+_COMPILED = "_orig_mod."
+
+log = logging.getLogger(__name__)
+
+
+class ModuleParameters:
+    """The tensors of a module that are merged, which are changed in place.
+
+    Parameters of float32, bfloat16 and float16 are merged, in float32, and so are the buffers that are named. All
+    others stay the island's own. A parameter that several layers share is one tensor, under its first name.
+
+    Attributes:
+        tensors: The tensors by name.
+        device: The device of all of them.
+    """
+
+    def __init__(self, model: Any, buffers: Sequence[str] = ()) -> None:
+        """Find the tensors.
+
+        Args:
+            model: A `torch.nn.Module`. One in `DistributedDataParallel` or from `torch.compile` has the names of the
+                module inside.
+            buffers: The names of the buffers that are merged.
+
+        Raises:
+            ConfigError: A parameter is on another device than the first (`loop.mixed-devices`), has no values yet
+                (`loop.meta`), is spread over processes (`loop.sharded`), or has a dtype that is not merged
+                (`loop.dtype`); there is nothing to merge (`loop.nothing`), or no such buffer (`loop.buffer`).
+        """
+        self._model = _unwrapped(model)
+        self._buffers = frozenset(buffers)
+        found = dict(_named(self._model))
+        for name in buffers:
+            if name not in found:
+                raise ConfigError(
+                    f"the model has no buffer {name!r}",
+                    f"It has {', '.join(list(dict(self._model.named_buffers()))[:8]) or 'none'}.",
+                    code="loop.buffer",
+                )
+        self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
+        if not self.tensors:
+            raise ConfigError(
+                f"none of the {len(found)} tensors of the model is a floating-point parameter",
+                "Give the module that the optimiser trains.",
+                code="loop.nothing",
+            )
+        first, one = next(iter(self.tensors.items()))
+        self.device = one.device
+        for name, tensor in self.tensors.items():
+            if tensor.device != self.device:
+                raise ConfigError(
+                    f"the parameter {name!r} is on {tensor.device}, and {first!r} on {self.device}",
+                    "Move the whole model to one device: `model.to(device)`.",
+                    code="loop.mixed-devices",
+                )
+        self._kinds = {name: _kind(tensor) for name, tensor in self.tensors.items()}
+
+    def _is_merged(self, name: str, tensor: Any) -> bool:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        if not (is_parameter or name in self._buffers):
+            return False
+        if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
+            raise ConfigError(
+                f"the parameter {name!r} has no values yet: it is on the meta device, or its layer is lazy",
+                "Make the values first: `model.to_empty(device=…)` and its initialisation, or one forward pass.",
+                code="loop.meta",
+            )
+        if hasattr(tensor, "device_mesh"):
+            raise ConfigError(
+                f"the parameter {name!r} is spread over several processes (a DTensor)",
+                "Use a model that is whole in every process: one device, or DistributedDataParallel.",
+                code="loop.sharded",
+            )
+        if not (tensor.is_floating_point() or tensor.is_complex() or name in self._buffers) or not tensor.numel():
+            return False
+        if tensor.dtype not in MERGED_DTYPES or tensor.layout != torch.strided:
+            raise ConfigError(
+                f"the parameter {name!r} is of {tensor.dtype}, {tensor.layout}, which is not merged",
+                "Convert it to a dense tensor of float32, bfloat16 or float16.",
+                code="loop.dtype",
+            )
+        return True
+
+    def manifest_tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
+        """Return the tensors of a manifest, in the order of the module."""
+        return tuple(Tensor(name, tuple(tensor.shape), kind_of(name)) for name, tensor in self.tensors.items())
+
+    def tell_of_own(self) -> None:
+        """Log which parameters and saved buffers are not merged."""
+        saved = (name.replace(_COMPILED, "") for name in self._model.state_dict())
+        parameters = dict(_named(self._model))
+        own = [name for name in saved if name in parameters and name not in self.tensors]
+        if own:
+            shown = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
+            log.warning("these tensors of the model are not merged, and stay this island's own: %s", shown)
+
+    # -- what a loop needs --------------------------------------------------------------------------------------------
+
+    def named(self) -> dict[str, Any]:
+        """Return the tensors by name.
+
+        Raises:
+            ConfigError: A parameter is another object than it was in `join` (`loop.other-tree`), or has another shape
+                (`loop.shape`), dtype (`loop.dtype`) or device (`loop.mixed-devices`).
+        """
+        present = dict(_named(self._model))
+        for name, tensor in self.tensors.items():
+            if present.get(name) is not tensor:
+                was = "has been replaced" if name in present else "is no longer there"
+                raise ConfigError(
+                    f"the parameter {name!r} of the model {was} since `join`",
+                    "Change parameters in place (`parameter.copy_(…)`), or join again with the new module.",
+                    code="loop.other-tree",
+                )
+            _require_kind(name, self._kinds[name], _kind(tensor))
+        return self.tensors
+
+    def replace(self, named: Mapping[str, Any]) -> None:
+        """Do nothing: the replica has changed the tensors in place."""
+
+    def are_there(self) -> bool:
+        """Return True: nothing takes a module's parameters away."""
+        return True
+
+    def not_finite(self, candidates: Sequence[str]) -> DivergedError:
+        """Return the error that names a parameter with NaN or infinity."""
+        found = [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(tensor).all())]
+        where = f"the parameter {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:4])}"
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        return DivergedError(
+            f"{where}{more} holds NaN or infinity, so nothing of it was sent",
+            "Start the script again: it takes the run's parameters. If that repeats, lower the learning rate.",
+            code="loop.not-finite",
+        )
+
+
+#: Shape, dtype and device of a tensor.
+Kind = tuple[tuple[int, ...], Any, Any]
+
+
+def _kind(tensor: Any) -> Kind:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _require_kind(name: str, was: Kind, now: Kind) -> None:
+    if was == now:
+        return
+    codes = ("loop.shape", "loop.dtype", "loop.mixed-devices")
+    code, before, after = next((code, a, b) for code, a, b in zip(codes, was, now, strict=True) if a != b)
+    raise ConfigError(
+        f"the parameter {name!r} has changed since `join`, from {before} to {after}",
+        "Convert or move the model before `join`.",
+        code=code,
+    )
+
+
+def _unwrapped(model: Any) -> Any:
+    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    while isinstance(model, parallel):
+        model = model.module
+    return model
+
+
+def _named(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every parameter and buffer once. One that is shared has its first name."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name.replace(_COMPILED, ""), tensor

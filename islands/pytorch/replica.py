@@ -1,0 +1,78 @@
+"""The replica of a PyTorch module: it measures contributions and adopts snapshots, in place, on the module's device.
+
+The arithmetic is that of `islands.sync.replica`. As in JAX, the rounding of a dtype narrower than float32 is no
+progress: the reference moves by it, or each round would pull the run's parameters to the numbers that this dtype has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.islands.pytorch.codecs import codec as codec_of
+from archipelago.islands.pytorch.host import HostCopy, on_device
+from archipelago.islands.sync.adoption import build
+
+#: The tensors of one fragment with their offsets in its vector.
+Rows = tuple[tuple[Tensor, int], ...]
+#: Tensors of a module by name.
+Tensors = Mapping[str, Any]
+
+
+class TorchReplica:
+    """The references of all fragments, float32 [N] each. The parameters belong to the module and are passed in."""
+
+    def __init__(self, manifest: Manifest, device: Any) -> None:
+        """Begin without references.
+
+        Args:
+            manifest: The run.
+            device: The device of the module.
+        """
+        self.rule = build(manifest.config.adopt)
+        self.layout = manifest.layout
+        self.codec = manifest.config.wire.up
+        self.device = device
+        self.references: list[Any] = []
+
+    def begin(self, params: Tensors, vectors: Sequence[Vector]) -> None:
+        """Set the parameters to these float32 vectors, one for each fragment."""
+        with torch.no_grad():
+            for rows, vector_N in zip(self.layout, vectors, strict=True):
+                _write(rows, params, on_device(vector_N, self.device))
+            self.references = [_flatten(rows, params) for rows in self.layout]
+
+    def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
+        """Return a fragment's outer gradient as the codec's parts. The reference moves to what the merger will read."""
+        chosen, reference_N = codec_of(codec or self.codec), self.references[fragment]
+        with torch.no_grad():
+            parts = chosen.quantise(reference_N - _flatten(self.layout[fragment], params))
+            self.references[fragment] = reference_N - chosen.restore(parts, reference_N.shape[0])
+            return tuple(HostCopy(part) for part in parts)
+
+    def adopt(self, fragment: int, params: Tensors, new_N: Vector) -> Tensors:
+        """Adopt a fragment's snapshot by the run's rule, in place, and return the parameters."""
+        rows = self.layout[fragment]
+        with torch.no_grad():
+            own_N, reference_N = self.rule.adopt(
+                on_device(new_N, self.device), _flatten(rows, params), self.references[fragment]
+            )
+            _write(rows, params, own_N)
+            if any(params[tensor.name].dtype != torch.float32 for tensor, _ in rows):
+                reference_N = reference_N + (_flatten(rows, params) - own_N)
+        self.references[fragment] = reference_N
+        return params
+
+
+def _flatten(rows: Rows, params: Tensors) -> Any:
+    """Return a fragment's tensors as one new float32 vector [N], in the manifest's order."""
+    return torch.cat([params[tensor.name].detach().reshape(-1).to(torch.float32) for tensor, _ in rows])
+
+
+def _write(rows: Rows, params: Tensors, vector_N: Any) -> None:
+    for tensor, offset in rows:
+        params[tensor.name].copy_(vector_N[offset : offset + tensor.size].view(tensor.shape))

@@ -1,0 +1,212 @@
+"""The state of PyTorch optimisers, which newcomers take from peers: plain tensors, never pickled objects.
+
+The message of a handover describes no arrays, so giver and taker must expect the same ones. A new optimiser has no
+state yet. One step without gradients, at a learning rate of zero, shows which state it keeps. The first array of a
+handover is a digest of that layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.messages import Handover
+from archipelago.islands.pytorch.host import HostCopy
+from archipelago.islands.sync import recovery
+
+#: The names under which the optimisers of PyTorch keep what is never negative.
+NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"})
+#: No run makes this many steps.
+STEPS_MAX = 1 << 30
+#: Adam's moments of a peer may exceed those that steps can produce by this factor, for rounding. Smaller ones than TINY
+#: move no parameter.
+SLACK, TINY = 2.0, 1e-12
+#: Narrower floating-point numbers travel as float32, which holds each of them.
+_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of the state.
+
+    Attributes:
+        group: The options of the parameter's group, such as `betas`.
+        states: The state of the parameter's optimiser.
+        parameter: The parameter.
+        name: The parameter's name; its position if the module does not have it.
+        key: The name of the value, such as `exp_avg`.
+        example: A value of this shape, dtype and device, or a plain number.
+    """
+
+    group: Mapping[str, Any]
+    states: Any
+    parameter: Any
+    name: str
+    key: str
+    example: Any
+
+    @property
+    def tensor(self) -> Any:
+        """The example as a tensor."""
+        return torch.as_tensor(self.example)
+
+    @property
+    def placeholder(self) -> np.ndarray[Any, Any]:
+        """An array of the value's shape and dtype on its way, which takes no memory."""
+        dtype = _WIDE.get(self.tensor.dtype, self.tensor.dtype)
+        return np.broadcast_to(torch.zeros((), dtype=dtype).numpy(), tuple(self.tensor.shape))
+
+    def present(self) -> Any:
+        """Return a copy of the value, as it travels; zeros if the optimiser has not made it yet."""
+        value = self.states.get(self.parameter, {}).get(self.key)
+        tensor = torch.zeros_like(self.tensor) if value is None else torch.as_tensor(value).detach()
+        return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype), copy=True)
+
+
+class OptimizerState:
+    """Gives and takes the state of one script's optimisers."""
+
+    def __init__(self, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> None:
+        """Note the optimisers.
+
+        Args:
+            optimizers: The optimisers of the script.
+            tensors: The tensors of the module by name.
+
+        Raises:
+            ConfigError: An optimiser has none of the module's parameters (`loop.optimizer`).
+        """
+        self._optimizers = optimizers
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._entries: tuple[Entry, ...] = ()
+        self._can_travel = False
+        for optimizer in optimizers:
+            if not any(id(p) in self._names for group in optimizer.param_groups for p in group["params"]):
+                raise ConfigError(
+                    "the optimiser has none of the model's parameters",
+                    "Make it with `model.parameters()` of the model that joins, after the model was moved or wrapped.",
+                    code="loop.optimizer",
+                )
+
+    def rehearse(self) -> None:
+        """Find out which state the optimisers keep. Call this before the run's parameters are placed."""
+        try:
+            fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
+            for optimizer in fresh:
+                _step_without_gradients(optimizer)
+            self._entries = tuple(self._found())
+            self._can_travel = bool(self._entries)
+            for optimizer in fresh:
+                optimizer.state.clear()
+        except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
+            for optimizer in self._optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            log.warning("this optimiser's state is not shared with peers: %s: %s", type(error).__name__, error)
+
+    def _found(self) -> Iterator[Entry]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for number, parameter in enumerate(group["params"]):
+                    state = optimizer.state.get(parameter, {})
+                    name = self._names.get(id(parameter), str(number))
+                    for key, value in sorted(state.items()):
+                        if value is None:
+                            continue
+                        if not (torch.is_tensor(value) or isinstance(value, int | float)):
+                            raise TypeError(f"{key!r} is a {type(value).__name__}, not a tensor or a number")
+                        if torch.is_tensor(value):
+                            value = torch.empty_like(value, device="meta")
+                        yield Entry(group, optimizer.state, parameter, name, key, value)
+
+    @property
+    def _digest(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The digest of the layout, 16 bytes."""
+        layout = [[e.name, e.key, list(e.placeholder.shape), str(e.placeholder.dtype)] for e in self._entries]
+        return np.frombuffer(hashlib.sha256(json.dumps(layout).encode()).digest()[:16], np.uint8)
+
+    def copies(self) -> list[Any] | None:
+        """Return the digest and copies of all values that no later step changes; None if they cannot travel."""
+        if not self._can_travel:
+            return None
+        return [self._digest, *(HostCopy(entry.present()) for entry in self._entries)]
+
+    def decode(self, handover: Handover, payload: bytes) -> list[Any]:
+        """Return the values that a peer sent, as tensors of the host. Raises WireError if they do not fit."""
+        if not self._can_travel:
+            raise WireError("this optimiser takes no state from peers", code="handover.shape")
+        digest = self._digest
+        found = recovery.decode(handover, payload, [digest, *(entry.placeholder for entry in self._entries)])
+        if found[0].tobytes() != digest.tobytes():
+            raise WireError("the peer's optimiser state is of another optimiser or model", code="handover.shape")
+        values = found[1:]
+        self._require_sound(values)
+        return [torch.from_numpy(np.array(each)) for each in values]
+
+    def _require_sound(self, values: Sequence[Any]) -> None:
+        """Raise WireError for values that no steps of the optimiser can produce."""
+        by_place = {(id(e.parameter), e.key): value for e, value in zip(self._entries, values, strict=True)}
+        for entry, value in zip(self._entries, values, strict=True):
+            if entry.key in NOT_NEGATIVE and bool((value < 0).any()):
+                raise WireError(f"a negative {entry.key!r} in the peer's optimiser state", code="handover.unsound")
+            if entry.key == "step" and bool((value > STEPS_MAX).any()):
+                raise WireError("more steps in the peer's optimiser state than in a run", code="handover.unsound")
+            second = by_place.get((id(entry.parameter), "exp_avg_sq"))
+            if entry.key == "exp_avg" and second is not None and entry.tensor.dtype == torch.float32:
+                largest = SLACK * adam_ratio(*entry.group["betas"]) * np.sqrt(second) + TINY
+                if value.shape == second.shape and bool((np.abs(value) > largest).any()):
+                    raise WireError("moments in the peer's optimiser state that no steps can produce",
+                                    code="handover.unsound")  # fmt: skip
+
+    def use(self, values: Sequence[Any]) -> None:
+        """Replace the state of the optimisers by values of a peer."""
+        for entry, value in zip(self._entries, values, strict=True):
+            if torch.is_tensor(entry.example):
+                own = value.to(device=_home(entry), dtype=entry.example.dtype)
+            else:
+                own = type(entry.example)(value.item())
+            entry.states[entry.parameter][entry.key] = own
+
+
+def _home(entry: Entry) -> Any:
+    """Return the device of a value. Counts stay on the CPU unless the optimiser runs in a graph or in one kernel."""
+    is_count = entry.key == "step" and not (entry.group.get("capturable") or entry.group.get("fused"))
+    return torch.device("cpu") if is_count else entry.parameter.device
+
+
+def _step_without_gradients(optimizer: Any) -> None:
+    """Make one step of zero gradients at a learning rate of zero, so that the optimiser makes its state."""
+    before = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    try:
+        for group, rate in before:
+            group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
+        for parameter, _ in kept:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+        for group, rate in before:
+            group["lr"] = rate
+
+
+def adam_ratio(beta1: float, beta2: float) -> float:
+    """Return the largest magnitude of Adam's first moment, as a multiple of the root of its second moment.
+
+    With m = (1 − b1) Σ b1^i g_i and v = (1 − b2) Σ b2^i g_i², the inequality of Cauchy and Schwarz gives it.
+    """
+    if not 0.0 <= beta1 < 1.0 or not beta1**2 < beta2 < 1.0:
+        return math.inf
+    return (1.0 - beta1) / math.sqrt((1.0 - beta1**2 / beta2) * (1.0 - beta2))

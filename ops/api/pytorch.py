@@ -1,0 +1,21 @@
+"""PyTorch scripts as islands: `create` makes a run from a module, and `join` makes a training loop an island of it.
+
+from archipelago import pytorch
+pytorch.create("redis://localhost:6379", "mine", model, steps=20_000)
+with pytorch.join("redis://localhost:6379", "mine", model, optimizer) as run:
+    ...
+    run.sync(tokens=batch.numel(), loss=loss)  # after optimizer.step()
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch
+except ModuleNotFoundError as _error:
+    raise ImportError('archipelago.pytorch needs PyTorch: pip install "archipelago-train[torch]"') from _error
+
+from archipelago.islands.pytorch.joining import JoinedRun, create, join
+
+del _torch
+
+__all__ = ["JoinedRun", "create", "join"]
