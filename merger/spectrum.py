@@ -27,6 +27,8 @@ FLOOR: Final = 1e-3
 ERROR_MAX: Final = 1e-3
 #: The first polynomial is steep at 1, so rounding must not carry a singular value beyond it.
 _MARGIN: Final = 1.0 - 2.0**-8
+#: Smaller numbers than 2 to the power of minus this become zeros, so that their scale is a float64.
+_EXPONENT_MAX: Final = 900
 #: The bits of a float64 significand, which bound the length of an exact sum.
 _EXACT_BITS: Final = 53
 
@@ -133,9 +135,9 @@ def product(left_AK: Matrix, right_KB: Matrix, multiply: Multiply = np.matmul) -
     bits = _bits(left_AK.shape[1])
     left, left_unit = _integers(left_AK, bits)
     if right_KB.base is left_AK and right_KB.shape == left_AK.shape[::-1]:  # X Xᵀ takes half the time
-        return (left @ left.T) * (left_unit * left_unit)
+        return _times(left @ left.T, left_unit * left_unit)
     right, right_unit = _integers(right_KB, bits)
-    return multiply(left, right) * (left_unit * right_unit)
+    return _times(multiply(left, right), left_unit * right_unit)
 
 
 def fine_product(left_AK: Matrix, right_KB: Matrix, multiply: Multiply = np.matmul) -> Matrix:
@@ -143,10 +145,14 @@ def fine_product(left_AK: Matrix, right_KB: Matrix, multiply: Multiply = np.matm
     bits = _bits(left_AK.shape[1])
     left, left_unit = _integers(left_AK, bits)
     right, right_unit = _integers(right_KB, bits)
-    left_rest, left_fine = _integers(left_AK - left * left_unit, bits)
     right_rest, right_fine = _integers(right_KB - right * right_unit, bits)
-    rest = multiply(left, right_rest) * (left_unit * right_fine) + multiply(left_rest, right) * (left_fine * right_unit)
-    return multiply(left, right) * (left_unit * right_unit) + rest
+    rest_AB = _times(multiply(left, right_rest), left_unit * right_fine)
+    del right_rest  # memory of the size of the matrix
+    left_rest, left_fine = _integers(left_AK - left * left_unit, bits)
+    rest_AB += _times(multiply(left_rest, right), left_fine * right_unit)
+    del left_rest
+    rest_AB += _times(multiply(left, right), left_unit * right_unit)
+    return rest_AB
 
 
 def _bits(terms: int) -> int:
@@ -156,8 +162,16 @@ def _bits(terms: int) -> int:
 
 def _integers(values: Matrix, bits: int) -> tuple[Matrix, float]:
     """Return integers of at most that many bits and the power of two of which they are multiples."""
-    exponent = int(np.frexp(np.abs(values).max(initial=0.0))[1])
-    return np.rint(np.ldexp(values, bits - exponent)), math.ldexp(1.0, exponent - bits)
+    largest = max(values.max(initial=0.0), -values.min(initial=0.0))
+    exponent = max(-_EXPONENT_MAX, int(np.frexp(largest)[1]))
+    scaled = values * math.ldexp(1.0, bits - exponent)  # rounds nothing, and is faster than np.ldexp
+    return np.rint(scaled, out=scaled), math.ldexp(1.0, exponent - bits)
+
+
+def _times(values: Matrix, factor: float) -> Matrix:
+    """Multiply in place."""
+    values *= factor
+    return values
 
 
 def _norm_bound(symmetric_SS: Matrix) -> float:
