@@ -153,8 +153,8 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
     grid.add_row(
         "tokens",
         f"trained {view.tokens_trained:,} = merged {view.tokens_merged:,} + refused {view.tokens_refused:,} + pending "
-        f"{view.tokens_pending:,} + unsent {view.tokens_unsent:,} + lost {view.tokens_lost:,}; "
-        f"{view.passes:.2f} passes over the text",
+        f"{view.tokens_pending:,} + unsent {view.tokens_unsent:,} + lost {view.tokens_lost:,}"
+        + ("" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"),
     )
 
 

@@ -102,7 +102,8 @@ class RunView:
         evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first.
         evaluated_unix_seconds: When they were evaluated, by the clock of the island that evaluated; 0 before the first.
         evaluated_by: The island that did; empty for `archipelago evaluate`.
-        passes: Mean number of times that a shard of the run's corpus was read, counting merged work only.
+        passes: Mean number of times that a shard of the run's corpus was read, counting merged work only. It is NaN if
+            the islands are training scripts of their users.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
         unreadable: Records in Redis that this reader could not read and skipped, by name.
@@ -253,7 +254,9 @@ def summarise(
         tokens_unsent=tokens.unsent,
         tokens_lost=tokens.lost,
         tokens_trained=tokens.trained,
-        passes=sum(number for shard, (number, _) in cursors.items() if "/" not in shard) / shards,
+        passes=math.nan
+        if manifest.config.has_own_loops
+        else sum(number for shard, (number, _) in cursors.items() if "/" not in shard) / shards,
         books=books,
         pending=pending.contributions,
         pending_tokens=pending.tokens,

@@ -125,7 +125,7 @@ function writeTiles(run) {
   put("tokens", short(run.tokens_merged));
   put("tokens-sub", [
     page.tokens_per_second ? `${brief(page.tokens_per_second)}/s` : "", run.tokens_lost ? `${brief(run.tokens_lost)} lost` : "none lost",
-    `${fixed(run.passes, 2)} passes`,
+    run.passes !== null && `${fixed(run.passes, 2)} passes`,
   ].filter(Boolean).join(" · "));
   put("pending", count(run.pending));
   put("pending-sub", `rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}`);

@@ -21,6 +21,7 @@ from archipelago.broker.config import (
 )
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.transport import Transport
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import first_snapshots
 from archipelago.islands.own_loop.replica import TreeReplica
@@ -29,7 +30,9 @@ from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters, host_v
 from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host
+from archipelago.merger.checkpointer import at_once
 from archipelago.merger.service import Merger
+from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 
 CONFIG = RunConfig(
@@ -59,7 +62,7 @@ class OwnIsland:
         layout = TreeLayout.of(template)
         self.run = run
         self.parameters = TreeParameters(layout)
-        self.link = Link(run.broker.connect(run.manifest.run), run.manifest, f"{name}/x", (), run.clock)
+        self.link = Link(run.connect(), run.manifest, f"{name}/x", (), run.clock)
         arrivals = self.link.join()
         self.replica = TreeReplica(run.manifest, layout.templates)
         self.parameters.start(self.replica.begin([arrival.params_N for arrival in arrivals]))
@@ -94,18 +97,39 @@ class OwnIsland:
 class OwnRun:
     """A run with its merger."""
 
-    def __init__(self, params: Any = None, config: RunConfig = CONFIG) -> None:
+    def __init__(
+        self,
+        params: Any = None,
+        config: RunConfig = CONFIG,
+        connect: Callable[[], Transport] | None = None,
+        folder: MergerFolder | None = None,
+    ) -> None:
+        """Create the run.
+
+        Args:
+            params: Its first parameters.
+            config: Its settings.
+            connect: Connects to the server; a broker in memory by default.
+            folder: Where its merger keeps checkpoints and, in a recorded run, the record.
+        """
         params = tree() if params is None else params
         layout = TreeLayout.of(params)
         tensors = layout.tensors(kinds_by("embed"))
         fragments = balanced(tensors, config.sync.fragments)
         self.manifest = Manifest("own", config, tensors, fragments, NO_CORPUS, {}, uuid.UUID(int=1).hex)
         self.clock = VirtualClock()
-        self.broker = MemoryBroker(self.clock)
-        self.transport = self.broker.connect("own")
+        broker = MemoryBroker(self.clock)
+        self.connect: Callable[[], Transport] = connect or (lambda: broker.connect("own"))
+        self.transport = self.connect()
         first = first_snapshots(self.manifest, lambda name: host_vector([layout.templates[name]]))
         self.transport.create(self.manifest, first)
-        self.merger = Merger(self.broker.connect("own"), self.clock, holder="merger", live_poll_seconds=0.0)
+        checkpointer = None
+        if folder is not None:
+            folder.recorder.begin(self.manifest, first)
+            checkpointer = folder.checkpointer(self.transport, self.manifest, 1e9, at_once)
+        self.merger = Merger(
+            self.connect(), self.clock, holder="merger", live_poll_seconds=0.0, checkpointer=checkpointer
+        )
         assert self.merger.acquire()
         self.merger.load()
         self._template = params

@@ -1,0 +1,121 @@
+"""The verbs on a run whose islands are training scripts of its users: they work, or say what is impossible."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.footprint import footprint, redis_parts
+from archipelago.broker.redis.transport import connect
+from archipelago.merger.storage import MergerFolder
+from archipelago.ops.dashboard import page_data
+from archipelago.ops.experiments.replay import ReplayOptions
+from archipelago.ops.experiments.replay import main as replay
+from archipelago.ops.launch.init import InitOptions
+from archipelago.ops.launch.init import main as init
+from archipelago.ops.watch.doctor.main import DoctorOptions
+from archipelago.ops.watch.doctor.main import main as doctor
+from archipelago.ops.watch.evaluate import EvaluateOptions
+from archipelago.ops.watch.evaluate import main as evaluate
+from archipelago.ops.watch.provenance import commands
+from archipelago.ops.watch.status import StatusOptions
+from archipelago.ops.watch.status import main as status
+from archipelago.ops.watch.steer import SteerOptions
+from archipelago.ops.watch.steer import main as steer
+from archipelago.ops.weights.export import ExportOptions
+from archipelago.ops.weights.export import main as export
+from archipelago.ops.weights.generate import GenerateOptions
+from archipelago.ops.weights.generate import main as generate
+from tests.failing import failing
+from tests.islands.own_loop.own_runs import CONFIG, OwnRun
+
+
+class Served:
+    """A recorded run with one island, on a server in memory. Its merger's folder is in `runs`."""
+
+    def __init__(self) -> None:
+        self.url = f"fakeredis://{uuid.uuid4().hex}"
+        self.run = OwnRun(
+            config=replace(CONFIG, record=True),
+            connect=lambda: connect(self.url, "own"),
+            folder=MergerFolder(Path("runs/own/merger")),
+        )
+        self.island = self.run.island("oslo")
+        self.island.play(12)
+        self.run.merger.finish()
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    monkeypatch.chdir(tmp_path)
+    return Served()
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_replay_repeats_the_merger_exactly_and_says_so(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay(ReplayOptions("own", json=True)) == 0
+    found = printed(capsys)
+    assert found["same"]
+    assert found["own_loops"]
+    assert found["rounds"] == served.run.merger.state.closed >= 4
+    assert found["trained_again"] == 0
+    assert replay(ReplayOptions("own")) == 0
+    with failing(ConfigError, "model.own"):
+        replay(ReplayOptions("own", set=("outer.lr=0.5",)))
+
+
+def test_status_doctor_and_steer_work(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    status(StatusOptions(url=served.url, run="own", json=True))
+    shown = printed(capsys)
+    assert shown["run"] == "own"
+    assert shown["passes"] is None
+    status(StatusOptions(url=served.url, run="own"))
+    capsys.readouterr()
+    doctor(DoctorOptions(url=served.url, run="own", seconds=0.0, json=True))
+    findings = [finding for finding in printed(capsys)["findings"] if finding["subject"] == "corpus"]
+    assert [finding["level"] for finding in findings] == ["ok"]
+    assert steer(SteerOptions(changes=("inner.steps=2000",), url=served.url, run="own")) == 0
+    served.island.link.pump()
+    assert served.island.link.run_steps == 2000
+
+
+def test_the_dashboard_shows_no_settings_of_ours(served: Served) -> None:
+    shown = page_data.settings(served.run.manifest)
+    assert shown["inner.steps"] == "1000"
+    assert not {"data.corpus", "inner.learning_rate", "model.size"} & set(shown)
+    assert "archipelago.create" in commands(served.run.manifest, 1, 1, [])
+
+
+def test_export_writes_the_leaves_under_their_names(served: Served) -> None:
+    assert export(ExportOptions(Path("out"), served.url, "own")) == 0
+    found = load_file("out/model.safetensors")
+    expected = served.run.merged()
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], np.asarray(value))
+
+
+def test_verbs_that_need_the_model_say_so(served: Served) -> None:
+    with failing(ConfigError, "model.own"):
+        evaluate(EvaluateOptions(url=served.url, run="own"))
+    with failing(ConfigError, "model.own"):
+        generate(GenerateOptions(served.url, run="own"))
+    with failing(ConfigError, "model.own"):
+        init(InitOptions(url=served.url, run="own"))
+
+
+def test_a_script_needs_what_the_link_holds_and_redis_has_a_sum(served: Served) -> None:
+    manifest = served.run.manifest
+    assert footprint(manifest).island == 16 * manifest.parameters
+    assert footprint(manifest).redis == sum(redis_parts(manifest).values())
