@@ -99,7 +99,7 @@ class Pumps:
         try:
             work()
         except (BrokerError, WireError) as error:
-            if not self._troubles:
+            if not self._troubles and not self._stopping.is_set():  # the owner may have closed the connection
                 log.warning("the link is down, training continues: %s", error.what)
             self._troubles[name] = error.what[:500]
             self._refusals[name] = self._refusals[name] + 1 if error.code == REFUSED else 0

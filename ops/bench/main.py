@@ -14,6 +14,7 @@ VERBS: Verbs = {
     "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),
     "signing": Verb("archipelago.ops.bench.signing", "SigningOptions", "What signatures add to a synchronisation."),
     "island": Verb("archipelago.ops.bench.island", "IslandBenchOptions", "What syncing costs an island."),
+    "join": Verb("archipelago.ops.bench.join", "JoinOptions", "What syncing costs a user's own training script."),
     "start": Verb("archipelago.ops.bench.start", "StartOptions", "What starting an island costs."),
     "largest": Verb("archipelago.ops.bench.largest", "LargestOptions", "The largest model that this machine can sync."),
 }
