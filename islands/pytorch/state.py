@@ -70,8 +70,8 @@ class Entry:
     def present(self) -> Any:
         """Return a copy of the value, as it travels; zeros if the optimiser has not made it yet."""
         value = self.states.get(self.parameter, {}).get(self.key)
-        tensor = torch.zeros_like(self.tensor) if value is None else torch.as_tensor(value).detach()
-        return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype), copy=True)
+        tensor = torch.as_tensor(torch.zeros(self.tensor.shape, dtype=self.tensor.dtype) if value is None else value)
+        return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype), copy=True)
 
 
 class OptimizerState:

@@ -1,0 +1,248 @@
+"""`archipelago.pytorch.create` and `join`, as a script calls them, on a server in memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import archipelago
+from archipelago import SyncConfig
+from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, WireError
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.wire import digest
+from archipelago.islands.sync import recovery
+from archipelago.merger.service import Merger
+from tests import pytorch
+from tests.conftest import Until
+from tests.failing import failing
+
+torch = pytorch.required()
+
+from archipelago.islands.pytorch.state import OptimizerState  # noqa: E402 - it imports torch
+from tests.islands.pytorch.torch_runs import as_float32, module, trained  # noqa: E402
+
+pytestmark = pytest.mark.full
+
+SYNC = SyncConfig(interval=4, fragments=2)
+KINDS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+@pytest.fixture
+def url() -> str:
+    return f"fakeredis://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def made(url: str) -> str:
+    assert archipelago.pytorch.create(url, "own", module(), sync=SYNC, steps=1000, kinds="^0")
+    return url
+
+
+@contextmanager
+def served(url: str) -> Iterator[Merger]:
+    """Serve the run in another thread."""
+    merger, stop = Merger(connect(url, "own"), holder="merger"), threading.Event()
+    assert merger.acquire()
+    merger.load()
+
+    def serve() -> None:
+        while not stop.is_set():
+            merger.turn(0.01)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield merger
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_pytorch_island_imports_no_jax(tmp_path: Any) -> None:
+    code = """
+import sys, torch, archipelago
+model = torch.nn.Linear(2, 2)
+archipelago.pytorch.create("fakeredis://x", "own", model, steps=4)
+with archipelago.pytorch.join("fakeredis://x", "own", model, torch.optim.SGD(model.parameters(), lr=0.1)) as run:
+    run.sync(loss=torch.tensor(1.0))
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib", "flax", "optax", "orbax"}))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert found.stdout.strip() == "[]"
+
+
+def test_create_publishes_the_module_and_join_takes_it(made: str) -> None:
+    manifest = connect(made, "own").reader.manifest()
+    assert {t.name: t.kind for t in manifest.tensors}["0.weight"] == "embedding"
+    assert not archipelago.pytorch.create(made, "own", module(), sync=SYNC, steps=1000, kinds="^0")
+    model = module()
+    trained(model, 5.0)
+    with archipelago.pytorch.join(made, "own", model, island="a") as run:
+        run.sync(tokens=3, loss=torch.tensor(2.0, dtype=torch.bfloat16))
+        for one, other in zip(model.parameters(), module().parameters(), strict=True):
+            np.testing.assert_array_equal(as_float32(one), as_float32(other))
+    with failing(ConfigError, "loop.left"):
+        run.sync()
+
+
+def test_another_model_is_refused_with_the_difference(made: str) -> None:
+    other = torch.nn.Sequential(*module()[:3], torch.nn.Linear(4, 9))
+    joined = archipelago.pytorch.join(made, "own", other)
+    with failing(MismatchError, "loop.other-tensors") as caught, joined:
+        pass
+    assert "3.bias" in caught.value.what
+
+
+def test_a_first_parameter_that_is_not_finite_is_named(url: str) -> None:
+    model = module()
+    with torch.no_grad():
+        model[2].bias[1] = math.nan
+    with failing(DivergedError, "loop.not-finite") as caught:
+        archipelago.pytorch.create(url, "own", model, steps=10)
+    assert "'2.bias'" in caught.value.what
+
+
+# -- the optimiser's state ------------------------------------------------------------------------------------------
+
+
+def stepped(kind: str, steps: int, model: Any = None) -> tuple[Any, Any, OptimizerState]:
+    """Return a module, its optimiser after some steps, and the optimiser's state."""
+    model = module() if model is None else model
+    optimizer = KINDS[kind](model.parameters())
+    state = OptimizerState([optimizer], dict(model.named_parameters()))
+    state.rehearse()
+    torch.manual_seed(steps)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return model, optimizer, state
+
+
+def handover(state: OptimizerState) -> tuple[Any, bytes]:
+    leaves = state.copies()
+    assert leaves is not None
+    return recovery.encode(recovery.StateForPeer("b/y", leaves, 3, 5), "a/x")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_newcomer_goes_on_as_the_giver_would(kind: str, dtype: str) -> None:
+    giver, theirs, state = stepped(kind, 3, module(getattr(torch, dtype)))
+    newcomer, ours, own = stepped(kind, 0, module(getattr(torch, dtype)))
+    newcomer.load_state_dict(giver.state_dict())
+    own.use(own.decode(*handover(state)))
+    for model, optimizer in ((giver, theirs), (newcomer, ours)):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    for one, other in zip(giver.parameters(), newcomer.parameters(), strict=True):
+        np.testing.assert_array_equal(as_float32(one), as_float32(other))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rehearsal_leaves_nothing_behind(kind: str) -> None:
+    model = module()
+    optimizer = KINDS[kind](model.parameters())
+    before = [float(group["lr"]) for group in optimizer.param_groups]
+    keys = {len(state) for state in optimizer.state.values()}  # Adagrad has state from the beginning
+    OptimizerState([optimizer], dict(model.named_parameters())).rehearse()
+    assert {len(state) for state in optimizer.state.values()} == keys
+    assert [float(group["lr"]) for group in optimizer.param_groups] == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for one, other in zip(model.parameters(), module().parameters(), strict=True):
+        np.testing.assert_array_equal(as_float32(one), as_float32(other))
+
+
+def test_an_optimiser_that_needs_a_closure_keeps_its_state() -> None:
+    model = module()
+    state = OptimizerState([torch.optim.LBFGS(model.parameters())], dict(model.named_parameters()))
+    state.rehearse()
+    assert state.copies() is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_value_that_the_giver_does_not_have_yet_is_zero() -> None:
+    _, optimizer, state = stepped("AdamW", 1)
+    optimizer.state.popitem()
+    _, ours, own = stepped("AdamW", 0)
+    own.use(own.decode(*handover(state)))
+    assert len(ours.state) == len(optimizer.state) + 1
+
+
+def test_an_optimiser_of_another_model_is_refused() -> None:
+    with failing(ConfigError, "loop.optimizer"):
+        archipelago.pytorch.join("fakeredis://x", "own", module(), KINDS["SGD"](module().parameters()))
+
+
+def test_the_state_of_another_optimiser_is_refused() -> None:
+    about, payload = handover(stepped("AdamW", 2)[2])
+    with failing(WireError, "handover.shape"):
+        stepped("SGD", 0)[2].decode(about, payload)
+    with failing(WireError, "handover.digest"):
+        stepped("AdamW", 0)[2].decode(replace(about, digest=digest(b"")), payload)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("exp_avg_sq", -1.0, "handover.unsound"),
+        ("step", -1.0, "handover.unsound"),
+        ("step", 2.0**40, "handover.unsound"),
+        ("exp_avg", 1e6, "handover.unsound"),
+        ("exp_avg", math.nan, "handover.not-finite"),
+    ],
+)
+def test_state_that_no_steps_can_produce_is_refused(key: str, value: float, code: str) -> None:
+    model, optimizer, state = stepped("AdamW", 2)
+    optimizer.state[model[2].bias][key].fill_(value)
+    with failing(WireError, code):
+        stepped("AdamW", 0)[2].decode(*handover(state))
+
+
+def test_an_island_takes_the_state_of_a_peer(made: str, until: Until) -> None:
+    stopped, went_on = threading.Event(), threading.Event()
+
+    def train() -> None:
+        model = module()
+        optimizer = KINDS["AdamW"](model.parameters())
+        with archipelago.pytorch.join(made, "own", model, optimizer, island="giver") as run:
+            while not stopped.wait(0.005):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                run.sync(loss=1.0)
+                if run.step > 8:
+                    went_on.set()
+
+    thread = threading.Thread(target=train)
+    with served(made):
+        thread.start()
+        try:
+            until(went_on.is_set, "the first rounds")
+            model = module()
+            optimizer = KINDS["AdamW"](model.parameters())
+            with archipelago.pytorch.join(made, "own", model, optimizer, island="new") as run:
+                assert run.moments == "peer giver"
+                steps = {float(state["step"]) for state in optimizer.state.values()}
+                assert len(steps) == 1
+                assert steps.pop() >= 4.0
+        finally:
+            stopped.set()
+            thread.join()
