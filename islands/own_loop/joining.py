@@ -33,6 +33,7 @@ class JoinedRun(Session):
         self._parameters = TreeParameters(self._layout)
         self._parameters.tree = params
         newest: Callable[[], Any] = state if callable(state) else lambda: state
+        self._gives_state = callable(state)
         self._loop_state = None if state is None else LoopState(newest)
         self._replica: TreeReplica | None = None
         self.state: Any = None
@@ -58,6 +59,7 @@ class JoinedRun(Session):
             ConfigError: The parameters are not those of the run, or this is the wrong place for the call.
             DivergedError: A parameter or the loss is not finite.
         """
+        self._require_joined()
         self._parameters.offer(params)
         self._turn(steps, tokens, loss)
         return self._parameters.tree
@@ -75,7 +77,7 @@ class JoinedRun(Session):
         self._layout.tell_of_own()
         self._replica = replica = TreeReplica(manifest, self._layout.templates)
         self._parameters.start(replica.begin([arrival.params_N for arrival in arrivals]))
-        copies = self._loop_state.copies if self._loop_state else lambda: None
+        copies = self._loop_state.copies if self._loop_state and self._gives_state else None
         return OwnLoop(
             name, manifest, link, replica, self._parameters, arrivals, jax_host(link.clock), copies, link.clock,
             self._incarnation,
@@ -120,8 +122,9 @@ def join(
         name: The name of the run, which `create` has made.
         params: A tree of arrays. The run's parameters come back in its shapes, shardings and dtypes. Its values do not
             matter.
-        state: The inner optimiser's state, or a function that returns the newest one. Newcomers then take it from this
-            island, and this island takes it from a peer, as `run.state`. None keeps states apart.
+        state: A function that returns the newest state of the inner optimiser. This island takes such state from a
+            peer, as `run.state`, and gives its own to newcomers. A value instead of a function is never given, because
+            it would be old. None keeps states apart.
         island: The name of this island. One that stays the same over restarts continues its counts. The default is
             that of the join file, or a random one.
         wait_seconds: How long to wait at the start for a Redis that does not answer.

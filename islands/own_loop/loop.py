@@ -50,7 +50,7 @@ class OwnLoop(Participant):
         parameters: Parameters,
         arrivals: Sequence[Arrival],
         host: Host,
-        optimizer_leaves: Callable[[], Sequence[Any] | None],
+        optimizer_leaves: Callable[[], Sequence[Any] | None] | None,
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
     ) -> None:
@@ -64,12 +64,14 @@ class OwnLoop(Participant):
             parameters: The parameters of the loop.
             arrivals: One snapshot of every fragment.
             host: The machine.
-            optimizer_leaves: Returns copies of the inner optimiser's arrays; None if they are not handed over.
+            optimizer_leaves: Returns copies of the inner optimiser's arrays, or None if they are not there now. Without
+                it, newcomers ask other islands.
             clock: Monotonic seconds.
             incarnation: Distinguishes this process from earlier ones of the same name; random by default.
         """
         super().__init__(name, manifest, link, replica, arrivals, host, clock, incarnation)
         link.stall_seconds = STALL_SECONDS
+        link.gives_state = optimizer_leaves is not None
         self.action_log.enabled = False  # nobody can repeat a loop from its actions
         self.tokens_per_step = 0.0
         self.parameters = parameters
@@ -127,7 +129,7 @@ class OwnLoop(Participant):
 
     def optimizer_leaves(self) -> Sequence[Any] | None:
         """Return copies of the inner optimiser's arrays."""
-        return self._optimizer_leaves()
+        return None if self._optimizer_leaves is None else self._optimizer_leaves()
 
     @property
     def draft_check(self) -> Callable[[Draft], bool]:

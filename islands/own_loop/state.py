@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Handover
 from archipelago.islands.sync import recovery
+from archipelago.islands.sync.arrays import device_copy
 
 #: The newest state of a loop, or a function that returns it.
 State = Any
@@ -31,7 +32,7 @@ class LoopState:
         leaves = [leaf for leaf in jax.tree.leaves(self._newest()) if _travels(leaf)]
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             return None
-        return [jnp.array(leaf, copy=True) for leaf in leaves]
+        return [device_copy(leaf) for leaf in leaves]
 
     def decode(self, handover: Handover, payload: bytes) -> State:
         """Return the state that a peer sent, in the shardings of this loop's. Raises WireError if it does not fit."""

@@ -123,7 +123,7 @@ class JoinedRun(Session):
         replica = TorchReplica(manifest, self._parameters.device)
         replica.begin(self._parameters.named(), [arrival.params_N for arrival in arrivals])
         host = torch_host(self._parameters.device, link.clock)
-        copies = self._state.copies if self._state is not None else lambda: None
+        copies = self._state.copies if self._state is not None else None
         return OwnLoop(
             name, manifest, link, replica, self._parameters, arrivals, host, copies, link.clock, self._incarnation
         )

@@ -101,6 +101,8 @@ class Link:
         #: A loop that prepares no heartbeat for so many seconds, and for many of its steps, does not train. No peer
         #: waits for it then.
         self.stall_seconds = math.inf
+        #: Whether the island answers newcomers who ask for inner optimiser state.
+        self.gives_state = True
         #: Whether a newer process has taken this island's name over. The island leaves, and sends nothing more.
         self.is_replaced = False
         #: The incarnation of that process.
@@ -313,7 +315,9 @@ class Link:
             self._notes.popleft()
 
     def _offer_help(self) -> None:
-        if self._beat is None or self._beat.state != "training" or self.is_replaced or self._is_stalled:
+        if not self.gives_state or self.is_replaced or self._is_stalled:
+            return
+        if self._beat is None or self._beat.state != "training":
             return
         room = HANDOVERS_AT_ONCE - len(self._asked_by) - len(self._handovers)
         if room <= 0:

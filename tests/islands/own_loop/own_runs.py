@@ -68,7 +68,7 @@ class OwnIsland:
         self.parameters.start(self.replica.begin([arrival.params_N for arrival in arrivals]))
         host = Host("test", MemoryMeter(run.clock, MemoryUse))
         self.loop = OwnLoop(
-            name, run.manifest, self.link, self.replica, self.parameters, arrivals, host, lambda: None, run.clock, "x"
+            name, run.manifest, self.link, self.replica, self.parameters, arrivals, host, None, run.clock, "x"
         )
         self.loop.begin()
         self.link.pump()

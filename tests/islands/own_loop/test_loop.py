@@ -230,3 +230,12 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back() -> None:
         assert abs(mine.version - theirs.version) <= 1
     assert run.transport.reader.books().merged > before
     assert island.loop.speed.step_seconds < own_loop.STALL_SECONDS
+
+
+def test_an_island_without_state_promises_none_to_newcomers() -> None:
+    run = OwnRun()
+    island = run.island()
+    island.play(2)
+    run.transport.island.request_state("new/z")
+    island.play(2)
+    assert run.transport.island.promise_answer("new/z", "other/y")
