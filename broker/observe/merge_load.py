@@ -15,8 +15,8 @@ from archipelago.broker.messages import TapeEntry
 #: The recent rounds that are looked at.
 ROUNDS_MAX: Final = 48
 #: Fewer rounds, or a shorter time, say nothing.
-ROUNDS_MIN: Final = 8
-SECONDS_MIN: Final = 60.0
+ROUNDS_MIN: Final = 12
+SECONDS_MIN: Final = 5.0
 #: A merger that waits for less than a tenth of the time is behind, if islands contribute later than the run's interval.
 BUSY_SHARE: Final = 0.9
 STRETCH: Final = 1.2
@@ -31,7 +31,8 @@ class MergeLoad:
     Attributes:
         busy: The share of the time in which it did not wait for contributions.
         spectra: The share of the time in which it changed spectra of matrices.
-        stretch: The steps of the largest contributions as a share of the run's interval (median).
+        stretch: The steps of the largest contribution of a round as a share of the run's interval; the lower quartile,
+            because the rounds after an outage merge long contributions once.
     """
 
     busy: float
@@ -77,10 +78,10 @@ def merge_load(tape: Sequence[TapeEntry], interval: int) -> MergeLoad | None:
         return None
     seconds = recent[-1].unix_seconds - recent[0].unix_seconds
     largest = [max(member.steps for member in entry.members) for entry in recent if entry.members]
-    if seconds < SECONDS_MIN or not largest:
+    if seconds < SECONDS_MIN or len(largest) < ROUNDS_MIN:
         return None
     busy, spectra = (
         min(1.0, sum(getattr(entry, name) for entry in recent[1:]) / seconds)
         for name in ("busy_seconds", "spectra_seconds")
     )
-    return MergeLoad(busy, spectra, statistics.median(largest) / interval)
+    return MergeLoad(busy, spectra, statistics.quantiles(largest, n=4)[0] / interval)

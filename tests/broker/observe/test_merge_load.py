@@ -49,6 +49,13 @@ def test_few_rounds_say_nothing() -> None:
     assert merge_load([replace(entry, members=()) for entry in tape_of(20, 10.0, 1.0)], H) is None
 
 
+def test_long_contributions_after_an_outage_do_not_count() -> None:
+    long, usual = tape_of(20, 10.0, 9.9, steps=9 * H)[:10], tape_of(20, 10.0, 9.9)[10:]
+    found = merge_load([*long, *usual], H)
+    assert found is not None
+    assert not found.is_slow
+
+
 def test_the_rounds_of_an_earlier_merger_do_not_count() -> None:
     slow, after = tape_of(20, 10.0, 10.0, steps=2 * H), tape_of(40, 10.0, 1.0)
     tape = [replace(entry, epoch=1) for entry in slow] + [replace(entry, epoch=2) for entry in after[20:]]
