@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from archipelago import join
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.footprint import footprint, redis_parts
 from archipelago.broker.redis.transport import connect
+from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.dashboard import page_data
 from archipelago.ops.experiments.replay import ReplayOptions
@@ -35,7 +37,7 @@ from archipelago.ops.weights.export import main as export
 from archipelago.ops.weights.generate import GenerateOptions
 from archipelago.ops.weights.generate import main as generate
 from tests.failing import failing
-from tests.islands.own_loop.own_runs import CONFIG, OwnRun
+from tests.islands.own_loop.own_runs import CONFIG, OwnRun, tree
 
 
 class Served:
@@ -119,3 +121,13 @@ def test_a_script_needs_what_the_link_holds_and_redis_has_a_sum(served: Served) 
     manifest = served.run.manifest
     assert footprint(manifest).island == 16 * manifest.parameters
     assert footprint(manifest).redis == sum(redis_parts(manifest).values())
+
+
+def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served) -> None:
+    lost, url = served.run, f"fakeredis://{uuid.uuid4().hex}"
+    assert init(InitOptions(url=url, run="own", resume=Path("runs/own/merger"))) == 0
+    with join(url, "own", tree(), island="lima") as run:
+        assert run.step == lost.merger.state.step > 0
+        named = TreeLayout.of(run.params).templates
+    for name, value in lost.merged().items():
+        np.testing.assert_array_equal(np.asarray(named[name]), np.asarray(value))

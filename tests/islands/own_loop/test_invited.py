@@ -1,0 +1,60 @@
+"""A script joins with the join file of an island, on a real server, and signs what it sends."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from archipelago import connect, create, join
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.process import connect_to
+from archipelago.merger.service import Merger
+from archipelago.ops.launch import invite
+from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.invite import InviteOptions
+from tests.conftest import Until
+from tests.failing import failing
+from tests.islands.own_loop.own_runs import trained, tree
+
+
+@pytest.mark.full
+def test_an_invited_script_trains_and_a_merger_of_the_run_takes_its_work(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = f"own-{uuid.uuid4().hex[:8]}"
+    assert create(server.url, run, tree(), steps=1000)
+    files = {role: Path(f"{role}.join") for role in ("island", "merger")}
+    for role, file in files.items():
+        assert invite.main(InviteOptions(name=role, url=server.url, run=run, role=role, out=file)) == 0  # type: ignore[arg-type]
+    admin = connect(server.url, run)
+    serving = connect_to(str(files["merger"]), run)
+    try:
+        for file, name, code in (
+            (files["island"], "lima", "invitation.other-name"),
+            (files["merger"], None, "invitation.other-role"),
+        ):
+            with failing(ConfigError, code), join(str(file), run, tree(), island=name):
+                pass
+        assert not create(str(files["island"]), run, tree(), steps=1000)
+        with join(str(files["island"]), run, tree(), state=dict) as joined:
+            assert joined.island == "island"
+            joined.sync(trained(joined.params), tokens=64)
+        merger = Merger(serving, holder="merger")
+        assert merger.acquire()
+        merger.load()
+
+        def merged() -> bool:
+            merger.turn(0.01)
+            return admin.reader.books().merged >= 5
+
+        until(merged, "the work of the invited island to be merged")
+        assert admin.reader.books().refused == 0
+    finally:
+        serving.close()
+        for user in admin.connection.redis.acl_users():
+            if user.startswith(f"{run}~"):
+                admin.connection.redis.acl_deluser(user)
+        admin.close()
