@@ -22,6 +22,7 @@ class StopSignal:
         self.has_arrived = False
         self._is_watched = False
         self._was_told = False
+        self._process = os.getpid()
 
     def watch(self) -> None:
         """Handle the signal from now on, in the main thread only, and only if the script has no handler of its own."""
@@ -43,7 +44,8 @@ class StopSignal:
         self._was_told = self.has_arrived
 
     def _arrive(self, number: int, _frame: FrameType | None) -> None:
-        if self.has_arrived:  # a second signal ends the process at once
+        # A second signal ends the process at once. The first one ends forked processes, such as those of a data loader.
+        if self.has_arrived or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.has_arrived = True

@@ -223,6 +223,16 @@ def test_joining_twice_under_one_name_is_refused(made: str) -> None:
         pass
 
 
+def test_two_runs_do_not_train_one_tree(made: str) -> None:
+    assert create(made, "second", tree(), sync=SYNC, steps=1000)
+    with join(made, "own", tree()) as one, join(made, "second", tree()) as other:
+        params = one.sync(trained(one.params))
+        with failing(ConfigError, "loop.two-runs"):
+            other.sync(params)
+        other.sync(trained(other.params))
+        one.sync(trained(params))
+
+
 def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(made: str) -> None:
     caught: list[str] = []
 

@@ -1,0 +1,29 @@
+"""SIGTERM while a script is an island. `test_session` has what the island does about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FORKED = """
+import os, signal, sys, time
+from archipelago.islands.own_loop.signals import StopSignal
+stop = StopSignal()
+stop.watch()
+child = os.fork()
+if not child:
+    time.sleep(600)
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+assert os.WTERMSIG(status) == signal.SIGTERM and not stop.has_arrived
+assert "jax" not in sys.modules
+os.kill(os.getpid(), signal.SIGTERM)
+assert stop.has_arrived
+stop.release()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+
+
+def test_forked_processes_end_at_once() -> None:
+    """A data loader ends its workers by SIGTERM, and they inherit the handler."""
+    subprocess.run([sys.executable, "-c", FORKED], check=True)
