@@ -81,7 +81,7 @@ def synced(tensors: Sequence[Tensor], config: RunConfig) -> tuple[tuple[Tensor, 
     Where first moments are averaged, a fragment has those of its parameters after all of its parameters.
 
     Raises:
-        ConfigError: Not every optimiser's first moments can be averaged (`config.moments`).
+        ConfigError: First moments of this optimiser, or with this codec, cannot be averaged (`config.moments`).
     """
     fragments = balanced(tensors, config.sync.fragments)
     if config.sync.moments == "own":
@@ -91,6 +91,12 @@ def synced(tensors: Sequence[Tensor], config: RunConfig) -> tuple[tuple[Tensor, 
         raise ConfigError(
             f"sync.moments is 'average', and the inner optimiser is that of {whose}",
             "Only our AdamW's first moments can be averaged. Set sync.moments to 'own', or inner.optimizer to 'adamw'.",
+            code="config.moments",
+        )
+    if config.wire.up == "top3":
+        raise ConfigError(
+            "sync.moments is 'average', and wire.up is 'top3', which leaves 3 % of each moment",
+            "Set sync.moments to 'own', or wire.up to 'int4'. As wire.thin, 'top3' can stay: it then sends no moments.",
             code="config.moments",
         )
     moments = tuple(Tensor(MOMENT_PREFIX + tensor.name, tensor.shape, "moment") for tensor in tensors)

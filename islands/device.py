@@ -23,7 +23,7 @@ BOUNDARY_SECONDS = 0.04
 
 #: The variable that hides devices from JAX, by platform.
 VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
-#: Bytes per parameter that an island keeps in the memory of its machine when it trains on an accelerator.
+#: Bytes per synced element that an island keeps in the memory of its machine when it trains on an accelerator.
 HOST_PER_PARAMETER = 16
 
 
@@ -52,7 +52,7 @@ def memory_in_words(manifest: Manifest, device: jax.Device) -> tuple[str, list[s
         words = shortage("this island", needed.island, available)
         return f"{said}; {memory_text(available)} are available here", [words] if words else []
     on_device = needed.island - ISLAND_BASE
-    on_host = ISLAND_BASE + HOST_PER_PARAMETER * manifest.parameters
+    on_host = ISLAND_BASE + HOST_PER_PARAMETER * manifest.elements
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     said += f"; here {memory_text(on_device)} of {memory_text(limit) if limit else 'the memory'} on the device, and "
     said += f"{memory_text(on_host)} of {memory_text(available)} on the machine"

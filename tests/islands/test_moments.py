@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker.config import OWN_MODEL, InnerConfig, ModelConfig, RunConfig, SyncConfig
+from archipelago.broker.config import OWN_MODEL, InnerConfig, ModelConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import MOMENT_PREFIX, synced
 from archipelago.islands import inner
@@ -102,8 +102,15 @@ def test_zeros_stand_for_no_moments(rule: str) -> None:
     assert sent(adopted(before, 0.0, 1.0, 1, rule)) == pytest.approx(sent(before))
 
 
-@pytest.mark.parametrize("changes", [{"inner": InnerConfig(optimizer="muon")}, {"model": ModelConfig(size=OWN_MODEL)}])
-def test_other_optimisers_moments_are_refused(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inner": InnerConfig(optimizer="muon")},
+        {"model": ModelConfig(size=OWN_MODEL)},
+        {"wire": WireConfig(up="top3")},
+    ],
+)
+def test_what_cannot_average_moments_is_refused(changes: dict[str, Any]) -> None:
     config = RunConfig(sync=SyncConfig(moments="average"))
     assert len(synced(tiny.TENSORS, config)[0]) == 4
     with failing(ConfigError, "config.moments"):

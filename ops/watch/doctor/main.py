@@ -210,7 +210,7 @@ def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, manif
     """Check this machine without loading JAX."""
     named = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
     return [
-        *doctor_site.checks(site, folder, manifest.parameters if manifest else 0),
+        *doctor_site.checks(site, folder, *((manifest.parameters, manifest.elements) if manifest else (0, 0))),
         doctor_site.own_loops() if config.has_own_loops else doctor_site.corpus(*named),
         doctor_site.versions(installed_versions(), manifest.versions if manifest else None),
     ]
