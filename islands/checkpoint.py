@@ -30,7 +30,7 @@ from archipelago.broker.wire import digest
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.actions import ActionLog, RestoreWhole, TakeMoments
 from archipelago.islands.sync.arrays import device_copy
-from archipelago.islands.sync.outbox import Draft, Published
+from archipelago.islands.sync.connection.outbox import Draft, Published
 from archipelago.islands.sync.progress import Totals
 from archipelago.islands.worker import Island
 

@@ -26,7 +26,7 @@ from archipelago.islands.data.sharding import held_out
 from archipelago.islands.evaluation import Measures, SlicedMeasures, assemble, mean_of, published
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build
-from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.sync.connection.snapshots import Arrival
 
 #: The largest share of the device's time that evaluations take.
 DEVICE_SHARE: Final = 0.02

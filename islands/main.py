@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from archipelago.broker.transport import IslandTransport
     from archipelago.islands.evaluator import Evaluator
     from archipelago.islands.prepared import PreparedIsland
-    from archipelago.islands.sync.link import Link
+    from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)

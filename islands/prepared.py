@@ -18,8 +18,8 @@ from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.device import best_scan_steps
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import build
-from archipelago.islands.sync.link import Link
-from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.worker import Island
 
 #: The name of the island that `rehearse` builds. Its link never starts.

@@ -18,8 +18,8 @@ from archipelago.broker.transport import IslandTransport
 from archipelago.islands.checkpoint import Found, IslandStore
 from archipelago.islands.inner import moment_bounds, require_sound
 from archipelago.islands.sync import recovery
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
-from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.worker import Island
 

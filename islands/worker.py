@@ -21,13 +21,13 @@ from archipelago.islands.moments import SyncedState
 from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.sync.actions import BeginPass, ForgetShards, Steps, TakeMoments
 from archipelago.islands.sync.arrays import Tensors, device_copy
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.memory_use import MemoryMeter, measured
 from archipelago.islands.sync.participant import DIVERGED_MAX as DIVERGED_MAX
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import Received
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.turn_log import TurnLog
 
 log = logging.getLogger(__name__)

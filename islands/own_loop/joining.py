@@ -12,9 +12,9 @@ from archipelago.islands.own_loop.replica import TreeReplica
 from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.state import LoopState
 from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
-from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import jax_host
 
 #: The runs that scripts in this process have joined. Usually it is one.

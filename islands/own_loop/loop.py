@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.own_loop.soundness import is_sound
-from archipelago.islands.sync.link import Link
-from archipelago.islands.sync.outbox import Draft
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.outbox import Draft
+from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.connection.uplink import averaged
 from archipelago.islands.sync.participant import Host, Measures, Participant
 from archipelago.islands.sync.progress import SMOOTHING
-from archipelago.islands.sync.snapshots import Arrival
-from archipelago.islands.sync.uplink import averaged
 
 #: Seconds between two heartbeats that the loop prepares. Preparing one costs more than everything else of a call.
 BEAT_SECONDS = 0.5

@@ -24,9 +24,9 @@ from archipelago.broker.redis.transport import RedisTransport
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.signals import StopSignal
 from archipelago.islands.own_loop.tensors import require_same_tensors
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
-from archipelago.islands.sync.snapshots import Arrival
 
 #: No step has more tokens. The merger refuses more.
 TOKENS_PER_STEP_MAX = 1 << 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from archipelago.islands.sync.outbox import Draft
+from archipelago.islands.sync.connection.outbox import Draft
 
 #: The exponent of a bfloat16 number. All its bits are set in NaN and in infinity.
 _EXPONENT = np.uint16(0x7F80)

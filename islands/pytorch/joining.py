@@ -17,9 +17,9 @@ from archipelago.islands.pytorch.host import HostCopy, torch_host
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.state import OptimizerState
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
-from archipelago.islands.sync.snapshots import Arrival
 
 
 def create(

@@ -1,4 +1,4 @@
-"""The core of an island, for any training loop: link, ledger, replica, adoption, recovery.
+"""The core of an island, for any training loop: participant, ledger, connection, replica, adoption, recovery.
 
 It handles named arrays and knows no model, no data and no optimiser.
 """

@@ -20,15 +20,15 @@ from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume
 from archipelago.islands.sync.actions import ActionLog, Adopt, Join, Length, Send
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
+from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.connection.uplink import averaged
 from archipelago.islands.sync.heartbeat import heartbeat
 from archipelago.islands.sync.ledger import Ledger
-from archipelago.islands.sync.link import Link
 from archipelago.islands.sync.memory_use import MemoryMeter
-from archipelago.islands.sync.outbox import ContributionHeader, Draft
 from archipelago.islands.sync.progress import SMOOTHING, Losses, Speed, Totals
 from archipelago.islands.sync.recovery import StateForPeer
-from archipelago.islands.sync.snapshots import Arrival
-from archipelago.islands.sync.uplink import averaged
 
 FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0

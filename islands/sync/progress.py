@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from archipelago.islands.sync.uplink import averaged
+from archipelago.islands.sync.connection.uplink import averaged
 
 SMOOTHING = 0.9
 #: The most losses that are kept. They are removed when a contribution is sent, and without rounds none is sent.

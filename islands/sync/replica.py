@@ -22,7 +22,7 @@ from archipelago.islands.sync.arrays import (
     parameters_in,
     unflatten,
 )
-from archipelago.islands.sync.uplink import SMALL_BYTES
+from archipelago.islands.sync.connection.uplink import SMALL_BYTES
 
 #: From a reference [N] and a fragment's tensors to the codec's parts and the next reference.
 Measure = Callable[[jax.Array, Tensors], tuple[Parts, jax.Array]]

@@ -34,8 +34,8 @@ from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
-    from archipelago.islands.sync.outbox import Draft
-    from archipelago.islands.sync.snapshots import Arrival
+    from archipelago.islands.sync.connection.outbox import Draft
+    from archipelago.islands.sync.connection.snapshots import Arrival
 
 RUN = "bench-largest"
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
@@ -249,7 +249,7 @@ class _IslandEnd:
     """An island's end of the wire, with the replica of one fragment. It times each part of a fragment's round trip."""
 
     def __init__(self, url: str, manifest: Manifest, first_N: Vector) -> None:
-        from archipelago.islands.sync.link import Link
+        from archipelago.islands.sync.connection.link import Link
         from archipelago.islands.sync.replica import Replica
 
         self.link = Link(connect(url, RUN), manifest, "island/bench", shards=[])
@@ -290,7 +290,7 @@ class _IslandEnd:
         return published - began, heard - published, adopted - heard
 
     def _draft(self, p: int, parts: Parts) -> Draft:
-        from archipelago.islands.sync.outbox import ContributionHeader, Draft
+        from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
 
         config = self._manifest.config
         steps = config.sync.interval

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import jax
 
     from archipelago.islands.inner import InnerState, InnerSteps
-    from archipelago.islands.sync.link import Link
+    from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
 
 RUN = "bench-island"
@@ -145,7 +145,7 @@ def _join(url: str) -> Island:
     from archipelago.islands.data.sharding import shard_order
     from archipelago.islands.inner import compile_steps
     from archipelago.islands.models.registry import build
-    from archipelago.islands.sync.link import Link
+    from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
 
     transport = connect(url, RUN)

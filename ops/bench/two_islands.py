@@ -32,7 +32,7 @@ from archipelago.broker.wire import digest, pack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve

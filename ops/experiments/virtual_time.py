@@ -23,7 +23,7 @@ from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.hostile import HostileClient, compiled_wrong

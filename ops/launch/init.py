@@ -23,7 +23,7 @@ from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, 
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.sync.same_run import require_no_islands as require_no_islands
+from archipelago.islands.sync.connection.same_run import require_no_islands as require_no_islands
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.own_settings import require_own_settings

@@ -23,7 +23,7 @@ from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.intercept import Intercepted

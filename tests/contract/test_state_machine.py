@@ -58,7 +58,7 @@ from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import at_once

@@ -18,7 +18,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
 from archipelago.islands.evaluation import compile_evaluation, published
 from archipelago.islands.models.registry import build
-from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.worker import Island
 from archipelago.merger.outer import OUTER
 from archipelago.ops.experiments.virtual_time import VirtualRun

@@ -20,7 +20,7 @@ from archipelago.broker.errors import DataError
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.checkpoint import KEPT, LEAVING, IslandCut, IslandStore, cut
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.sync.outbox import Draft
+from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
 from tests.islands import tiny
 from tests.islands.tiny import TinyRun, leaf_bytes

@@ -14,7 +14,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.islands import tiny

@@ -20,8 +20,8 @@ from archipelago.broker.messages import Marker
 from archipelago.islands import device
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.actions import Action, Adopt, BeginPass, ForgetShards, Join, Send, Steps, unfolded
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
-from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.worker import DIVERGED_MAX, Island, train
 from tests.failing import failing
 from tests.islands import tiny

@@ -15,7 +15,7 @@ from archipelago.broker.memory.state import entry_number
 from archipelago.broker.messages import Books, Contribution, Member, Presence, Refusal, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of, unpack
-from archipelago.islands.sync.outbox import ContributionHeader
+from archipelago.islands.sync.connection.outbox import ContributionHeader
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
 from archipelago.merger.claims import BURST_INTERVALS

@@ -12,8 +12,8 @@ from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync.link import Link
-from archipelago.islands.sync.outbox import Draft
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
 from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import Merger

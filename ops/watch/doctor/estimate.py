@@ -95,7 +95,7 @@ def estimate(
 def _codec(
     config: RunConfig, name: str, elements: int, stride_seconds: float, link: Bandwidth, round_trip_seconds: float
 ) -> Codec:
-    from archipelago.islands.sync.uplink import Uplink
+    from archipelago.islands.sync.connection.uplink import Uplink
 
     up, down = (codec(each).encoded_size(elements) for each in (name, config.wire.down))
     seconds_a_byte = 1 / link.up if link.up else 0.0

@@ -27,7 +27,7 @@ from archipelago.islands.own_loop.new_run import first_snapshots
 from archipelago.islands.own_loop.replica import TreeReplica
 from archipelago.islands.own_loop.tensors import kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters, host_vector
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host
 from archipelago.merger.checkpointer import at_once

@@ -23,7 +23,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import first_snapshots
 from archipelago.islands.own_loop.tensors import kinds_by
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host
 from archipelago.merger.service import Merger

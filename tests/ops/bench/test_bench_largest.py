@@ -12,7 +12,7 @@ import pytest
 from archipelago.broker.codecs import codec
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Snapshot
-from archipelago.islands.sync.snapshots import Arrival
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.ops.bench.largest import RATE, _create, _IslandEnd, _manifest, largest, needed_bytes, require_room
 from tests.failing import failing
 

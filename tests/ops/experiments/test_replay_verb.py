@@ -22,7 +22,7 @@ from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.replay import ActionError, corpus_of
 from archipelago.islands.sync.actions import BeginPass, Length, parse, unfolded
-from archipelago.islands.sync.link import Link
+from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger import record as records
 from archipelago.merger.checkpointer import at_once

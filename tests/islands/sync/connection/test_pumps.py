@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from archipelago.broker.errors import BrokerError, UnreachableError
-from archipelago.islands.sync.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
+from archipelago.islands.sync.connection.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
 
 
 def pumps_of(errors: Iterator[Exception | None]) -> Pumps:

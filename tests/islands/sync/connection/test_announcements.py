@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.messages import Call, Event, Marker, Refusal, Resume, Snapshot
-from archipelago.islands.sync.announcements import Verdict, believable_step, fault_in, judged
+from archipelago.islands.sync.connection.announcements import Verdict, believable_step, fault_in, judged
 from tests import samples
-from tests.islands.sync.test_link import Harness, received
+from tests.islands.sync.connection.test_link import Harness, received
 from tests.tiers import examples
 
 MANIFEST = samples.manifest()

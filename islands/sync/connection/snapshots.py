@@ -14,8 +14,8 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest, digest_of, unpack
-from archipelago.islands.sync.announcements import Heads, believable_step, snapshot_fault
-from archipelago.islands.sync.uplink import Uplink
+from archipelago.islands.sync.connection.announcements import Heads, believable_step, snapshot_fault
+from archipelago.islands.sync.connection.uplink import Uplink
 
 #: How many of the newest rounds on the tape may confirm a step, so that one unreadable entry hides nothing.
 TAPE_ENTRIES = 4

@@ -23,12 +23,12 @@ from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import require_sound
-from archipelago.islands.sync import link as link_module
-from archipelago.islands.sync import pumps
-from archipelago.islands.sync.link import Link
-from archipelago.islands.sync.outbox import ContributionHeader, Draft, Published
+from archipelago.islands.sync.connection import link as link_module
+from archipelago.islands.sync.connection import pumps
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft, Published
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.recovery import StateForPeer
-from archipelago.islands.sync.snapshots import Arrival
 from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.worker import Island, train
 from archipelago.merger.service import Merger

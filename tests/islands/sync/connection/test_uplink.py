@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.islands.sync.uplink import BUSY_SHARE, SMALL_BYTES, TRY_EVERY, Uplink
+from archipelago.islands.sync.connection.uplink import BUSY_SHARE, SMALL_BYTES, TRY_EVERY, Uplink
 from tests.tiers import examples
 
 SECONDS = st.floats(0.0, 1e3)

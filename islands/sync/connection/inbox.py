@@ -12,11 +12,11 @@ from dataclasses import replace
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import START, IslandTransport
-from archipelago.islands.sync.announcements import Heads, fault_in, judged, last_round
-from archipelago.islands.sync.outbox import Outbox
-from archipelago.islands.sync.same_run import require_same_run
-from archipelago.islands.sync.snapshots import Arrival, Snapshots
-from archipelago.islands.sync.uplink import Uplink
+from archipelago.islands.sync.connection.announcements import Heads, fault_in, judged, last_round
+from archipelago.islands.sync.connection.outbox import Outbox
+from archipelago.islands.sync.connection.same_run import require_same_run
+from archipelago.islands.sync.connection.snapshots import Arrival, Snapshots
+from archipelago.islands.sync.connection.uplink import Uplink
 
 EVENTS_AT_ONCE = 256
 

@@ -13,7 +13,7 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Actions, Contribution, Identified
 from archipelago.broker.transport import MEMORY_SHARE_MAX, IslandTransport
 from archipelago.broker.wire import digest, pack_body
-from archipelago.islands.sync.uplink import Uplink
+from archipelago.islands.sync.connection.uplink import Uplink
 
 #: The value of `Published.entry` for a contribution that a broker has lost.
 LOST = "lost"

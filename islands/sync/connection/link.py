@@ -24,15 +24,15 @@ from archipelago.broker.messages import NOTE_MAX, Event, Heartbeat, Note
 from archipelago.broker.names import NameClaim
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
-from archipelago.islands.sync.inbox import Inbox
-from archipelago.islands.sync.leases import ShardLeases
-from archipelago.islands.sync.outbox import Draft, Outbox, Published
-from archipelago.islands.sync.pumps import Pump, Pumps
+from archipelago.islands.sync.connection.inbox import Inbox
+from archipelago.islands.sync.connection.leases import ShardLeases
+from archipelago.islands.sync.connection.outbox import Draft, Outbox, Published
+from archipelago.islands.sync.connection.pumps import Pump, Pumps
+from archipelago.islands.sync.connection.same_run import require_same_run
+from archipelago.islands.sync.connection.serving import MergerWatch
+from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.recovery import StateForPeer
-from archipelago.islands.sync.same_run import require_same_run
-from archipelago.islands.sync.serving import MergerWatch
-from archipelago.islands.sync.snapshots import Arrival
-from archipelago.islands.sync.uplink import Uplink
 
 BLOCK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
