@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 import archipelago.islands.checkpoint
 import archipelago.islands.data.batches
 import archipelago.islands.data.sharding
-import archipelago.islands.sync.adoption
 import archipelago.islands.sync.heartbeat
 import archipelago.islands.sync.replica
 import archipelago.islands.worker
@@ -60,7 +59,6 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 def install() -> None:
     """Replace JAX in this process for good. Only call this in a process that does nothing else."""
     for module in (
-        archipelago.islands.sync.adoption,
         archipelago.islands.sync.replica,
         archipelago.merger.outer,
         archipelago.merger.round_merge,
