@@ -13,7 +13,7 @@ text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
 model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(8 * 16, 128), nn.ReLU(), nn.Linear(128, 256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-pytorch.create(None, "mine", model, sync=SyncConfig(interval=24, fragments=2), steps=20_000, kinds=r"^0\.")
+pytorch.create(None, "mine", model, sync=SyncConfig(interval=24, fragments=2), steps=6_000, kinds=r"^0\.")
 torch.seed()  # each island draws other examples
 with pytorch.join(None, "mine", model, optimizer, island=sys.argv[1]) as run:
     while not run.finished:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,12 +14,15 @@ from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.tensors import KindOf, kinds_by
 from archipelago.islands.pytorch.host import HostCopy, torch_host
-from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
+
+if TYPE_CHECKING:
+    from archipelago.islands.pytorch.parallel import Follower
 
 
 def create(
@@ -89,6 +92,7 @@ class JoinedRun(Session):
         super().__init__(url, run, island, wait_seconds)
         self._parameters = ModuleParameters(model, buffers)
         self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
+        self._replica: TorchReplica | None = None
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
         """Sync after `optimizer.step()`. It changes the model's parameters in place, and never waits for the run.
@@ -120,7 +124,7 @@ class JoinedRun(Session):
         self._parameters.tell_of_own()
         if self._state is not None:
             self._state.rehearse()
-        replica = TorchReplica(manifest, self._parameters.device)
+        self._replica = replica = TorchReplica(manifest, self._parameters.device)
         replica.begin(self._parameters.named(), [arrival.params_N for arrival in arrivals])
         host = torch_host(self._parameters.device, link.clock)
         copies = self._state.copies if self._state is not None else None
@@ -149,7 +153,7 @@ def join(
     buffers: Sequence[str] = (),
     island: str | None = None,
     wait_seconds: float = 30.0,
-) -> JoinedRun:
+) -> JoinedRun | Follower:
     """Make a training script in PyTorch an island of a run.
 
         with archipelago.pytorch.join(url, "mine", model, optimizer) as run:
@@ -165,7 +169,8 @@ def join(
     Args:
         url: The URL of the Redis (redis://HOST:PORT), or the path of a join file; None for $ARCHIPELAGO_URL.
         name: The name of the run, which `create` has made.
-        model: A `torch.nn.Module` on one device. The `with` sets its parameters to those of the run.
+        model: A `torch.nn.Module` on one device, or in `DistributedDataParallel`: then all its processes call this, and
+            are one island. The `with` sets its parameters to those of the run.
         optimizer: Its optimiser, or a list of them. Newcomers take its state from this island, and this island takes
             that of a peer. None keeps states apart.
         buffers: The names of buffers that are merged too, as in `create`.
@@ -178,4 +183,11 @@ def join(
             (`loop.optimizer`).
     """
     several = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    return JoinedRun(url, name, model, several, buffers, island, wait_seconds)
+    _, group = unwrapped(model)
+    if group is None or group.size() == 1:
+        return JoinedRun(url, name, model, several, buffers, island, wait_seconds)
+    from archipelago.islands.pytorch.parallel import Follower, Leader
+
+    if group.rank() == 0:
+        return Leader(group, url, name, model, several, buffers, island, wait_seconds)
+    return Follower(group, model, several, buffers)

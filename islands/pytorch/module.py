@@ -43,7 +43,7 @@ class ModuleParameters:
                 (`loop.meta`), is spread over processes (`loop.sharded`), or has a dtype that is not merged
                 (`loop.dtype`); there is nothing to merge (`loop.nothing`), or no such buffer (`loop.buffer`).
         """
-        self._model = _unwrapped(model)
+        self._model, _ = unwrapped(model)
         self._buffers = frozenset(buffers)
         found = dict(_named(self._model))
         for name in buffers:
@@ -170,11 +170,18 @@ def _require_kind(name: str, was: Kind, now: Kind) -> None:
     )
 
 
-def _unwrapped(model: Any) -> Any:
-    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    while isinstance(model, parallel):
+def unwrapped(model: Any) -> tuple[Any, Any]:
+    """Return the module inside of its wrappers, and the process group of DistributedDataParallel, if it is one."""
+    group = None
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            group = model.process_group
+        elif not isinstance(model, torch.nn.DataParallel):
+            if not hasattr(model, "_orig_mod"):
+                return model, group
+            model = model._orig_mod
+            continue
         model = model.module
-    return model
 
 
 def _named(model: Any) -> Iterator[tuple[str, Any]]:

@@ -38,6 +38,12 @@ class TorchReplica:
         self.codec = manifest.config.wire.up
         self.device = device
         self.references: list[Any] = []
+        self._changed: dict[str, None] = {}
+
+    def take_changed(self) -> list[str]:
+        """Return the names of the tensors that were adopted since the last call."""
+        changed, self._changed = list(self._changed), {}
+        return changed
 
     def begin(self, params: Tensors, vectors: Sequence[Vector]) -> None:
         """Set the parameters to these float32 vectors, one for each fragment."""
@@ -65,6 +71,7 @@ class TorchReplica:
             if any(params[tensor.name].dtype != torch.float32 for tensor, _ in rows):
                 reference_N = reference_N + (_flatten(rows, params) - own_N)
         self.references[fragment] = reference_N
+        self._changed |= {tensor.name: None for tensor, _ in rows}
         return params
 
 

@@ -141,6 +141,10 @@ class OptimizerState:
             return None
         return [self._digest, *(HostCopy(entry.present()) for entry in self._entries)]
 
+    def values(self) -> list[Any]:
+        """Return copies of all values as tensors of the host."""
+        return [entry.present().cpu() for entry in self._entries]
+
     def decode(self, handover: Handover, payload: bytes) -> list[Any]:
         """Return the values that a peer sent, as tensors of the host. Raises WireError if they do not fit."""
         if not self._can_travel:
@@ -163,7 +167,7 @@ class OptimizerState:
                 raise WireError("more steps in the peer's optimiser state than in a run", code="handover.unsound")
             second = by_place.get((id(entry.parameter), "exp_avg_sq"))
             if entry.key == "exp_avg" and second is not None and entry.tensor.dtype == torch.float32:
-                largest = SLACK * adam_ratio(*entry.group["betas"]) * np.sqrt(second) + TINY
+                largest = SLACK * adam_ratio(*entry.group["betas"]) * np.sqrt(np.abs(second)) + TINY
                 if value.shape == second.shape and bool((np.abs(value) > largest).any()):
                     raise WireError("moments in the peer's optimiser state that no steps can produce",
                                     code="handover.unsound")  # fmt: skip

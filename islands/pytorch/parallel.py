@@ -1,0 +1,217 @@
+"""One island of several processes in DistributedDataParallel. Only the leader, rank 0, talks to Redis.
+
+At each step boundary the leader does what an island does. Then it says in one small message what that was, and hands
+the parameters that it adopted to the others, which all processes hold again in the same bits. The others learn from the
+same message whether to stop. Losing a process means losing the island, as it does for DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.pytorch.joining import JoinedRun
+from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.pytorch.state import OptimizerState
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the leader says after a step boundary.
+
+    Attributes:
+        has_left: Whether the leader has left because of an error.
+        changed: The number of tensors that it adopted.
+        finished: Whether to stop.
+        step: The run's clock.
+        steps: The run's length.
+        has_state: Whether the optimisers' state follows.
+    """
+
+    has_left: bool = False
+    changed: int = 0
+    finished: bool = False
+    step: int = 0
+    steps: int = 0
+    has_state: bool = False
+
+
+class Team:
+    """The processes of one island. Messages go over the hosts' memory, and parameters over the processes' own group."""
+
+    def __init__(self, group: Any) -> None:
+        """Make the group for messages. All processes of the island do this at the same time."""
+        self._group = group
+        ranks = dist.get_process_group_ranks(group)
+        self._leader = ranks[0]
+        self._messages = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def exchange(self, said: Said) -> Said:
+        """Return what the leader gives to this call. What the others give does not matter."""
+        message = torch.tensor([int(value) for value in vars(said).values()])
+        self.share_on_host(message)
+        left, changed, finished, step, steps, state = message.tolist()
+        return Said(bool(left), changed, bool(finished), step, steps, bool(state))
+
+    def share_on_host(self, tensor: Any) -> None:
+        """Overwrite a tensor of the host by the leader's."""
+        dist.broadcast(tensor, self._leader, group=self._messages)
+
+    def share(self, tensors: Sequence[Any]) -> None:
+        """Overwrite tensors of the model by the leader's, in place."""
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), self._leader, group=self._group)
+
+    def share_chosen(self, parameters: ModuleParameters, chosen: Sequence[int], count: int) -> None:
+        """Overwrite some tensors of the model by the leader's, who gives their places. All know how many they are."""
+        places = torch.tensor(list(chosen) if chosen else [0] * count)
+        self.share_on_host(places)
+        tensors = list(parameters.tensors.values())
+        self.share([tensors[place] for place in places.tolist()])
+
+    def share_state(self, state: OptimizerState) -> None:
+        """Overwrite the optimisers' state by the leader's."""
+        values = state.values()
+        for value in values:
+            self.share_on_host(value)
+        state.use(values)
+
+
+class Leader(JoinedRun):
+    """The island's membership, in the process that leads."""
+
+    def __init__(self, group: Any, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._group = group
+        self._team: Team | None = None
+        self._said = Said()
+
+    def __enter__(self) -> Self:
+        """Join the run, and hand the parameters and the optimisers' state to the others."""
+        self._team = team = Team(self._group)
+        try:
+            super().__enter__()
+        except BaseException:
+            team.exchange(Said(has_left=True))
+            raise
+        self._said = team.exchange(Said(has_state=self.moments != "fresh", **self._clock()))
+        team.share(list(self._parameters.tensors.values()))
+        if self._said.has_state and self._state is not None:
+            team.share_state(self._state)
+        return self
+
+    def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
+        """Sync, and tell the others. `tokens` counts those of all processes."""
+        team = self._team
+        try:
+            super().sync(tokens=tokens, loss=loss, steps=steps)
+        except BaseException:
+            if team is not None and not self._has_left:
+                team.exchange(Said(has_left=True))
+            raise
+        if team is None or self._replica is None:
+            return
+        changed = self._replica.take_changed()
+        self._said = team.exchange(Said(changed=len(changed), **self._clock()))
+        if changed:
+            places = {name: place for place, name in enumerate(self._parameters.tensors)}
+            team.share_chosen(self._parameters, [places[name] for name in changed], len(changed))
+
+    def _clock(self) -> dict[str, Any]:
+        return {"finished": super().finished, "step": super().step, "steps": super().steps}
+
+    # What the others were told, because all processes must take the same turn.
+
+    @property
+    def finished(self) -> bool:
+        """Whether to stop training."""
+        return self._said.finished or self._has_left
+
+    @property
+    def step(self) -> int:
+        """The run's clock in steps."""
+        return self._said.step
+
+
+class Follower:
+    """The island's membership, in a process that follows the leader."""
+
+    def __init__(self, group: Any, model: Any, optimizers: Sequence[Any], buffers: Sequence[str]) -> None:
+        self._group = group
+        self._parameters = ModuleParameters(model, buffers)
+        self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
+        self._team: Team | None = None
+        self._said = Said()
+        self.island, self.moments = "", "fresh"
+
+    def __enter__(self) -> Self:
+        """Take the parameters and the optimisers' state from the leader.
+
+        Raises:
+            ConfigError: The leader could not join (`loop.leader-left`).
+        """
+        self._team = team = Team(self._group)
+        if self._state is not None:
+            self._state.rehearse()
+        self._hear(team)
+        team.share(list(self._parameters.tensors.values()))
+        if self._said.has_state and self._state is not None:
+            team.share_state(self._state)
+            self.moments = "the leader"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Follow the leader no longer."""
+        self._team = None
+
+    def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
+        """Take from the leader what it adopted. The arguments are those of the leader's call.
+
+        Raises:
+            ConfigError: The leader has left (`loop.leader-left`), or this process has (`loop.left`).
+        """
+        if self._team is None:
+            raise ConfigError(
+                "this process has not joined the run, or has left it",
+                "Call `sync` inside of `with join(...) as run:`.",
+                code="loop.left",
+            )
+        self._hear(self._team)
+        if self._said.changed:
+            self._team.share_chosen(self._parameters, [], self._said.changed)
+
+    def _hear(self, team: Team) -> None:
+        self._said = team.exchange(Said())
+        if self._said.has_left:
+            raise ConfigError(
+                "the leader of this island (rank 0) has left the run",
+                "See the error of that process, and start the island again.",
+                code="loop.leader-left",
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether to stop training."""
+        return self._said.finished or self._team is None
+
+    @property
+    def step(self) -> int:
+        """The run's clock in steps."""
+        return self._said.step
+
+    @property
+    def steps(self) -> int:
+        """The length of the run in steps."""
+        return self._said.steps
