@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-#: ops → islands | merger → broker, one way.
+#: ops → islands | merger → broker, one way. `archipelago.pytorch` is a file of `ops/api`.
 MAY_IMPORT = {
     "broker": {"broker"},
     "islands": {"islands", "broker"},
     "merger": {"merger", "broker"},
-    "ops": {"ops", "islands", "merger", "broker"},
+    "ops": {"ops", "islands", "merger", "broker", "pytorch"},
 }
 ACCELERATED = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 UNSAFE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -151,6 +151,17 @@ def test_commands_that_read_a_run_do_not_load_jax() -> None:
 def test_the_command_line_begins_without_numpy() -> None:
     """It sets the number of numpy's threads, which numpy reads when it is loaded."""
     assert not tops(loaded_by("archipelago.ops.cli")) & {"numpy"}
+
+
+def test_a_pytorch_island_needs_no_jax() -> None:
+    """Its own modules import torch, which may be missing here. What they share with JAX islands is imported."""
+    own = set().union(*sources("islands/pytorch").values())
+    assert "torch" in own
+    assert not tops(own) & ACCELERATED
+    named = {name for name in own if name.startswith("archipelago.") and ".pytorch." not in name}
+    shared = {name.rpartition(".")[0] for name in named}
+    assert "archipelago.islands.sync.adoption" in shared
+    assert not tops(loaded_by(*sorted(shared))) & ACCELERATED
 
 
 def test_the_names_of_the_tests_are_unique() -> None:

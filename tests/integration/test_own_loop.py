@@ -119,7 +119,7 @@ def test_a_killed_script_rejoins_and_the_run_ends(
         assert process.returncode == 0, scripts.said(process)
         said = re.search(r"ends at step (\d+) with the loss ([\d.]+)", scripts.said(process))
         assert said, scripts.said(process)
-        assert int(said[1]) == steps
+        assert 0.9 * steps <= int(said[1]) <= steps  # it may hear of the end before it adopts the last round
         assert float(said[2]) < loss
     transport = connect(url, "mine")
     books = transport.reader.books()
