@@ -87,7 +87,8 @@ function write() {
   put("serving", (serving.held === false ? `No merger serves now${serving.epoch ? `; the last round closed in epoch ${serving.epoch}` : ""}.`
     : serving.who ? `${serving.who} holds the lease${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
     : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.") + waiting);
-  put("join-run", run.run);
+  if (page.progress.peak_rate === null) put("no-lanes", "No island has joined yet. Start one of this run's training scripts.");
+  else put("join-run", run.run);
   writeKnobs(page.control);
   writeProblems(page.problems);
   writeSettings(page.settings, page.control.set);
