@@ -64,8 +64,7 @@ def test_two_islands_follow_the_run() -> None:
     assert run.transport.reader.books().refused == 0
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("rule", ["overwrite", "carry"])
+@pytest.mark.parametrize(("dtype", "rule"), [(jnp.bfloat16, "carry"), (jnp.float16, "overwrite")])
 def test_rounding_to_a_narrow_dtype_is_no_progress(dtype: Any, rule: Any) -> None:
     """An island that never steps must not pull the run to the numbers that its dtype has."""
     exact = jax.tree.map(lambda x: x + 0.001 if x.dtype == jnp.float32 else x, tree())
@@ -159,8 +158,10 @@ def test_parameters_in_other_containers_of_the_same_leaves_are_taken() -> None:
     assert run.merger.state.closed
 
 
-@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4", "e3m0"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("codec", "value"),
+    [("float32", math.inf), ("bfloat16", math.nan), ("int8", math.inf), ("int4", math.nan), ("e3m0", math.inf)],
+)
 def test_nothing_that_is_not_finite_is_sent(codec: Any, value: float) -> None:
     run = OwnRun(config=of(CONFIG, wire=WireConfig(up=codec, thin="", down="float32")))
     island = run.island()

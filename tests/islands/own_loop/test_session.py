@@ -25,6 +25,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
 from archipelago.islands.own_loop.tensors import kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout
+from archipelago.islands.sync.connection import link
 from archipelago.merger.service import Merger
 from tests import samples
 from tests.conftest import Until
@@ -32,6 +33,12 @@ from tests.failing import failing
 from tests.islands.own_loop.own_runs import trained, tree
 
 SYNC = SyncConfig(interval=4, fragments=2)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the thread that waits for events end sooner when an island leaves."""
+    monkeypatch.setattr(link, "BLOCK_SECONDS", 0.05)
 
 
 @pytest.fixture
