@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import create_run, settings
@@ -23,6 +24,9 @@ from archipelago.islands.sync.newcomer import Newcomer
 
 if TYPE_CHECKING:
     from archipelago.islands.pytorch.parallel import Follower
+
+#: The runs that scripts in this process have joined. Usually it is one.
+_joined: list[JoinedRun] = []
 
 
 def create(
@@ -118,9 +122,11 @@ class JoinedRun(Session):
 
     @property
     def _has_state(self) -> bool:
-        return self._state is not None
+        return self._state is not None and self._state.can_travel
 
     def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
+        self._require_own_model()
+        _joined.append(self)
         self._parameters.tell_of_own()
         if self._state is not None:
             self._state.rehearse()
@@ -131,6 +137,23 @@ class JoinedRun(Session):
         return OwnLoop(
             name, manifest, link, replica, self._parameters, arrivals, host, copies, link.clock, self._incarnation
         )
+
+    def _require_own_model(self) -> None:
+        """Raise ConfigError (`loop.two-runs`) if another run trains a parameter of this model."""
+        for other in _joined:
+            theirs = {id(tensor) for tensor in other._parameters.tensors.values()}
+            both = [name for name, tensor in self._parameters.tensors.items() if id(tensor) in theirs]
+            if both:
+                raise ConfigError(
+                    f"the parameter {both[0]!r} is in the run {other.run_name!r} already",
+                    "Each run trains parameters of its own: what one run brings would go to the other as progress.",
+                    code="loop.two-runs",
+                )
+
+    def _close(self) -> None:
+        if self in _joined:
+            _joined.remove(self)
+        super()._close()
 
     def _warm_up(self) -> None:
         """Compile nothing: PyTorch runs each operation as it comes."""

@@ -75,7 +75,11 @@ class Entry:
 
 
 class OptimizerState:
-    """Gives and takes the state of one script's optimisers."""
+    """Gives and takes the state of one script's optimisers.
+
+    Attributes:
+        can_travel: Whether a peer can use this state.
+    """
 
     def __init__(self, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> None:
         """Note the optimisers.
@@ -90,7 +94,7 @@ class OptimizerState:
         self._optimizers = optimizers
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._entries: tuple[Entry, ...] = ()
-        self._can_travel = False
+        self.can_travel = False
         for optimizer in optimizers:
             if not any(id(p) in self._names for group in optimizer.param_groups for p in group["params"]):
                 raise ConfigError(
@@ -106,7 +110,7 @@ class OptimizerState:
             for optimizer in fresh:
                 _step_without_gradients(optimizer)
             self._entries = tuple(self._found())
-            self._can_travel = bool(self._entries)
+            self.can_travel = bool(self._entries)
             for optimizer in fresh:
                 optimizer.state.clear()
         except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
@@ -137,7 +141,7 @@ class OptimizerState:
 
     def copies(self) -> list[Any] | None:
         """Return the digest and copies of all values that no later step changes; None if they cannot travel."""
-        if not self._can_travel:
+        if not self.can_travel:
             return None
         return [self._digest, *(HostCopy(entry.present()) for entry in self._entries)]
 
@@ -147,7 +151,7 @@ class OptimizerState:
 
     def decode(self, handover: Handover, payload: bytes) -> list[Any]:
         """Return the values that a peer sent, as tensors of the host. Raises WireError if they do not fit."""
-        if not self._can_travel:
+        if not self.can_travel:
             raise WireError("this optimiser takes no state from peers", code="handover.shape")
         digest = self._digest
         found = recovery.decode(handover, payload, [digest, *(entry.placeholder for entry in self._entries)])

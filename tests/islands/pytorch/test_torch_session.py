@@ -109,6 +109,18 @@ def test_another_model_is_refused_with_the_difference(made: str) -> None:
     assert "3.bias" in caught.value.what
 
 
+def test_one_model_cannot_be_in_two_runs(made: str) -> None:
+    assert archipelago.pytorch.create(made, "other", module(), sync=SYNC, steps=1000)
+    model = module()
+    with archipelago.pytorch.join(made, "own", model):
+        joined = archipelago.pytorch.join(made, "other", model)
+        with failing(ConfigError, "loop.two-runs") as caught, joined:
+            pass
+        assert "'0.weight'" in caught.value.what
+        with archipelago.pytorch.join(made, "other", module()):
+            pass
+
+
 def test_a_first_parameter_that_is_not_finite_is_named(url: str) -> None:
     model = module()
     with torch.no_grad():
@@ -217,7 +229,7 @@ def test_state_that_no_steps_can_produce_is_refused(key: str, value: float, code
 
 
 def test_an_island_takes_the_state_of_a_peer(made: str, until: Until) -> None:
-    stopped, went_on = threading.Event(), threading.Event()
+    stopped = threading.Event()
 
     def train() -> None:
         model = module()
@@ -228,14 +240,12 @@ def test_an_island_takes_the_state_of_a_peer(made: str, until: Until) -> None:
                     parameter.grad = torch.ones_like(parameter)
                 optimizer.step()
                 run.sync(loss=1.0)
-                if run.step > 8:
-                    went_on.set()
 
     thread = threading.Thread(target=train)
-    with served(made):
+    with served(made) as merger:
         thread.start()
         try:
-            until(went_on.is_set, "the first rounds")
+            until(lambda: merger.state.closed > 2, "the first rounds")
             model = module()
             optimizer = KINDS["AdamW"](model.parameters())
             with archipelago.pytorch.join(made, "own", model, optimizer, island="new") as run:
