@@ -113,7 +113,7 @@ class JoinedRun(Session):
             ConfigError: The parameters are not those of the run, or this is the wrong place for the call.
             DivergedError: A parameter or the loss is not finite.
         """
-        self._turn(steps, tokens, HostCopy(loss.detach().float()) if torch.is_tensor(loss) else loss)
+        self._turn(steps, tokens, _kept(loss))
 
     # -- what PyTorch adds to a session -------------------------------------------------------------------------------
 
@@ -165,6 +165,11 @@ class JoinedRun(Session):
         if received is not None:
             self._state.use(received.optimizer)
             newcomer.island.moments = f"peer {received.handover.giver}"
+
+
+def _kept(loss: Any) -> Any:
+    """Return a loss for later. A tensor is copied, because a script may go on adding to it."""
+    return HostCopy(loss.detach().to(torch.float32, copy=True)) if torch.is_tensor(loss) else loss
 
 
 def join(

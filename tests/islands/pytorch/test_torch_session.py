@@ -109,6 +109,15 @@ def test_another_model_is_refused_with_the_difference(made: str) -> None:
     assert "3.bias" in caught.value.what
 
 
+def test_a_loss_that_the_script_adds_to_is_not_changed(made: str) -> None:
+    total = torch.ones(())
+    with archipelago.pytorch.join(made, "own", module(), island="a") as run:
+        run.sync(loss=total)
+        total += 5.0
+        assert run._loop is not None
+        assert run._loop.losses.take_mean() == 1.0
+
+
 def test_one_model_cannot_be_in_two_runs(made: str) -> None:
     assert archipelago.pytorch.create(made, "other", module(), sync=SYNC, steps=1000)
     model = module()
