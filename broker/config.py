@@ -32,7 +32,7 @@ BYTES = 256
 #: compute it.
 OWN_MODEL = "own"
 #: The inner learning rate of the smallest model.
-SMALLEST_RATE = 3e-3
+SMALLEST_RATE = 6e-3
 Positive = Annotated[int, Ge(1)]
 #: More inner steps than any run makes. Counts of steps stay far below the end of int32.
 STEPS_MAX = 1 << 30
@@ -107,7 +107,7 @@ class InnerConfig:
     final_share: Share = 0.1
     weight_decay: Annotated[float, Ge(0.0), Le(10.0)] = 0.1
     beta1: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
-    beta2: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
+    beta2: Annotated[float, Ge(0.0), Lt(1.0)] = 0.99
     muon_momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
     clip_norm: Annotated[float, Ge(0.0)] = 1.0
     moments_warmup_steps: Annotated[int, Ge(0)] = 20
@@ -180,8 +180,8 @@ class MergeConfig:
     """
 
     __pydantic_config__ = _STRICT
-    embedding: Literal["average", "rda", "isotropic"] = "average"
-    rest: Literal["average", "rda", "isotropic"] = "rda"
+    embedding: Literal["average", "rda", "isotropic"] = "isotropic"
+    rest: Literal["average", "rda", "isotropic"] = "isotropic"
     embedding_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.25)] = 0.5
     rest_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.25)] = 0.0
     isotropic_side_max: Annotated[int, Ge(1), Le(1 << 20)] = 1024

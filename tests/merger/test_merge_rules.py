@@ -77,7 +77,7 @@ def test_groups_of_whole_tensors() -> None:
 
 def test_scalars_have_a_group_and_empty_tensors_have_none() -> None:
     layout = ((Tensor("nothing", (0, 5)), 0), (Tensor("scale", ()), 0), (Tensor("none", (5, 0)), 1))
-    assert groups(layout, MergeConfig()) == (Group(0, 1, "rda"),)
+    assert groups(layout, MergeConfig(rest="rda")) == (Group(0, 1, "rda"),)
 
 
 def test_large_matrices_are_merged_by_rda_in_place_of_isotropic() -> None:

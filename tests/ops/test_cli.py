@@ -348,7 +348,7 @@ def test_init_in_words_goes_to_standard_error(call: Call, url: str) -> None:
     [
         (["--sync.interval", "48"], "sync.interval is 24 (given: 48)"),
         (["--data.corpus", "other"], "data.corpus is small (given: other)"),
-        (["--seed", "3", "--merge.rest", "average"], "seed is 0 (given: 3); merge.rest is rda (given: average)"),
+        (["--seed", "3", "--merge.rest", "average"], "seed is 0 (given: 3); merge.rest is isotropic (given: average)"),
     ],
 )
 def test_init_refuses_a_run_that_exists_with_another_config(

@@ -152,7 +152,7 @@ def test_the_model_takes_the_vocabulary_of_its_corpus(tokens: OpenCorpus) -> Non
     require_readable(chosen, tokens)  # a model with a larger vocabulary can read it
 
 
-@pytest.mark.parametrize(("size", "rate"), [("tiny", 3e-3), ("small", 1e-3), ("1b", 2e-4), ("tiny-moe", 3e-3)])
+@pytest.mark.parametrize(("size", "rate"), [("tiny", 6e-3), ("small", 1e-3), ("1b", 2e-4), ("tiny-moe", 3e-3)])
 def test_the_model_determines_the_default_learning_rate(size: str, rate: float) -> None:
     config = replace(RunConfig(), model=ModelConfig(size))
     assert fitted(config, open_corpus("text")).inner.learning_rate == rate

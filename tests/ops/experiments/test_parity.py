@@ -110,7 +110,8 @@ def test_a_tuned_baseline_is_the_best_of_its_rates(config: RunConfig) -> None:
         asked.append((config.seed, config.inner.peak))
         return [Point(0, 8.0), Point(10, losses[config.inner.peak])]
 
-    configs = [replace(config, seed=seed) for seed in (0, 1)]
+    inner = replace(config.inner, learning_rate=3e-3)
+    configs = [replace(config, seed=seed, inner=inner) for seed in (0, 1)]
     arm = parity._baseline("baseline", 2, configs, train, tune=True)
     assert (arm.rate, arm.losses) == (1.2e-2, [1.5, 1.5])
     assert asked == [(0, 3e-3), (0, 1.5e-3), (0, 6e-3), (0, 1.2e-2), (1, 1.2e-2)]

@@ -457,7 +457,9 @@ def test_without_a_server_only_this_machine_is_checked(call: Call, corpus: OpenC
     config = replace(RunConfig(), data=replace(RunConfig().data, corpus=corpus.name))
     status, found = call(settings=config)
     assert (status, found["redis"], found["estimate"]) == (0, None, None)
-    assert {finding["subject"] for finding in found["findings"]} == {"machine", "disk", "corpus", "packages", "devices"}
+    assert {finding["subject"] for finding in found["findings"]} == {
+        "machine", "disk", "corpus", "packages", "devices", "spectra"
+    }  # fmt: skip
 
 
 def test_without_an_answer_the_rest_is_still_checked(call: Call, corpus: OpenCorpus) -> None:
@@ -465,7 +467,7 @@ def test_without_an_answer_the_rest_is_still_checked(call: Call, corpus: OpenCor
     status, found = call(url="redis://127.0.0.1:1", settings=config)
     first, *rest = found["findings"]
     assert (status, first["level"], first["code"]) == (1, "problem", "reach.failed")
-    assert len(rest) == 5
+    assert len(rest) == 6
 
 
 def test_a_missing_run_is_a_problem(call: Call, own: Server, raw: Any, corpus: OpenCorpus) -> None:
