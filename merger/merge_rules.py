@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from archipelago.broker.codecs import SPARSE
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.wire import Body
 from archipelago.merger.groups import MOMENT, Group
@@ -107,7 +108,7 @@ def _moment_init(group: Group) -> MomentAccumulator:
 
 
 def _moment_add(acc: MomentAccumulator, moment_L: jax.Array, norm: jax.Array, weight: jax.Array) -> MomentAccumulator:
-    weight = jnp.where(norm > 0, weight, 0.0)  # zeros stand for a contribution without moments
+    weight = jnp.where(norm > 0, weight, 0.0)  # a norm of zero stands for a contribution without moments
     return MomentAccumulator(acc.weight + weight, acc.sum + weight * moment_L)
 
 
@@ -211,7 +212,8 @@ def _accumulate(
     if moments:
         moments_norm, largest = _norm(jnp.stack(moments)), groups[-1].limit
         factor = jnp.where(moments_norm > largest, largest / moments_norm, 1.0)
-        factors += [(factor, moments_norm)] * len(moments)
+        carried = moments_norm if codec != SPARSE else jnp.float32(0)
+        factors += [(factor, carried)] * len(moments)
         sound &= moments_norm <= NORM_MAX
         norm = jnp.where(moments_norm <= NORM_MAX, norm, moments_norm)
     taken = tuple(

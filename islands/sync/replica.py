@@ -130,7 +130,7 @@ def _compiled_measure(rows: Rows, codec: str) -> Measure:
 def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Measure:
     difference = jax.jit(partial(_difference, rows, padded_size))
     quantise = _compiled_quantise(codec)
-    settle = _compiled_settle(codec, size)
+    settle = _compiled_settle(codec, size, parameters_in(rows))
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
         difference_M, reference_N = difference(reference_N, part)
@@ -145,8 +145,10 @@ def _compiled_quantise(codec: str) -> Callable[[jax.Array], tuple[Parts, jax.Arr
 
 
 @cache
-def _compiled_settle(codec: str, elements: int) -> Callable[[jax.Array, Parts, jax.Array], tuple[Parts, jax.Array]]:
-    return jax.jit(partial(_settle, codec, elements))
+def _compiled_settle(
+    codec: str, elements: int, start: int
+) -> Callable[[jax.Array, Parts, jax.Array], tuple[Parts, jax.Array]]:
+    return jax.jit(partial(_settle, codec, elements, start))
 
 
 @cache
@@ -197,12 +199,12 @@ def _quantise(codec: str, values_M: jax.Array) -> tuple[Parts, jax.Array]:
 
 
 def _settle(
-    codec: str, elements: int, reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array
+    codec: str, elements: int, start: int, reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array
 ) -> tuple[Parts, jax.Array]:
-    """Return the parts without the padding, and the next reference [N]."""
+    """Return the parts without the padding, and the next reference [N], whose first moments begin at `start`."""
     layout = codec_of(codec).layout(elements)
     parts = tuple(part[:size] for part, (size, _) in zip(parts_M, layout, strict=True))
-    return parts, reference_N - restored_M[:elements]
+    return parts, _with_moments_of(reference_N, reference_N - restored_M[:elements], start)
 
 
 def _adopt(

@@ -395,6 +395,16 @@ def test_zeros_carry_no_first_moments() -> None:
     assert moments_after(part("b", vector(1, 1, 0, 0))) == [0.0, 0.0]
 
 
+def test_the_codec_for_thin_links_carries_no_first_moments() -> None:
+    """The zeros that it was given for them may come back as small numbers, which would halve the mean."""
+    round_sum = gather(NormWindow(), part("a", vector(1, 1, 4, 2)), groups=MOMENTS)
+    thin = part("b", vector(1, 0.1, 0, 0), codec="top3")
+    body = encoded(thin.delta_N, "top3")
+    assert codec("top3").restore(body.parts, 4, np)[2:].any(), "the codec has not kept a zero"
+    round_sum.add("entry-b", thin.contribution, body)
+    assert [float(x) for x in round_sum.merged(1.0)[2:]] == [4.0, 2.0]
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e10])
 def test_a_contribution_with_impossible_first_moments_is_refused(wrong: float) -> None:
     round_sum = gather(NormWindow(), part("a", vector(1, 1, 4, 0)), groups=MOMENTS)

@@ -277,6 +277,15 @@ def test_the_codec_for_thin_links_sends_no_first_moments() -> None:
     assert replica.references[0].tolist() == [-1.0] * 8 + [5.0, -2.0] + [0.0] * 6
 
 
+def test_the_codec_for_thin_links_owes_no_first_moments() -> None:
+    """Where a block ends in their zeros, the codec gives some of these the mean of small values."""
+    replica, params = begun(averaging(up="int8"), (np.zeros(16, np.float32),))
+    params = with_moments({"bias": params["bias"] - jnp.array([1.0] * 7 + [0.1])}, 5.0, -2.0)
+    values_N = codec("top3").decode(body_of(replica.measure(0, params, "top3")), 16)
+    assert values_N[8:].any(), "the codec has not kept a zero"
+    assert replica.references[0][8:].tolist() == [5.0, -2.0] + [0.0] * 6
+
+
 def test_a_share_of_the_first_moments_is_replaced() -> None:
     replica, params = begun(averaging(), (np.zeros(16, np.float32),))
     params = with_moments(params, 5.0)
