@@ -125,7 +125,8 @@ def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequen
             if view.live else "Start an island.", status.still_seconds,
         )  # fmt: skip
     load = merge_load(tape, config.sync.interval)
-    if load is not None and load.is_slow and not stalls and not lacks_merger(status):
+    is_merging = view.live and not stalls and not health.control.is_paused and not lacks_merger(status)
+    if load is not None and load.is_slow and is_merging:
         yield Problem("merger.slow", "warn", "merger", load.describe(), load.remedy)
     for name, why in health.control.faults.items():
         yield Problem(

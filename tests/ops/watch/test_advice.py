@@ -76,6 +76,9 @@ def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
     slow = [replace(entry, busy_seconds=9.9, spectra_seconds=9.0) for entry in usual]
     assert look(view(tape=slow), tape=slow) == ["merger.slow"]
     assert look(view(tape=slow), status(holder=""), tape=slow) == ["merger.missing"], "another problem says more"
+    paused = replace(SERVED, control=replace(SERVED.control, is_paused=True))
+    assert look(view(tape=slow), paused, tape=slow) == ["run.paused"], "the recent rounds say nothing about now"
+    assert "merger.slow" not in look(view(beat("a", 90.0), beat("b", 90.0), tape=slow), tape=slow), "no island is live"
     waits = [replace(entry, busy_seconds=1.0) for entry in slow]
     assert look(view(tape=waits), tape=waits) == [], "the islands are slow"
 
