@@ -57,8 +57,8 @@ class MergeLoad:
         if self.spectra >= SPECTRA_SHARE * self.busy:
             return (
                 "Start a merger with more cores and --threads: it stands by until you stop the slow one. In a new run, "
-                "merge large matrices by RDA (--merge.isotropic-side-max), or all of them (--merge.rest rda), or take "
-                "a longer --sync.interval."
+                "merge large matrices by RDA (--merge.isotropic-side-max), or all of them (--merge.rest rda "
+                "--merge.embedding rda), or take a longer --sync.interval."
             )
         return (
             "Move the merger to a faster machine, or closer to Redis: start one there, and stop the slow one. In a new "

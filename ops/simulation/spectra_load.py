@@ -28,6 +28,7 @@ class SpectraLoad:
         seconds: The time that they take.
         interval_seconds: H times the time of an inner step; NaN if that is unknown.
         side_max: The largest `merge.isotropic_side_max` with which the merger keeps up; the run's own if it does.
+        coarser: The settings of coarser merge rules with which the merger keeps up, as few as possible.
     """
 
     operations: float
@@ -35,6 +36,7 @@ class SpectraLoad:
     seconds: float
     interval_seconds: float
     side_max: int
+    coarser: str
 
     @property
     def share(self) -> float:
@@ -52,8 +54,8 @@ class SpectraLoad:
         count = math.ceil(self.threads * self.share / SHARE_MAX)
         side = f", or only large ones with --merge.isotropic-side-max {self.side_max}" if self.side_max > 1 else ""
         return (
-            f"Run the merger on a machine with {count} such cores (--threads {count}). Or merge hidden matrices by a "
-            f"coarser rule in a new run: --merge.rest rda{side}."
+            f"Run the merger on a machine with {count} such cores (--threads {count}). Or merge matrices by a "
+            f"coarser rule in a new run: {self.coarser}{side}."
         )
 
     def describe(self) -> str:
@@ -85,7 +87,9 @@ def spectra_load(
 
     fitting = next(side for side in limits if side == 1 or not seconds(side) > SHARE_MAX * interval_seconds)
     own = cycle_operations(tensors, config)
-    return SpectraLoad(own, threads, own / rate, interval_seconds, fitting)
+    embeddings_left = cycle_operations(tensors, replace(config, rest="rda")) / rate > SHARE_MAX * interval_seconds
+    coarser = "--merge.rest rda" + " --merge.embedding rda" * embeddings_left
+    return SpectraLoad(own, threads, own / rate, interval_seconds, fitting, coarser)
 
 
 def decoder(parameters: float) -> tuple[Tensor, ...]:

@@ -35,9 +35,11 @@ def test_the_remedies_make_it_fit() -> None:
     assert spectra_load(TENSORS, replace(ISOTROPIC, isotropic_side_max=64), 2, rate, slow.interval_seconds).fits
     assert f"--threads {math.ceil(2 / SHARE_MAX)}" in slow.remedy
     assert "--merge.isotropic-side-max 64" in slow.remedy
+    assert slow.coarser == "--merge.rest rda", "the embedding alone fits"
     hopeless = spectra_load(TENSORS, ISOTROPIC, 2, rate, 1e-9)
     assert hopeless.side_max == 1
     assert "side-max" not in hopeless.remedy
+    assert "--merge.rest rda --merge.embedding rda" in hopeless.remedy, "spectra of embeddings cost, too"
 
 
 def test_the_default_limit_lets_eight_threads_serve_124_million_parameters() -> None:

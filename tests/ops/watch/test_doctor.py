@@ -185,7 +185,7 @@ def test_without_a_codec_for_thin_links_there_is_one_line_fewer() -> None:
 
 
 def test_a_merger_that_would_be_too_slow_gives_a_warning() -> None:
-    fitting = SpectraLoad(operations=1e12, threads=2, seconds=5.0, interval_seconds=10.0, side_max=1024)
+    fitting = SpectraLoad(operations=1e12, threads=2, seconds=5.0, interval_seconds=10.0, side_max=1024, coarser="")
     assert estimate.spectra_finding(fitting).code == "spectra.ok"
     assert estimate.spectra_finding(replace(fitting, interval_seconds=math.nan)).code == "spectra.ok"
     slow = replace(fitting, interval_seconds=6.0)
