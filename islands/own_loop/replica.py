@@ -99,22 +99,36 @@ class TreeReplica(Replica):
 def _tree_adopt(
     rows: Rows, config: AdoptConfig, dtypes: Dtypes, vector: Sharding | None, tensors: tuple[Sharding | None, ...]
 ) -> TreeAdopt:
-    adopt = partial(_adopt, rows, build(config).adopt, dtypes)
+    rule = partial(_adopt, rows, build(config).adopt, dtypes)
     if vector is None:
-        return jax.jit(adopt)
-    placed = {tensor.name: sharding for (tensor, _), sharding in zip(rows, tensors, strict=True)}
-    return jax.jit(adopt, out_shardings=(placed, vector))
+        adopt, settle = jax.jit(rule), jax.jit(partial(_rounded, rows))
+    else:
+        placed = {tensor.name: sharding for (tensor, _), sharding in zip(rows, tensors, strict=True)}
+        adopt = jax.jit(rule, out_shardings=(placed, vector, vector))
+        settle = jax.jit(partial(_rounded, rows), out_shardings=vector)
+    is_exact = all(dtype == "float32" for dtype in dtypes)
+
+    def adopted(new_N: jax.Array, part: Tensors, reference_N: jax.Array) -> tuple[Tensors, jax.Array]:
+        held, next_reference_N, own_N = adopt(new_N, part, reference_N)
+        # This is a program of its own: within one, XLA may leave out a rounding whose result becomes float32 again.
+        return held, next_reference_N if is_exact else settle(next_reference_N, own_N, held)
+
+    return adopted
 
 
 def _adopt(
     rows: Rows, rule: Any, dtypes: Dtypes, new_N: jax.Array, part: Tensors, reference_N: jax.Array
-) -> tuple[Tensors, jax.Array]:
+) -> tuple[Tensors, jax.Array, jax.Array]:
+    """Return the next tensors, and the next reference and the next parameters [N] as they are before rounding."""
     own_N, next_reference_N = rule(new_N, flatten(rows, part), reference_N)
     exact = unflatten(rows, own_N)
     held = {t.name: exact[t.name].astype(dtype) for (t, _), dtype in zip(rows, dtypes, strict=True)}
-    if all(dtype == "float32" for dtype in dtypes):
-        return held, next_reference_N
-    return held, next_reference_N + (flatten(rows, held) - own_N)
+    return held, next_reference_N, own_N
+
+
+def _rounded(rows: Rows, reference_N: jax.Array, own_N: jax.Array, held: Tensors) -> jax.Array:
+    """Return the reference, moved by what rounding did to the parameters."""
+    return reference_N + (flatten(rows, held) - own_N)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
