@@ -32,8 +32,9 @@ class StopSignal:
             self._is_watched = True
 
     def release(self) -> None:
-        """Give the signal its default meaning again."""
-        if self._is_watched and threading.current_thread() is threading.main_thread():
+        """Give the signal its default meaning again, unless the script has given it another since."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._is_watched and is_main and signal.getsignal(signal.SIGTERM) == self._arrive:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._is_watched = False
 
@@ -44,8 +45,9 @@ class StopSignal:
         self._was_told = self.has_arrived
 
     def _arrive(self, number: int, _frame: FrameType | None) -> None:
-        # A second signal ends the process at once. The first one ends forked processes, such as those of a data loader.
-        if self.has_arrived or os.getpid() != self._process:
+        # A second signal ends the process at once. The first one ends forked processes, such as those of a data loader,
+        # and a script that has left the run in another thread, which cannot change the handler.
+        if self.has_arrived or not self._is_watched or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.has_arrived = True

@@ -21,6 +21,12 @@ os.kill(os.getpid(), signal.SIGTERM)
 assert stop.has_arrived
 stop.release()
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+other = StopSignal()
+other.watch()
+own = lambda *_: None
+signal.signal(signal.SIGTERM, own)
+other.release()
+assert signal.getsignal(signal.SIGTERM) is own, "a handler that the script has set since"
 """
 
 
