@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from archipelago.broker.control import require_welcome
-from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.process import URL_VARIABLE, Patience, connect_to, invitation_at, require_role
 from archipelago.broker.redis.keys import checked_name
@@ -58,6 +58,8 @@ class Session(ABC):
         self._transport: RedisTransport | None = None
         self._loop: OwnLoop | None = None
         self._has_left = False
+        #: Whether a `sync` was interrupted, so that a fragment may be adopted in part.
+        self._is_torn = False
 
     # -- what a framework adds ----------------------------------------------------------------------------------------
 
@@ -159,14 +161,30 @@ class Session(ABC):
     def _turn(self, steps: int, tokens: int | None, loss: Any) -> None:
         """Sync after some steps of the loop, whose parameters are in place."""
         loop = self._require_joined()
+        if self._is_torn:
+            raise ConfigError(
+                "an earlier `sync` was interrupted by an error, so the parameters may be adopted in part",
+                "Start the script again: it takes the run's parameters.",
+                code="loop.left",
+            )
         count = steps if tokens is None else int(tokens)
-        if not 1 <= steps <= TOKENS_PER_STEP_MAX or not 0 <= count <= steps * TOKENS_PER_STEP_MAX:
+        if (
+            not hasattr(steps, "__index__")
+            or not 1 <= steps <= TOKENS_PER_STEP_MAX
+            or not 0 <= count <= steps * TOKENS_PER_STEP_MAX
+        ):
             raise ConfigError(
                 f"{count} tokens in {steps} steps are impossible",
                 "Give the steps since the last call, at least 1, and the tokens that they trained on.",
                 code="loop.tokens",
             )
-        loop.turn(steps, max(count, 1), loss)
+        self._is_torn = True
+        try:
+            loop.turn(int(steps), max(count, 1), loss)
+        except ArchipelagoError:  # these are raised before a fragment is adopted, so nothing is half done
+            self._is_torn = False
+            raise
+        self._is_torn = False
         self._stop.require_heard()
 
     def _require_joined(self) -> OwnLoop:
@@ -233,7 +251,9 @@ class Session(ABC):
             return
         loop = self._loop
         try:
-            if isinstance(error, Exception):
+            if self._is_torn:
+                _leave_after(loop, error or RuntimeError("a `sync` was interrupted"))
+            elif isinstance(error, Exception):
                 _leave_after(loop, error)
             else:
                 _leave_cleanly(loop)
@@ -269,7 +289,7 @@ def _leave_cleanly(loop: OwnLoop) -> None:
     log.info("%s after %s steps, %s tokens", state, loop.totals.steps, f"{loop.totals.tokens:,}")
 
 
-def _leave_after(loop: OwnLoop, error: Exception) -> None:
+def _leave_after(loop: OwnLoop, error: BaseException) -> None:
     """Say why the island leaves, and send nothing more, because its parameters may be broken."""
     reason = error.what if isinstance(error, DivergedError) else f"{type(error).__name__}: {error}"
     log.warning("leaves without sending its newest progress: %s", reason)

@@ -253,9 +253,9 @@ def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(made: str) ->
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        for tokens, steps in ((-1, 1), (1, 0), (1 << 40, 1)):
+        for tokens, steps in ((-1, 1), (1, 0), (1 << 40, 1), (3, 1.5)):
             with failing(ConfigError, "loop.tokens"):
-                run.sync(run.params, tokens=tokens, steps=steps)
+                run.sync(run.params, tokens=tokens, steps=steps)  # type: ignore[arg-type]
         run.leave()
         assert run.finished
         with failing(ConfigError, "loop.left"):
@@ -297,6 +297,26 @@ def test_an_exception_is_said_and_sends_nothing(made: str) -> None:
     assert any("my bug" in note for note in notes(made))
     with join(made, "own", tree(), island="a"):
         pass
+
+
+def test_an_interrupted_sync_sends_nothing(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fragment that was adopted in part would go out as progress of this island."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        with join(made, "own", tree(), island="a") as run:
+            monkeypatch.setattr(run._loop, "boundary", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run.sync(trained(run.params))
+            with failing(ConfigError, "loop.left"):
+                run.sync(trained(run.params))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert connect(made, "own").reader.books().published == 0
 
 
 def test_progress_that_was_donated_is_not_sent(made: str) -> None:
