@@ -102,6 +102,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "bench sync": {"archipelago bench sync --quick": "Measure one synchronisation."},
     "bench signing": {"archipelago bench signing": "Measure what signatures cost."},
     "bench island": {"archipelago bench island --quick": "Measure what synchronising costs an island."},
+    "bench join": {"archipelago bench join --parameters 1e6": "Measure what syncing costs a training script."},
     "bench start": {"archipelago bench start --quick": "Measure what starting an island costs."},
     "bench largest": {"archipelago bench largest --quick": "Send a large model through Redis."},
     "simulate plan": {"archipelago simulate plan --sites 3 --link-mbits 200": "Plan a run over three sites."},
