@@ -181,7 +181,7 @@ def path(config: RunConfig, steps: int, global_step: int) -> float:
     It is the number of steps times the learning rate in their middle. For users' own loops, it is the number of steps.
     """
     inner, steps = config.inner, min(max(1, steps), INTERVALS_MOST * config.sync.interval)
-    if config.has_own_loops:  # nobody knows their learning rates
+    if config.has_own_loops:  # the run does not know their learning rates
         return float(steps)
     return steps * max(inner.rate_at(max(0.0, global_step - steps / 2)), RATE_LEAST * inner.peak)
 

@@ -23,7 +23,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        """Begin the copy. A tensor of the CPU is not copied, so nobody may change it later."""
+        """Begin the copy. A tensor of the CPU is not copied, so it must not change later."""
         self._copied: Any = None
         self._host = tensor.detach()
         if tensor.is_cuda:

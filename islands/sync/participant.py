@@ -233,7 +233,7 @@ class Participant(ABC):
             raise DivergedError(
                 f"The loss of {self.name} was not finite in its last {self.losses.diverged} contributions",
                 "Start the island again: it takes the run's parameters and fresh optimiser state. If all islands end "
-                "this way, lower --inner.learning-rate in a new run.",
+                "this way, use a lower learning rate (--inner.learning-rate of a new run).",
             )
 
     def stepped(self, steps: int, tokens: int, *, is_held: bool) -> None:

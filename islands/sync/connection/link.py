@@ -98,7 +98,7 @@ class Link:
         self.operator_request = ""
         #: The length of the run in steps, which an operator can change.
         self.run_steps = manifest.config.inner.steps
-        #: A loop that prepares no heartbeat for so many seconds, and for many of its steps, does not train. No peer
+        #: A loop has stalled if it prepares no heartbeat for this long, and for the time of many of its steps. No peer
         #: waits for it then.
         self.stall_seconds = math.inf
         #: Whether the island answers newcomers who ask for inner optimiser state.

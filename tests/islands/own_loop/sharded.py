@@ -40,7 +40,7 @@ def mixed(dtype: Any) -> dict[str, Any]:
 
 
 def merged_after(params: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Train an island with this tree as its template, check what comes back, and return what the run holds."""
+    """Train an island with the shardings of this tree, and return what the run holds. Check what comes back."""
     run = OwnRun(plain(jnp.float32))
     island = run.island(template=params)
     for _ in range(12):
