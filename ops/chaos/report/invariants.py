@@ -100,7 +100,8 @@ def _rounds_in_order(storm: StormRecord) -> Check:
 def _epochs_in_order(storm: StormRecord) -> Check:
     epochs = [entry.epoch for entry in storm.tape]
     name = "an older merger never writes after a newer one"
-    return Check("epochs", name, epochs == sorted(epochs), f"{len(set(epochs))} epochs")
+    found = f"{len(set(epochs))} epochs closed rounds, the last is {epochs[-1] if epochs else 0}"
+    return Check("epochs", name, epochs == sorted(epochs), found)
 
 
 def _rounds_closed(storm: StormRecord) -> Check:

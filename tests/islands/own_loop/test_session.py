@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +24,10 @@ from archipelago.broker.transport import Memory
 from archipelago.islands.own_loop.tensors import kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync.connection import link
-from archipelago.merger.service import Merger
 from tests import samples
 from tests.conftest import Until
 from tests.failing import failing
+from tests.islands.own_loop.any_framework import served
 from tests.islands.own_loop.own_runs import trained, tree
 
 SYNC = SyncConfig(interval=4, fragments=2)
@@ -50,26 +48,6 @@ def url() -> str:
 def made(url: str) -> str:
     assert create(url, "own", tree(), sync=SYNC, steps=1000)
     return url
-
-
-@contextmanager
-def served(url: str) -> Iterator[Merger]:
-    """Serve the run in another thread."""
-    merger, stop = Merger(connect(url, "own"), holder="merger"), threading.Event()
-    assert merger.acquire()
-    merger.load()
-
-    def serve() -> None:
-        while not stop.is_set():
-            merger.turn(0.01)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield merger
-    finally:
-        stop.set()
-        thread.join()
 
 
 def notes(url: str) -> list[str]:
@@ -382,7 +360,7 @@ def test_the_operator_drains_it(made: str, until: Until) -> None:
 def test_a_newcomer_takes_the_state_of_a_peer(made: str, until: Until) -> None:
     optimizer = optax.adam(0.1)
     merged = {key: value for key, value in tree().items() if key != "count"}
-    stopped, went_on = threading.Event(), threading.Event()
+    stopped = threading.Event()
     given: list[Any] = []
 
     def train() -> None:
@@ -393,14 +371,12 @@ def test_a_newcomer_takes_the_state_of_a_peer(made: str, until: Until) -> None:
                 _, state = optimizer.update(merged, state)
                 given.append(state)
                 run.sync(trained(run.params, 0.001))
-                if run.step > 8:
-                    went_on.set()
 
     thread = threading.Thread(target=train)
-    with served(made):
+    with served(made) as merger:
         thread.start()
         try:
-            until(went_on.is_set, "the first rounds")
+            until(lambda: merger.state.closed > 2, "the first rounds")
             fresh = optimizer.init(merged)
             with join(made, "own", tree(), state=fresh, island="new") as run:
                 assert run.moments == "peer giver"

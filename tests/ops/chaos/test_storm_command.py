@@ -77,6 +77,11 @@ def check_of(found: dict[str, Any], key: str) -> str:
     return str(next(check["found"] for check in found["checks"] if check["key"] == key))
 
 
+def last_epoch(found: dict[str, Any]) -> int:
+    """Return the epoch of the last merger. An earlier one may have been killed before it closed a round."""
+    return int(check_of(found, "epochs").split()[-1])
+
+
 @pytest.mark.processes
 def test_a_run_survives_a_kill_of_each_of_its_processes(processes: Processes, tmp_path: Path) -> None:
     found = run_storm(processes, tmp_path, KILLS, "--islands=1", "--seconds=4")
@@ -85,7 +90,7 @@ def test_a_run_survives_a_kill_of_each_of_its_processes(processes: Processes, tm
     assert "died" not in {what for _, what in events}, "a process ended without a fault"
     (rejoin,) = found["rejoins"]
     assert rejoin["island"] == "island-0"
-    assert int(check_of(found, "epochs").split()[0]) >= 2, "no second merger took over"
+    assert last_epoch(found) >= 2, "no second merger took over"
     parts = sum(found[f"tokens_{part}"] for part in ("merged", "refused", "pending", "lost"))
     assert found["tokens_trained"] == parts > 0
     assert found["tokens_lost"] >= 0
@@ -108,7 +113,7 @@ def test_a_short_storm_with_every_kind_of_fault(processes: Processes, tmp_path: 
     assert found["shares"]["dead"] > 0
     assert 0 < found["goodput"] <= found["goodput_of_live_time"] <= 1.0
     assert found["uptime"] == pytest.approx(1.0, abs=0.01), "island-1 stopped"
-    assert int(check_of(found, "epochs").split()[0]) >= 2, "no second merger took over"
+    assert last_epoch(found) >= 2, "no second merger took over"
     parts = sum(found[f"tokens_{part}"] for part in ("merged", "refused", "pending", "lost"))
     assert found["tokens_trained"] == parts > 0
     assert found["tokens_lost"] >= 0
