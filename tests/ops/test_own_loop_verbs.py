@@ -37,7 +37,8 @@ from archipelago.ops.weights.export import main as export
 from archipelago.ops.weights.generate import GenerateOptions
 from archipelago.ops.weights.generate import main as generate
 from tests.failing import failing
-from tests.islands.own_loop.own_runs import CONFIG, OwnRun, tree
+from tests.islands.own_loop.any_framework import CONFIG
+from tests.islands.own_loop.own_runs import OwnRun, tree
 
 
 class Served:

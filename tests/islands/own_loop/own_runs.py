@@ -10,15 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from archipelago.broker.config import (
-    OWN_MODEL,
-    InnerConfig,
-    ModelConfig,
-    OuterConfig,
-    RunConfig,
-    SyncConfig,
-    WireConfig,
-)
+from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.transport import Transport
@@ -34,14 +26,7 @@ from archipelago.merger.checkpointer import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
-
-CONFIG = RunConfig(
-    model=ModelConfig(size=OWN_MODEL),
-    inner=InnerConfig(steps=1000),
-    sync=SyncConfig(interval=4, fragments=2, window=2, quorum=1, grace=0.0),
-    outer=OuterConfig(rule="sgd", learning_rate=1.0),
-    wire=WireConfig(up="float32", thin="", down="float32"),
-)
+from tests.islands.own_loop.any_framework import CONFIG, merged_by
 
 
 def tree(dtype: Any = jnp.float32) -> dict[str, Any]:
@@ -140,12 +125,7 @@ class OwnRun:
 
     def merged(self) -> dict[str, Any]:
         """Return the run's newest parameters by name, as float32."""
-        found = {}
-        for rows, fragment in zip(self.manifest.layout, self.merger.fragments, strict=True):
-            for tensor, offset in rows:
-                part = fragment.published_N[offset : offset + tensor.size]
-                found[tensor.name] = part.reshape(tensor.shape)
-        return found
+        return merged_by(self.merger)
 
 
 def of(config: RunConfig, **sections: Any) -> RunConfig:

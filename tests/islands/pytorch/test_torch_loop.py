@@ -13,11 +13,12 @@ from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from tests import pytorch
 from tests.failing import failing
+from tests.islands.own_loop.any_framework import CONFIG
 
 torch = pytorch.required()
 
 from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
-from tests.islands.pytorch.torch_runs import CONFIG, TorchRun, as_float32, module, of, trained  # noqa: E402
+from tests.islands.pytorch.torch_runs import TorchRun, as_float32, module, of, trained  # noqa: E402
 
 pytestmark = pytest.mark.full
 

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +19,10 @@ from archipelago.broker.errors import ConfigError, DivergedError, MismatchError,
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest
 from archipelago.islands.sync import recovery
-from archipelago.merger.service import Merger
 from tests import pytorch
 from tests.conftest import Until
 from tests.failing import failing
+from tests.islands.own_loop.any_framework import served
 
 torch = pytorch.required()
 
@@ -52,26 +50,6 @@ def url() -> str:
 def made(url: str) -> str:
     assert archipelago.pytorch.create(url, "own", module(), sync=SYNC, steps=1000, kinds="^0")
     return url
-
-
-@contextmanager
-def served(url: str) -> Iterator[Merger]:
-    """Serve the run in another thread."""
-    merger, stop = Merger(connect(url, "own"), holder="merger"), threading.Event()
-    assert merger.acquire()
-    merger.load()
-
-    def serve() -> None:
-        while not stop.is_set():
-            merger.turn(0.01)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield merger
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_a_pytorch_island_imports_no_jax(tmp_path: Any) -> None:

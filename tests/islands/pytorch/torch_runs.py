@@ -9,15 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from archipelago.broker.config import (
-    OWN_MODEL,
-    InnerConfig,
-    ModelConfig,
-    OuterConfig,
-    RunConfig,
-    SyncConfig,
-    WireConfig,
-)
+from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.islands.own_loop.loop import OwnLoop
@@ -29,19 +21,12 @@ from archipelago.islands.sync.participant import Host
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import pytorch
+from tests.islands.own_loop.any_framework import CONFIG, merged_by
 
 torch = pytorch.required()
 
 from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
 from archipelago.islands.pytorch.replica import TorchReplica  # noqa: E402
-
-CONFIG = RunConfig(
-    model=ModelConfig(size=OWN_MODEL),
-    inner=InnerConfig(steps=1000),
-    sync=SyncConfig(interval=4, fragments=2, window=2, quorum=1, grace=0.0),
-    outer=OuterConfig(rule="sgd", learning_rate=1.0),
-    wire=WireConfig(up="float32", thin="", down="float32"),
-)
 
 
 def module(dtype: Any = None) -> Any:
@@ -119,12 +104,7 @@ class TorchRun:
 
     def merged(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the run's newest parameters by name, as float32."""
-        found = {}
-        for rows, fragment in zip(self.manifest.layout, self.merger.fragments, strict=True):
-            for tensor, offset in rows:
-                part = fragment.published_N[offset : offset + tensor.size]
-                found[tensor.name] = np.array(part).reshape(tensor.shape)
-        return found
+        return merged_by(self.merger)
 
 
 def as_float32(tensor: Any) -> np.ndarray[Any, Any]:
