@@ -188,6 +188,12 @@ class RunProcesses(FaultInjector):
         """Return whether that island has made a turn of its loop."""
         return bool(read_turn_log(self.turn_log(name)))
 
+    def is_ready(self, name: str) -> bool:
+        """Return whether that island has made a turn of its loop, or that merger holds the lease."""
+        if name != self.merger.name:
+            return self.has_turned(name)
+        return self.transport.reader.is_served() is True
+
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def inject(self, target: FaultTarget, fault: Fault) -> None:
@@ -295,29 +301,24 @@ class RunProcesses(FaultInjector):
             worker.child.stop(5.0)
 
 
-def await_training(
-    injector: FaultInjector,
-    workers: Sequence[Worker],
-    is_training: Callable[[str], object],
-    others: Sequence[Worker] = (),
-) -> None:
-    """Wait until `is_training` holds for the name of each worker.
+def await_ready(injector: FaultInjector, workers: Sequence[Worker], is_ready: Callable[[str], object]) -> None:
+    """Wait until `is_ready` holds for the name of each worker.
 
     Raises:
-        ArchipelagoError: A worker, or one of the `others`, ended; or the workers took longer than JOIN_SECONDS.
+        ArchipelagoError: A worker ended, or the workers took longer than JOIN_SECONDS.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     waiting = {worker.name: worker for worker in workers}
     while waiting:
         injector.poll()
-        waiting = {name: worker for name, worker in waiting.items() if not is_training(name)}
-        ended = [worker for worker in (*others, *workers) if worker.dead]
+        waiting = {name: worker for name, worker in waiting.items() if not is_ready(name)}
+        ended = [worker for worker in workers if worker.dead]
         if ended or (waiting and time.monotonic() > deadline):
             late = ended[0] if ended else waiting[min(waiting)]
             raise ArchipelagoError(
-                f"{late.name} does not train: {late.child.last_words()}",
+                f"{late.name} is not ready: {late.child.last_words()}",
                 f"Its log is {late.child.log}.",
-                code="chaos.no-training",
+                code="chaos.not-ready",
             )
         time.sleep(TICK_SECONDS)
 

@@ -17,7 +17,7 @@ from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
 from archipelago.ops.chaos.injection import TICK_SECONDS
-from archipelago.ops.chaos.processes import Plan, RunProcesses, await_standbys, await_training, read_turn_log
+from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, read_turn_log
 from archipelago.ops.chaos.report.record import Identity, Sample, StormRecord
 from archipelago.ops.settings import say
 
@@ -92,7 +92,7 @@ def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
         observer = stack.enter_context(Observer(processes.url, plan.run))
         for worker in (processes.merger, *processes.islands):
             processes.start(worker)
-        await_training(processes, processes.islands, processes.has_turned, (processes.merger,))
+        await_ready(processes, (processes.merger, *processes.islands), processes.is_ready)
         await_standbys(processes)
         begin = time.monotonic()
         processes.schedule(plan.faults, begin)

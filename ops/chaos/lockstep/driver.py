@@ -26,7 +26,7 @@ from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, FaultTa
 from archipelago.ops.chaos.lockstep.coordinator import Bundle, Coordinator, Method
 from archipelago.ops.chaos.lockstep.group import GroupSettings, coordinator_of
 from archipelago.ops.chaos.lockstep.results import MethodResult, summarise
-from archipelago.ops.chaos.processes import LEAVE_SECONDS, Plan, Worker, await_training
+from archipelago.ops.chaos.processes import LEAVE_SECONDS, Plan, Worker, await_ready
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.chaos.storm import interrupted
 from archipelago.ops.launch.init import require_usable
@@ -220,7 +220,7 @@ def run_baseline(plan: Plan, method: Method, stopped: Callable[[], bool]) -> Met
         group = WorkerGroup(plan, method, config, stack)
         for worker in group.workers:
             group.start(worker)
-        await_training(group, group.workers, group.is_training)
+        await_ready(group, group.workers, group.is_training)
         begin = time.monotonic()
         group.schedule(faults, begin)
         while time.monotonic() < begin + plan.seconds:

@@ -79,7 +79,7 @@ class StormRecord:
     """One run under faults.
 
     Attributes:
-        begin, end: The measured window, from when all islands train until the faults end.
+        begin, end: The measured window, from when all islands train and a merger serves until the faults end.
         islands: The names of the islands.
         step_seconds: Minimum duration of an inner step, by island; 0 where none is set.
         tokens_per_step: Tokens of one inner step of one island.

@@ -28,7 +28,7 @@ from archipelago.ops.chaos.lockstep.results import MethodResult, longest_pause, 
 from archipelago.ops.chaos.lockstep.worker import WorkerOptions
 from archipelago.ops.chaos.lockstep.worker import main as worker_main
 from archipelago.ops.chaos.main import ChaosOptions
-from archipelago.ops.chaos.processes import Plan, await_training
+from archipelago.ops.chaos.processes import Plan, await_ready
 from archipelago.ops.chaos.report.figures import as_method_result, figures
 from archipelago.ops.chaos.report.page import page, write
 from archipelago.ops.chaos.report.record import StormRecord
@@ -74,7 +74,7 @@ def test_real_workers_survive_a_kill_a_stop_and_a_cut(
         group = WorkerGroup(plan, method, config, stack)
         for worker in group.workers:
             group.start(worker)
-        await_training(group, group.workers, group.is_training)
+        await_ready(group, group.workers, group.is_training)
         ledger = group.coordinator.ledger
 
         def polled(holds: Callable[[], bool], what: str) -> None:
@@ -130,7 +130,7 @@ def test_a_worker_that_cannot_start_ends_the_baseline(
 ) -> None:
     plan = Plan("storm", tmp_path / "storm", config, dict.fromkeys(NAMES, 0.02), 5.0)
     monkeypatch.setattr(GroupSettings, "to_text", lambda self: "{}")
-    with failing(ArchipelagoError, "chaos.no-training"):
+    with failing(ArchipelagoError, "chaos.not-ready"):
         run_baseline(plan, "data-parallel", lambda: False)
 
 
