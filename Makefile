@@ -59,9 +59,11 @@ $(READY): requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	@touch $@
 
-# PyTorch is not in the lock, because a machine with an accelerator needs another build of it than one without.
-$(TORCH): $(READY)
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0; then touch $@; else \
+# PyTorch is not in the lock, because a machine with an accelerator needs another build of it than one without. The tests
+# train models of transformers and peft beside ours.
+$(TORCH): $(READY) Makefile
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 peft==0.21.2; \
+	then touch $@; else \
 		echo "warning: PyTorch cannot be installed, so its tests are skipped; in CI they fail" >&2; fi
 
 # The build links each file into one package, so it runs again when a folder gains or loses a file.
