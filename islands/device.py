@@ -76,8 +76,7 @@ def best_scan_steps(island: Island) -> int:
 
 def _seconds_a_step(island: Island, scan_steps: int) -> float:
     """Return the shortest time of a step over several calls on copies, after one call that compiles."""
-    data = island.config.data
-    batch = jax.device_put(np.zeros((scan_steps, data.batch_size, data.sequence_length + 1), island.batches.dtype))
+    batch = jax.device_put(island.batches.sample(scan_steps))
     state, length = device_copy(island.inner), island.length_argument(island.link.run_steps)
     best = float("inf")
     for attempt in range(4):

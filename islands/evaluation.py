@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,19 @@ def _nats_and_accuracy(model: Model, params: Params, tokens_BxT1: jax.Array) -> 
     return jnp.stack([model.loss(params, tokens_BxT1), jnp.mean(guesses == targets, dtype=jnp.float32)])
 
 
+class Slices(Protocol):
+    """An evaluation in slices, each of them a short call of the device.
+
+    Attributes:
+        slices: The number of slices.
+    """
+
+    slices: int
+
+    def measure_slice(self, params: Params, index: int) -> Measures:
+        """Return the measures of one slice, once the device has made them."""
+
+
 class SlicedMeasures:
     """An evaluation in slices of a few sequences, each of them a short call of the device.
 
@@ -108,6 +121,19 @@ class SlicedMeasures:
         """Return the measures of one slice, once the device has made them."""
         nats, accuracy = np.asarray(self._run(params, self._batches[index])).tolist()
         return Measures(nats * self._bits, accuracy)
+
+
+def corpus_slices(config: RunConfig, corpus: OpenCorpus) -> Callable[[Params], Slices]:
+    """Return what compiles the evaluation of parameters on the held-out text of a corpus."""
+    from archipelago.islands.models.registry import build
+
+    data = config.data
+
+    def compiled(params: Params) -> Slices:
+        text = held_out(corpus.valid, data.held_out_sequences, data.sequence_length)
+        return SlicedMeasures(build(config.model), text, params, data.batch_size, corpus.bytes_per_token)
+
+    return compiled
 
 
 def mean_of(slices: Sequence[Measures]) -> Measures:

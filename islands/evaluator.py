@@ -22,10 +22,8 @@ from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.transport import IslandTransport, ReaderTransport
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.data.sharding import held_out
-from archipelago.islands.evaluation import Measures, SlicedMeasures, assemble, mean_of, published
+from archipelago.islands.evaluation import Measures, Slices, assemble, mean_of, published
 from archipelago.islands.models.interface import Params
-from archipelago.islands.models.registry import build
 from archipelago.islands.sync.connection.snapshots import Arrival
 
 #: The largest share of the device's time that evaluations take.
@@ -68,7 +66,7 @@ class Evaluator:
         transport: The connection to the broker.
         manifest: The run.
         who: The island and its incarnation, as `NAME/INCARNATION`.
-        corpus: The run's corpus.
+        compiled: Compiles the evaluation for parameters.
         arrivals: Returns the newest snapshots that the island holds, as they were published; an empty list if it does
             not hold them all.
         every_seconds: The time between the beginnings of two evaluations.
@@ -82,7 +80,7 @@ class Evaluator:
         transport: IslandTransport,
         manifest: Manifest,
         who: str,
-        corpus: OpenCorpus,
+        compiled: Callable[[Params], Slices],
         arrivals: Callable[[], Sequence[Arrival]],
         every_seconds: float,
         curves: CurveWriter | None = None,
@@ -90,9 +88,9 @@ class Evaluator:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._transport, self._manifest, self._who = transport, manifest, who
-        self._corpus, self._arrivals, self._every_seconds, self._curves = corpus, arrivals, every_seconds, curves
+        self._compile, self._arrivals, self._every_seconds, self._curves = compiled, arrivals, every_seconds, curves
         self._clock, self._wall = clock, wall
-        self._measures: SlicedMeasures | None = None
+        self._measures: Slices | None = None
         self._allowance = Allowance(clock())
         self._slice_seconds = math.inf
         self._due = -math.inf
@@ -161,7 +159,7 @@ class Evaluator:
             known = self._transport.reader.evaluations()
             if newest is None or (known and known[-1].round == newest[1]):
                 return None
-            log.info("evaluating the final parameters on %s", self._corpus.name)
+            log.info("evaluating the final parameters")
             return self._evaluate(newest, is_paced=False, stopped=stopped)
 
     def _keep_evaluating(self) -> None:
@@ -231,12 +229,9 @@ class Evaluator:
             self._allowance.use(self._slice_seconds)
         return mean_of(found)
 
-    def _compiled(self, params: Params) -> SlicedMeasures:
+    def _compiled(self, params: Params) -> Slices:
         if self._measures is None:
-            data = self._manifest.config.data
-            text = held_out(self._corpus.valid, data.held_out_sequences, data.sequence_length)
-            model = build(self._manifest.config.model)
-            self._measures = SlicedMeasures(model, text, params, data.batch_size, self._corpus.bytes_per_token)
+            self._measures = self._compile(params)
         return self._measures
 
     def _wait_for_device(self) -> bool:

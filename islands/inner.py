@@ -26,8 +26,8 @@ class InnerState(NamedTuple):
 
 #: Several inner steps as one program, as `compile_steps` returns it. A fourth argument is optional there.
 InnerSteps = Callable[..., tuple[InnerState, jax.Array]]
-#: From parameters and tokens [B, T + 1], uint8 or int32, to gradients and the loss in nats.
-Gradient = Callable[[Params, jax.Array], tuple[Params, jax.Array]]
+#: From parameters and a batch, such as tokens [B, T + 1] of uint8 or int32, to gradients and the loss.
+Gradient = Callable[[Params, Any], tuple[Params, jax.Array]]
 #: From a state, gradients and the number of earlier steps, int32 [], to the next state. A fourth argument is optional.
 Descent = Callable[..., InnerState]
 
@@ -242,19 +242,21 @@ def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
         (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms. A fourth argument
         is the length of the run (int32 []) if an operator has changed it. That is another program.
     """
-    compute, descend = gradient(model), descent(config)
+    return compiled_scan(gradient(model), descent(config))
+
+
+def compiled_scan(compute: Gradient, descend: Descent) -> InnerSteps:
+    """Compile n inner steps, each from the gradients of a batch, as one scan (see `compile_steps`)."""
 
     def steps(
-        state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array, length: jax.Array | None = None, /
+        state: InnerState, batches_n: Any, global_step: jax.Array, length: jax.Array | None = None, /
     ) -> tuple[InnerState, jax.Array]:
-        def step(
-            carry: tuple[InnerState, jax.Array], tokens_BxT1: jax.Array
-        ) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
+        def step(carry: tuple[InnerState, jax.Array], batch: Any) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
             state, count = carry
-            gradients, loss = compute(state.params, tokens_BxT1)
+            gradients, loss = compute(state.params, batch)
             return (descend(state, gradients, count, length), count + 1), loss
 
-        (after, _), losses_n = jax.lax.scan(step, (state, global_step), tokens_nxBxT1)
+        (after, _), losses_n = jax.lax.scan(step, (state, global_step), batches_n)
         return after, losses_n
 
     return jax.jit(steps, donate_argnums=0)

@@ -208,7 +208,7 @@ def _run(
 
     from archipelago.islands import telemetry
     from archipelago.islands.checkpoint import IslandStore
-    from archipelago.islands.prepared import prepare, register_text
+    from archipelago.islands.prepared import prepare
     from archipelago.islands.rejoin import Rejoin
     from archipelago.islands.turn_log import TurnLog
     from archipelago.islands.worker import train
@@ -218,7 +218,7 @@ def _run(
         with progress("opening the corpus and building the model"):
             prepared = prepare(manifest, options.corpus)
     _tell_of_device(manifest)
-    awaited(partial(register_text, prepared.corpus, transport, options.corpus))
+    awaited(partial(prepared.workload.register, transport))
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.
         make_untracked(folder)
     store = IslandStore(folder, manifest)
@@ -312,13 +312,19 @@ def _evaluator(
     options: IslandOptions, prepared: PreparedIsland, transport: IslandTransport, link: Link, curves: CurveWriter
 ) -> Evaluator | None:
     """Start the evaluations of this island; None if it makes none."""
-    from archipelago.islands.evaluator import Evaluator, run_corpus
+    from archipelago.islands.evaluator import Evaluator
 
-    corpus = run_corpus(prepared.manifest, prepared.corpus, options.corpus) if options.evaluate_every else None
-    if corpus is None:
+    evaluation = prepared.workload.evaluation() if options.evaluate_every else None
+    if evaluation is None:
         return None
     evaluator = Evaluator(
-        transport, prepared.manifest, link.who, corpus, link.inbox.snapshots.all_held, options.evaluate_every, curves
+        transport,
+        prepared.manifest,
+        link.who,
+        evaluation,
+        link.inbox.snapshots.all_held,
+        options.evaluate_every,
+        curves,
     )
     evaluator.start()
     return evaluator

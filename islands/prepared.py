@@ -1,26 +1,23 @@
-"""Preparation of an island: its corpus and compiled programs. A standby holds them before it has a name."""
+"""Preparation of an island: its data and compiled programs. A standby holds them before it has a name."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from archipelago.broker.errors import MismatchError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import Patience
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.creation import describe, require_readable
-from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.device import best_scan_steps
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import build
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.worker import Island
+from archipelago.islands.workload import CorpusWorkload, Workload
 
 #: The name of the island that `rehearse` builds. Its link never starts.
 REHEARSING = "rehearsal"
@@ -33,16 +30,19 @@ class PreparedIsland:
     Attributes:
         manifest: The run.
         pinned: The name of a corpus on this machine that replaces the run's, if any.
-        corpus: The training text.
-        steps: The compiled inner steps.
+        workload: What the island trains.
         scan_steps: Inner steps between two step boundaries; 0 until they are known.
     """
 
     manifest: Manifest
     pinned: str | None
-    corpus: OpenCorpus
-    steps: InnerSteps
+    workload: Workload
     scan_steps: int = 0
+
+    @property
+    def steps(self) -> InnerSteps:
+        """The compiled inner steps."""
+        return self.workload.steps
 
     def fits(self, manifest: Manifest, pinned: str | None) -> bool:
         """Return whether an island of that run can use it."""
@@ -50,8 +50,7 @@ class PreparedIsland:
 
     def link(self, transport: IslandTransport, who: str) -> Link:
         """Return a link for `who`, an island's name and incarnation."""
-        config = self.manifest.config
-        return Link(transport, self.manifest, who, shard_order(config.data.shards, config.seed, self.pinned or ""))
+        return Link(transport, self.manifest, who, self.workload.shards)
 
     def island(
         self,
@@ -62,9 +61,11 @@ class PreparedIsland:
         on_marker: Callable[[Island, int], None] | None = None,
     ) -> Island:
         """Return an island that begins with these snapshots."""
-        batches = Batches(self.corpus.train, self.manifest.config, link.lease, fallback=_number_of(name))
+        work = self.workload
+        batches = work.supply(name, link, rehearses=name == REHEARSING)
         return Island(
-            name, self.manifest, self.steps, batches, link, arrivals, incarnation=incarnation, on_marker=on_marker
+            name, self.manifest, work.steps, batches, link, arrivals, incarnation=incarnation, on_marker=on_marker,
+            first_state=work.first_state, bounds=work.bounds,
         )  # fmt: skip
 
     def warm_up(self, island: Island, scan_steps: int) -> None:
@@ -87,7 +88,8 @@ def prepare(manifest: Manifest, pinned: str | None) -> PreparedIsland:
     """Load the corpus and build the inner steps, without asking the broker for anything."""
     config = manifest.config
     corpus = training_text(manifest, pinned)
-    return PreparedIsland(manifest, pinned, corpus, compile_steps(build(config.model), config.inner))
+    steps = compile_steps(build(config.model), config.inner)
+    return PreparedIsland(manifest, pinned, CorpusWorkload(manifest, pinned, corpus, steps))
 
 
 def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
@@ -97,18 +99,3 @@ def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
     manifest.require_same(describe(manifest.run, manifest.config, identity))
     require_readable(manifest.config, corpus, manifest.corpus.tokenizer)
     return corpus
-
-
-def register_text(corpus: OpenCorpus, transport: IslandTransport, pinned: str | None) -> None:
-    """Register a pinned text under its name. Raises MismatchError if the run knows another text by that name."""
-    registered = transport.island.register_corpus(pinned, corpus.digest) if pinned else corpus.digest
-    if registered != corpus.digest:
-        raise MismatchError(
-            f"corpus {pinned!r}", registered, corpus.digest,
-            "Another island trains on a different text of this name. Prepare this text under another name (--name).",
-        )  # fmt: skip
-
-
-def _number_of(name: str) -> int:
-    """Return a number that depends on the name. An island without a lease begins to read there."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")

@@ -16,7 +16,7 @@ from functools import partial
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.checkpoint import Found, IslandStore
-from archipelago.islands.inner import moment_bounds, require_sound
+from archipelago.islands.inner import require_sound
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
@@ -76,7 +76,7 @@ class Rejoin(Newcomer):
         self.count_earlier()
 
     def _from_peer(self) -> recovery.Received | None:
-        check = partial(require_sound, bounds=moment_bounds(self.island.config.inner))
+        check = partial(require_sound, bounds=self.island.moment_bounds)
         like = self.island.inner.optimizer
         return self.received(lambda about, payload: decode(about, payload, like, check))
 

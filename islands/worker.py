@@ -1,4 +1,7 @@
-"""Our worker: an island that trains one of our models. Between two inner steps it adopts snapshots and sends."""
+"""Our worker: an island whose loop is ours, for our models and for users' tasks.
+
+Between two inner steps it adopts snapshots and sends.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ import numpy as np
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.inner import InnerSteps, begin
+from archipelago.islands.data.supply import Supply
+from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds
+from archipelago.islands.models.interface import Params
 from archipelago.islands.moments import SyncedState
 from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.sync.actions import BeginPass, ForgetShards, Steps, TakeMoments
@@ -41,13 +45,15 @@ class Island(Participant):
         name: str,
         manifest: Manifest,
         steps: InnerSteps,
-        batches: Batches,
+        batches: Supply,
         link: Link,
         arrivals: Sequence[Arrival],
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
         scan_steps: int = 1,
         on_marker: Callable[[Island, int], None] | None = None,
+        first_state: Callable[[Params], InnerState] | None = None,
+        bounds: MomentBounds | None = None,
     ) -> None:
         """Begin from published snapshots with fresh inner optimiser state.
 
@@ -62,10 +68,14 @@ class Island(Participant):
             incarnation: Distinguishes this process from earlier ones of the same name; random by default.
             scan_steps: Inner steps between two boundaries.
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
+            first_state: Returns the state of the inner optimiser for parameters; that of the run's config by default.
+            bounds: The bounds on the moments of peers; those of the run's config by default.
         """
+        fresh = first_state or partial(begin, manifest.config.inner)
+        self.moment_bounds = bounds or moment_bounds(manifest.config.inner)
         self.replica = Replica(manifest)
         self.synced = SyncedState(manifest)
-        self.inner = begin(manifest.config.inner, self.replica.begin([arrival.params_N for arrival in arrivals]))
+        self.inner = fresh(self.replica.begin([arrival.params_N for arrival in arrivals]))
         super().__init__(name, manifest, link, self.replica, arrivals, jax_host(clock), clock, incarnation)
         self.steps = steps
         self.batches = batches
@@ -86,8 +96,7 @@ class Island(Participant):
             self.synced.warm_up(self.replica, self.inner)
             self._stepped_at = self.clock()
             return
-        shape = (self.scan_steps, self.config.data.batch_size, self.config.data.sequence_length + 1)
-        batch = jax.device_put(np.zeros(shape, self.batches.dtype))
+        batch = jax.device_put(self.batches.sample(self.scan_steps))
         length = self.length_argument(self.link.run_steps)
         after, losses_n = self.steps(device_copy(self.inner), batch, jax.device_put(np.int32(0)), *length)
         self.synced.warm_up(self.replica, after)
@@ -110,6 +119,8 @@ class Island(Participant):
         """Dispatch `scan_steps` inner steps. The device works on them during the next boundary."""
         n = self.scan_steps
         batch = jax.device_put(self.batches.next(n))  # `jnp.asarray` would compile a program for the transfer
+        tokens = self.batches.tokens
+        self.tokens_per_step = tokens / n
         for point in self.batches.take_begun():
             self.action_log.add(BeginPass(point))
         is_held = self.is_held
@@ -118,7 +129,7 @@ class Island(Participant):
         self.pacer.dispatched(n, self.clock())
         schedule_step = jax.device_put(np.int32(min(self.ledger.global_step, self.run_steps)))  # constant from then on
         self.inner, losses_n = self.steps(self.inner, batch, schedule_step, *self.length_argument(self.run_steps))
-        self.stepped(n, n * self.config.tokens_per_step, is_held=is_held)
+        self.stepped(n, tokens, is_held=is_held)
         # One call may be in flight. This keeps the device busy, and still measures the time of steps.
         if self._in_flight is not None:
             self.losses.add(self._in_flight.block_until_ready())

@@ -86,6 +86,7 @@ class Batches:
 
     Attributes:
         repeats: The passes that were read again because no shard could be leased.
+        tokens: The tokens of the batches that `next` returned last.
 
     Raises:
         DataError: The text is too short for the shards, or examples have another size.
@@ -98,7 +99,7 @@ class Batches:
         self._position = 0
         self._places: dict[str, Place] = {}  # by shard, in the order of leasing; all but the newest have ended
         self._queue: deque[_Start] = deque()
-        self.repeats = 0
+        self.repeats = self.tokens = 0
         self._begun: list[str] = []
         if train.dtype != np.uint8 and config.model.vocabulary == BYTES:
             raise ConfigError(
@@ -108,15 +109,11 @@ class Batches:
             )
         require_fit(train, config.data.sequence_length, config.data.shards)
 
-    @property
-    def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """The dtype of the batches, which is the text's."""
-        return self._train.dtype
-
     def next(self, steps: int) -> Tokens:
         """Return the next `steps` batches: [steps, B, T + 1] of the text's dtype."""
         batch, length = self._config.data.batch_size, self._config.data.sequence_length
         out = np.empty((steps * batch, length + 1), dtype=self._train.dtype)
+        self.tokens = steps * self._config.tokens_per_step
         self._prefer_a_lease()
         filled = 0
         while filled < len(out):
@@ -124,6 +121,11 @@ class Batches:
             out[filled : filled + len(starts)] = gather(self._train, starts, length)
             filled += len(starts)
         return out.reshape(steps, batch, length + 1)
+
+    def sample(self, steps: int) -> Tokens:
+        """Return batches of zeros, in the shape and dtype of those of `next`."""
+        data = self._config.data
+        return np.zeros((steps, data.batch_size, data.sequence_length + 1), self._train.dtype)
 
     # -- reports to the broker ---------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import DataConfig
 from archipelago.broker.messages import Heartbeat
-from archipelago.islands import evaluator as evaluator_module
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
-from archipelago.islands.evaluation import Measures, compile_measures, published
+from archipelago.islands.evaluation import Measures, SlicedMeasures, compile_measures, published
 from archipelago.islands.evaluator import (
     DEVICE_SHARE,
     LEASE_SECONDS,
@@ -51,10 +49,10 @@ def _logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
 MODEL = Model(lambda seed: {}, _loss, tiny.TENSORS, _logits)
 
 
-@pytest.fixture(autouse=True)
-def _model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(evaluator_module, "build", lambda config: MODEL)
-    yield
+def compiled(params: Params) -> SlicedMeasures:
+    """Compile the evaluation of the model on the held-out text."""
+    text = held_out(CORPUS.valid, DATA.held_out_sequences, DATA.sequence_length)
+    return SlicedMeasures(MODEL, text, params, DATA.batch_size)
 
 
 @pytest.fixture(params=["int4", "float32"])
@@ -67,7 +65,7 @@ def run(request: pytest.FixtureRequest) -> TinyRun:
 def of(run: TinyRun, island: Island) -> Evaluator:
     arrivals = island.link.inbox.snapshots.all_held
     return Evaluator(
-        run.transport, run.manifest, island.link.who, CORPUS, arrivals, EVERY_SECONDS,
+        run.transport, run.manifest, island.link.who, compiled, arrivals, EVERY_SECONDS,
         clock=run.clock, wall=lambda: 1.7e9 + run.clock.now,
     )  # fmt: skip
 
