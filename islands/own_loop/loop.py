@@ -18,8 +18,10 @@ from archipelago.islands.sync.progress import SMOOTHING
 
 #: Seconds between two heartbeats that the loop prepares. Preparing one costs more than everything else of a call.
 BEAT_SECONDS = 0.5
-#: A loop that does not sync for this long is not waited for.
+#: A loop that does not sync for this long is not waited for, unless its calls usually take so long.
 STALL_SECONDS = 60.0
+#: A loop whose calls are far apart has not stopped before this many of them.
+STALL_CALLS = 20
 
 
 class Parameters(Protocol):
@@ -77,6 +79,8 @@ class OwnLoop(Participant):
         self.parameters = parameters
         self._optimizer_leaves = optimizer_leaves
         self._turned_at = clock()
+        self._call_seconds = 0.0  # between two calls, as a moving average without pauses
+        self._long_call = (1, 0.0)  # the steps and seconds of the last call, if it was a long one
         self._beat_due = -math.inf
 
     def begin(self) -> None:
@@ -99,8 +103,7 @@ class OwnLoop(Participant):
         self.stepped(steps, tokens, is_held=self.is_held)
         now = self.clock()
         seconds, self._turned_at = now - self._turned_at, now
-        if seconds <= STALL_SECONDS:  # a pause says nothing about the speed
-            self.speed.stepped(steps, seconds)
+        self._note_speed(steps, seconds)
         self.tokens_per_step = averaged(self.tokens_per_step, tokens / steps, SMOOTHING)
         if loss is not None:
             self.losses.add(loss)
@@ -109,6 +112,21 @@ class OwnLoop(Participant):
         if now >= self._beat_due:
             self._beat_due = now + BEAT_SECONDS
             self.beat("training")
+
+    def _note_speed(self, steps: int, seconds: float) -> None:
+        """Note the time of a call. A pause says nothing about the speed, but a loop whose calls are all long has one.
+
+        A long call counts if the one before it was long as well, and then as the faster of both, because the first step
+        of a loop compiles.
+        """
+        before, self._long_call = self._long_call, (steps, seconds if seconds > STALL_SECONDS else 0.0)
+        if self._long_call[1]:
+            if not before[1]:
+                return
+            steps, seconds = min(before, self._long_call, key=lambda call: call[1] / call[0])
+        self.speed.stepped(steps, seconds)
+        self._call_seconds = averaged(self._call_seconds, seconds, SMOOTHING)
+        self.link.stall_seconds = max(STALL_SECONDS, STALL_CALLS * self._call_seconds)
 
     def require_sound(self) -> None:
         """Raise the error that names a tensor, if a contribution was not sent because it was not finite."""

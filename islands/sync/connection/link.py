@@ -36,8 +36,6 @@ from archipelago.islands.sync.recovery import StateForPeer
 
 BLOCK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
-#: A loop whose steps are long has not stopped before this many of them.
-STALL_STEPS = 20
 #: An island hands its optimiser state over to this many newcomers at a time. Each copy takes memory of the device.
 HANDOVERS_AT_ONCE = 2
 #: How many newcomers are remembered as answered.
@@ -98,8 +96,7 @@ class Link:
         self.operator_request = ""
         #: The length of the run in steps, which an operator can change.
         self.run_steps = manifest.config.inner.steps
-        #: A loop has stalled if it prepares no heartbeat for this long, and for the time of many of its steps. No peer
-        #: waits for it then.
+        #: A loop has stalled if it prepares no heartbeat for this long. No peer waits for it then.
         self.stall_seconds = math.inf
         #: Whether the island answers newcomers who ask for inner optimiser state.
         self.gives_state = True
@@ -265,8 +262,7 @@ class Link:
     def _has_stalled(self, beat: Heartbeat) -> bool:
         """Return whether the loop has stopped preparing heartbeats, and say so once."""
         silent = self.clock() - self._beat_at
-        allowed = max(self.stall_seconds, STALL_STEPS * beat.step_seconds)
-        was_stalled, self._is_stalled = self._is_stalled, beat.state == "training" and silent > allowed
+        was_stalled, self._is_stalled = self._is_stalled, beat.state == "training" and silent > self.stall_seconds
         if self._is_stalled and not was_stalled:
             log.warning(
                 "the training loop has not synced for %.0f s, so the run goes on without this island until it does",

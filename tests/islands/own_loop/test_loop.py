@@ -17,7 +17,7 @@ from archipelago.broker.messages import LIVE_SECONDS
 from archipelago.islands.own_loop import loop as own_loop
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG
-from tests.islands.own_loop.own_runs import OwnRun, of, trained, tree
+from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, of, trained, tree
 
 
 def as_float32(params: Any) -> list[Any]:
@@ -232,6 +232,38 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back() -> None:
         assert abs(mine.version - theirs.version) <= 1
     assert run.transport.reader.books().merged > before
     assert island.loop.speed.step_seconds < own_loop.STALL_SECONDS
+
+
+@pytest.mark.parametrize("steps", [1, 600])
+def test_calls_of_two_minutes_are_waited_for(steps: int) -> None:
+    """Two minutes a step, or a call for each 600 steps, are no pause."""
+    run = OwnRun(config=of(CONFIG, sync=replace(CONFIG.sync, interval=4 * steps, quorum=2)))
+    slow, fast = run.island("slow"), run.island("fast")
+
+    def sync(island: OwnIsland) -> None:
+        run.clock.now -= steps  # the test itself moves the clock
+        island.sync(trained(island.params), steps)
+
+    for call in range(6):
+        for turn in range(30):
+            run.clock.now += 2.0
+            slow.link.pump()  # its threads live while it computes
+            run.clock.now += 1.0 + turn % 2 * 2.0
+            sync(fast)
+            assert call < 3 or "slow" in run.merger.live
+        sync(slow)
+    assert slow.loop.speed.step_seconds * steps == pytest.approx(120.0)
+    assert run.transport.reader.books().refused == 0
+    assert any(member.island == "slow" for entry in run.transport.reader.tape(100) for member in entry.members)
+
+
+def test_a_pause_says_nothing_about_the_speed() -> None:
+    run = OwnRun()
+    island = run.island()
+    for seconds in (1.0, 1.0, 300.0, 1.0, 90.0, 1.0):
+        run.clock.now += seconds - 1.0
+        island.sync(trained(island.params))
+    assert island.loop.speed.step_seconds == pytest.approx(1.0)
 
 
 def test_an_island_without_state_promises_none_to_newcomers() -> None:
