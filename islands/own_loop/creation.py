@@ -52,6 +52,5 @@ def create(
     """
     config = settings(steps, sync, merge, outer, adopt, wire, record=record)
     layout = TreeLayout.of(params)
-    return create_run(
-        url, name, config, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([layout.templates[leaf]])
-    )
+    leaves = layout.leaves_of(params)
+    return create_run(url, name, config, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([leaves[leaf]]))

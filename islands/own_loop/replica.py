@@ -46,12 +46,13 @@ class Home:
 class TreeReplica(Replica):
     """The references of all fragments of a tree, given by the leaves that are merged."""
 
-    def __init__(self, manifest: Manifest, templates: Mapping[str, Any]) -> None:
+    def __init__(self, manifest: Manifest, templates: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         """Note where each leaf lives.
 
         Args:
             manifest: The run.
-            templates: The leaves by name: arrays, or values with a shape, a dtype and a sharding.
+            templates: The shape, dtype and sharding of each leaf by name. Without a sharding, a leaf is on the default
+                device, and the loop's own computations may move it.
         """
         super().__init__(manifest)
         self._templates = templates
@@ -134,15 +135,12 @@ def _rounded(rows: Rows, reference_N: jax.Array, own_N: jax.Array, held: Tensors
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-def _sharding(leaf: Any) -> Sharding | None:
-    """Return where a leaf lives; None for the default device, where the loop's own computations may move it."""
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(leaf, jax.Array) and not leaf.committed:
-        return None
-    return sharding if isinstance(sharding, Sharding) else None
+def _sharding(template: jax.ShapeDtypeStruct) -> Sharding | None:
+    """Return where a leaf lives; None for the default device."""
+    return template.sharding if isinstance(template.sharding, Sharding) else None
 
 
-def _home(rows: Rows, size: int, templates: Mapping[str, Any]) -> Home:
+def _home(rows: Rows, size: int, templates: Mapping[str, jax.ShapeDtypeStruct]) -> Home:
     """Return where a fragment is computed: on the devices of its most spread leaf."""
     shardings = {tensor.name: _sharding(templates[tensor.name]) for tensor, _ in rows}
     known = [sharding for sharding in shardings.values() if sharding is not None]
@@ -213,7 +211,7 @@ def _moved(leaf: Any, home: Sharding | None) -> jax.Array:
     return placed
 
 
-def _settled(leaf: jax.Array, template: Any) -> jax.Array:
+def _settled(leaf: jax.Array, template: jax.ShapeDtypeStruct) -> jax.Array:
     """Return a computed leaf in the sharding that the loop uses."""
     wanted = _sharding(template)
     if wanted is None or leaf.sharding == wanted:

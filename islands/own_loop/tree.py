@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -32,15 +31,18 @@ class TreeLayout:
 
     Attributes:
         structure: The tree without its leaves.
-        leaves: All leaves in order.
-        names: Their names in order.
+        names: The names of all leaves in order.
         merged: The places of the leaves that are merged.
+        templates: The shape, dtype and sharding of each merged leaf by name. The values are not kept, because they
+            would take the memory of a whole model.
+        own: The leaves that stay the island's own, by name.
     """
 
     structure: Any
-    leaves: Sequence[Any]
     names: Sequence[str]
     merged: Sequence[int]
+    templates: Mapping[str, jax.ShapeDtypeStruct]
+    own: Mapping[str, Any]
 
     @classmethod
     def of(cls, tree: Any) -> TreeLayout:
@@ -66,18 +68,14 @@ class TreeLayout:
                 "Rename a key: the parts of a name are joined by dots.",
                 code="loop.unnamed",
             )
-        return cls(structure, leaves, names, merged)
+        templates = {names[place]: _template(leaves[place]) for place in merged}
+        own = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in templates}
+        return cls(structure, names, merged, templates, own)
 
-    @cached_property
-    def templates(self) -> dict[str, Any]:
-        """The leaves that are merged, by name."""
-        return {self.names[place]: self.leaves[place] for place in self.merged}
-
-    @property
-    def own(self) -> list[str]:
-        """The names of the leaves that stay the island's own."""
-        merged = set(self.merged)
-        return [name for place, name in enumerate(self.names) if place not in merged]
+    def leaves_of(self, tree: Any) -> dict[str, Any]:
+        """Return the merged leaves of a tree of this layout, by name."""
+        leaves = jax.tree.leaves(tree)
+        return {self.names[place]: leaves[place] for place in self.merged}
 
     def tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
         """Return the tensors of a manifest, in the order of the tree."""
@@ -86,8 +84,15 @@ class TreeLayout:
     def tell_of_own(self) -> None:
         """Log which leaves are not merged."""
         if self.own:
-            shown = ", ".join(self.own[:8]) + (f" and {len(self.own) - 8} more" if len(self.own) > 8 else "")
+            shown = ", ".join(list(self.own)[:8]) + (f" and {len(self.own) - 8} more" if len(self.own) > 8 else "")
             log.warning("these leaves are not floating-point arrays and stay this island's own: %s", shown)
+
+
+def _template(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return a leaf without its values. An array on the default device may be moved by the loop's own computations."""
+    may_move = isinstance(leaf, jax.Array) and not leaf.committed
+    sharding = None if may_move else getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 
 def _name(path: Sequence[Any]) -> str:
@@ -146,11 +151,12 @@ class TreeParameters:
 
     def offer(self, tree: Any) -> None:
         """Take the tree that the loop gives. It is checked when a fragment is sent or adopted."""
-        self.tree, self._named = tree, None
+        self.tree, self._named, self._leaves = tree, None, None
 
     def start(self, named: Mapping[str, Any]) -> None:
         """Begin with these arrays and the island's own leaves."""
-        self._structure, self._leaves, self._named = self.layout.structure, list(self.layout.leaves), {}
+        own = self.layout.own
+        self._structure, self._leaves = self.layout.structure, [own.get(name) for name in self.layout.names]
         self.replace(named)
 
     def named(self) -> dict[str, Any]:
@@ -194,9 +200,9 @@ class TreeParameters:
         if structure != self._structure:
             self._require_same_names()
         self._leaves, self._structure = leaves, structure
-        names, templates = self.layout.names, self.layout.leaves
+        names = self.layout.names
         for place in self.layout.merged:
-            _require_like(names[place], leaves[place], templates[place])
+            _require_like(names[place], leaves[place], self.layout.templates[names[place]])
         return {names[place]: leaves[place] for place in self.layout.merged}
 
     def _require_same_names(self) -> None:

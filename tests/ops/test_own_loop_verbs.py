@@ -129,6 +129,6 @@ def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served)
     assert init(InitOptions(url=url, run="own", resume=Path("runs/own/merger"))) == 0
     with join(url, "own", tree(), island="lima") as run:
         assert run.step == lost.merger.state.step > 0
-        named = TreeLayout.of(run.params).templates
+        named = TreeLayout.of(run.params).leaves_of(run.params)
     for name, value in lost.merged().items():
         np.testing.assert_array_equal(np.asarray(named[name]), np.asarray(value))

@@ -106,7 +106,8 @@ class OwnRun:
         broker = MemoryBroker(self.clock)
         self.connect: Callable[[], Transport] = connect or (lambda: broker.connect("own"))
         self.transport = self.connect()
-        first = first_snapshots(self.manifest, lambda name: host_vector([layout.templates[name]]))
+        leaves = layout.leaves_of(params)
+        first = first_snapshots(self.manifest, lambda name: host_vector([leaves[name]]))
         self.transport.create(self.manifest, first)
         checkpointer = None
         if folder is not None:

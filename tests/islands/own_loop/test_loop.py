@@ -30,9 +30,9 @@ def test_one_island_moves_the_run_by_its_own_steps() -> None:
     island.play(16)
     assert run.merger.state.closed >= 6
     assert run.transport.reader.books().merged == run.merger.state.closed
+    first = island.parameters.layout.leaves_of(tree())
     for name, merged in run.merged().items():
-        first = np.asarray(island.parameters.layout.templates[name])
-        moved = (first - np.asarray(merged)) / 0.125
+        moved = (np.asarray(first[name]) - np.asarray(merged)) / 0.125
         assert np.ptp(moved) == 0.0, name
         assert moved.flat[0] in range(10, 17), "every step counts once"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import threading
 import uuid
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,6 +245,23 @@ def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(made: str) ->
         join(made, "own", tree()).sync(tree())
     with failing(ConfigError, "loop.left"), run:
         pass
+
+
+def test_only_the_newest_parameters_are_kept(made: str) -> None:
+    params = tree()
+    older = weakref.ref(params["embedding"])
+    with served(made), join(made, "own", params) as run:
+        for _ in range(12):
+            params = run.sync(trained(run.params))
+            gc.collect()
+            assert older() is None
+            older = weakref.ref(params["embedding"])
+            del params
+
+
+def test_parameters_may_be_described_instead_of_given(made: str) -> None:
+    with join(made, "own", jax.eval_shape(tree)) as run:
+        np.testing.assert_array_equal(np.asarray(run.params["embedding"]), np.asarray(tree()["embedding"]))
 
 
 def test_own_leaves_are_named_once(made: str, caplog: pytest.LogCaptureFixture) -> None:
