@@ -22,6 +22,7 @@ from archipelago.broker.process import URL_VARIABLE, Patience, connect_to, invit
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.islands.own_loop.loop import OwnLoop
+from archipelago.islands.own_loop.measured import MeasuredTurns
 from archipelago.islands.own_loop.signals import StopSignal
 from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.connection.link import Link
@@ -57,6 +58,7 @@ class Session(ABC):
         self._joined_as: tuple[str, str, str] | None = None
         self._transport: RedisTransport | None = None
         self._loop: OwnLoop | None = None
+        self._measured: MeasuredTurns | None = None
         self._has_left = False
         #: Whether a `sync` was interrupted, so that a fragment may be adopted in part.
         self._is_torn = False
@@ -128,6 +130,7 @@ class Session(ABC):
             "joined %s as %s at round %s, optimiser state: %s", manifest.run, name, loop.ledger.closed, loop.moments,
             extra={"round": loop.ledger.closed},
         )  # fmt: skip
+        self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation)
         loop.begin()
 
     def _name(self) -> str:
@@ -178,6 +181,8 @@ class Session(ABC):
                 "Give the steps since the last call, at least 1, and the tokens that they trained on.",
                 code="loop.tokens",
             )
+        if self._measured is not None:
+            self._measured.stepped(int(steps), sum(count.version for count in loop.ledger.counts))
         self._is_torn = True
         try:
             loop.turn(int(steps), max(count, 1), loss)
@@ -185,6 +190,8 @@ class Session(ABC):
             self._is_torn = False
             raise
         self._is_torn = False
+        if self._measured is not None:
+            self._measured.synced()
         self._stop.require_heard()
 
     def _require_joined(self) -> OwnLoop:

@@ -30,6 +30,7 @@ from archipelago.ops.chaos.report.page import PAGE, PICTURE, REPORT, write
 from archipelago.ops.chaos.report.record import StormRecord
 from archipelago.ops.chaos.report.tables import COLUMNS, comparison, headlines
 from archipelago.ops.chaos.schedule import MERGER, REDIS, Fault, FaultRates, Kind
+from archipelago.ops.chaos.script import parsed
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import require_usable
 from archipelago.ops.launch.standbys import require_standbys
@@ -48,6 +49,9 @@ WIDTHS = (24, 9, 26, 24, 30, 30)
 class ChaosOptions:
     """Train through a storm of faults in real processes. Report goodput and uptime; fail if an invariant breaks.
 
+    With --script, the islands are a training script of yours, as `archipelago.join` makes it one. It must take its
+    Redis from ARCHIPELAGO_URL, and must create its run itself.
+
     `storm` is one run under a schedule of faults. `peers` is the benchmark that other projects report: 3 islands,
     H = 40 steps of 50 ms, 1 M parameters; without faults, with a SIGKILL every 15 s, and with one island half as fast.
     """
@@ -56,6 +60,9 @@ class ChaosOptions:
     """What to run: one storm, or the peers' benchmark."""
     run: str = "chaos"
     """The name of the run and of its folder. An earlier storm there is deleted."""
+    script: str = ""
+    """Storm over your own training script instead of our islands: the file and its arguments, in quotation marks.
+    {island} in them stands for the name of the island; without it, the name comes last."""
     islands: int = 3
     """The number of islands on this machine."""
     standbys: int = 0
@@ -110,12 +117,14 @@ class ChaosOptions:
 
 def main(options: ChaosOptions) -> int:
     """Run the storm. Return 0, or BROKEN if an invariant is broken."""
-    config = checked(options.settings)
+    config, script = checked(options.settings), parsed(options.script)
     folder = options.folder / checked_name(options.run, "the run name")
     _require_sensible(options)
+    _require_own(options)
     faults = _faults(options)
-    keep_compiled()
-    require_usable(config)
+    if script is None:
+        keep_compiled()
+        require_usable(config)
     stopped = stop_on_signals()
     _prepare_folder(folder)
     if options.what == "peers":
@@ -141,6 +150,17 @@ def _require_sensible(options: ChaosOptions) -> None:
             raise ConfigError(
                 f"{flag} needs a step duration", "Give --step-seconds, such as 0.05.", code="chaos.no-step-seconds"
             )
+
+
+def _require_own(options: ChaosOptions) -> None:
+    """Raise ConfigError (`chaos.not-of-scripts`) for what a user's script has not."""
+    wrong = [flag for flag, is_set in (("--standbys", options.standbys), ("--baselines", options.baselines)) if is_set]
+    if options.script and wrong:
+        raise ConfigError(
+            f"{wrong[0]} and --script exclude each other: it needs our model and loop",
+            f"Leave {wrong[0]} out.",
+            code="chaos.not-of-scripts",
+        )
 
 
 def _names(options: ChaosOptions) -> list[str]:
@@ -210,7 +230,7 @@ def _storm(
     long = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_enough_steps(options, config)))
     plan = Plan(
         folder.name, folder / "storm", long, step_seconds, options.seconds, tuple(faults), options.checkpoint_every,
-        options.settle_seconds, options.standbys,
+        options.settle_seconds, options.standbys, script=parsed(options.script),
     )  # fmt: skip
     say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, seed {options.fault_seed}; {folder}")
     storm = run_storm(plan, stopped)
@@ -248,7 +268,7 @@ def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
     A run that ended within the storm would leave no targets for faults. With just enough steps, the learning rate
     decays during the storm. Islands begin before the storm does.
     """
-    shortest = options.step_seconds or 1e-3
+    shortest = options.step_seconds or (1e-4 if options.script else 1e-3)
     return max(
         config.inner.steps, math.ceil((1.1 * (options.seconds + options.settle_seconds) + JOINING_SECONDS) / shortest)
     )

@@ -15,15 +15,19 @@ from urllib.parse import urlsplit
 import psutil
 
 from archipelago.broker.config import RunConfig
+from archipelago.broker.control import checked_changes
 from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import connect
+from archipelago.islands.own_loop.measured import STEP_VARIABLE
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
 from archipelago.ops.chaos.fake_clock import FakeClock
 from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, FaultTarget
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.report.record import STANDBY_USED, Turn
 from archipelago.ops.chaos.schedule import MERGER, ON_LINKS, REDIS, Fault
+from archipelago.ops.chaos.script import Script
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.init import create
 from archipelago.ops.launch.standbys import ISLAND, Standbys
@@ -48,6 +52,7 @@ class Plan:
         settle_seconds: How much longer the window may last, until all processes work again.
         standbys: Number of standby processes.
         merged_tokens: If not 0, the window ends once this many tokens are merged, instead of after `seconds`.
+        script: The islands are this script of a user, which creates the run; None for our own islands.
     """
 
     run: str
@@ -60,6 +65,7 @@ class Plan:
     settle_seconds: float = 0.0
     standbys: int = 0
     merged_tokens: int = 0
+    script: Script | None = None
 
 
 class Worker(FaultTarget):
@@ -124,22 +130,50 @@ class RunProcesses(FaultInjector):
         self.start(self.redis)
         assert self.redis.server is not None  # noqa: S101
         self.url = self.redis.server.url
-        self.transport = connect(self.url, plan.run)
-        stack.callback(self.transport.close)
-        self.manifest, _ = create(self.transport, plan.config)
         self._linked = {fault.target for fault in plan.faults if fault.kind in ON_LINKS}
-        options = ["--folder", str(plan.folder / "merger"), "--checkpoint-every", str(plan.checkpoint_seconds)]
-        self.merger = self._worker(MERGER, ["-m", "archipelago.merger", *options], stack)
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
         flags = self._step_flags(min(plan.step_seconds.values()))
         self.standbys = Standbys(plan.standbys, flags, environment, plan.folder / "logs")
         self.islands = [self._island(name, stack) for name in plan.step_seconds]
-        self.targets = {t.name: t for t in (self.redis, self.merger, *self.islands)}
+        self.targets = {t.name: t for t in (self.redis, *self.islands)}
         stack.callback(self.end)
+        self.run = self._created_run()
+        self.transport = connect(self.url, self.run)
+        stack.callback(self.transport.close)
+        self.manifest = self._manifest()
+        options = ["--folder", str(plan.folder / "merger"), "--checkpoint-every", str(plan.checkpoint_seconds)]
+        options += ["--run", self.run]
+        self.merger = self._worker(MERGER, ["-m", "archipelago.merger", *options], stack)
+        self.targets[MERGER] = self.merger
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
+    def _created_run(self) -> str:
+        """Return the name of the run. A user's script chooses it, so its first island is started to see it."""
+        if self.plan.script is None:
+            return self.plan.run
+        first = self.islands[0]
+        self.start(first)
+        transport = connect(self.url, self.plan.run)
+        try:
+            await_ready(self, (first,), lambda _: transport.reader.runs())
+            return transport.reader.runs()[0]
+        finally:
+            transport.close()
+
+    def _manifest(self) -> Manifest:
+        """Create the run, or take the one that a user's script has created. Make it long enough for the storm."""
+        steps = self.plan.config.inner.steps
+        if self.plan.script is None:
+            return create(self.transport, self.plan.config)[0]
+        manifest = self.transport.reader.manifest()
+        if manifest.config.inner.steps < steps:
+            self.transport.reader.steer(checked_changes(manifest.config, {"inner.steps": str(steps)}))
+        return manifest
+
     def _island(self, name: str, stack: ExitStack) -> Worker:
+        if self.plan.script is not None:
+            return self._worker(name, self.plan.script.argv(name), stack)
         argv = [*ISLAND, "--evaluate-every", "0", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
         worker = self._worker(name, [*argv, *self._step_flags(self.plan.step_seconds[name])], stack)
         worker.child.stand_in = self.standbys.stand_in
@@ -164,6 +198,8 @@ class RunProcesses(FaultInjector):
             URL_VARIABLE: _through(proxy, self.url), RUN_VARIABLE: self.plan.run,
             TURN_LOG_VARIABLE: str(self.turn_log(name)), **self._threads,
         }  # fmt: skip
+        if self.plan.script is not None and name != MERGER:
+            environment |= {STEP_VARIABLE: str(self.plan.step_seconds[name]), **self.plan.script.environment()}
         return Worker(Child(name, argv, environment, self.plan.folder / "logs" / f"{name}.log"), proxy)
 
     def start(self, target: FaultTarget) -> None:
@@ -297,8 +333,9 @@ class RunProcesses(FaultInjector):
         for target in self.targets.values():
             if target.started and target.alive():
                 target.signal(signal.SIGCONT)
-        for worker in (*self.islands, self.merger):
-            worker.child.stop(5.0)
+        for target in self.targets.values():
+            if isinstance(target, Worker):
+                target.child.stop(5.0)
 
 
 def await_ready(injector: FaultInjector, workers: Sequence[Worker], is_ready: Callable[[str], object]) -> None:

@@ -7,18 +7,20 @@ its turn log, and the time at which each round was first seen closed.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError
-from archipelago.broker.messages import Refusal
+from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
 from archipelago.ops.chaos.injection import TICK_SECONDS
 from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, read_turn_log
 from archipelago.ops.chaos.report.record import Identity, Sample, StormRecord
+from archipelago.ops.chaos.script import own_step_seconds
 from archipelago.ops.settings import say
 
 OBSERVE_SECONDS = 0.1
@@ -89,9 +91,10 @@ def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
     """
     with ExitStack() as stack:
         processes = RunProcesses(plan, stack)
-        observer = stack.enter_context(Observer(processes.url, plan.run))
+        observer = stack.enter_context(Observer(processes.url, processes.run))
         for worker in (processes.merger, *processes.islands):
-            processes.start(worker)
+            if not worker.started:
+                processes.start(worker)
         await_ready(processes, (processes.merger, *processes.islands), processes.is_ready)
         await_standbys(processes)
         begin = time.monotonic()
@@ -102,7 +105,7 @@ def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
         if not processes.drain():
             say("  some contributions were not merged in time")
         time.sleep(2 * OBSERVE_SECONDS)  # The observer must see the last rounds, too.
-        bits_per_byte = _bits_per_byte(processes.transport)
+        bits_per_byte = math.nan if plan.script else _bits_per_byte(processes.transport)
         return _record(plan, processes, observer, begin, end, bits_per_byte)
 
 
@@ -139,27 +142,35 @@ def _record(
     plan: Plan, processes: RunProcesses, observer: Observer, begin: float, end: float, bits_per_byte: float
 ) -> StormRecord:
     transport = processes.transport
+    config, tape = processes.manifest.config, tuple(transport.reader.tape(EVERYTHING))
+    turns = {island.name: read_turn_log(processes.turn_log(island.name)) for island in processes.islands}
     return StormRecord(
         begin=begin,
         end=end,
         islands=tuple(plan.step_seconds),
-        step_seconds=dict(plan.step_seconds),
-        tokens_per_step=plan.config.tokens_per_step,
+        step_seconds=own_step_seconds(plan.step_seconds, turns) if plan.script else dict(plan.step_seconds),
+        tokens_per_step=_tokens_per_step(tape) if plan.script else config.tokens_per_step,
         fragments=len(processes.manifest.fragments),
         faults=plan.faults,
         events=tuple(processes.events),
-        turns={island.name: read_turn_log(processes.turn_log(island.name)) for island in processes.islands},
+        turns=turns,
         closed_at=dict(observer.closed_at),
         samples=tuple(observer.samples),
-        tape=tuple(transport.reader.tape(EVERYTHING)),
+        tape=tape,
         books=transport.reader.books(),
         pending=transport.reader.pending(),
         refused=_refused(transport),
         bits_per_byte=bits_per_byte,
-        interval=plan.config.sync.interval,
+        interval=config.sync.interval,
         checkpoint_seconds=plan.checkpoint_seconds,
         standbys=plan.standbys,
     )
+
+
+def _tokens_per_step(tape: Sequence[TapeEntry]) -> float:
+    """Return the mean tokens of an inner step of a user's script, by what was merged."""
+    steps = sum(member.steps for entry in tape for member in entry.members)
+    return sum(member.tokens for entry in tape for member in entry.members) / max(1, steps)
 
 
 def _refused(transport: RedisTransport) -> frozenset[Identity]:

@@ -37,6 +37,7 @@ class Control:
     """Figures of the same run without faults, after as many merged tokens."""
 
     bits_per_byte: float
+    training_loss: float
     tokens_merged: int
     seconds: float
     goodput: float
@@ -68,6 +69,7 @@ class Figures:
         estimates: Goodput that other methods would have had under the same failures; computed, not run.
         baselines: Results of other methods that ran under the same faults.
         tokens_trained: All tokens, by the turn logs: merged + refused + pending + lost.
+        training_loss: Mean loss that the islands reported in the last tenth of the rounds.
         tokens_lost: Tokens that were trained and not sent, mostly by islands that were killed.
         participation: Islands of the run, live and participating, over time.
         standbys: Number of standby processes.
@@ -99,6 +101,7 @@ class Figures:
     bytes_up: int
     bytes_down: int
     bits_per_byte: float
+    training_loss: float
     checks: list[Check]
     holds: bool
     control: Control | None = None
@@ -116,7 +119,7 @@ def figures(storm: StormRecord, control: Control | None = None, baselines: Seque
     step, returned = storm.shortest_step_seconds, rejoins(storm)
     totals = [r.total_seconds for r in returned if not math.isnan(r.total_seconds)]
     spent = shares(storm, states)
-    trained = sum(storm.steps_between(i, -math.inf, math.inf) for i in storm.islands) * storm.tokens_per_step
+    trained = round(sum(storm.steps_between(i, -math.inf, math.inf) for i in storm.islands) * storm.tokens_per_step)
     settled = (storm.books.merged_tokens, storm.books.refused_tokens, storm.pending.tokens)
     merged, refused, pending = (tokens // storm.fragments for tokens in settled)
     live = possible_while_live(storm, states)
@@ -147,6 +150,7 @@ def figures(storm: StormRecord, control: Control | None = None, baselines: Seque
         bytes_up=storm.books.bytes_up,
         bytes_down=storm.books.bytes_down,
         bits_per_byte=storm.bits_per_byte,
+        training_loss=storm.training_loss,
         checks=results,
         holds=all(check.holds for check in results),
         control=control,
@@ -187,7 +191,7 @@ def as_control(storm: StormRecord) -> Control:
     """Return the figures of a run without faults, for comparison."""
     states = timelines(storm)
     return Control(
-        storm.bits_per_byte, storm.books.merged_tokens // storm.fragments, storm.seconds,
+        storm.bits_per_byte, storm.training_loss, storm.books.merged_tokens // storm.fragments, storm.seconds,
         shares(storm, states).useful, stalls(storm, states),
     )  # fmt: skip
 

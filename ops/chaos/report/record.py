@@ -82,7 +82,7 @@ class StormRecord:
         begin, end: The measured window, from when all islands train and a merger serves until the faults end.
         islands: The names of the islands.
         step_seconds: Minimum duration of an inner step, by island; 0 where none is set.
-        tokens_per_step: Tokens of one inner step of one island.
+        tokens_per_step: Tokens of one inner step of one island; their mean, where batches differ.
         fragments: Number of fragments.
         faults: The schedule.
         events: The events of all processes.
@@ -93,7 +93,7 @@ class StormRecord:
         books: Counts of published, merged and refused contributions.
         pending: Contributions that were still waiting at the end.
         refused: Refused contributions, as far as the stream still holds the refusals.
-        bits_per_byte: Held-out loss of the final parameters.
+        bits_per_byte: Held-out loss of the final parameters; NaN if only a user's script can compute it.
         interval: The sync interval H in inner steps.
         checkpoint_seconds: Time between two checkpoints.
         standbys: Number of standby processes.
@@ -103,7 +103,7 @@ class StormRecord:
     end: float
     islands: tuple[str, ...]
     step_seconds: Mapping[str, float]
-    tokens_per_step: int
+    tokens_per_step: float
     fragments: int
     faults: tuple[Fault, ...]
     events: tuple[ProcessEvent, ...]
@@ -130,7 +130,13 @@ class StormRecord:
         given = min(self.step_seconds.values())
         if given > 0:
             return given
-        return statistics.median([s for turns in self.turns.values() for s in _step_seconds(turns)] or [math.nan])
+        return statistics.median([s for turns in self.turns.values() for s in step_seconds(turns)] or [math.nan])
+
+    @property
+    def training_loss(self) -> float:
+        """The mean training loss that the islands reported in the last tenth of the rounds."""
+        losses = [entry.loss for entry in self.tape[-max(1, len(self.tape) // 10) :] if math.isfinite(entry.loss)]
+        return statistics.fmean(losses) if losses else math.nan
 
     @property
     def rounds_in_window(self) -> int:
@@ -146,7 +152,8 @@ class StormRecord:
         return out
 
 
-def _step_seconds(turns: Sequence[Turn]) -> Iterable[float]:
+def step_seconds(turns: Sequence[Turn]) -> Iterable[float]:
+    """Yield the duration of an inner step in each turn but the first of its incarnation."""
     for before, after in itertools.pairwise(turns):
         if before.who == after.who and after.steps > before.steps:
             yield (after.at - before.at) / (after.steps - before.steps)

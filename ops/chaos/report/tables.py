@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from archipelago.ops.chaos.lockstep.results import MethodResult
 from archipelago.ops.chaos.report.figures import ISLANDS, Control, Figures, as_method_result
 from archipelago.ops.chaos.report.goodput import Waits
@@ -38,20 +40,32 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
         ("device idle for over 10 ms", _waits(stalls.idle, stalls.turns)),
         ("training thread busy between two steps for over 10 ms", _waits(stalls.between, stalls.turns)),
         ("bytes up, down", f"{size(found.bytes_up)}, {size(found.bytes_down)}"),
-        ("held-out bits per byte", number(found.bits_per_byte, 4)),
+        _loss_row(found),
     ]  # fmt: skip
     return [*rows, *(_control_rows(found.control) if found.control else [])]
+
+
+def _loss_row(found: Figures) -> tuple[str, str]:
+    if math.isnan(found.bits_per_byte):  # only the user's script can compute its model
+        return "training loss in the last tenth of the rounds", number(found.training_loss, 4)
+    return "held-out bits per byte", number(found.bits_per_byte, 4)
 
 
 def _control_rows(control: Control) -> list[tuple[str, str]]:
     stalls = control.stalls
     return [
         (f"the same run without faults, after {control.tokens_merged:,} merged tokens",
-                                                                 f"{number(control.bits_per_byte, 4)} bits per byte, "
+                                                                 f"{_control_loss(control)}, "
                                                                  f"goodput {control.goodput:.1%}"),
         ("its device idle for over 10 ms", _waits(stalls.idle, stalls.turns)),
         ("its training thread busy between two steps for over 10 ms", _waits(stalls.between, stalls.turns)),
     ]  # fmt: skip
+
+
+def _control_loss(control: Control) -> str:
+    if math.isnan(control.bits_per_byte):
+        return f"training loss {number(control.training_loss, 4)}"
+    return f"{number(control.bits_per_byte, 4)} bits per byte"
 
 
 def _waits(waits: Waits, turns: int) -> str:
