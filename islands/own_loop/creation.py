@@ -6,7 +6,7 @@ from typing import Any
 
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
 from archipelago.islands.own_loop.new_run import create_run, settings
-from archipelago.islands.own_loop.tensors import KindOf, kinds_by
+from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout, host_vector
 
 
@@ -21,7 +21,7 @@ def create(
     outer: OuterConfig | None = None,
     adopt: AdoptConfig | None = None,
     wire: WireConfig | None = None,
-    kinds: str | KindOf = "embed",
+    kinds: str | KindOf = EMBEDDINGS,
     record: bool = False,
 ) -> bool:
     """Create a run for training scripts in JAX, which then `join` it. Its first parameters are those given.

@@ -13,7 +13,7 @@ from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.session import Session
-from archipelago.islands.own_loop.tensors import KindOf, kinds_by
+from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
 from archipelago.islands.pytorch.host import HostCopy, torch_host
 from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.replica import TorchReplica
@@ -40,7 +40,7 @@ def create(
     outer: OuterConfig | None = None,
     adopt: AdoptConfig | None = None,
     wire: WireConfig | None = None,
-    kinds: str | KindOf = "embed|wte",
+    kinds: str | KindOf = EMBEDDINGS,
     buffers: Sequence[str] = (),
     record: bool = False,
 ) -> bool:

@@ -10,6 +10,7 @@ import threading
 import uuid
 import weakref
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from archipelago import SyncConfig, create, join
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
-from archipelago.islands.own_loop.tensors import kinds_by
+from archipelago.islands.own_loop.tensors import EMBEDDINGS, kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync.connection import link
 from tests import samples
@@ -172,6 +173,14 @@ def test_kinds_are_a_pattern_or_a_function() -> None:
         kinds_by("(")
     with failing(ConfigError, "loop.kinds"):
         kinds_by(lambda name: "bias")("x")  # type: ignore[arg-type, return-value]
+
+
+def test_embeddings_are_found_by_the_names_of_all_frameworks() -> None:
+    assert signature(create).parameters["kinds"].default == EMBEDDINGS
+    kind_of = kinds_by(EMBEDDINGS)
+    for name in ("params.Embed_0.embedding", "model.embed_tokens.weight", "transformer.wte.weight"):
+        assert kind_of(name) == "embedding"
+    assert kind_of("layers.0.kernel") == "rest"
 
 
 # -- join -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import threading
 import uuid
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from archipelago import SyncConfig
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, WireError
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest
+from archipelago.islands.own_loop.tensors import EMBEDDINGS
 from archipelago.islands.sync import recovery
 from tests import pytorch
 from tests.conftest import Until
@@ -77,6 +79,10 @@ def test_create_publishes_the_module_and_join_takes_it(made: str) -> None:
             np.testing.assert_array_equal(as_float32(one), as_float32(other))
     with failing(ConfigError, "loop.left"):
         run.sync()
+
+
+def test_embeddings_are_found_as_in_jax() -> None:
+    assert signature(archipelago.pytorch.create).parameters["kinds"].default == EMBEDDINGS
 
 
 def test_another_model_is_refused_with_the_difference(made: str) -> None:
