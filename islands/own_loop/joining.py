@@ -17,9 +17,6 @@ from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
 from archipelago.islands.worker import jax_host
 
-#: The runs that scripts in this process have joined. Usually it is one.
-_joined: list[JoinedRun] = []
-
 
 class JoinedRun(Session):
     """A run that a JAX script has joined, as `join` returns it. Use it as a context manager.
@@ -64,16 +61,15 @@ class JoinedRun(Session):
             DivergedError: A parameter or the loss is not finite.
         """
         self._require_joined()
-        if len(_joined) > 1:
-            self._require_own(params)
+        self._require_own(params)
         self._parameters.offer(params)
         self._turn(steps, tokens, loss)
         return self._parameters.tree
 
     def _require_own(self, params: Any) -> None:
         """Raise ConfigError (`loop.two-runs`) for parameters that another run has just returned."""
-        for other in tuple(_joined):
-            if other is not self and other.params is params:
+        for other in self._others:
+            if isinstance(other, JoinedRun) and other.params is params:
                 raise ConfigError(
                     f"the runs {other.run_name!r} and {self.run_name!r} were given the same parameters",
                     "Each run trains parameters of its own: what one run brings would go to the other as progress.",
@@ -90,7 +86,6 @@ class JoinedRun(Session):
         return self._loop_state is not None
 
     def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
-        _joined.append(self)
         self._layout.tell_of_own()
         self._replica = replica = TreeReplica(manifest, self._layout.templates)
         self._parameters.start(replica.begin([arrival.params_N for arrival in arrivals]))
@@ -99,11 +94,6 @@ class JoinedRun(Session):
             name, manifest, link, replica, self._parameters, arrivals, jax_host(link.clock), copies, link.clock,
             self._incarnation,
         )  # fmt: skip
-
-    def _close(self) -> None:
-        if self in _joined:
-            _joined.remove(self)
-        super()._close()
 
     def _warm_up(self) -> None:
         if self._replica is not None:

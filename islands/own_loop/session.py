@@ -34,7 +34,8 @@ TOKENS_PER_STEP_MAX = 1 << 32
 
 log = logging.getLogger(__name__)
 
-_joined: set[tuple[str, str, str]] = set()
+#: The runs that scripts in this process have joined. Usually it is one.
+_joined: list[Session] = []
 _joining = threading.Lock()
 
 
@@ -150,14 +151,14 @@ class Session(ABC):
     def _claim(self, manifest: Manifest, name: str) -> None:
         joined_as = (manifest.uid, manifest.run, name)
         with _joining:
-            if joined_as in _joined:
+            if any(other._joined_as == joined_as for other in _joined):
                 raise ConfigError(
                     f"this process has joined the run {manifest.run!r} as {name!r} already",
                     "Leave the first `with` block before, or give each its own `island=`.",
                     code="loop.joined-twice",
                 )
-            _joined.add(joined_as)
             self._joined_as = joined_as
+            _joined.append(self)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -209,6 +210,11 @@ class Session(ABC):
                 code="loop.other-thread",
             )
         return self._loop
+
+    @property
+    def _others(self) -> list[Session]:
+        """The other runs that this process has joined."""
+        return [other for other in _joined if other is not self]
 
     @property
     def finished(self) -> bool:
@@ -276,10 +282,9 @@ class Session(ABC):
             self._loop.link.stop()
         if self._transport is not None:
             self._transport.close()
-        if self._joined_as is not None:
-            with _joining:
-                _joined.discard(self._joined_as)
-            self._joined_as = None
+        with _joining:
+            if self in _joined:
+                _joined.remove(self)
 
 
 def _leave_cleanly(loop: OwnLoop) -> None:

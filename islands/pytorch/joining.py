@@ -25,9 +25,6 @@ from archipelago.islands.sync.newcomer import Newcomer
 if TYPE_CHECKING:
     from archipelago.islands.pytorch.parallel import Follower
 
-#: The runs that scripts in this process have joined. Usually it is one.
-_joined: list[JoinedRun] = []
-
 
 def create(
     url: str | None,
@@ -126,7 +123,6 @@ class JoinedRun(Session):
 
     def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
         self._require_own_model()
-        _joined.append(self)
         self._parameters.tell_of_own()
         if self._state is not None:
             self._state.rehearse()
@@ -140,7 +136,9 @@ class JoinedRun(Session):
 
     def _require_own_model(self) -> None:
         """Raise ConfigError (`loop.two-runs`) if another run trains a parameter of this model."""
-        for other in _joined:
+        for other in self._others:
+            if not isinstance(other, JoinedRun):
+                continue
             theirs = {id(tensor) for tensor in other._parameters.tensors.values()}
             both = [name for name, tensor in self._parameters.tensors.items() if id(tensor) in theirs]
             if both:
@@ -149,11 +147,6 @@ class JoinedRun(Session):
                     "Each run trains parameters of its own: what one run brings would go to the other as progress.",
                     code="loop.two-runs",
                 )
-
-    def _close(self) -> None:
-        if self in _joined:
-            _joined.remove(self)
-        super()._close()
 
     def _warm_up(self) -> None:
         """Compile nothing: PyTorch runs each operation as it comes."""
