@@ -19,6 +19,7 @@ from typing import Literal, get_args
 from archipelago.broker import config as configs
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.redis.keys import checked_name
 
 TensorKind = Literal["embedding", "rest", "moment"]
@@ -148,12 +149,13 @@ class Manifest:
     Attributes:
         run: The name of the run.
         config: The run's settings.
-        tensors: All parameter tensors of the model.
+        tensors: All parameter tensors of the model that are trained.
         fragments: The names of the tensors of each fragment.
         corpus: The corpus of the run.
         versions: The versions of the packages that created the run, for debugging.
         uid: Distinguishes the run from others that had its name, 32 hexadecimal digits. A run that continues from a
             checkpoint keeps it. Runs that are never replaced, such as those in virtual time, have none.
+        frozen: The tensors of the model that are not trained, by digest. They are in no fragment, and never sent.
     """
 
     run: str
@@ -163,6 +165,7 @@ class Manifest:
     corpus: Corpus
     versions: Mapping[str, str]
     uid: str = ""
+    frozen: tuple[FrozenTensor, ...] = ()
 
     @cached_property
     def layout(self) -> tuple[tuple[tuple[Tensor, int], ...], ...]:
@@ -184,7 +187,7 @@ class Manifest:
 
     @property
     def parameter_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the model."""
+        """The tensors of the model that are trained."""
         return tuple(tensor for tensor in self.tensors if tensor.kind != "moment")
 
     @cached_property
@@ -194,8 +197,13 @@ class Manifest:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model."""
+        """The number of parameters that the run trains."""
         return sum(self.parameter_sizes)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """The number of parameters of the model that the run does not train."""
+        return sum(math.prod(tensor.shape) for tensor in self.frozen)
 
     @property
     def elements(self) -> int:
@@ -226,9 +234,10 @@ class Manifest:
 
     @cached_property
     def tree_digest(self) -> str:
-        """Sixteen hexadecimal digits that identify the tensors and their split into fragments."""
+        """Sixteen hexadecimal digits that identify the tensors, their split into fragments, and frozen tensors."""
         tree = [[t.name, list(t.shape), t.kind] for t in self.tensors]
-        text = json.dumps([tree, [list(names) for names in self.fragments]])
+        frozen = [[tensor.to_list() for tensor in self.frozen]] if self.frozen else []
+        text = json.dumps([tree, [list(names) for names in self.fragments], *frozen])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_fields(self) -> dict[str, str]:
@@ -243,6 +252,7 @@ class Manifest:
             "corpus": json.dumps(self.corpus.to_list()),
             "versions": json.dumps(dict(self.versions), sort_keys=True),
             "uid": self.uid,
+            "frozen": json.dumps([tensor.to_list() for tensor in self.frozen]),
         }
 
     @classmethod
@@ -258,6 +268,7 @@ class Manifest:
                 corpus=Corpus.from_list(json.loads(fields["corpus"])),
                 versions=dict(json.loads(fields["versions"])),
                 uid=fields["uid"],
+                frozen=tuple(FrozenTensor.from_list(values) for values in json.loads(fields["frozen"])),
             )
             manifest._require_whole(fields)
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -279,6 +290,8 @@ class Manifest:
                 raise ValueError("fragments: first moments without their parameters, or before them")
         if not all(min(t.shape, default=1) > 0 and t.kind in get_args(TensorKind) for t in self.tensors):
             raise ValueError("tensors: an impossible shape or kind")
+        if {tensor.name for tensor in self.frozen} & {tensor.name for tensor in self.tensors}:
+            raise ValueError("frozen: a tensor that is trained")
         if not _UID.fullmatch(self.uid):
             raise ValueError("uid: not 32 hexadecimal digits")
         for key, computed in (("tree_digest", self.tree_digest), ("config_digest", self.config.digest())):

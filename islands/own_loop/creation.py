@@ -22,6 +22,7 @@ def create(
     adopt: AdoptConfig | None = None,
     wire: WireConfig | None = None,
     kinds: str | KindOf = EMBEDDINGS,
+    trained: Any = None,
     record: bool = False,
 ) -> bool:
     """Create a run for training scripts in JAX, which then `join` it. Its first parameters are those given.
@@ -39,18 +40,25 @@ def create(
         wire: The codecs.
         kinds: Which tensors are embeddings, for which `merge` has a rule of its own: a regular expression that is found
             in their names, or a function from a name to "embedding" or "rest".
+        trained: Which leaves are trained: a regular expression that is found in their names, such as "lora", a function
+            from a name to a boolean, or a tree of booleans like `params`. The other weights are frozen: `join` compares
+            them by digest, and they are never sent. None trains all floating-point leaves.
         record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
 
     Returns:
         Whether this call created it: False if the run exists with these tensors and settings.
 
     Raises:
-        ConfigError: The tree cannot be merged (`loop.nothing`, `loop.unnamed`, `loop.dtype`), the Redis is too small
-            (`loop.too-large`), or islands of a lost run of that name are alive (`init.islands-live`).
+        ConfigError: The tree cannot be merged (`loop.nothing`, `loop.unnamed`, `loop.dtype`), `trained` does not fit it
+            (`loop.trained`), the Redis is too small (`loop.too-large`), or islands of a lost run of that name are alive
+            (`init.islands-live`).
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A leaf holds NaN or infinity (`loop.not-finite`).
     """
     config = settings(steps, sync, merge, outer, adopt, wire, record=record)
-    layout = TreeLayout.of(params)
+    layout = TreeLayout.of(params, trained)
     leaves = layout.leaves_of(params)
-    return create_run(url, name, config, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([leaves[leaf]]))
+    return create_run(
+        url, name, config, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([leaves[leaf]]),
+        layout.frozen_values,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.replica import TreeReplica
@@ -27,11 +28,18 @@ class JoinedRun(Session):
     """
 
     def __init__(
-        self, url: str | None, run: str, params: Any, state: Any, island: str | None, wait_seconds: float
+        self,
+        url: str | None,
+        run: str,
+        params: Any,
+        state: Any,
+        trained: Any,
+        island: str | None,
+        wait_seconds: float,
     ) -> None:
         super().__init__(url, run, island, wait_seconds)
-        self._layout = TreeLayout.of(params)
-        self._parameters = TreeParameters(self._layout)
+        self._chooses = trained is not None
+        self._parameters = TreeParameters(TreeLayout.of(params, trained))
         self._parameters.tree = params
         newest: Callable[[], Any] = state if callable(state) else lambda: state
         self._gives_state = callable(state)
@@ -78,8 +86,18 @@ class JoinedRun(Session):
 
     # -- what JAX adds to a session -----------------------------------------------------------------------------------
 
-    def _tensors(self) -> Sequence[Tensor]:
+    def _tensors(self, manifest: Manifest) -> Sequence[Tensor]:
+        if manifest.frozen and not self._chooses:
+            trained = {tensor.name for tensor in manifest.tensors}
+            self._parameters.layout = TreeLayout.of(self._parameters.tree, trained.__contains__)
         return self._layout.tensors(lambda name: "rest")
+
+    @property
+    def _layout(self) -> TreeLayout:
+        return self._parameters.layout
+
+    def _frozen(self) -> Sequence[FrozenValues]:
+        return self._layout.frozen_values()
 
     @property
     def _has_state(self) -> bool:
@@ -116,6 +134,7 @@ def join(
     params: Any,
     *,
     state: Any = None,
+    trained: Any = None,
     island: str | None = None,
     wait_seconds: float = 30.0,
 ) -> JoinedRun:
@@ -133,15 +152,16 @@ def join(
         url: The URL of the Redis (redis://HOST:PORT), or the path of a join file; None for $ARCHIPELAGO_URL.
         name: The name of the run, which `create` has made.
         params: A tree of arrays. The run's parameters come back in its shapes, shardings and dtypes. Its values do not
-            matter.
+            matter, but for those of frozen leaves, which must be those of the run.
         state: A function that returns the newest state of the inner optimiser. This island takes such state from a
             peer, as `run.state`, and gives its own to newcomers. A value instead of a function is never given, because
             it would be old. None keeps states apart.
+        trained: Which leaves are trained, as in `create`. None for those of the run.
         island: The name of this island. One that stays the same over restarts continues its counts. The default is
             that of the join file, or a random one.
         wait_seconds: How long to wait at the start for a Redis that does not answer.
 
     Raises:
-        ConfigError: The tree has no floating-point leaf, or a leaf without a name.
+        ConfigError: The tree has no floating-point leaf, or a leaf without a name, or `trained` does not fit it.
     """
-    return JoinedRun(url, name, params, state, island, wait_seconds)
+    return JoinedRun(url, name, params, state, trained, island, wait_seconds)

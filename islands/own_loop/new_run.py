@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from archipelago.broker.config import (
 )
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import memory_text, redis_parts
+from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, installed_versions, synced
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import connect_to
@@ -34,6 +36,8 @@ from archipelago.islands.sync.connection.same_run import require_no_islands
 
 #: From the name of a tensor to its first values, as one float32 vector in the memory of the host.
 FirstValues = Callable[[str], Vector]
+#: Returns the tensors that are not trained.
+Frozen = Callable[[], Sequence[FrozenValues]]
 
 
 def settings(
@@ -62,7 +66,9 @@ def settings(
     )
 
 
-def create_run(url: str | None, name: str, config: RunConfig, tensors: Sequence[Tensor], first: FirstValues) -> bool:
+def create_run(
+    url: str | None, name: str, config: RunConfig, tensors: Sequence[Tensor], first: FirstValues, frozen: Frozen
+) -> bool:
     """Create a run unless it exists with these tensors and settings. Return whether this call created it.
 
     Args:
@@ -71,6 +77,8 @@ def create_run(url: str | None, name: str, config: RunConfig, tensors: Sequence[
         config: Its settings.
         tensors: The tensors that are merged.
         first: Returns their first values.
+        frozen: Returns the tensors that are not trained. Their values are read only if this call creates the run,
+            because `join` compares them.
 
     Raises:
         ConfigError: The Redis is too small (`loop.too-large`), islands of a lost run of that name are alive
@@ -83,12 +91,12 @@ def create_run(url: str | None, name: str, config: RunConfig, tensors: Sequence[
     manifest = Manifest(run, config, all_tensors, fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
     transport = connect_to(url, run)
     try:
-        return _create(transport, manifest, first)
+        return _create(transport, manifest, first, frozen)
     finally:
         transport.close()
 
 
-def _create(transport: Transport, manifest: Manifest, first: FirstValues) -> bool:
+def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen: Frozen) -> bool:
     try:
         require_same(transport.reader.manifest(), manifest)
         return False
@@ -96,6 +104,7 @@ def _create(transport: Transport, manifest: Manifest, first: FirstValues) -> boo
         pass
     require_no_islands(transport)
     require_room(manifest, transport.reader.memory())
+    manifest = replace(manifest, frozen=tuple(values.named() for values in frozen()))
     try:
         transport.create(manifest, first_snapshots(manifest, first))
     except RunExistsError:  # another process was faster

@@ -17,7 +17,9 @@ from typing import Any, Self
 
 from archipelago.broker.control import require_welcome
 from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError
+from archipelago.broker.frozen import FrozenValues, require_same_frozen
 from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, Patience, connect_to, invitation_at, require_role
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
@@ -67,8 +69,12 @@ class Session(ABC):
     # -- what a framework adds ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _tensors(self) -> Sequence[Tensor]:
+    def _tensors(self, manifest: Manifest) -> Sequence[Tensor]:
         """Return the tensors that are merged. Their kinds do not matter."""
+
+    @abstractmethod
+    def _frozen(self) -> Sequence[FrozenValues]:
+        """Return the tensors that are not trained."""
 
     @abstractmethod
     def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
@@ -93,8 +99,8 @@ class Session(ABC):
         """Join the run, and return when the first step can begin.
 
         Raises:
-            ConfigError: The run has other tensors (`loop.other-tensors`), this process has joined it under this name
-                already (`loop.joined-twice`), or the join file or the settings cannot be used.
+            ConfigError: The run has other tensors (`loop.other-tensors`, `loop.other-frozen`), this process has joined
+                it under this name already (`loop.joined-twice`), or the join file or the settings cannot be used.
             BrokerError: The Redis cannot be reached, or has no such run.
         """
         if self._has_left or self._loop is not None:
@@ -111,7 +117,7 @@ class Session(ABC):
         transport = awaited(lambda: connect_to(self._address, checked_name(self._run, "the run name")))
         self._transport = transport
         manifest = awaited(transport.reader.manifest)
-        require_same_tensors(manifest, self._tensors())
+        self._require_same_model(manifest)
         name = self._name()
         self._claim(manifest, name)
         require_welcome(awaited(transport.reader.control), name, manifest.run)
@@ -133,6 +139,16 @@ class Session(ABC):
         )  # fmt: skip
         self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation)
         loop.begin()
+
+    def _require_same_model(self, manifest: Manifest) -> None:
+        """Raise MismatchError unless the tensors that are trained, and those that are not, are those of the run."""
+        tensors, frozen = self._tensors(manifest), self._frozen()
+        require_same_tensors(manifest, tensors, [values.name for values in frozen])
+        if not (frozen or manifest.frozen):
+            return
+        with progress(f"comparing {len(frozen):,} frozen tensors with those of the run"):
+            require_same_frozen(manifest.run, manifest.frozen, frozen)
+        log.info("trains %s tensors; %s are frozen, as in the run", len(tensors), len(frozen))
 
     def _name(self) -> str:
         """Return the island's name. An invited island has the name in its join file."""

@@ -47,8 +47,15 @@ def _checked(kind: TensorKind, name: str) -> TensorKind:
     return kind
 
 
-def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-    """Raise MismatchError (`loop.other-tensors`), with the difference, unless the tensors are those of the run."""
+def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: Sequence[str] = ()) -> None:
+    """Raise MismatchError (`loop.other-tensors`), with the difference, unless the trained tensors are those of the run.
+
+    Args:
+        manifest: The run.
+        tensors: The tensors that the island trains.
+        frozen: The names of those that it does not train.
+    """
+    frozen_here, frozen_there = {*frozen}, {tensor.name for tensor in manifest.frozen}
     run, own = ({tensor.name: tensor.shape for tensor in each} for each in (manifest.tensors, tensors))
     if run == own:
         return
@@ -57,8 +64,14 @@ def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         for name in sorted(run.keys() & own.keys())
         if run[name] != own[name]
     ]
-    missing = [f"{name} {_shape(run[name])} is missing" for name in sorted(run.keys() - own.keys())]
-    more = [f"{name} {_shape(own[name])} is not in the run" for name in sorted(own.keys() - run.keys())]
+    missing = [
+        f"{name} {_shape(run[name])} is {'trained in the run, and frozen here' if name in frozen_here else 'missing'}"
+        for name in sorted(run.keys() - own.keys())
+    ]
+    more = [
+        f"{name} {_shape(own[name])} is {'trained here, and frozen' if name in frozen_there else 'not'} in the run"
+        for name in sorted(own.keys() - run.keys())
+    ]
     found = changed + missing + more
     said = "; ".join(found[:NAMED_MAX]) + (f"; and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else "")
     raise MismatchError(

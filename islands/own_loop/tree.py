@@ -1,13 +1,15 @@
 """Trees of JAX arrays: the names of their leaves, those that are merged, and a check of what a loop returns.
 
-Leaves of float32, bfloat16 and float16 are merged, in float32. All others stay the island's own.
+Leaves of float32, bfloat16 and float16 are merged, in float32. All others stay the island's own. If only some leaves
+are trained, the other weights are frozen.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
+from archipelago.islands.own_loop.frozen import FrozenLeaves, chosen, is_weight, pieces
 from archipelago.islands.own_loop.tensors import KindOf
+from archipelago.islands.own_loop.trained import nothing_trained
 
 MERGED_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 #: Longer names are refused, because every worker keeps all names.
@@ -35,26 +40,42 @@ class TreeLayout:
         merged: The places of the leaves that are merged.
         templates: The shape, dtype and sharding of each merged leaf by name. The values are not kept, because they
             would take the memory of a whole model.
-        own: The leaves that stay the island's own, by name.
+        frozen: The shape, dtype and sharding of each weight that is not trained, by name.
+        own: The leaves that are not merged, by name.
     """
 
     structure: Any
     names: Sequence[str]
     merged: Sequence[int]
     templates: Mapping[str, jax.ShapeDtypeStruct]
+    frozen: Mapping[str, jax.ShapeDtypeStruct]
     own: Mapping[str, Any]
 
     @classmethod
-    def of(cls, tree: Any) -> TreeLayout:
+    def of(cls, tree: Any, trained: Any = None) -> TreeLayout:
         """Return the layout of a tree of parameters.
+
+        Args:
+            tree: The tree.
+            trained: Which leaves are trained: a regular expression, a function of the name, or a tree of booleans. None
+                for all floating-point leaves.
 
         Raises:
             ConfigError: A leaf has no name of its own (`loop.unnamed`), a dtype that cannot be merged (`loop.dtype`),
-                or is on another host (`loop.several-hosts`), or no leaf is a floating-point array (`loop.nothing`).
+                or is on another host (`loop.several-hosts`), no leaf is a floating-point array or none is trained
+                (`loop.nothing`), or `trained` does not fit the tree (`loop.trained`).
         """
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
         names, leaves = [_name(path) for path, _ in pairs], [leaf for _, leaf in pairs]
-        merged = [place for place, leaf in enumerate(leaves) if _is_merged(names[place], leaf)]
+        frozen: list[int] = []
+        if trained is None:
+            merged = [place for place, leaf in enumerate(leaves) if _is_merged(names[place], leaf)]
+        else:
+            places = chosen(trained, names, _named)
+            merged = [place for place in places if _require_trainable(names[place], leaves[place])]
+            frozen = [place for place in sorted({*range(len(names))} - {*places}) if is_weight(leaves[place])]
+            if not merged:
+                raise nothing_trained(trained, names)
         if not merged:
             raise ConfigError(
                 f"none of the {len(leaves)} leaves of the parameters is a floating-point array",
@@ -69,13 +90,21 @@ class TreeLayout:
                 code="loop.unnamed",
             )
         templates = {names[place]: _template(leaves[place]) for place in merged}
+        unchanged = {names[place]: _template(leaves[place]) for place in frozen}
         own = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in templates}
-        return cls(structure, names, merged, templates, own)
+        return cls(structure, names, merged, templates, unchanged, own)
 
     def leaves_of(self, tree: Any) -> dict[str, Any]:
         """Return the merged leaves of a tree of this layout, by name."""
         leaves = jax.tree.leaves(tree)
         return {self.names[place]: leaves[place] for place in self.merged}
+
+    def frozen_values(self) -> list[FrozenValues]:
+        """Return the frozen leaves."""
+        return [
+            FrozenValues(name, tuple(template.shape), str(template.dtype), partial(pieces, self.own[name]))
+            for name, template in self.frozen.items()
+        ]
 
     def tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
         """Return the tensors of a manifest, in the order of the tree."""
@@ -83,8 +112,9 @@ class TreeLayout:
 
     def tell_of_own(self) -> None:
         """Log which leaves are not merged."""
-        if self.own:
-            shown = ", ".join(list(self.own)[:8]) + (f" and {len(self.own) - 8} more" if len(self.own) > 8 else "")
+        own = [name for name in self.own if name not in self.frozen]
+        if own:
+            shown = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
             log.warning("these leaves are not floating-point arrays and stay this island's own: %s", shown)
 
 
@@ -116,6 +146,27 @@ def _name(path: Sequence[Any]) -> str:
     return name
 
 
+def _named(tree: Any) -> dict[str, Any]:
+    """Return all leaves of a tree by name."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _require_trainable(name: str, leaf: Any) -> bool:
+    """Return True. Raise ConfigError (`loop.dtype`) for a leaf that is not a floating-point array."""
+    if not _is_merged(name, leaf):
+        raise ConfigError(
+            f"the leaf {name!r} is trained, and it is {_kind(leaf)}",
+            "Only floating-point arrays are trained. Choose fewer leaves with `trained`.",
+            code="loop.dtype",
+        )
+    return True
+
+
+def _kind(leaf: Any) -> str:
+    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
+    return f"of the type {type(leaf).__name__}" if dtype is None else f"an array of {dtype} of the shape {shape}"
+
+
 def _is_merged(name: str, leaf: Any) -> bool:
     dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
     if dtype is None or shape is None or not jnp.issubdtype(dtype, jnp.floating) or 0 in shape:
@@ -123,7 +174,7 @@ def _is_merged(name: str, leaf: Any) -> bool:
     if dtype not in MERGED_DTYPES:
         raise ConfigError(
             f"the leaf {name!r} is of {dtype}, which is not merged",
-            "Convert it to float32, bfloat16 or float16.",
+            "Convert it to float32, bfloat16 or float16, or choose with `trained` which leaves are trained.",
             code="loop.dtype",
         )
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -148,23 +199,29 @@ class TreeParameters:
         self._structure = layout.structure
         self._leaves: list[Any] | None = None
         self._named: dict[str, Any] | None = None
+        self._frozen: FrozenLeaves | None = None
 
     def offer(self, tree: Any) -> None:
         """Take the tree that the loop gives. It is checked when a fragment is sent or adopted."""
         self.tree, self._named, self._leaves = tree, None, None
+        if self._frozen is not None:
+            self._frozen.require_same()
 
     def start(self, named: Mapping[str, Any]) -> None:
         """Begin with these arrays and the island's own leaves."""
         own = self.layout.own
         self._structure, self._leaves = self.layout.structure, [own.get(name) for name in self.layout.names]
         self.replace(named)
+        if self.layout.frozen:
+            self._frozen = FrozenLeaves(self._frozen_of(self._leaves))
+        self.layout = replace(self.layout, own=dict.fromkeys(own))  # values that a later step replaces take memory
 
     def named(self) -> dict[str, Any]:
         """Return the arrays that are merged, by name.
 
         Raises:
             ConfigError: The tree is not that of the run (`loop.other-tree`, `loop.shape`, `loop.dtype`,
-                `loop.deleted`).
+                `loop.deleted`), or a step changed a frozen leaf (`loop.frozen-changed`).
         """
         if self._named is None:
             self._named = self._opened()
@@ -203,7 +260,15 @@ class TreeParameters:
         names = self.layout.names
         for place in self.layout.merged:
             _require_like(names[place], leaves[place], self.layout.templates[names[place]])
+        if self._frozen is not None:
+            frozen = self._frozen_of(leaves)
+            for name, leaf in frozen.items():
+                _require_like(name, leaf, self.layout.frozen[name])
+            self._frozen.offer(frozen)
         return {names[place]: leaves[place] for place in self.layout.merged}
+
+    def _frozen_of(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        return {name: leaf for name, leaf in zip(self.layout.names, leaves, strict=True) if name in self.layout.frozen}
 
     def _require_same_names(self) -> None:
         """Raise ConfigError unless the tree has the same leaves in the same order; its containers may differ."""

@@ -9,11 +9,13 @@ import torch
 
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
+from archipelago.islands.own_loop.trained import Trained
 from archipelago.islands.pytorch.host import HostCopy, torch_host
 from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.replica import TorchReplica
@@ -39,6 +41,7 @@ def create(
     wire: WireConfig | None = None,
     kinds: str | KindOf = EMBEDDINGS,
     buffers: Sequence[str] = (),
+    trained: Trained | None = None,
     record: bool = False,
 ) -> bool:
     """Create a run for training scripts in PyTorch, which then `join` it. Its first parameters are the model's.
@@ -46,8 +49,8 @@ def create(
     Args:
         url: The URL of the Redis (redis://HOST:PORT); None for $ARCHIPELAGO_URL.
         name: The name of the run.
-        model: A `torch.nn.Module` on one device. Its parameters of float32, bfloat16 and float16 are merged, in
-            float32.
+        model: A `torch.nn.Module` on one device. Its parameters that are trained, of float32, bfloat16 and float16, are
+            merged, in float32.
         steps: The length of the run in global inner steps, which count the steps of the fastest island.
         sync: How often islands contribute.
         merge: The rules that merge the contributions of a round.
@@ -57,6 +60,9 @@ def create(
         kinds: Which tensors are embeddings, for which `merge` has a rule of its own: a regular expression that is found
             in their names, or a function from a name to "embedding" or "rest".
         buffers: The names of buffers that are merged too, such as the means of a batch norm.
+        trained: Which parameters are trained: a regular expression that is found in their names, or a function from a
+            name to a boolean. The others are frozen: `join` compares them by digest, and they are never sent. None for
+            those that require gradients now.
         record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
 
     Returns:
@@ -69,12 +75,13 @@ def create(
         DivergedError: A parameter holds NaN or infinity (`loop.not-finite`).
     """
     config = settings(steps, sync, merge, outer, adopt, wire, record=record)
-    parameters = ModuleParameters(model, buffers)
+    parameters = ModuleParameters(model, buffers, trained)
 
     def first(tensor: str) -> Any:
         return parameters.tensors[tensor].detach().to("cpu", torch.float32).reshape(-1).numpy()
 
-    return create_run(url, name, config, parameters.manifest_tensors(kinds_by(kinds)), first)
+    tensors = parameters.manifest_tensors(kinds_by(kinds))
+    return create_run(url, name, config, tensors, first, parameters.frozen_values)
 
 
 class JoinedRun(Session):
@@ -87,11 +94,13 @@ class JoinedRun(Session):
         model: Any,
         optimizers: Sequence[Any],
         buffers: Sequence[str],
+        trained: Trained | None,
         island: str | None,
         wait_seconds: float,
     ) -> None:
         super().__init__(url, run, island, wait_seconds)
-        self._parameters = ModuleParameters(model, buffers)
+        self._parameters = ModuleParameters(model, buffers, trained)
+        self._parameters.require_not_optimized(optimizers)
         self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
         self._replica: TorchReplica | None = None
 
@@ -114,8 +123,11 @@ class JoinedRun(Session):
 
     # -- what PyTorch adds to a session -------------------------------------------------------------------------------
 
-    def _tensors(self) -> Sequence[Tensor]:
+    def _tensors(self, manifest: Manifest) -> Sequence[Tensor]:
         return self._parameters.manifest_tensors(lambda name: "rest")
+
+    def _frozen(self) -> Sequence[FrozenValues]:
+        return self._parameters.frozen_values()
 
     @property
     def _has_state(self) -> bool:
@@ -172,6 +184,7 @@ def join(
     optimizer: Any = None,
     *,
     buffers: Sequence[str] = (),
+    trained: Trained | None = None,
     island: str | None = None,
     wait_seconds: float = 30.0,
 ) -> JoinedRun | Follower:
@@ -195,6 +208,7 @@ def join(
         optimizer: Its optimiser, or a list of them. Newcomers take its state from this island, and this island takes
             that of a peer. None keeps states apart.
         buffers: The names of buffers that are merged too, as in `create`.
+        trained: Which parameters are trained, as in `create`. The others must have the values of the run's.
         island: The name of this island. One that stays the same over restarts continues its counts. The default is
             that of the join file, or a random one.
         wait_seconds: How long to wait at the start for a Redis that does not answer.
@@ -206,9 +220,9 @@ def join(
     several = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     _, group = unwrapped(model)
     if group is None or group.size() == 1:
-        return JoinedRun(url, name, model, several, buffers, island, wait_seconds)
+        return JoinedRun(url, name, model, several, buffers, trained, island, wait_seconds)
     from archipelago.islands.pytorch.parallel import Follower, Leader
 
     if group.rank() == 0:
-        return Leader(group, url, name, model, several, buffers, island, wait_seconds)
-    return Follower(group, model, several, buffers)
+        return Leader(group, url, name, model, several, buffers, trained, island, wait_seconds)
+    return Follower(group, model, several, buffers, trained)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.own_loop.tensors import KindOf
+from archipelago.islands.own_loop.trained import Trained, frozen_changed, nothing_trained, trained_by, trained_error
 
 MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: `torch.compile` puts this name before those of the module that it wraps.
@@ -22,29 +25,34 @@ log = logging.getLogger(__name__)
 class ModuleParameters:
     """The tensors of a module that are merged, which are changed in place.
 
-    Parameters of float32, bfloat16 and float16 are merged, in float32, and so are the buffers that are named. All
-    others stay the island's own. A parameter that several layers share is one tensor, under its first name.
+    Parameters of float32, bfloat16 and float16 that are trained are merged, in float32, and so are the buffers that are
+    named. The other parameters are frozen, and the other buffers stay the island's own. A parameter that several layers
+    share is one tensor, under its first name.
 
     Attributes:
-        tensors: The tensors by name.
+        tensors: The merged tensors by name.
+        frozen: The parameters that are not trained, by name. They may be on any devices.
         device: The device of all of them.
     """
 
-    def __init__(self, model: Any, buffers: Sequence[str] = ()) -> None:
+    def __init__(self, model: Any, buffers: Sequence[str] = (), trained: Trained | None = None) -> None:
         """Find the tensors.
 
         Args:
             model: A `torch.nn.Module`. One in `DistributedDataParallel` or from `torch.compile` has the names of the
                 module inside.
             buffers: The names of the buffers that are merged.
+            trained: Which parameters are trained, by name. None for those that require gradients.
 
         Raises:
             ConfigError: A parameter is on another device than the first (`loop.mixed-devices`), has no values yet
                 (`loop.meta`), is spread over processes (`loop.sharded`), or has a dtype that is not merged
-                (`loop.dtype`); there is nothing to merge (`loop.nothing`), or no such buffer (`loop.buffer`).
+                (`loop.dtype`); there is nothing to train (`loop.nothing`), no such buffer (`loop.buffer`), or `trained`
+                cannot be read (`loop.trained`).
         """
         self._model, _ = unwrapped(model)
         self._buffers = frozenset(buffers)
+        self._is_trained = None if trained is None else trained_by(trained)
         found = dict(_named(self._model))
         for name in buffers:
             if name not in found:
@@ -54,12 +62,20 @@ class ModuleParameters:
                     code="loop.buffer",
                 )
         self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
+        if not self.tensors and trained is not None:
+            raise nothing_trained(trained, list(found))
         if not self.tensors:
             raise ConfigError(
-                f"none of the {len(found)} tensors of the model is a floating-point parameter",
+                f"none of the {len(found)} tensors of the model is a floating-point parameter that requires gradients",
                 "Give the module that the optimiser trains.",
                 code="loop.nothing",
             )
+        self.frozen = {
+            name: tensor
+            for name, tensor in found.items()
+            if isinstance(tensor, torch.nn.Parameter) and name not in self.tensors and tensor.numel()
+        }
+        self._versions = {name: _version(tensor) for name, tensor in self.frozen.items()}
         first, one = next(iter(self.tensors.items()))
         self.device = one.device
         for name, tensor in self.tensors.items():
@@ -87,15 +103,38 @@ class ModuleParameters:
                 "Use a model that is whole in every process: one device, or DistributedDataParallel.",
                 code="loop.sharded",
             )
-        if not (tensor.is_floating_point() or tensor.is_complex() or name in self._buffers) or not tensor.numel():
+        if name not in self._buffers and not self._chooses(name, tensor):
+            return False
+        if not tensor.numel():
             return False
         if tensor.dtype not in MERGED_DTYPES or tensor.layout != torch.strided:
             raise ConfigError(
-                f"the parameter {name!r} is of {tensor.dtype}, {tensor.layout}, which is not merged",
-                "Convert it to a dense tensor of float32, bfloat16 or float16.",
+                f"the parameter {name!r} is trained, and it is of {tensor.dtype}, {tensor.layout}, which is not merged",
+                "Convert it to a dense tensor of float32, bfloat16 or float16, or freeze it.",
                 code="loop.dtype",
             )
         return True
+
+    def _chooses(self, name: str, tensor: Any) -> bool:
+        return bool(tensor.requires_grad) if self._is_trained is None else self._is_trained(name)
+
+    def frozen_values(self) -> list[FrozenValues]:
+        """Return the parameters that are not trained."""
+        return [
+            FrozenValues(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), partial(_pieces, tensor))
+            for name, tensor in self.frozen.items()
+        ]
+
+    def require_not_optimized(self, optimizers: Sequence[Any]) -> None:
+        """Raise ConfigError (`loop.trained`) if an optimiser changes a parameter that the run does not train."""
+        names = {id(tensor): name for name, tensor in self.frozen.items() if tensor.requires_grad}
+        for optimizer in optimizers:
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if id(parameter) in names:
+                    raise trained_error(
+                        f"the optimiser has the parameter {names[id(parameter)]!r}, which requires gradients and which "
+                        "`trained` leaves out"
+                    )
 
     def manifest_tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
         """Return the tensors of a manifest, in the order of the module."""
@@ -105,7 +144,7 @@ class ModuleParameters:
         """Log which parameters and saved buffers are not merged."""
         saved = (name.replace(_COMPILED, "") for name in self._model.state_dict())
         parameters = dict(_named(self._model))
-        own = [name for name in saved if name in parameters and name not in self.tensors]
+        own = [name for name in saved if name in parameters and name not in self.tensors and name not in self.frozen]
         if own:
             shown = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
             log.warning("these tensors of the model are not merged, and stay this island's own: %s", shown)
@@ -117,7 +156,8 @@ class ModuleParameters:
 
         Raises:
             ConfigError: A parameter is another object than it was in `join` (`loop.other-tree`), or has another shape
-                (`loop.shape`), dtype (`loop.dtype`) or device (`loop.mixed-devices`).
+                (`loop.shape`), dtype (`loop.dtype`) or device (`loop.mixed-devices`), or a frozen parameter was changed
+                (`loop.frozen-changed`).
         """
         present = dict(_named(self._model))
         for name, tensor in self.tensors.items():
@@ -129,6 +169,9 @@ class ModuleParameters:
                     code="loop.other-tree",
                 )
             _require_kind(name, self._kinds[name], _kind(tensor))
+        for name, tensor in self.frozen.items():
+            if present.get(name) is not tensor or _version(tensor) != self._versions[name]:
+                raise frozen_changed(name)
         return self.tensors
 
     def replace(self, named: Mapping[str, Any]) -> None:
@@ -148,6 +191,22 @@ class ModuleParameters:
             "Start the script again: it takes the run's parameters. If that repeats, lower the learning rate.",
             code="loop.not-finite",
         )
+
+
+#: The bytes of a tensor that are copied to the host at a time.
+PIECE_BYTES = 1 << 26
+
+
+def _pieces(tensor: Any) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, piece by piece."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        yield flat[start : start + PIECE_BYTES].cpu().numpy().data
+
+
+def _version(tensor: Any) -> int:
+    """Return a count that PyTorch raises whenever the tensor is changed in place."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 #: Shape, dtype and device of a tensor.

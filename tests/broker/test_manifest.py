@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import OWN_MODEL, ModelConfig, RunConfig, SyncConfig
 from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.manifest import MOMENT_PREFIX, NO_CORPUS, Corpus, Manifest, Tensor, balanced
 from tests import samples
 from tests.failing import failing
@@ -158,6 +159,12 @@ DAMAGED = [
     ("fragments", json.dumps([*FRAGMENTS, ["nobody"]])),
     ("fragments", json.dumps([*FRAGMENTS, FRAGMENTS[0]])),
     ("fragments", json.dumps(FRAGMENTS[::-1])),
+    ("frozen", ""),
+    ("frozen", '[["base", [4], "float32"]]'),
+    ("frozen", '[["base", [4], "float32", "short"]]'),
+    ("frozen", json.dumps([["base", [0], "float32", "0" * 32]])),
+    ("frozen", json.dumps([["base", [4], "float 32", "0" * 32]])),
+    ("frozen", json.dumps([["embedding", [4], "float32", "0" * 32]])),
     ("tree_digest", "0" * 16),
     ("corpus", ""),
     ("corpus", '["text"]'),
@@ -173,6 +180,16 @@ DAMAGED = [
 def test_a_damaged_field_is_an_error(key: str, text: str) -> None:
     with pytest.raises(ConfigError):
         Manifest.from_fields({**MANIFEST.to_fields(), key: text})
+
+
+def test_frozen_tensors_belong_to_the_identity_of_a_run() -> None:
+    frozen = (FrozenTensor("base", (2, 3), "bfloat16", "0" * 32),)
+    manifest = replace(MANIFEST, frozen=frozen)
+    assert Manifest.from_fields(manifest.to_fields()) == manifest
+    assert manifest.frozen_parameters == 6
+    assert manifest.tree_digest != MANIFEST.tree_digest
+    with failing(ConfigError, "config.manifest"):
+        Manifest.from_fields({**manifest.to_fields(), "frozen": "[]"})
 
 
 def test_a_tree_that_does_not_match_its_digest_is_an_error() -> None:

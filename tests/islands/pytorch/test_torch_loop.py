@@ -129,7 +129,7 @@ def test_names_are_those_of_the_module_inside_of_wrappers() -> None:
 def changed(part: str, to: Any) -> Any:
     model = module()
     layer, _, name = part.partition(".")
-    setattr(model[int(layer)], name, torch.nn.Parameter(to, requires_grad=to.is_floating_point()))
+    setattr(model[int(layer)], name, torch.nn.Parameter(to, requires_grad=True))
     return model
 
 

@@ -1,0 +1,159 @@
+"""Runs that train some leaves of a tree: the others are compared by digest, never sent, and may not change."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from archipelago import SyncConfig, create, join
+from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.own_loop.frozen import FrozenLeaves
+from archipelago.islands.own_loop.tree import TreeLayout
+from archipelago.islands.sync.connection import link
+from tests.conftest import Until
+from tests.failing import failing
+from tests.islands.own_loop.any_framework import served
+
+SYNC = SyncConfig(interval=4, fragments=2)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the thread that waits for events end sooner when an island leaves."""
+    monkeypatch.setattr(link, "BLOCK_SECONDS", 0.05)
+
+
+def tree(base: float = 1.0) -> dict[str, Any]:
+    """Return a model with adapters, and with leaves that are neither trained nor compared."""
+    return {
+        "base": {"kernel": jnp.full((8, 4), base, jnp.bfloat16), "packed": jnp.ones((4,), jnp.int8)},
+        "lora": {"a": jnp.ones((8, 2)), "b": jnp.zeros((2, 4))},
+        "key": jax.random.key(0),
+        "count": jnp.int32(7),
+    }
+
+
+MASK = jax.tree.map(lambda _: False, tree()) | {"lora": {"a": True, "b": True}}
+
+
+@pytest.fixture
+def made() -> str:
+    url = f"fakeredis://{uuid.uuid4().hex}"
+    assert create(url, "own", tree(), sync=SYNC, steps=1000, trained="lora")
+    return url
+
+
+@pytest.mark.parametrize("trained", ["^LORA", lambda name: name.startswith("lora"), MASK], ids=["re", "call", "tree"])
+def test_only_the_chosen_leaves_are_tensors_of_the_run(trained: Any) -> None:
+    layout = TreeLayout.of(tree(), trained)
+    assert set(layout.templates) == {"lora.a", "lora.b"}
+    assert [values.name for values in layout.frozen_values()] == ["base.kernel", "base.packed"]
+    assert set(layout.own) - set(layout.frozen) == {"key", "count"}
+
+
+@pytest.mark.parametrize(
+    ("trained", "code"),
+    [
+        ("nowhere", "loop.nothing"),
+        (lambda name: False, "loop.nothing"),
+        (jax.tree.map(lambda _: False, tree()), "loop.nothing"),
+        ("(", "loop.trained"),
+        (True, "loop.trained"),
+        ({}, "loop.trained"),
+        ({"lora": {"a": True}}, "loop.trained"),
+        ({**MASK, "head": True}, "loop.trained"),
+        ({**MASK, "count": 0.5}, "loop.trained"),
+        ("packed|lora", "loop.dtype"),
+        ("count|lora", "loop.dtype"),
+        ("key|lora", "loop.dtype"),
+    ],
+)
+def test_a_choice_that_cannot_be_used_is_refused(trained: Any, code: str) -> None:
+    with failing(ConfigError, code):
+        create("fakeredis://never", "own", tree(), steps=10, trained=trained)
+    with failing(ConfigError, code):
+        join("fakeredis://never", "own", tree(), trained=trained)
+
+
+def test_the_manifest_has_the_digests_of_the_frozen_leaves(made: str) -> None:
+    manifest = connect(made, "own").reader.manifest()
+    assert {tensor.name for tensor in manifest.tensors} == {"lora.a", "lora.b"}
+    assert [(t.name, t.shape, t.dtype) for t in manifest.frozen] == [
+        ("base.kernel", (8, 4), "bfloat16"),
+        ("base.packed", (4,), "int8"),
+    ]
+    assert (manifest.parameters, manifest.frozen_parameters) == (24, 36)
+    assert manifest.frozen[0].digest != manifest.frozen[1].digest
+    assert not create(made, "own", tree(), sync=SYNC, steps=1000, trained=MASK)
+
+
+def test_an_island_trains_what_the_run_trains_and_sends_nothing_else(made: str, until: Until) -> None:
+    with served(made) as merger, join(made, "own", tree(), island="a") as run:
+        params, frozen = run.params, tree()["base"]
+        while merger.state.closed < 4:
+            params = {**params, "lora": jax.tree.map(lambda x: x - 0.125, params["lora"])}
+            params = run.sync(params)
+        np.testing.assert_array_equal(np.asarray(params["base"]["kernel"]), np.asarray(frozen["kernel"]))
+        assert sum(merger.manifest.sizes) == 24
+        assert all(float(fragment.published_N.mean()) < 0.9 for fragment in merger.fragments)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t["base"].update(kernel=t["base"]["kernel"].at[3, 3].add(0.5)), "base.kernel"),
+        (lambda t: t["base"].update(kernel=t["base"]["kernel"].astype(jnp.float32)), "base.kernel"),
+        (lambda t: t["base"].update(packed=jnp.ones((5,), jnp.int8)), "base.packed"),
+        (lambda t: t["base"].pop("packed"), "base.packed"),
+        (lambda t: t["base"].update(bias=jnp.ones(4)), "base.bias"),
+    ],
+    ids=["values", "dtype", "shape", "missing", "more"],
+)
+def test_other_frozen_leaves_are_refused_and_the_first_is_named(made: str, change: Any, named: str) -> None:
+    other = tree()
+    change(other)
+    with failing(MismatchError, "loop.other-frozen") as caught, join(made, "own", other):
+        pass
+    assert named in caught.value.what
+
+
+def test_another_choice_than_the_runs_is_refused(made: str) -> None:
+    with failing(MismatchError, "loop.other-tensors") as caught, join(made, "own", tree(), trained="lora|kernel"):
+        pass
+    assert "base.kernel" in caught.value.what
+    assert create(made, "whole", tree(), sync=SYNC, steps=1000)
+    with failing(MismatchError, "loop.other-tensors") as caught, join(made, "whole", tree(), trained="lora"):
+        pass
+    assert "base.kernel" in caught.value.what
+
+
+def test_a_step_that_changes_a_frozen_leaf_is_an_error(made: str) -> None:
+    """Weight decay changes leaves whose gradients are zero."""
+    decayed = jax.jit(lambda params: jax.tree.map(lambda x: x * 0.99, params))
+    floats = {"base": {"kernel": jnp.ones((8, 4))}, "lora": tree()["lora"]}
+    assert create(made, "decayed", floats, sync=SYNC, steps=1000, trained="lora")
+    with failing(ConfigError, "loop.frozen-changed") as caught, join(made, "decayed", floats) as run:
+        params = run.params
+        for _ in range(1000):
+            params = run.sync(decayed(params))
+    assert "base.kernel" in caught.value.what
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"])
+def test_new_arrays_of_the_same_bits_are_no_change(dtype: str) -> None:
+    leaf = jnp.arange(-4, 4).astype(dtype)
+    leaves = FrozenLeaves({"x": leaf, "y": np.ones(3)})
+    for changed in (leaf + jnp.zeros_like(leaf), leaf + jnp.ones_like(leaf)):
+        leaves.offer({"x": changed, "y": np.ones(3)})
+        for _, sums in leaves._pending:
+            sums.block_until_ready()
+        if changed[4] == 0:
+            leaves.require_same()
+    with failing(ConfigError, "loop.frozen-changed"):
+        leaves.require_same()

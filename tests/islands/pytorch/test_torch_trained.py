@@ -1,0 +1,134 @@
+"""PyTorch runs that train some parameters of a module: the others are frozen, and equal to those of JAX islands."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import archipelago
+from archipelago import SyncConfig
+from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.own_loop.tree import TreeLayout
+from tests import pytorch
+from tests.failing import failing
+from tests.islands.own_loop.any_framework import served
+
+torch = pytorch.required()
+
+from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
+from tests.islands.pytorch.torch_runs import module  # noqa: E402
+
+pytestmark = pytest.mark.full
+
+SYNC = SyncConfig(interval=4, fragments=2)
+
+
+def adapted() -> Any:
+    """Return a module whose second linear layer alone requires gradients."""
+    model = module()
+    model.requires_grad_(False)
+    model[2].requires_grad_(True)
+    return model
+
+
+@pytest.fixture
+def made() -> str:
+    url = f"fakeredis://{uuid.uuid4().hex}"
+    assert archipelago.pytorch.create(url, "own", adapted(), sync=SYNC, steps=1000)
+    return url
+
+
+def test_what_requires_gradients_is_trained_and_the_rest_is_frozen(made: str) -> None:
+    manifest = connect(made, "own").reader.manifest()
+    assert {tensor.name for tensor in manifest.tensors} == {"2.weight", "2.bias"}
+    assert [tensor.name for tensor in manifest.frozen] == ["0.weight", "1.weight", "1.bias", "3.bias"]
+    chosen = ModuleParameters(module(), trained=r"^2\.")
+    assert set(chosen.tensors) == {"2.weight", "2.bias"}
+    assert [values.named() for values in chosen.frozen_values()] == list(manifest.frozen)
+
+
+def test_only_what_is_trained_moves(made: str) -> None:
+    model = adapted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with served(made) as merger, archipelago.pytorch.join(made, "own", model, optimizer, island="a") as run:
+        while merger.state.closed < 4:
+            for parameter in model[2].parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            run.sync()
+        assert sum(merger.manifest.sizes) == 20
+    for (name, one), other in zip(model.named_parameters(), module().parameters(), strict=True):
+        assert torch.equal(one, other) != name.startswith("2."), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"])
+def test_jax_has_the_same_digests(dtype: str) -> None:
+    values = np.random.default_rng(0).integers(-100, 100, (3, 5))
+    model = torch.nn.Module()
+    frozen = torch.tensor(values).to(getattr(torch, dtype))
+    model.base = torch.nn.Parameter(frozen.t().contiguous().t(), requires_grad=False)  # not in row-major order
+    model.adapter = torch.nn.Parameter(torch.ones(2))
+    tree = {"base": jnp.asarray(values).astype(dtype), "adapter": jnp.ones(2)}
+    (ours,) = ModuleParameters(model).frozen_values()
+    (theirs,) = TreeLayout.of(tree, "adapter").frozen_values()
+    assert ours.named() == theirs.named()
+
+
+def test_another_base_is_refused_and_the_first_tensor_is_named(made: str) -> None:
+    model = adapted()
+    with torch.no_grad():
+        model[1].bias[3] += 1e-3
+        model[3].bias += 1
+    joined = archipelago.pytorch.join(made, "own", model)
+    with failing(MismatchError, "loop.other-frozen") as caught, joined:
+        pass
+    assert "1.bias" in caught.value.what
+
+
+def test_a_module_that_trains_more_or_less_is_refused(made: str) -> None:
+    more, less = adapted(), adapted()
+    more[1].requires_grad_(True)
+    less[2].bias.requires_grad_(False)
+    for model, name in ((more, "1.bias"), (less, "2.bias")):
+        joined = archipelago.pytorch.join(made, "own", model)
+        with failing(MismatchError, "loop.other-tensors") as caught, joined:
+            pass
+        assert name in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("trained", "code"), [("nowhere", "loop.nothing"), ("(", "loop.trained"), ("packed", "loop.dtype")]
+)
+def test_a_choice_that_cannot_be_used_is_refused(trained: str, code: str) -> None:
+    model = module()
+    model.packed = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    with failing(ConfigError, code):
+        archipelago.pytorch.join("fakeredis://never", "own", model, trained=trained)
+
+
+def test_a_module_without_gradients_has_nothing_to_train() -> None:
+    with failing(ConfigError, "loop.nothing"):
+        ModuleParameters(module().requires_grad_(False))
+
+
+def test_an_optimiser_that_trains_what_is_left_out_is_refused() -> None:
+    model = module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(ConfigError, "loop.trained"):
+        archipelago.pytorch.join("fakeredis://never", "own", model, optimizer, trained="^2")
+
+
+def test_a_frozen_parameter_that_changes_is_an_error(made: str) -> None:
+    model = adapted()
+    with failing(ConfigError, "loop.frozen-changed") as caught, archipelago.pytorch.join(made, "own", model) as run:
+        run.sync()
+        with torch.no_grad():
+            model[1].weight *= 0.99
+        for _ in range(8):
+            run.sync()
+    assert "1.weight" in caught.value.what
