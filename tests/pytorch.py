@@ -1,7 +1,8 @@
-"""PyTorch for the tests that need it. It is optional, so they are skipped where it is missing, and fail in CI."""
+"""PyTorch and what builds on it. They are optional: tests that need them are skipped without them, and fail in CI."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from typing import Any
@@ -11,13 +12,11 @@ import pytest
 from tests import tiers
 
 
-def required() -> Any:
-    """Return the module `torch`. Without it, skip the test module; in CI's full tier, fail."""
-    if importlib.util.find_spec("torch") is None:
-        reason = "PyTorch is not installed (`make test-all` installs it)"
+def required(package: str = "torch") -> Any:
+    """Return the module of that name. Without it, skip the test module; in CI's full tier, fail."""
+    if importlib.util.find_spec(package) is None:
+        reason = f"{package} is not installed (`make test-all` installs it)"
         if os.environ.get("CI") and tiers.is_full():
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason, allow_module_level=True)
-    import torch
-
-    return torch
+    return importlib.import_module(package)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,33 +20,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.manifest import Tensor
+from archipelago.islands.models.dimensions import NORM_EPSILON, ROTARY_BASE, Size
 from archipelago.islands.models.interface import Cache, Decoder, Model, Params
 
-ROTARY_BASE = 10_000.0
-NORM_EPSILON = 1e-6
 #: The root mean square of a projection's first outputs, for normalised input.
 GAIN = 0.5
 
 
 class Penalty(nnx.Variable[jax.Array]):
     """A term (float32, []) that a module adds to the training loss. The module sets it as an attribute when called."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """The dimensions of a transformer.
-
-    Attributes:
-        width: The width of the residual stream.
-        layers: The number of layers.
-        heads: The number of attention heads.
-        hidden: The width inside the gated MLP, about 8/3 of `width`.
-    """
-
-    width: int
-    layers: int
-    heads: int
-    hidden: int
 
 
 def rms_norm(width: int, dtype: DTypeLike) -> nnx.RMSNorm:

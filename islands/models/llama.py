@@ -2,17 +2,19 @@
 
 The architecture is the same (arXiv 2302.13971): RMSNorm before attention and MLP, rotary positions over halves, SwiGLU,
 and no biases. We use as many key heads as query heads, and the embedding again as the output projection. The files
-differ only in names and in the layout of projections, which are [out, in] in a Llama and [in, out] here.
+differ only in names and in the layout of projections, which are [out, in] in a Llama and [in, out] here. A PyTorch
+script that trains a Llama in a run of ours uses the same table, so this module does not import JAX.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.models.layers import NORM_EPSILON, ROTARY_BASE, Size
+from archipelago.islands.models.dimensions import DENSE, NORM_EPSILON, ROTARY_BASE, Size
+from archipelago.islands.models.naming import Place
 
 _ONCE = {"embedding": "model.embed_tokens.weight", "norm.scale": "model.norm.weight"}
 _IN_LAYER = {
@@ -30,13 +32,6 @@ _FROM_LLAMA = {llama: own for own, llama in [*_IN_LAYER.items(), *_ONCE.items()]
 _LAYER = re.compile(r"(layers\.[0-9]{1,4})\.(.+)")
 #: The output projection, which is the embedding in our models.
 OUTPUT = "lm_head.weight"
-
-
-class Place(NamedTuple):
-    """A tensor's name under the other naming, and whether its axes are swapped there."""
-
-    name: str
-    transposed: bool
 
 
 def to_llama(name: str) -> Place:
@@ -144,5 +139,25 @@ def require_compatible(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"config.json describes a Llama that our transformer cannot represent: {'; '.join(differ)}",
             "Use the weights of a model with our architecture, such as `archipelago export` writes.",
+            code="llama.different",
+        )
+
+
+def require_size(config: Mapping[str, Any], size: str) -> None:
+    """Check that the Llama of this `config.json` computes the same as our transformer of that size.
+
+    Args:
+        config: The settings of the Llama.
+        size: The name of the size. Of other architectures than the dense one, no Llama is refused here, because its
+            tensors differ.
+
+    Raises:
+        ConfigError: It does not (`llama.different`), or is no Llama (`llama.damaged`).
+    """
+    found = size_of(config)
+    if size in DENSE and found != DENSE[size]:
+        raise ConfigError(
+            f"the Llama has {found}, and the model {size!r} of the run has {DENSE[size]}",
+            "Give LlamaConfig the dimensions of the run's model.",
             code="llama.different",
         )

@@ -22,8 +22,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
+from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model
-from archipelago.islands.models.layers import GAIN, GatedMLP, Penalty, Size, decoder, functional, language_model, linear
+from archipelago.islands.models.layers import GAIN, GatedMLP, Penalty, decoder, functional, language_model, linear
 from archipelago.islands.models.transformer import Transformer
 
 

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 from archipelago.broker.config import BYTES, OWN_MODEL, SMALLEST_RATE, ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import moe, vision
+from archipelago.islands.models.dimensions import DENSE, Size
 from archipelago.islands.models.interface import Model, Params
-from archipelago.islands.models.layers import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import transformer
 from archipelago.islands.models.vision import Images
@@ -46,8 +46,8 @@ class Entry:
     reads_text: bool = True
 
 
-def _dense(size: Size, learning_rate: float) -> Entry:
-    return Entry(partial(transformer, size), learning_rate, dense=size)
+def _dense(size: str, learning_rate: float) -> Entry:
+    return Entry(partial(transformer, DENSE[size]), learning_rate, dense=DENSE[size])
 
 
 #: The learning rates of `tiny`, `tiny-moe` and `digits` are the best of those that we measured, that of `small` is the
@@ -55,11 +55,11 @@ def _dense(size: Size, learning_rate: float) -> Entry:
 #: (arXiv 2005.14165, table 2.1); we tried no others. In a mixture, `hidden` is the width of one expert: two experts do
 #: the work of the MLP of the dense size.
 MODELS: dict[str, Entry] = {
-    "tiny": _dense(Size(width=64, layers=2, heads=2, hidden=176), SMALLEST_RATE),
-    "small": _dense(Size(width=128, layers=5, heads=4, hidden=344), 1e-3),
-    "base": _dense(Size(width=512, layers=8, heads=8, hidden=1368), 6e-4),
-    "124m": _dense(Size(width=896, layers=13, heads=14, hidden=2368), 6e-4),
-    "1b": _dense(Size(width=2048, layers=20, heads=16, hidden=5504), 2e-4),
+    "tiny": _dense("tiny", SMALLEST_RATE),
+    "small": _dense("small", 1e-3),
+    "base": _dense("base", 6e-4),
+    "124m": _dense("124m", 6e-4),
+    "1b": _dense("1b", 2e-4),
     "tiny-moe": Entry(
         partial(moe.transformer, Size(width=64, layers=2, heads=2, hidden=88), Routing(experts=8, choices=2))
     ),

@@ -13,12 +13,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
+from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Cache, Model
 from archipelago.islands.models.layers import (
     CreateMLP,
     GatedMLP,
     Layer,
-    Size,
     decoder,
     functional,
     language_model,

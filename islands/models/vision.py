@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model, Params
-from archipelago.islands.models.layers import GAIN, Layer, Size, functional, linear, mean_cross_entropy, rms_norm
+from archipelago.islands.models.layers import GAIN, Layer, functional, linear, mean_cross_entropy, rms_norm
 
 
 @dataclass(frozen=True)

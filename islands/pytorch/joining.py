@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,8 @@ from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, Syn
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.islands.models import llama
+from archipelago.islands.models.naming import Names
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.session import Session
@@ -42,6 +44,7 @@ def create(
     kinds: str | KindOf = EMBEDDINGS,
     buffers: Sequence[str] = (),
     trained: Trained | None = None,
+    names: Names | None = None,
     record: bool = False,
 ) -> bool:
     """Create a run for training scripts in PyTorch, which then `join` it. Its first parameters are the model's.
@@ -63,6 +66,7 @@ def create(
         trained: Which parameters are trained: a regular expression that is found in their names, or a function from a
             name to a boolean. The others are frozen: `join` compares them by digest, and they are never sent. None for
             those that require gradients now.
+        names: The names and layouts of the run where they are not those of the module, as in `join`.
         record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
 
     Returns:
@@ -75,10 +79,11 @@ def create(
         DivergedError: A parameter holds NaN or infinity (`loop.not-finite`).
     """
     config = settings(steps, sync, merge, outer, adopt, wire, record=record)
-    parameters = ModuleParameters(model, buffers, trained)
+    parameters = ModuleParameters(model, buffers, trained, names)
+    named = parameters.named()
 
     def first(tensor: str) -> Any:
-        return parameters.tensors[tensor].detach().to("cpu", torch.float32).reshape(-1).numpy()
+        return named[tensor].detach().to("cpu", torch.float32).reshape(-1).numpy()
 
     tensors = parameters.manifest_tensors(kinds_by(kinds))
     return create_run(url, name, config, tensors, first, parameters.frozen_values)
@@ -95,11 +100,13 @@ class JoinedRun(Session):
         optimizers: Sequence[Any],
         buffers: Sequence[str],
         trained: Trained | None,
+        names: Names | None,
         island: str | None,
         wait_seconds: float,
     ) -> None:
         super().__init__(url, run, island, wait_seconds)
-        self._parameters = ModuleParameters(model, buffers, trained)
+        self._parameters = ModuleParameters(model, buffers, trained, names)
+        self._llama_config = _llama_config(model) if names is llama.from_llama else None
         self._parameters.require_not_optimized(optimizers)
         self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
         self._replica: TorchReplica | None = None
@@ -135,6 +142,8 @@ class JoinedRun(Session):
 
     def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
         self._require_own_model()
+        if self._llama_config is not None:
+            llama.require_size(self._llama_config, manifest.config.model.size)
         self._parameters.tell_of_own()
         if self._state is not None:
             self._state.rehearse()
@@ -172,6 +181,12 @@ class JoinedRun(Session):
             newcomer.island.moments = f"peer {received.handover.giver}"
 
 
+def _llama_config(model: Any) -> Mapping[str, Any] | None:
+    """Return the settings of a Llama of transformers; None for another module."""
+    config = getattr(unwrapped(model)[0], "config", None)
+    return None if config is None or not hasattr(config, "to_dict") else config.to_dict()
+
+
 def _kept(loss: Any) -> Any:
     """Return a loss for later. A tensor is copied, because a script may go on adding to it."""
     return HostCopy(loss.detach().to(torch.float32, copy=True)) if torch.is_tensor(loss) else loss
@@ -185,6 +200,7 @@ def join(
     *,
     buffers: Sequence[str] = (),
     trained: Trained | None = None,
+    names: Names | None = None,
     island: str | None = None,
     wait_seconds: float = 30.0,
 ) -> JoinedRun | Follower:
@@ -209,20 +225,24 @@ def join(
             that of a peer. None keeps states apart.
         buffers: The names of buffers that are merged too, as in `create`.
         trained: Which parameters are trained, as in `create`. The others must have the values of the run's.
+        names: The names and layouts of the run where they are not those of the module: a table, or a function, from a
+            parameter's name to the one in the run, or to a `Place`, which says whether the axes are swapped. `LLAMA` is
+            the one from a Llama of transformers to our dense models. Other arguments and messages use the run's names.
         island: The name of this island. One that stays the same over restarts continues its counts. The default is
             that of the join file, or a random one.
         wait_seconds: How long to wait at the start for a Redis that does not answer.
 
     Raises:
         ConfigError: The model cannot be merged (the codes of `ModuleParameters`), or the optimiser is not the model's
-            (`loop.optimizer`).
+            (`loop.optimizer`). The `with` also refuses a Llama that computes something else than the run's model
+            (`llama.different`).
     """
     several = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     _, group = unwrapped(model)
     if group is None or group.size() == 1:
-        return JoinedRun(url, name, model, several, buffers, trained, island, wait_seconds)
+        return JoinedRun(url, name, model, several, buffers, trained, names, island, wait_seconds)
     from archipelago.islands.pytorch.parallel import Follower, Leader
 
     if group.rank() == 0:
-        return Leader(group, url, name, model, several, buffers, trained, island, wait_seconds)
-    return Follower(group, model, several, buffers, trained)
+        return Leader(group, url, name, model, several, buffers, trained, names, island, wait_seconds)
+    return Follower(group, model, several, buffers, trained, names)

@@ -12,6 +12,7 @@ import torch
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
+from archipelago.islands.models.naming import Names, place_of
 from archipelago.islands.own_loop.tensors import KindOf
 from archipelago.islands.own_loop.trained import Trained, frozen_changed, nothing_trained, trained_by, trained_error
 
@@ -27,15 +28,19 @@ class ModuleParameters:
 
     Parameters of float32, bfloat16 and float16 that are trained are merged, in float32, and so are the buffers that are
     named. The other parameters are frozen, and the other buffers stay the island's own. A parameter that several layers
-    share is one tensor, under its first name.
+    share is one tensor, under its first name. Where the run has other names than the module, all names here are those
+    of the run.
 
     Attributes:
         tensors: The merged tensors by name.
         frozen: The parameters that are not trained, by name. They may be on any devices.
+        transposed: The names of those whose axes are swapped in the run.
         device: The device of all of them.
     """
 
-    def __init__(self, model: Any, buffers: Sequence[str] = (), trained: Trained | None = None) -> None:
+    def __init__(
+        self, model: Any, buffers: Sequence[str] = (), trained: Trained | None = None, names: Names | None = None
+    ) -> None:
         """Find the tensors.
 
         Args:
@@ -43,17 +48,19 @@ class ModuleParameters:
                 module inside.
             buffers: The names of the buffers that are merged.
             trained: Which parameters are trained, by name. None for those that require gradients.
+            names: From the module's names to those of the run, and whether the axes are swapped there.
 
         Raises:
             ConfigError: A parameter is on another device than the first (`loop.mixed-devices`), has no values yet
                 (`loop.meta`), is spread over processes (`loop.sharded`), or has a dtype that is not merged
-                (`loop.dtype`); there is nothing to train (`loop.nothing`), no such buffer (`loop.buffer`), or `trained`
-                cannot be read (`loop.trained`).
+                (`loop.dtype`); there is nothing to train (`loop.nothing`), no such buffer (`loop.buffer`), `trained`
+                cannot be read (`loop.trained`), or `names` does not fit the module (`loop.names`).
         """
         self._model, _ = unwrapped(model)
+        self._names = names
         self._buffers = frozenset(buffers)
         self._is_trained = None if trained is None else trained_by(trained)
-        found = dict(_named(self._model))
+        found = self._all()
         for name in buffers:
             if name not in found:
                 raise ConfigError(
@@ -75,6 +82,11 @@ class ModuleParameters:
             for name, tensor in found.items()
             if isinstance(tensor, torch.nn.Parameter) and name not in self.tensors and tensor.numel()
         }
+        places = [place_of(names, name) for name, _ in _named(self._model)]
+        self.transposed = frozenset(place.name for place in places if place.transposed)
+        for name in self.transposed:
+            if found[name].dim() != 2:
+                raise _misnamed(f"swaps the axes of {name!r}, which has {found[name].dim()} axes instead of 2")
         self._versions = {name: _version(tensor) for name, tensor in self.frozen.items()}
         first, one = next(iter(self.tensors.items()))
         self.device = one.device
@@ -122,7 +134,7 @@ class ModuleParameters:
         """Return the parameters that are not trained."""
         return [
             FrozenValues(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), partial(_pieces, tensor))
-            for name, tensor in self.frozen.items()
+            for name, tensor in self._views(self.frozen).items()
         ]
 
     def require_not_optimized(self, optimizers: Sequence[Any]) -> None:
@@ -138,28 +150,45 @@ class ModuleParameters:
 
     def manifest_tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
         """Return the tensors of a manifest, in the order of the module."""
-        return tuple(Tensor(name, tuple(tensor.shape), kind_of(name)) for name, tensor in self.tensors.items())
+        views = self._views(self.tensors)
+        return tuple(Tensor(name, tuple(view.shape), kind_of(name)) for name, view in views.items())
 
     def tell_of_own(self) -> None:
         """Log which parameters and saved buffers are not merged."""
-        saved = (name.replace(_COMPILED, "") for name in self._model.state_dict())
-        parameters = dict(_named(self._model))
+        saved = (place_of(self._names, name.replace(_COMPILED, "")).name for name in self._model.state_dict())
+        parameters = self._all()
         own = [name for name in saved if name in parameters and name not in self.tensors and name not in self.frozen]
         if own:
             shown = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
             log.warning("these tensors of the model are not merged, and stay this island's own: %s", shown)
 
+    def _all(self) -> dict[str, Any]:
+        """Return every parameter and buffer of the module by its name in the run."""
+        found: dict[str, Any] = {}
+        for name, tensor in _named(self._model):
+            renamed = place_of(self._names, name).name
+            if renamed in found:
+                raise _misnamed(f"gives two tensors the name {renamed!r}, one of which is {name!r} in the model")
+            found[renamed] = tensor
+        return found
+
+    def _views(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return tensors with the axes of the run. A view shares the memory of its parameter."""
+        if not self.transposed:
+            return tensors
+        return {name: t.detach().t() if name in self.transposed else t for name, t in tensors.items()}
+
     # -- what a loop needs --------------------------------------------------------------------------------------------
 
     def named(self) -> dict[str, Any]:
-        """Return the tensors by name.
+        """Return the tensors by name, with the axes of the run.
 
         Raises:
             ConfigError: A parameter is another object than it was in `join` (`loop.other-tree`), or has another shape
                 (`loop.shape`), dtype (`loop.dtype`) or device (`loop.mixed-devices`), or a frozen parameter was changed
                 (`loop.frozen-changed`).
         """
-        present = dict(_named(self._model))
+        present = self._all()
         for name, tensor in self.tensors.items():
             if present.get(name) is not tensor:
                 was = "has been replaced" if name in present else "is no longer there"
@@ -172,7 +201,7 @@ class ModuleParameters:
         for name, tensor in self.frozen.items():
             if present.get(name) is not tensor or _version(tensor) != self._versions[name]:
                 raise frozen_changed(name)
-        return self.tensors
+        return self._views(self.tensors)
 
     def replace(self, named: Mapping[str, Any]) -> None:
         """Do nothing: the replica has changed the tensors in place."""
@@ -191,6 +220,14 @@ class ModuleParameters:
             "Start the script again: it takes the run's parameters. If that repeats, lower the learning rate.",
             code="loop.not-finite",
         )
+
+
+def _misnamed(what: str) -> ConfigError:
+    return ConfigError(
+        f"`names` {what}",
+        "Give a table, or a function, from the names of the model's parameters to those of the run.",
+        code="loop.names",
+    )
 
 
 #: The bytes of a tensor that are copied to the host at a time.

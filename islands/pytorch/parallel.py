@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from archipelago.broker.errors import ConfigError
+from archipelago.islands.models.naming import Names
 from archipelago.islands.own_loop.trained import Trained
 from archipelago.islands.pytorch.joining import JoinedRun
 from archipelago.islands.pytorch.module import ModuleParameters
@@ -144,10 +145,16 @@ class Follower:
     """The island's membership, in a process that follows the leader."""
 
     def __init__(
-        self, group: Any, model: Any, optimizers: Sequence[Any], buffers: Sequence[str], trained: Trained | None
+        self,
+        group: Any,
+        model: Any,
+        optimizers: Sequence[Any],
+        buffers: Sequence[str],
+        trained: Trained | None,
+        names: Names | None,
     ) -> None:
         self._group = group
-        self._parameters = ModuleParameters(model, buffers, trained)
+        self._parameters = ModuleParameters(model, buffers, trained, names)
         self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
         self._team: Team | None = None
         self._said = Said()

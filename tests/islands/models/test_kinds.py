@@ -19,7 +19,7 @@ from archipelago.islands.data.sharding import held_out
 from archipelago.islands.evaluation import Measures, compile_measures, published
 from archipelago.islands.inner import InnerSteps, compile_steps, counts
 from archipelago.islands.models import moe, registry, transformer, vision
-from archipelago.islands.models.layers import Size
+from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.registry import Entry
 from archipelago.islands.models.vision import Images

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import llama
-from archipelago.islands.models.layers import Size
+from archipelago.islands.models.dimensions import Size
+from archipelago.islands.models.naming import Place
 from archipelago.islands.models.registry import MODELS, build
 from tests.failing import failing
 
@@ -79,9 +80,9 @@ def test_names_convert_both_ways(size: str) -> None:
     there = [llama.to_llama(name) for name in names]
     assert len({place.name for place in there}) == len(names)
     assert [llama.from_llama(place.name) for place in there] == [
-        llama.Place(name, place.transposed) for name, place in zip(names, there, strict=True)
+        Place(name, place.transposed) for name, place in zip(names, there, strict=True)
     ]
-    assert [llama.from_llama(name) for name in names] == [llama.Place(name, False) for name in names]
+    assert [llama.from_llama(name) for name in names] == [Place(name, False) for name in names]
 
 
 @pytest.mark.parametrize("size", [name for name, entry in MODELS.items() if not entry.dense])
@@ -132,3 +133,10 @@ def test_a_llama_with_another_architecture_is_refused(change: dict[str, Any]) ->
 def test_impossible_sizes_are_refused(change: dict[str, Any]) -> None:
     with failing(ConfigError, "llama.damaged"):
         llama.size_of({**OWN_CONFIG, **change})
+
+
+def test_other_dimensions_than_those_of_the_runs_model_are_refused() -> None:
+    llama.require_size(OWN_CONFIG, "tiny")
+    llama.require_size(OWN_CONFIG, "own")
+    with failing(ConfigError, "llama.different"):  # the same tensors, and other attention
+        llama.require_size({**OWN_CONFIG, "num_attention_heads": 4, "num_key_value_heads": 4}, "tiny")

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.islands.models import moe
+from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model, Params
-from archipelago.islands.models.layers import Size
 from archipelago.islands.models.moe import Routing, route
 from tests.tiers import examples
 

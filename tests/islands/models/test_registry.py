@@ -16,6 +16,7 @@ from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models import layers, registry
+from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.registry import MODELS, Model, Params, build
 from archipelago.islands.models.transformer import transformer
 from tests.failing import failing
@@ -144,7 +145,7 @@ def test_equal_shapes_trace_once(tiny: Model, params: Params) -> None:
 
 @pytest.mark.full
 def test_bfloat16_gives_nearly_the_same_loss() -> None:
-    size, tokens = layers.Size(width=32, layers=1, heads=2, hidden=48), random_tokens(4, 33)
+    size, tokens = Size(width=32, layers=1, heads=2, hidden=48), random_tokens(4, 33)
     half, single = transformer(size, jnp.bfloat16), transformer(size, jnp.float32)
     params = single.init(0)
     with jax.numpy_dtype_promotion("standard"):  # attention and norms mix bfloat16 with float32

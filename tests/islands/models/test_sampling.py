@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from archipelago.islands.models import moe
+from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Decoder, Model
-from archipelago.islands.models.layers import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.sampling import Sampling, choose, continuation
 from archipelago.islands.models.transformer import transformer
