@@ -97,8 +97,7 @@ def run_lines(
     grid.add_column()
     grid.add_row(
         "run",
-        f"[bold]{escape(plain(view.run))}[/]  {view.parameters:,} parameters in {view.fragments} fragments, "
-        f"round {view.rounds:,}, step {view.step:,} of {view.steps:,}",
+        f"[bold]{escape(plain(view.run))}[/]  {view.size}, round {view.rounds:,}, step {view.step:,} of {view.steps:,}",
     )
     grid.add_row(
         "quality",

@@ -91,7 +91,7 @@ def _run(manifest: Manifest, view: RunView) -> dict[str, str]:
     known = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest}"
     return {
         "run": view.run,
-        "model": f"{model}, {view.parameters:,} parameters in {view.fragments} fragments",
+        "model": f"{model}, {view.size}",
         "corpus": known if corpus.name else "that of its users' scripts",
         **({"tokenizer": f"digest {corpus.tokenizer}, {corpus.tokens:,} tokens"} if corpus.tokenizer else {}),
         "config digest": manifest.config.digest(),

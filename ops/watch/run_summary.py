@@ -78,6 +78,7 @@ def summary(
         "bytes_up": view.bytes_up,
         "bytes_down": view.bytes_down,
         "parameters": view.parameters,
+        "frozen_parameters": view.frozen_parameters,
         "fragments": view.fragments,
         "server": server,
         "curve": [[e.tokens, unit.from_evaluation(e.bits_per_byte)] for e in evaluations],

@@ -102,6 +102,7 @@ class RunView:
         evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first.
         evaluated_unix_seconds: When they were evaluated, by the clock of the island that evaluated; 0 before the first.
         evaluated_by: The island that did; empty for `archipelago evaluate`.
+        frozen_parameters: The parameters of the model that the run does not train.
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only. It is NaN if
             the islands are training scripts of their users.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
@@ -145,6 +146,13 @@ class RunView:
     evaluated_round: int = 0
     evaluated_unix_seconds: float = 0.0
     evaluated_by: str = ""
+    frozen_parameters: int = 0
+
+    @property
+    def size(self) -> str:
+        """The run's parameters and fragments in words."""
+        frozen = f" ({self.frozen_parameters:,} more are frozen)" if self.frozen_parameters else ""
+        return f"{self.parameters:,} parameters{frozen} in {self.fragments} fragments"
 
     @property
     def live_names(self) -> frozenset[str]:
@@ -248,6 +256,7 @@ def summarise(
         evaluated_round=evaluations[-1].round if evaluations else 0,
         evaluated_unix_seconds=evaluations[-1].unix_seconds if evaluations else 0.0,
         evaluated_by=evaluations[-1].by if evaluations else "",
+        frozen_parameters=manifest.frozen_parameters,
         tokens_merged=tokens.merged,
         tokens_refused=tokens.refused,
         tokens_pending=tokens.pending,

@@ -60,7 +60,9 @@ def main(options: ExportOptions) -> int:
     if options.json:
         print_json({"run": found.manifest.run, "round": found.round, "step": found.step, "origin": found.origin,
                     "model_type": kind, "format": options.format, "dtype": options.dtype,
-                    "parameters": found.manifest.parameters, "bytes": size, "folder": str(options.out)})  # fmt: skip
+                    "parameters": found.manifest.parameters,
+                    "frozen_parameters": found.manifest.frozen_parameters,
+                    "bytes": size, "folder": str(options.out)})  # fmt: skip
         return 0
     say(f"run {found.manifest.run!r} at round {found.round:,}, step {found.step:,}, from {found.origin}: "
         f"{found.manifest.parameters:,} parameters, {options.dtype}, in {options.out} ({size:,} bytes)")  # fmt: skip
@@ -71,6 +73,11 @@ def main(options: ExportOptions) -> int:
 
 def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[str]:
     """Yield lines that say how to use the export."""
+    if found.manifest.frozen:
+        yield (
+            f"only the trained tensors are in it; {found.manifest.frozen_parameters:,} frozen parameters are those of "
+            "the base model, which the run does not have"
+        )
     if options.format == "orbax":
         yield f"in JAX:  orbax.checkpoint.StandardCheckpointer().restore('{(options.out / ORBAX_FOLDER).absolute()}')"
         return

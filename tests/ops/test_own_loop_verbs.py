@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from archipelago import join
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.footprint import footprint, redis_parts
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.own_loop.tree import TreeLayout
@@ -38,21 +38,23 @@ from archipelago.ops.weights.generate import GenerateOptions
 from archipelago.ops.weights.generate import main as generate
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG
-from tests.islands.own_loop.own_runs import OwnRun, tree
+from tests.islands.own_loop.own_runs import OwnRun, only_kernels_trained, tree
+from tests.islands.own_loop.own_runs import trained as every_leaf_trained
 
 
 class Served:
     """A recorded run with one island, on a server in memory. Its merger's folder is in `runs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: Any = None) -> None:
         self.url = f"fakeredis://{uuid.uuid4().hex}"
         self.run = OwnRun(
             config=replace(CONFIG, record=True),
             connect=lambda: connect(self.url, "own"),
             folder=MergerFolder(Path("runs/own/merger")),
+            trained=trained,
         )
         self.island = self.run.island("oslo")
-        self.island.play(12)
+        self.island.play(12, every_leaf_trained if trained is None else only_kernels_trained)
         self.run.merger.finish()
 
 
@@ -91,6 +93,33 @@ def test_status_doctor_and_steer_work(served: Served, capsys: pytest.CaptureFixt
     assert steer(SteerOptions(changes=("inner.steps=2000",), url=served.url, run="own")) == 0
     served.island.link.pump()
     assert served.island.link.run_steps == 2000
+
+
+def test_a_run_with_frozen_tensors_says_what_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its merger needs nothing but the trained tensors, so replay is exact, and an export holds only these."""
+    monkeypatch.chdir(tmp_path)
+    served = Served(trained="kernel")
+    manifest = served.run.manifest
+    assert (manifest.parameters, manifest.frozen_parameters) == (32, 40)
+    assert replay(ReplayOptions("own", json=True)) == 0
+    assert printed(capsys)["same"]
+    status(StatusOptions(url=served.url, run="own", json=True))
+    shown = printed(capsys)
+    assert (shown["parameters"], shown["frozen_parameters"]) == (32, 40)
+    status(StatusOptions(url=served.url, run="own"))
+    assert "(40 more are frozen)" in capsys.readouterr().out
+    assert export(ExportOptions(Path("out"), served.url, "own", json=True)) == 0
+    assert printed(capsys)["frozen_parameters"] == 40
+    assert set(load_file("out/model.safetensors")) == {"layers.0.kernel", "layers.1.kernel"}
+    url = f"fakeredis://{uuid.uuid4().hex}"
+    assert init(InitOptions(url=url, run="own", resume=Path("runs/own/merger"))) == 0
+    with join(url, "own", tree(), island="lima") as run:
+        assert run.step == served.run.merger.state.step > 0
+    other = tree() | {"embedding": tree()["embedding"] + 1}
+    with failing(MismatchError, "loop.other-frozen"), join(url, "own", other):
+        pass
 
 
 def test_the_dashboard_shows_no_settings_of_ours(served: Served) -> None:

@@ -157,7 +157,9 @@ def _check_run(transport: RedisTransport, url: str, run: str | None, found: Serv
         found.manifest = manifest = transport.reader.manifest()
         found.presences = transport.reader.presences()
         live = sum(presence.is_live for presence in found.presences)
-        what = f"Run {manifest.run!r} has {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments, "
+        frozen = f" ({manifest.frozen_parameters:,} more are frozen)" if manifest.frozen else ""
+        what = f"Run {manifest.run!r} has {manifest.parameters:,} parameters{frozen} in {len(manifest.fragments)} "
+        what += "fragments, "
         what += f"and {live} live island{'s' * (live != 1)}."
         found.findings.append(ok("run", what))
     except (BrokerError, ConfigError) as error:

@@ -40,11 +40,17 @@ def trained(params: Any, by: float = 0.125) -> Any:
     return jax.tree.map(lambda x: (x - by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x + 1, params)
 
 
+def only_kernels_trained(params: Any) -> Any:
+    """Return the parameters after a step that moves the kernels only."""
+    layers = [{**layer, "kernel": layer["kernel"] - 0.125} for layer in params["layers"]]
+    return {**params, "layers": layers}
+
+
 class OwnIsland:
     """One island: its loop and its parameters."""
 
-    def __init__(self, run: OwnRun, name: str, template: Any) -> None:
-        layout = TreeLayout.of(template)
+    def __init__(self, run: OwnRun, name: str, template: Any, chosen: Any) -> None:
+        layout = TreeLayout.of(template, chosen)
         self.run = run
         self.parameters = TreeParameters(layout)
         self.link = Link(run.connect(), run.manifest, f"{name}/x", (), run.clock)
@@ -88,6 +94,7 @@ class OwnRun:
         config: RunConfig = CONFIG,
         connect: Callable[[], Transport] | None = None,
         folder: MergerFolder | None = None,
+        trained: Any = None,
     ) -> None:
         """Create the run.
 
@@ -96,12 +103,14 @@ class OwnRun:
             config: Its settings.
             connect: Connects to the server; a broker in memory by default.
             folder: Where its merger keeps checkpoints and, in a recorded run, the record.
+            trained: Which leaves are trained; all by default.
         """
         params = tree() if params is None else params
-        layout = TreeLayout.of(params)
+        layout = TreeLayout.of(params, trained)
         tensors = layout.tensors(kinds_by("embed"))
         fragments = balanced(tensors, config.sync.fragments)
-        self.manifest = Manifest("own", config, tensors, fragments, NO_CORPUS, {}, uuid.UUID(int=1).hex)
+        frozen = tuple(values.named() for values in layout.frozen_values())
+        self.manifest = Manifest("own", config, tensors, fragments, NO_CORPUS, {}, uuid.UUID(int=1).hex, frozen)
         self.clock = VirtualClock()
         broker = MemoryBroker(self.clock)
         self.connect: Callable[[], Transport] = connect or (lambda: broker.connect("own"))
@@ -118,11 +127,11 @@ class OwnRun:
         )
         assert self.merger.acquire()
         self.merger.load()
-        self._template = params
+        self._template, self._trained = params, trained
 
     def island(self, name: str = "a", template: Any = None) -> OwnIsland:
         """Return an island that has joined, with its own tree."""
-        return OwnIsland(self, name, self._template if template is None else template)
+        return OwnIsland(self, name, self._template if template is None else template, self._trained)
 
     def merged(self) -> dict[str, Any]:
         """Return the run's newest parameters by name, as float32."""
