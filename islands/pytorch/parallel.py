@@ -102,10 +102,14 @@ class Leader(JoinedRun):
         except BaseException:
             team.exchange(Said(has_left=True))
             raise
-        self._said = team.exchange(Said(has_state=self.moments != "fresh", **self._clock()))
-        team.share(list(self._parameters.tensors.values()))
-        if self._said.has_state and self._state is not None:
-            team.share_state(self._state)
+        try:
+            self._said = team.exchange(Said(has_state=self.moments != "fresh", **self._clock()))
+            team.share(list(self._parameters.tensors.values()))
+            if self._said.has_state and self._state is not None:
+                team.share_state(self._state)
+        except BaseException as error:  # without the others there is no island, and no `with` block that would end it
+            self._leave(error)
+            raise
         return self
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
@@ -139,6 +143,11 @@ class Leader(JoinedRun):
     def step(self) -> int:
         """The run's clock in steps."""
         return self._said.step
+
+    @property
+    def steps(self) -> int:
+        """The length of the run in steps."""
+        return self._said.steps
 
 
 class Follower:

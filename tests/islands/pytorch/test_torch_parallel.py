@@ -8,9 +8,11 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import archipelago
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.redis.transport import connect
 from archipelago.merger.service import Merger
@@ -21,7 +23,7 @@ from tests.failing import failing
 
 torch = pytorch.required()
 
-from archipelago.islands.pytorch.parallel import Follower, Said  # noqa: E402 - it imports torch
+from archipelago.islands.pytorch.parallel import Follower, Leader, Said  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import module  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
@@ -73,6 +75,43 @@ def require_same_bits(server: Server, folder: Path, until: Until) -> None:
     assert books.merged >= 4
     assert books.refused == 0
     assert {beat.heartbeat.island for beat in beats} <= {"both"}
+
+
+class Alone:
+    """A team whose other processes end while they take the first parameters."""
+
+    def exchange(self, said: Said) -> Said:
+        return said
+
+    def share(self, tensors: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_leader_without_its_team_leaves_the_run(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda group: Alone())
+    url = f"fakeredis://{uuid.uuid4().hex}"
+    assert archipelago.pytorch.create(url, "own", module(), steps=10)
+    before = threading.active_count()
+    leader = Leader(None, url, "own", module(), [], (), "both", 30.0)
+    with pytest.raises(RuntimeError, match="closed by peer"), leader:
+        pass
+    until(lambda: threading.active_count() == before, "the threads of the link to end")
+    assert any("closed by peer" in note.text for note in connect(url, "own").reader.notes(10))
+    with archipelago.pytorch.join(url, "own", module(), island="both"):
+        pass
+
+
+def test_all_processes_read_the_same_length_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Alone, "share", lambda self, tensors: None)
+    monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda group: Alone())
+    url = f"fakeredis://{uuid.uuid4().hex}"
+    assert archipelago.pytorch.create(url, "own", module(), steps=10)
+    with Leader(None, url, "own", module(), [], (), "both", 30.0) as run:
+        assert run._loop is not None
+        run._loop.link.run_steps = 7  # an operator changed it, and the others were not told yet
+        assert run.steps == 10
+        run.sync()
+        assert run.steps == 7
 
 
 class Lost:
