@@ -31,6 +31,8 @@ BYTES = 256
 #: The model of a run whose islands are training scripts of its users. The run knows its tensors, and not how to
 #: compute it.
 OWN_MODEL = "own"
+#: An inner step of a user's own loop has at most this many tokens. What counts as one is up to the loop.
+OWN_TOKENS_PER_STEP_MAX = 1 << 32
 #: The inner learning rate of the smallest model.
 SMALLEST_RATE = 6e-3
 Positive = Annotated[int, Ge(1)]

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX, RunConfig
 from archipelago.broker.corpus_shards import Place, parse_places
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
@@ -41,8 +41,6 @@ STRIDES_OF_A_ROUND = 2
 BATCH_SLACK = 4.0
 #: An island may train batches that are larger than the run's by this factor, because weights grow with tokens squared.
 TOKENS_PER_STEP_MAX = 64
-#: A step of a user's own loop has at most this many tokens. What counts as one is up to the loop.
-OWN_TOKENS_PER_STEP_MAX = 1 << 32
 #: An island may have read this many times the text of its steps, because contributions of it may have been lost.
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.

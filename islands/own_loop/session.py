@@ -25,14 +25,12 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.measured import MeasuredTurns
+from archipelago.islands.own_loop.reported import checked_counts, require_loss
 from archipelago.islands.own_loop.signals import StopSignal
 from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
-
-#: No step has more tokens. The merger refuses more.
-TOKENS_PER_STEP_MAX = 1 << 32
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +176,7 @@ class Session(ABC):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def _turn(self, steps: int, tokens: int | None, loss: Any) -> None:
+    def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
         """Sync after some steps of the loop, whose parameters are in place."""
         loop = self._require_joined()
         if self._is_torn:
@@ -187,22 +185,13 @@ class Session(ABC):
                 "Start the script again: it takes the run's parameters.",
                 code="loop.left",
             )
-        count = steps if tokens is None else int(tokens)
-        if (
-            not hasattr(steps, "__index__")
-            or not 1 <= steps <= TOKENS_PER_STEP_MAX
-            or not 0 <= count <= steps * TOKENS_PER_STEP_MAX
-        ):
-            raise ConfigError(
-                f"{count} tokens in {steps} steps are impossible",
-                "Give the steps since the last call, at least 1, and the tokens that they trained on.",
-                code="loop.tokens",
-            )
+        counted, count = checked_counts(steps, tokens)
+        require_loss(loss)
         if self._measured is not None:
-            self._measured.stepped(int(steps), sum(count.version for count in loop.ledger.counts))
+            self._measured.stepped(counted, sum(each.version for each in loop.ledger.counts))
         self._is_torn = True
         try:
-            loop.turn(int(steps), max(count, 1), loss)
+            loop.turn(counted, count, loss)
         except ArchipelagoError:  # these are raised before a fragment is adopted, so nothing is half done
             self._is_torn = False
             raise

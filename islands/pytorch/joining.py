@@ -189,7 +189,9 @@ def _llama_config(model: Any) -> Mapping[str, Any] | None:
 
 def _kept(loss: Any) -> Any:
     """Return a loss for later. A tensor is copied, because a script may go on adding to it."""
-    return HostCopy(loss.detach().to(torch.float32, copy=True)) if torch.is_tensor(loss) else loss
+    if not torch.is_tensor(loss) or loss.is_complex() or not loss.numel():
+        return loss  # an error says so, if it is no number
+    return HostCopy(loss.detach().to(torch.float32, copy=True))
 
 
 def join(

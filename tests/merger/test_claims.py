@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig, SyncConfig
+from archipelago.broker.config import (
+    OWN_MODEL,
+    OWN_TOKENS_PER_STEP_MAX,
+    DataConfig,
+    InnerConfig,
+    ModelConfig,
+    RunConfig,
+    SyncConfig,
+)
 from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.messages import Contribution
 from archipelago.merger import claims
@@ -307,5 +315,5 @@ def test_batches_of_a_users_own_loop_have_any_size_and_may_grow() -> None:
         accounts.accept(c, sequence, now, now)
         now, tokens = now + 1.0, int(claims.BATCH_SLACK * tokens)
     assert accounts.bounded(claim(sequence=8, steps=4, tokens=400 * tokens), {}, now)[1] == ["tokens"]
-    impossible = claim(steps=1, tokens=claims.OWN_TOKENS_PER_STEP_MAX + 1)
+    impossible = claim(steps=1, tokens=OWN_TOKENS_PER_STEP_MAX + 1)
     assert contradiction(impossible, own) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import threading
@@ -24,6 +25,7 @@ from archipelago import SyncConfig, create, join
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
+from archipelago.islands.own_loop.reported import STEPS_MAX
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync.connection import link
@@ -242,9 +244,6 @@ def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(made: str) ->
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        for tokens, steps in ((-1, 1), (1, 0), (1 << 40, 1), (3, 1.5)):
-            with failing(ConfigError, "loop.tokens"):
-                run.sync(run.params, tokens=tokens, steps=steps)  # type: ignore[arg-type]
         run.leave()
         assert run.finished
         with failing(ConfigError, "loop.left"):
@@ -271,6 +270,32 @@ def test_only_the_newest_parameters_are_kept(made: str) -> None:
 def test_parameters_may_be_described_instead_of_given(made: str) -> None:
     with join(made, "own", jax.eval_shape(tree)) as run:
         np.testing.assert_array_equal(np.asarray(run.params["embedding"]), np.asarray(tree()["embedding"]))
+
+
+NO_COUNTS: list[tuple[Any, Any]] = [
+    (-1, 1), (1, 0), (1 << 40, 1), (3, 1.5), ("x", 1), ("12", 1), (math.nan, 1), (math.inf, 1), (np.ones(2), 1),
+    (jnp.arange(3), 1), (object(), 1), (1, "2"), (1, None), (1, math.nan), (1, STEPS_MAX + 1),
+    (jnp.float32(jnp.nan), 1),
+]  # fmt: skip
+NO_LOSSES: list[Any] = ["0.5", object(), [0.5], np.array(["a"]), np.ones(0), 1j, jnp.complex64(1j), np.array([None])]
+
+
+def test_what_is_no_number_is_one_error_and_nothing_is_lost(made: str) -> None:
+    with served(made) as merger:
+        with join(made, "own", tree(), island="a") as run:
+            params = trained(run.params)
+            for tokens, steps in NO_COUNTS:
+                with failing(ConfigError, "loop.tokens"):
+                    run.sync(params, tokens=tokens, steps=steps)
+            for loss in NO_LOSSES:
+                with failing(ConfigError, "loop.loss"):
+                    run.sync(params, loss=loss)
+            for tokens in (np.int64(3), 3.0, jnp.float32(3), np.ones((), np.float32), True):
+                for loss in (np.float32(2.0), jnp.ones(2, jnp.bfloat16), 1, np.ones(3)):
+                    params = run.sync(params, tokens=tokens, loss=loss)
+        books = merger.transport.reader.books()
+    assert books.refused == 0
+    assert books.published >= 2
 
 
 def test_own_leaves_are_named_once(made: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,6 +102,19 @@ def test_a_loss_that_the_script_adds_to_is_not_changed(made: str) -> None:
         assert run._loop.losses.take_mean() == 1.0
 
 
+def test_what_is_no_number_is_one_error(made: str) -> None:
+    with archipelago.pytorch.join(made, "own", module(), island="a") as run:
+        for tokens in ("x", math.nan, -1, 1 << 40, torch.ones(2), torch.tensor(math.nan)):
+            with failing(ConfigError, "loop.tokens"):
+                run.sync(tokens=tokens)  # type: ignore[arg-type]
+        for loss in ("x", torch.ones(0), torch.ones(1, dtype=torch.complex64), [1.0]):
+            with failing(ConfigError, "loop.loss"):
+                run.sync(loss=loss)
+        run.sync(tokens=torch.tensor(3.0), loss=torch.tensor(1))
+        assert run._loop is not None
+        assert run._loop.totals.tokens == 3
+
+
 def test_one_model_cannot_be_in_two_runs(made: str) -> None:
     assert archipelago.pytorch.create(made, "other", module(), sync=SYNC, steps=1000)
     model = module()
