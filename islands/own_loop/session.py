@@ -208,13 +208,17 @@ class Session(ABC):
                 "Call `sync` inside of `with join(...) as run:`.",
                 code="loop.left",
             )
+        self._require_thread("`sync` was called")
+        return self._loop
+
+    def _require_thread(self, what: str) -> None:
+        """Raise ConfigError (`loop.other-thread`) in another thread than the one that trains."""
         if threading.get_ident() != self._thread:
             raise ConfigError(
-                "`sync` was called from another thread than the one that joined",
-                "Join and sync in the thread that trains.",
+                f"{what} in another thread than the one that joined, which may be in the middle of a step",
+                "Join, sync and leave in the thread that trains. Another thread can set a flag for it.",
                 code="loop.other-thread",
             )
-        return self._loop
 
     @property
     def _others(self) -> list[Session]:
@@ -261,13 +265,20 @@ class Session(ABC):
         self._leave(error)
 
     def leave(self) -> None:
-        """Leave the run before the end of the `with` block."""
+        """Leave the run before the end of the `with` block.
+
+        Raises:
+            ConfigError: This is not the thread that joined (`loop.other-thread`). The island stays in the run.
+            DivergedError: A parameter is not finite.
+        """
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
         if self._has_left or self._loop is None:
             return
         loop = self._loop
+        if not isinstance(error, Exception):  # its progress is going to be measured
+            self._require_thread("the run was left")
         try:
             if self._is_torn:
                 _leave_after(loop, error or RuntimeError("a `sync` was interrupted"))

@@ -235,20 +235,25 @@ def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(made: str) ->
     caught: list[str] = []
 
     def elsewhere() -> None:
-        try:
-            run.sync(run.params)
-        except ConfigError as error:
-            caught.append(error.code)
+        for call in (lambda: run.sync(run.params), run.leave):
+            try:
+                call()
+            except ConfigError as error:
+                caught.append(error.code)
 
     with join(made, "own", tree()) as run:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
+        assert not run.finished
+        run.sync(trained(run.params))
+        run.leave()
         run.leave()
         assert run.finished
         with failing(ConfigError, "loop.left"):
             run.sync(run.params)
-    assert caught == ["loop.other-thread"]
+    assert caught == ["loop.other-thread"] * 2
+    assert connect(made, "own").reader.books().published == 2, "nothing was lost"
     with failing(ConfigError, "loop.left"):
         join(made, "own", tree()).sync(tree())
     with failing(ConfigError, "loop.left"), run:

@@ -115,6 +115,31 @@ def test_what_is_no_number_is_one_error(made: str) -> None:
         assert run._loop.totals.tokens == 3
 
 
+def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(made: str) -> None:
+    caught: list[str] = []
+
+    def elsewhere() -> None:
+        for call in (run.sync, run.leave):
+            try:
+                call()
+            except ConfigError as error:
+                caught.append(error.code)
+
+    model = module()
+    with archipelago.pytorch.join(made, "own", model, island="a") as run:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        trained(model)
+        run.sync()
+        run.leave()
+        assert run.finished
+        with failing(ConfigError, "loop.left"):
+            run.sync()
+    assert caught == ["loop.other-thread"] * 2
+    assert connect(made, "own").reader.books().published == 2, "nothing was lost"
+
+
 def test_one_model_cannot_be_in_two_runs(made: str) -> None:
     assert archipelago.pytorch.create(made, "other", module(), sync=SYNC, steps=1000)
     model = module()
