@@ -58,7 +58,8 @@ class JoinedRun(Session):
         Most calls do nothing and return `params` itself. Now and then a fragment is sent, or arrives.
 
         Args:
-            params: What the step returned, in the tree of `run.params`.
+            params: What the step returned, in the tree of `run.params`. Leave arrays of numpy in it unchanged until the
+                next `sync`: what the run has not got yet is sent from them when the island leaves.
             tokens: What these steps trained on, in tokens, examples or any other unit that all islands of the run
                 share. An island's weight in a round follows from it. The default counts steps.
             loss: The loss of these steps, for display: a number, or an array that the device still computes.

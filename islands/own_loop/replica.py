@@ -200,14 +200,17 @@ def _devices(sharding: NamedSharding) -> list[jax.Device]:
 
 
 def _moved(leaf: Any, home: Sharding | None) -> jax.Array:
-    """Return a leaf of the loop where its fragment is computed. This copies nothing if it is there already."""
+    """Return a leaf of the loop where its fragment is computed. This copies no array that is there already.
+
+    An array of numpy is always copied, because `device_put` may share its memory, which the loop may change in place.
+    """
     if home is None:
         return jnp.asarray(leaf)
     if isinstance(leaf, jax.Array) and isinstance(home, NamedSharding):
         there = _on_devices(leaf.sharding, _devices(home))
         if there is not None:
             return _same_bytes(leaf, there)
-    placed: jax.Array = jax.device_put(leaf, home)
+    placed: jax.Array = jax.device_put(leaf.copy() if isinstance(leaf, np.ndarray) else leaf, home)
     return placed
 
 

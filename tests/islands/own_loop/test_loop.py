@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.messages import LIVE_SECONDS
 from archipelago.islands.own_loop import loop as own_loop
+from archipelago.islands.own_loop.replica import _moved
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG
 from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, of, trained, tree
@@ -137,6 +139,28 @@ def test_another_tree_shape_or_dtype_is_an_error_that_names_the_leaf(change: Any
         for _ in range(8):
             island.sync(spoilt(island.params, change))
     assert named in caught.value.what
+
+
+def test_numpy_leaves_may_be_changed_in_place_after_a_sync() -> None:
+    """Memory at a multiple of 64 bytes is what JAX would share."""
+    placed = SingleDeviceSharding(jax.devices()[0])
+    memory = np.ones(1 << 16, np.float32)
+    leaf = memory[(-memory.ctypes.data % 64) // 4 :][: 1 << 15]
+    held = [_moved(leaf, None), _moved(leaf, placed)]
+    leaf += 1.0
+    assert [float(each.max()) for each in held] == [1.0, 1.0]
+
+    run = OwnRun()
+    island = run.island()
+    params = jax.tree.map(np.array, island.params)
+    for _ in range(12):
+        for layer in params["layers"]:
+            layer["kernel"] -= np.float32(0.125)
+        params = jax.tree.map(np.array, island.sync(params))
+    assert run.merger.state.closed >= 4
+    assert run.transport.reader.books().refused == 0
+    moved = (np.asarray(tree()["layers"][0]["kernel"]) - np.asarray(run.merged()["layers.0.kernel"])) / 0.125
+    assert moved.flat[0] in range(8, 13), "every step counts once"
 
 
 def test_a_donated_leaf_is_named() -> None:

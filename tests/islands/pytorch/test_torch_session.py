@@ -106,7 +106,7 @@ def test_what_is_no_number_is_one_error(made: str) -> None:
     with archipelago.pytorch.join(made, "own", module(), island="a") as run:
         for tokens in ("x", math.nan, -1, 1 << 40, torch.ones(2), torch.tensor(math.nan)):
             with failing(ConfigError, "loop.tokens"):
-                run.sync(tokens=tokens)  # type: ignore[arg-type]
+                run.sync(tokens=tokens)
         for loss in ("x", torch.ones(0), torch.ones(1, dtype=torch.complex64), [1.0]):
             with failing(ConfigError, "loop.loss"):
                 run.sync(loss=loss)
