@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from archipelago.islands.own_loop.trained import Trained
 from archipelago.islands.pytorch.host import HostCopy, torch_host
 from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.replica import TorchReplica
+from archipelago.islands.pytorch.shards import mesh_of
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -53,7 +55,7 @@ def create(
         url: The URL of the Redis (redis://HOST:PORT); None for $ARCHIPELAGO_URL.
         name: The name of the run.
         model: A `torch.nn.Module` on one device. Its parameters that are trained, of float32, bfloat16 and float16, are
-            merged, in float32.
+            merged, in float32. With `fully_shard` (FSDP2), all its processes call this.
         steps: The length of the run in global inner steps, which count the steps of the fastest island.
         sync: How often islands contribute.
         merge: The rules that merge the contributions of a round.
@@ -80,12 +82,15 @@ def create(
     """
     config = settings(steps, sync, merge, outer, adopt, wire, record=record)
     parameters = ModuleParameters(model, buffers, trained, names)
-    named = parameters.named()
+    named, tensors = parameters.named(), parameters.manifest_tensors(kinds_by(kinds))
+    if (mesh := mesh_of(unwrapped(model)[0])) is not None:
+        from archipelago.islands.pytorch.sharded import create_together
+
+        return create_together(mesh, parameters, partial(create_run, url, name, config, tensors), f"create {name}")
 
     def first(tensor: str) -> Any:
         return named[tensor].detach().to("cpu", torch.float32).reshape(-1).numpy()
 
-    tensors = parameters.manifest_tensors(kinds_by(kinds))
     return create_run(url, name, config, tensors, first, parameters.frozen_values)
 
 
@@ -145,15 +150,25 @@ class JoinedRun(Session):
         if self._llama_config is not None:
             llama.require_size(self._llama_config, manifest.config.model.size)
         self._parameters.tell_of_own()
+        self._replica = replica = self._new_replica(manifest)
         if self._state is not None:
             self._state.rehearse()
-        self._replica = replica = TorchReplica(manifest, self._parameters.device)
         replica.begin(self._parameters.named(), [arrival.params_N for arrival in arrivals])
         host = torch_host(self._parameters.device, link.clock)
-        copies = self._state.copies if self._state is not None else None
+        copies = self._state_copies if self._state is not None else None
         return OwnLoop(
             name, manifest, link, replica, self._parameters, arrivals, host, copies, link.clock, self._incarnation
         )
+
+    def _new_replica(self, manifest: Manifest) -> TorchReplica:
+        return TorchReplica(manifest, self._parameters.device)
+
+    def _state_copies(self) -> Sequence[Any] | None:
+        return None if self._state is None else self._state.copies()
+
+    def _use_state(self, values: Sequence[Any]) -> None:
+        if self._state is not None:
+            self._state.use(values)
 
     def _require_own_model(self) -> None:
         """Raise ConfigError (`loop.two-runs`) if another run trains a parameter of this model."""
@@ -177,7 +192,7 @@ class JoinedRun(Session):
             return
         received = newcomer.received(self._state.decode)
         if received is not None:
-            self._state.use(received.optimizer)
+            self._use_state(received.optimizer)
             newcomer.island.moments = f"peer {received.handover.giver}"
 
 
@@ -221,8 +236,9 @@ def join(
     Args:
         url: The URL of the Redis (redis://HOST:PORT), or the path of a join file; None for $ARCHIPELAGO_URL.
         name: The name of the run, which `create` has made.
-        model: A `torch.nn.Module` on one device, or in `DistributedDataParallel`: then all its processes call this, and
-            are one island. The `with` sets its parameters to those of the run.
+        model: A `torch.nn.Module` on one device, in `DistributedDataParallel`, or with `fully_shard` (FSDP2). The
+            processes of the latter two all call this, and are one island. The `with` sets its parameters to those of
+            the run.
         optimizer: Its optimiser, or a list of them. Newcomers take its state from this island, and this island takes
             that of a peer. None keeps states apart.
         buffers: The names of buffers that are merged too, as in `create`.
@@ -240,7 +256,11 @@ def join(
             (`llama.different`).
     """
     several = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    _, group = unwrapped(model)
+    inner, group = unwrapped(model)
+    if (mesh := mesh_of(inner)) is not None:
+        from archipelago.islands.pytorch.sharded import joined
+
+        return joined(mesh, url, name, model, several, buffers, trained, names, island, wait_seconds)
     if group is None or group.size() == 1:
         return JoinedRun(url, name, model, several, buffers, trained, names, island, wait_seconds)
     from archipelago.islands.pytorch.parallel import Follower, Leader

@@ -15,6 +15,7 @@ from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.naming import Names, place_of
 from archipelago.islands.own_loop.tensors import KindOf
 from archipelago.islands.own_loop.trained import Trained, frozen_changed, nothing_trained, trained_by, trained_error
+from archipelago.islands.pytorch.shards import Spread, mesh_of, own_part, put_back
 
 MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: `torch.compile` puts this name before those of the module that it wraps.
@@ -35,7 +36,8 @@ class ModuleParameters:
         tensors: The merged tensors by name.
         frozen: The parameters that are not trained, by name. They may be on any devices.
         transposed: The names of those whose axes are swapped in the run.
-        device: The device of all of them.
+        device: The device of all merged tensors.
+        spreads: How each tensor is split over processes, by name.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class ModuleParameters:
 
         Raises:
             ConfigError: A parameter is on another device than the first (`loop.mixed-devices`), has no values yet
-                (`loop.meta`), is spread over processes (`loop.sharded`), or has a dtype that is not merged
-                (`loop.dtype`); there is nothing to train (`loop.nothing`), no such buffer (`loop.buffer`), `trained`
-                cannot be read (`loop.trained`), or `names` does not fit the module (`loop.names`).
+                (`loop.meta`), is spread over processes in a way that cannot be gathered (`loop.sharded`), or has a
+                dtype that is not merged (`loop.dtype`); there is nothing to train (`loop.nothing`), no such buffer
+                (`loop.buffer`), `trained` cannot be read (`loop.trained`), or `names` does not fit the module
+                (`loop.names`).
         """
         self._model, _ = unwrapped(model)
+        mesh = mesh_of(self._model)
         self._names = names
         self._buffers = frozenset(buffers)
         self._is_trained = None if trained is None else trained_by(trained)
@@ -98,6 +102,7 @@ class ModuleParameters:
                     code="loop.mixed-devices",
                 )
         self._kinds = {name: _kind(tensor) for name, tensor in self.tensors.items()}
+        self.spreads = {name: Spread.of(name, view, mesh) for name, view in self.views().items()}
 
     def _is_merged(self, name: str, tensor: Any) -> bool:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -108,12 +113,6 @@ class ModuleParameters:
                 f"the parameter {name!r} has no values yet: it is on the meta device, or its layer is lazy",
                 "Make the values first: `model.to_empty(device=…)` and its initialisation, or one forward pass.",
                 code="loop.meta",
-            )
-        if hasattr(tensor, "device_mesh"):
-            raise ConfigError(
-                f"the parameter {name!r} is spread over several processes (a DTensor)",
-                "Use a model that is whole in every process: one device, or DistributedDataParallel.",
-                code="loop.sharded",
             )
         if name not in self._buffers and not self._chooses(name, tensor):
             return False
@@ -133,7 +132,7 @@ class ModuleParameters:
     def frozen_values(self) -> list[FrozenValues]:
         """Return the parameters that are not trained."""
         return [
-            FrozenValues(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), partial(_pieces, tensor))
+            FrozenValues(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), partial(pieces, tensor))
             for name, tensor in self._views(self.frozen).items()
         ]
 
@@ -178,6 +177,10 @@ class ModuleParameters:
             return tensors
         return {name: t.detach().t() if name in self.transposed else t for name, t in tensors.items()}
 
+    def views(self) -> dict[str, Any]:
+        """Return all tensors that are merged or frozen, with the axes of the run."""
+        return self._views({**self.tensors, **self.frozen})
+
     # -- what a loop needs --------------------------------------------------------------------------------------------
 
     def named(self) -> dict[str, Any]:
@@ -188,6 +191,7 @@ class ModuleParameters:
                 (`loop.shape`), dtype (`loop.dtype`) or device (`loop.mixed-devices`), or a frozen parameter was changed
                 (`loop.frozen-changed`).
         """
+        put_back(self._model)
         present = self._all()
         for name, tensor in self.tensors.items():
             if present.get(name) is not tensor:
@@ -212,7 +216,7 @@ class ModuleParameters:
 
     def not_finite(self, candidates: Sequence[str]) -> DivergedError:
         """Return the error that names a parameter with NaN or infinity."""
-        found = [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(tensor).all())]
+        found = [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(own_part(tensor)).all())]
         where = f"the parameter {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:4])}"
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         return DivergedError(
@@ -234,7 +238,7 @@ def _misnamed(what: str) -> ConfigError:
 PIECE_BYTES = 1 << 26
 
 
-def _pieces(tensor: Any) -> Iterator[memoryview]:
+def pieces(tensor: Any) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, piece by piece."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE_BYTES):

@@ -1,13 +1,15 @@
-"""One island of several processes in DistributedDataParallel. Only the leader, rank 0, talks to Redis.
+"""One island of several processes. Only the leader, the first of them, talks to Redis.
 
-At each step boundary the leader does what an island does. Then it says in one small message what that was, and hands
-the parameters that it adopted to the others, which all processes hold again in the same bits. The others learn from the
+This module is for DistributedDataParallel, whose processes all hold the whole model; `sharded` is for FSDP2. At each
+step boundary the leader does what an island does. Then it says in one small message what that was, and hands the
+parameters that it adopted to the others, which all processes hold again in the same bits. The others learn from the
 same message whether to stop. Losing a process means losing the island, as it does for DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +36,8 @@ class Said:
         step: The run's clock.
         steps: The run's length.
         has_state: Whether the optimisers' state follows.
+        work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
+        about: The number of the fragment or tensor that the work is about.
     """
 
     has_left: bool = False
@@ -42,28 +46,35 @@ class Said:
     step: int = 0
     steps: int = 0
     has_state: bool = False
+    work: int = 0
+    about: int = 0
 
 
 class Team:
     """The processes of one island. Messages go over the hosts' memory, and parameters over the processes' own group."""
 
-    def __init__(self, group: Any) -> None:
-        """Make the group for messages. All processes of the island do this at the same time."""
+    def __init__(self, group: Any, ranks: Sequence[int] = ()) -> None:
+        """Make the group for messages. All processes of the island do this at the same time.
+
+        Args:
+            group: The processes' own group; None if there is none for all of them.
+            ranks: Their ranks, if there is no group. The first one leads.
+        """
         self._group = group
-        ranks = dist.get_process_group_ranks(group)
-        self._leader = ranks[0]
-        self._messages = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.ranks = list(ranks) or dist.get_process_group_ranks(group)
+        self._leader = self.ranks[0]
+        self.messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
 
     def exchange(self, said: Said) -> Said:
         """Return what the leader gives to this call. What the others give does not matter."""
         message = torch.tensor([int(value) for value in vars(said).values()])
         self.share_on_host(message)
-        left, changed, finished, step, steps, state = message.tolist()
-        return Said(bool(left), changed, bool(finished), step, steps, bool(state))
+        left, changed, finished, step, steps, state, work, about = message.tolist()
+        return Said(bool(left), changed, bool(finished), step, steps, bool(state), work, about)
 
     def share_on_host(self, tensor: Any) -> None:
         """Overwrite a tensor of the host by the leader's."""
-        dist.broadcast(tensor, self._leader, group=self._messages)
+        dist.broadcast(tensor, self._leader, group=self.messages)
 
     def share(self, tensors: Sequence[Any]) -> None:
         """Overwrite tensors of the model by the leader's, in place."""
@@ -96,21 +107,34 @@ class Leader(JoinedRun):
 
     def __enter__(self) -> Self:
         """Join the run, and hand the parameters and the optimisers' state to the others."""
-        self._team = team = Team(self._group)
+        self._team = team = self._new_team()
         try:
             super().__enter__()
         except BaseException:
-            team.exchange(Said(has_left=True))
+            self._tell_of_error()
             raise
         try:
             self._said = team.exchange(Said(has_state=self.moments != "fresh", **self._clock()))
-            team.share(list(self._parameters.tensors.values()))
-            if self._said.has_state and self._state is not None:
-                team.share_state(self._state)
+            self._share(team)
         except BaseException as error:  # without the others there is no island, and no `with` block that would end it
             self._leave(error)
             raise
         return self
+
+    def _new_team(self) -> Team:
+        return Team(self._group)
+
+    def _share(self, team: Team) -> None:
+        """Hand the first parameters and the optimisers' state to the others."""
+        team.share(list(self._parameters.tensors.values()))
+        if self._said.has_state and self._state is not None:
+            team.share_state(self._state)
+
+    def _tell_of_error(self) -> None:
+        """Tell the others that the leader leaves because of an error, which may be that they are gone."""
+        with suppress(RuntimeError):
+            if self._team is not None:
+                self._team.exchange(Said(has_left=True))
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
         """Sync, and tell the others. `tokens` counts those of all processes."""
@@ -118,8 +142,8 @@ class Leader(JoinedRun):
         try:
             super().sync(tokens=tokens, loss=loss, steps=steps)
         except BaseException:
-            if team is not None and not self._has_left:
-                team.exchange(Said(has_left=True))
+            if not self._has_left:
+                self._tell_of_error()
             raise
         if team is None or self._replica is None:
             return
@@ -164,6 +188,7 @@ class Follower:
     ) -> None:
         self._group = group
         self._parameters = ModuleParameters(model, buffers, trained, names)
+        self._parameters.require_not_optimized(optimizers)
         self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
         self._team: Team | None = None
         self._said = Said()
@@ -175,21 +200,34 @@ class Follower:
         Raises:
             ConfigError: The leader could not join (`loop.leader-left`).
         """
-        self._team = team = Team(self._group)
+        self._team = team = self._new_team()
+        self._rehearse()
+        self._hear(team)
+        self._share(team)
+        if self._said.has_state and self._state is not None:
+            self.moments = "the leader"
+        return self
+
+    def _new_team(self) -> Team:
+        return Team(self._group)
+
+    def _rehearse(self) -> None:
         if self._state is not None:
             self._state.rehearse()
-        self._hear(team)
+
+    def _share(self, team: Team) -> None:
+        """Take the first parameters and the optimisers' state."""
         team.share(list(self._parameters.tensors.values()))
         if self._said.has_state and self._state is not None:
             team.share_state(self._state)
-            self.moments = "the leader"
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave."""
-        self.leave()
+        if error is None:
+            self.leave()
+        self._team = None
 
     def leave(self) -> None:
         """Follow the leader no longer."""

@@ -13,8 +13,11 @@ import torch
 
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.islands.pytorch.codecs import Parts as TorchParts
+from archipelago.islands.pytorch.codecs import TorchCodec
 from archipelago.islands.pytorch.codecs import codec as codec_of
 from archipelago.islands.pytorch.host import HostCopy, on_device
+from archipelago.islands.pytorch.shards import own_part
 from archipelago.islands.sync.adoption import build
 
 #: The tensors of one fragment with their offsets in its vector.
@@ -45,27 +48,27 @@ class TorchReplica:
         changed, self._changed = list(self._changed), {}
         return changed
 
-    def begin(self, params: Tensors, vectors: Sequence[Vector]) -> None:
+    def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
         """Set the parameters to these float32 vectors, one for each fragment."""
         with torch.no_grad():
-            for rows, vector_N in zip(self.layout, vectors, strict=True):
-                _write(rows, params, on_device(vector_N, self.device))
+            for fragment, vector_N in enumerate(vectors):
+                _write(self.layout[fragment], params, self._placed(fragment, vector_N))
             self.references = [_flatten(rows, params) for rows in self.layout]
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts. The reference moves to what the merger will read."""
         chosen, reference_N = codec_of(codec or self.codec), self.references[fragment]
         with torch.no_grad():
-            parts = chosen.quantise(reference_N - _flatten(self.layout[fragment], params))
-            self.references[fragment] = reference_N - chosen.restore(parts, reference_N.shape[0])
+            parts, restored_N = self._quantised(fragment, chosen, reference_N - _flatten(self.layout[fragment], params))
+            self.references[fragment] = reference_N - restored_N
             return tuple(HostCopy(part) for part in parts)
 
-    def adopt(self, fragment: int, params: Tensors, new_N: Vector) -> Tensors:
+    def adopt(self, fragment: int, params: Tensors, new_N: Vector | None) -> Tensors:
         """Adopt a fragment's snapshot by the run's rule, in place, and return the parameters."""
         rows = self.layout[fragment]
         with torch.no_grad():
             own_N, reference_N = self.rule.adopt(
-                on_device(new_N, self.device), _flatten(rows, params), self.references[fragment]
+                self._placed(fragment, new_N), _flatten(rows, params), self.references[fragment]
             )
             _write(rows, params, own_N)
             if any(params[tensor.name].dtype != torch.float32 for tensor, _ in rows):
@@ -74,12 +77,23 @@ class TorchReplica:
         self._changed |= {tensor.name: None for tensor, _ in rows}
         return params
 
+    # -- where a fragment lives ---------------------------------------------------------------------------------------
+
+    def _placed(self, fragment: int, vector_N: Any) -> Any:
+        """Return a fragment's vector of the host where its tensors are."""
+        return on_device(vector_N, self.device)
+
+    def _quantised(self, fragment: int, chosen: TorchCodec, delta_N: Any) -> tuple[TorchParts, Any]:
+        """Return the codec's parts of a fragment's outer gradient, and what the merger will read."""
+        parts = chosen.quantise(delta_N)
+        return parts, chosen.restore(parts, delta_N.shape[0])
+
 
 def _flatten(rows: Rows, params: Tensors) -> Any:
     """Return a fragment's tensors as one new float32 vector [N], in the manifest's order."""
-    return torch.cat([params[tensor.name].detach().reshape(-1).to(torch.float32) for tensor, _ in rows])
+    return torch.cat([own_part(params[tensor.name]).detach().reshape(-1).to(torch.float32) for tensor, _ in rows])
 
 
 def _write(rows: Rows, params: Tensors, vector_N: Any) -> None:
     for tensor, offset in rows:
-        params[tensor.name].copy_(vector_N[offset : offset + tensor.size].view(tensor.shape))
+        own_part(params[tensor.name]).copy_(vector_N[offset : offset + tensor.size].view(tensor.shape))

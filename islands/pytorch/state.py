@@ -21,6 +21,7 @@ import torch
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.islands.pytorch.host import HostCopy
+from archipelago.islands.pytorch.shards import joined_like, own_part
 from archipelago.islands.sync import recovery
 
 #: The names under which the optimisers of PyTorch keep what is never negative.
@@ -59,7 +60,7 @@ class Entry:
     @property
     def tensor(self) -> Any:
         """The example as a tensor."""
-        return torch.as_tensor(self.example)
+        return self.example if torch.is_tensor(self.example) else torch.as_tensor(self.example)
 
     @property
     def placeholder(self) -> np.ndarray[Any, Any]:
@@ -68,10 +69,20 @@ class Entry:
         return np.broadcast_to(torch.zeros((), dtype=dtype).numpy(), tuple(self.tensor.shape))
 
     def present(self) -> Any:
-        """Return a copy of the value, as it travels; zeros if the optimiser has not made it yet."""
+        """Return a copy of what this process holds of it, as it travels; zeros if the optimiser has not made it yet."""
         value = self.states.get(self.parameter, {}).get(self.key)
-        tensor = torch.as_tensor(torch.zeros(self.tensor.shape, dtype=self.tensor.dtype) if value is None else value)
-        return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype), copy=True)
+        if value is None:
+            value = torch.zeros(own_part(self.tensor).shape, dtype=self.tensor.dtype)
+        own = own_part(value) if torch.is_tensor(value) else torch.as_tensor(value)
+        return own.detach().to(_WIDE.get(own.dtype, own.dtype), copy=True)
+
+    def put(self, own: Any) -> None:
+        """Replace what this process holds of it by a tensor of the host."""
+        if not torch.is_tensor(self.example):
+            value = type(self.example)(own.item())
+        else:
+            value = joined_like(own.to(device=_home(self), dtype=self.example.dtype), self.example)
+        self.states[self.parameter][self.key] = value
 
 
 class OptimizerState:
@@ -79,6 +90,7 @@ class OptimizerState:
 
     Attributes:
         can_travel: Whether a peer can use this state.
+        entries: All values of the state, once they are known.
     """
 
     def __init__(self, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> None:
@@ -93,7 +105,7 @@ class OptimizerState:
         """
         self._optimizers = optimizers
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self._entries: tuple[Entry, ...] = ()
+        self.entries: tuple[Entry, ...] = ()
         self.can_travel = False
         for optimizer in optimizers:
             if not any(id(p) in self._names for group in optimizer.param_groups for p in group["params"]):
@@ -109,8 +121,8 @@ class OptimizerState:
             fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
             for optimizer in fresh:
                 _step_without_gradients(optimizer)
-            self._entries = tuple(self._found())
-            self.can_travel = bool(self._entries)
+            self.entries = tuple(self._found())
+            self.can_travel = bool(self.entries)
             for optimizer in fresh:
                 optimizer.state.clear()
         except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
@@ -134,27 +146,27 @@ class OptimizerState:
                         yield Entry(group, optimizer.state, parameter, name, key, value)
 
     @property
-    def _digest(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def digest(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The digest of the layout, 16 bytes."""
-        layout = [[e.name, e.key, list(e.placeholder.shape), str(e.placeholder.dtype)] for e in self._entries]
+        layout = [[e.name, e.key, list(e.placeholder.shape), str(e.placeholder.dtype)] for e in self.entries]
         return np.frombuffer(hashlib.sha256(json.dumps(layout).encode()).digest()[:16], np.uint8)
 
     def copies(self) -> list[Any] | None:
         """Return the digest and copies of all values that no later step changes; None if they cannot travel."""
         if not self.can_travel:
             return None
-        return [self._digest, *(HostCopy(entry.present()) for entry in self._entries)]
+        return [self.digest, *(HostCopy(entry.present()) for entry in self.entries)]
 
     def values(self) -> list[Any]:
         """Return copies of all values as tensors of the host."""
-        return [entry.present().cpu() for entry in self._entries]
+        return [entry.present().cpu() for entry in self.entries]
 
     def decode(self, handover: Handover, payload: bytes) -> list[Any]:
         """Return the values that a peer sent, as tensors of the host. Raises WireError if they do not fit."""
         if not self.can_travel:
             raise WireError("this optimiser takes no state from peers", code="handover.shape")
-        digest = self._digest
-        found = recovery.decode(handover, payload, [digest, *(entry.placeholder for entry in self._entries)])
+        digest = self.digest
+        found = recovery.decode(handover, payload, [digest, *(entry.placeholder for entry in self.entries)])
         if found[0].tobytes() != digest.tobytes():
             raise WireError("the peer's optimiser state is of another optimiser or model", code="handover.shape")
         values = found[1:]
@@ -163,8 +175,8 @@ class OptimizerState:
 
     def _require_sound(self, values: Sequence[Any]) -> None:
         """Raise WireError for values that no steps of the optimiser can produce."""
-        by_place = {(id(e.parameter), e.key): value for e, value in zip(self._entries, values, strict=True)}
-        for entry, value in zip(self._entries, values, strict=True):
+        by_place = {(id(e.parameter), e.key): value for e, value in zip(self.entries, values, strict=True)}
+        for entry, value in zip(self.entries, values, strict=True):
             if entry.key in NOT_NEGATIVE and bool((value < 0).any()):
                 raise WireError(f"a negative {entry.key!r} in the peer's optimiser state", code="handover.unsound")
             if entry.key == "step" and bool((value > STEPS_MAX).any()):
@@ -178,12 +190,8 @@ class OptimizerState:
 
     def use(self, values: Sequence[Any]) -> None:
         """Replace the state of the optimisers by values of a peer."""
-        for entry, value in zip(self._entries, values, strict=True):
-            if torch.is_tensor(entry.example):
-                own = value.to(device=_home(entry), dtype=entry.example.dtype)
-            else:
-                own = type(entry.example)(value.item())
-            entry.states[entry.parameter][entry.key] = own
+        for entry, value in zip(self.entries, values, strict=True):
+            entry.put(value)
 
 
 def _home(entry: Entry) -> Any:

@@ -122,7 +122,7 @@ class Lost:
 
 
 def test_a_process_whose_leader_has_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda group: Lost())
+    monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda *_: Lost())
     follower = Follower(None, module(), [], (), None, None)
     with failing(ConfigError, "loop.left"):
         follower.sync()

@@ -1,0 +1,301 @@
+"""Two processes of FSDP2 on the CPU. The arguments are a scenario, a folder, and the URL of a Redis.
+
+The second process is forked after PyTorch was imported. Each writes what it found to a file of JSON in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import archipelago
+from archipelago.broker.codecs import body_of
+from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
+from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
+from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.pytorch.replica import TorchReplica
+from archipelago.islands.pytorch.shard_replica import ShardReplica
+from archipelago.islands.pytorch.sharded import ShardTeam
+from archipelago.islands.pytorch.shards import Courier, own_part
+
+SYNC = archipelago.SyncConfig(interval=8, fragments=3)
+#: The codec, the adopt rule, the dtype and the shape of the mesh of each comparison with one device.
+COMPARED = [
+    ("float32", "overwrite", torch.bfloat16, (2,)),
+    ("bfloat16", "carry", torch.float32, (2,)),
+    ("int8", "overwrite", torch.float32, (2,)),
+    ("int4", "carry", torch.bfloat16, (2,)),
+    ("e3m0", "carry", torch.float32, (2, 1)),
+    ("top3", "overwrite", torch.float32, (1, 2)),
+]
+
+
+def network(dtype: Any = None) -> Any:
+    """Return a model with sizes that two processes do not divide, some of them smaller than two."""
+    torch.manual_seed(1)
+    layers = (torch.nn.Linear(64, 71), torch.nn.Linear(71, 64), torch.nn.Linear(64, 1))
+    return torch.nn.Sequential(*layers).to(dtype or torch.float32)
+
+
+def tuned() -> Any:
+    """Return the model with a frozen parameter."""
+    model = network()
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def split(model: Any, shape: tuple[int, ...] = (2,)) -> Any:
+    """Split a model over the processes. One parameter stays whole."""
+    names = ("replica", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in model[:2]:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh, ignored_params={model[2].bias})
+
+
+def mesh_of(model: Any) -> Any:
+    return model[0].weight.device_mesh
+
+
+# -- the same bits as one device ---------------------------------------------------------------------------------------
+
+
+def bits(folder: Path, url: str) -> dict[str, Any]:
+    """Send and adopt with two processes and with one, and return the names of the comparisons that differ."""
+    found = [compared(*each) for each in COMPARED]
+    return {
+        "different": [name for each in found for name in each[0]],
+        "largest": max(each[1] for each in found),
+        "bounds": found[0][2],
+    }
+
+
+def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple[list[str], int, list[int]]:
+    """Return what differs, the elements of the largest fragment that was gathered, and the bounds for it."""
+    names = {"0.weight": archipelago.pytorch.Place("first", transposed=True)}
+    parts = split(network(dtype), shape)
+    one, ours = ModuleParameters(network(dtype), names=names), ModuleParameters(parts, names=names)
+    config = RunConfig(adopt=AdoptConfig(rule=rule), wire=WireConfig(up=codec))
+    tensors = ours.manifest_tensors(lambda name: "rest")
+    manifest = Manifest("own", config, tensors, balanced(tensors, 3), NO_CORPUS, {})
+    team = ShardTeam(mesh_of(parts), ours.device, "compare")
+    watched = Watched(team.courier)
+    alone, together = TorchReplica(manifest, one.device), ShardReplica(manifest, ours, watched)
+    random = np.random.default_rng(7)
+
+    def snapshot(size: int) -> Any:
+        return random.normal(size=size).astype(np.float32)
+
+    def given(vector_N: Any) -> Any:
+        return vector_N.copy() if team.leads else None
+
+    first = [snapshot(size) for size in manifest.sizes]
+    alone.begin(one.named(), [each.copy() for each in first])
+    together.begin(ours.named(), [given(each) for each in first])
+    different = []
+    for turn in range(2):
+        step(random, one, ours, team.on_host.rank)
+        with torch.no_grad():
+            parts(torch.zeros(2, 64, dtype=dtype))  # an evaluation leaves whole parameters behind
+        for fragment, size in enumerate(manifest.sizes):
+            expected, sent = alone.measure(fragment, one.named()), together.measure(fragment, ours.named())
+            if team.leads and body_of(sent) != body_of(expected):
+                different.append(f"{codec} {turn} sent {fragment}")
+            new_N = snapshot(size)
+            step(random, one, ours, team.on_host.rank)
+            alone.adopt(fragment, one.named(), new_N.copy())
+            together.adopt(fragment, ours.named(), given(new_N))
+    for name, tensor in one.named().items():
+        if not torch.equal(ours.spreads[name].part(tensor, team.on_host.rank), own_part(ours.named()[name])):
+            different.append(f"{codec} {name}")
+    return different, watched.largest, [max(manifest.sizes), manifest.elements]
+
+
+def step(random: Any, one: ModuleParameters, ours: ModuleParameters, rank: int) -> None:
+    """Change both models by the same numbers."""
+    with torch.no_grad():
+        for name, tensor in one.named().items():
+            change = torch.from_numpy(random.normal(size=tensor.shape).astype(np.float32)).to(tensor.dtype)
+            tensor += change
+            own = own_part(ours.named()[name])
+            own += ours.spreads[name].part(change, rank)
+
+
+class Watched(Courier):
+    """Notes the largest tensor of which a process held the whole, or a whole fragment around it."""
+
+    def __init__(self, courier: Courier) -> None:
+        self.__dict__.update(courier.__dict__)
+        self.largest = 0
+
+    def gather(self, spread: Any, own: Any, whole: Any) -> None:
+        self._note(whole)
+        super().gather(spread, own, whole)
+
+    def scatter(self, spread: Any, whole: Any, own: Any) -> None:
+        self._note(whole)
+        super().scatter(spread, whole, own)
+
+    def _note(self, whole: Any) -> None:
+        if whole is not None:
+            self.largest = max(self.largest, whole.untyped_storage().nbytes() // 4)
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def island(folder: Path, url: str) -> dict[str, Any]:
+    """Create a run, train, give the optimiser's state to an island of one process, and take it from that again."""
+    model = split(tuned())
+    is_new = archipelago.pytorch.create(url, "own", model, steps=100_000, sync=SYNC)
+    again = archipelago.pytorch.create(url, "own", model, steps=100_000, sync=SYNC)
+    alone = Alone(url)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with archipelago.pytorch.join(url, "own", model, optimizer, island="both") as run:
+        train(model, optimizer, run, lambda: run._loop.ledger.closed > 6 and alone.has_begun())
+    model, said = split(tuned()), run.finished
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with archipelago.pytorch.join(url, "own", model, optimizer, island="again") as run:
+        taken = [float(state["step"]) for state in optimizer.state.values()]
+        second = optimizer.state[model[0].weight]["exp_avg_sq"]
+        has_moments = len(taken) == 5 and bool((second.to_local() > 0).any()) and second.shape == (71, 64)
+        moments = run.moments
+        train(model, optimizer, run, lambda: run._loop.ledger.closed > 12)
+    alone.stop()
+    return {"new": [is_new, again], "alone": alone.moments, "moments": moments, "steps": taken,
+            "has_moments": has_moments, "finished": said, "step": run.step, "weights": weights(model)}  # fmt: skip
+
+
+def train(model: Any, optimizer: Any, run: Any, is_enough: Callable[[], bool]) -> None:
+    """Train until the first process has enough."""
+    enough = torch.zeros(1)
+    while not enough:
+        loss = model(torch.randn(4, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if model[2].bias.grad is not None:
+            dist.all_reduce(model[2].bias.grad)
+        optimizer.step()
+        run.sync(tokens=8, loss=loss)
+        enough.fill_(dist.get_rank() == 0 and is_enough())
+        dist.broadcast(enough, 0)
+
+
+def weights(model: Any) -> list[float]:
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [float(each.detach().double().sum()) for each in whole]
+
+
+class Alone:
+    """An island of one process: a thread of the first process."""
+
+    def __init__(self, url: str) -> None:
+        self.moments, self._url = "", url
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._train)
+
+    def has_begun(self) -> bool:
+        """Begin, and return whether the island trains."""
+        if not self._thread.ident:
+            self._thread.start()
+        return bool(self.moments)
+
+    def _train(self) -> None:
+        model = tuned()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with archipelago.pytorch.join(self._url, "own", model, optimizer, island="alone") as run:
+            self.moments = run.moments
+            while not self._stop.wait(0.005):
+                loss = model(torch.randn(4, 64)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.sync(tokens=4, loss=loss)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.ident:
+            self._thread.join()
+
+
+def lost(folder: Path, url: str) -> dict[str, Any]:
+    """Kill the second process, and return how the first one ends."""
+    model = split(network())
+    archipelago.pytorch.create(url, "own", model, steps=100_000, sync=SYNC)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ended, run = "", archipelago.pytorch.join(url, "own", model, optimizer, island="both")
+    try:
+        with run:
+            train(model, optimizer, run, lambda: bool(dist.get_rank()) or run.step > 20)
+            if dist.get_rank() == 1:
+                os._exit(0)
+            train(model, optimizer, run, lambda: False)
+    except RuntimeError as error:
+        ended = type(error).__name__
+    return {"ended": ended, "finished": run.finished}
+
+
+def refused(folder: Path, url: str) -> dict[str, Any]:
+    """Return the codes of the errors of wrong use."""
+    model, memory = split(network()), "fakeredis://x"
+    found = {"calls": code(lambda: several_calls(model, memory))}
+    pair = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    twice = torch.nn.Linear(4, 4)
+    twice.weight = torch.nn.Parameter(distribute_tensor(twice.weight.detach(), pair, [Shard(0), Shard(1)]))
+    found["twice"] = code(lambda: archipelago.pytorch.join(memory, "own", twice))
+    mixed = split(network())
+    mixed[2].bias = torch.nn.Parameter(distribute_tensor(torch.zeros(2), pair["a"], [Shard(0)]))
+    found["meshes"] = code(lambda: archipelago.pytorch.join(memory, "own", mixed))
+    old = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    found["first fsdp"] = code(lambda: archipelago.pytorch.join(memory, "own", old))
+    with torch.no_grad():
+        model[0].bias.to_local().fill_(float("nan"))
+    found["nan"] = code(lambda: archipelago.pytorch.create(memory, "nan", model, steps=10))
+    found["no run"] = code(lambda: archipelago.pytorch.join(memory, "none", model).__enter__())
+    return found
+
+
+def several_calls(model: Any, url: str) -> None:
+    """Create in the first process, and join in the second."""
+    if dist.get_rank() == 0:
+        archipelago.pytorch.create(url, "own", model, steps=10)
+    else:
+        archipelago.pytorch.join(url, "own", model).__enter__()
+
+
+def code(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ArchipelagoError as error:
+        return error.code
+    return ""
+
+
+def main(scenario: str, folder: Path, url: str) -> None:
+    """Run a scenario in two processes."""
+    rank = 0 if (child := os.fork()) else 1
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    found = {"bits": bits, "island": island, "lost": lost, "refused": refused}[scenario](folder, url)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    if scenario != "lost":
+        dist.destroy_process_group()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
