@@ -28,8 +28,8 @@ from archipelago.broker.errors import ConfigError
 
 #: The vocabulary size of a corpus whose tokens are bytes.
 BYTES = 256
-#: The model of a run whose islands are training scripts of its users. The run knows its tensors, and not how to
-#: compute it.
+#: The model of a run whose islands train a model of its users, by their scripts or as a task. The run knows its
+#: tensors, and not how to compute it.
 OWN_MODEL = "own"
 #: An inner step of a user's own loop has at most this many tokens. What counts as one is up to the loop.
 OWN_TOKENS_PER_STEP_MAX = 1 << 32
@@ -282,7 +282,7 @@ class RunConfig:
 
     @property
     def has_own_loops(self) -> bool:
-        """Whether the islands are training scripts of the users, with a model, data and an optimiser of their own."""
+        """Whether the islands train a model of their users: by their scripts, or as a task."""
         return self.model.size == OWN_MODEL
 
     @property

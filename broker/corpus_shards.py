@@ -16,6 +16,8 @@ from archipelago.broker.errors import WireError
 
 #: The most places in one contribution, and so the most shards that an island can hold at a time.
 PLACES_MAX = 32
+#: The most shards of a corpus, or of a task's data.
+SHARDS_MAX = 1 << 14
 #: How many turns a claim may be ahead of the one before it.
 TURNS_SKIPPED_MAX = 1000
 #: Cursors stay below this pass, so that every cursor can be written as a place.

@@ -53,8 +53,8 @@ def loss_unit(corpus: Corpus) -> LossUnit:
     With a tokenizer, the training loss is divided by the mean number of bytes per token of the whole corpus. An
     evaluation has been divided by that of the held-out text already.
     """
-    if not corpus.name:  # the islands are training scripts of the users, which give a loss of any kind
-        return LossUnit("the script's unit", 1.0, _NATS_PER_BIT)
+    if not corpus.name:  # scripts and tasks of the users give a loss of any kind
+        return LossUnit("loss units", 1.0, _NATS_PER_BIT)
     if corpus.has_examples:
         return LossUnit("nats per label", 1.0, _NATS_PER_BIT)
     bytes_per_token = corpus.bytes / corpus.tokens if corpus.tokens else 1.0

@@ -156,6 +156,7 @@ class Manifest:
         uid: Distinguishes the run from others that had its name, 32 hexadecimal digits. A run that continues from a
             checkpoint keeps it. Runs that are never replaced, such as those in virtual time, have none.
         frozen: The tensors of the model that are not trained, by digest. They are in no fragment, and never sent.
+        task: The name of the users' task that the islands train; empty for our models, and for users' scripts.
     """
 
     run: str
@@ -166,6 +167,7 @@ class Manifest:
     versions: Mapping[str, str]
     uid: str = ""
     frozen: tuple[FrozenTensor, ...] = ()
+    task: str = ""
 
     @cached_property
     def layout(self) -> tuple[tuple[tuple[Tensor, int], ...], ...]:
@@ -216,6 +218,12 @@ class Manifest:
         Args:
             what: What is not possible for such a run, as the beginning of a sentence.
         """
+        if self.task:
+            raise ConfigError(
+                f"{what} is not possible for the run {self.run!r}: it trains the task {self.task!r} of its users",
+                "`up`, `island` and `evaluate` take the file of the task (--task FILE.py:NAME).",
+                code="model.own",
+            )
         if self.config.has_own_loops:
             raise ConfigError(
                 f"{what} is not possible for the run {self.run!r}: its islands are training scripts of its users, and "
@@ -253,6 +261,7 @@ class Manifest:
             "versions": json.dumps(dict(self.versions), sort_keys=True),
             "uid": self.uid,
             "frozen": json.dumps([tensor.to_list() for tensor in self.frozen]),
+            "task": self.task,
         }
 
     @classmethod
@@ -269,6 +278,7 @@ class Manifest:
                 versions=dict(json.loads(fields["versions"])),
                 uid=fields["uid"],
                 frozen=tuple(FrozenTensor.from_list(values) for values in json.loads(fields["frozen"])),
+                task=fields["task"],
             )
             manifest._require_whole(fields)
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:

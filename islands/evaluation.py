@@ -17,6 +17,7 @@ import numpy as np
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig
+from archipelago.broker.loss_unit import LossUnit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.transport import ReaderTransport
 from archipelago.broker.wire import unpack
@@ -39,6 +40,11 @@ class Measures(NamedTuple):
 
     bits: float
     accuracy: float
+
+    def describe(self, unit: LossUnit) -> str:
+        """Return the measures in words, in the run's unit. A task may give no accuracy."""
+        right = f", {100 * self.accuracy:.1f} % right" if math.isfinite(self.accuracy) else ""
+        return f"{unit.from_evaluation(self.bits):.4f} {unit.name} on held-out data{right}"
 
 
 def compile_evaluation(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], float]:

@@ -245,8 +245,7 @@ class Evaluator:
     def _record(self, measured: Measures, number: int, step: int, tokens: int) -> Evaluation:
         unit = loss_unit(self._manifest.corpus)
         loss = unit.from_evaluation(measured.bits)
-        log.info("round %s: %.4f %s on held-out text, %.1f %% right", number, loss, unit.name, 100 * measured.accuracy,
-                 extra={"round": number})  # fmt: skip
+        log.info("round %s: %s", number, measured.describe(unit), extra={"round": number})
         by = self._who.partition("/")[0]
         found = Evaluation(number, step, tokens, self._wall(), measured.bits, by)
         self._transport.reader.record_evaluation(found)

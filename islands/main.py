@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from archipelago.islands.evaluator import Evaluator
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.sync.connection.link import Link
+    from archipelago.islands.tasks.file import TaskFile
     from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """The folder of the island's checkpoints. The default is runs/RUN/islands/NAME."""
     corpus: str | None = None
     """A corpus on this machine to train on instead of the run's, for text that must not leave its site."""
+    task: str | None = None
+    """The task of the run, FILE.py:NAME, if it trains a task of its users (docs/guide/your-training.md)."""
     scan_steps: int = 0
     """The inner steps between two step boundaries, compiled as one scan. 0 measures and uses the fastest number."""
     step_seconds_min: float = 0.0
@@ -119,7 +122,7 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
     transport = awaited(options.connect)
     try:
         manifest = awaited(transport.reader.manifest)
-        manifest.require_own_code("`archipelago island`")
+        task = _task(options, manifest)
         keep_compiled()
 
         import orbax.checkpoint  # noqa: F401 - load it now, so that `_run` need not
@@ -130,11 +133,27 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
         from archipelago.islands.prepared import prepare
 
         with progress("loading and compiling everything that an island needs"):
-            prepared = prepare(manifest, options.corpus)
+            prepared = prepare(manifest, options.corpus, task)
             prepared.rehearse(transport, awaited, options.scan_steps)
     finally:
         transport.close()
     return prepared
+
+
+def _task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
+    """Return the task that the island trains, if the run has one. This may import JAX."""
+    if options.task is None and not manifest.task:
+        manifest.require_own_code("`archipelago island`")
+        return None
+    if options.corpus is not None:
+        raise ConfigError(
+            "a task brings its own data, so --corpus would change nothing", "Leave it out.", code="task.setting"
+        )
+    keep_compiled()
+
+    from archipelago.islands.tasks.file import task_of
+
+    return task_of(options.task, manifest, "`archipelago island`")
 
 
 def _require_valid(options: IslandOptions) -> None:
@@ -199,7 +218,7 @@ def _run(
     registry = options.registry()
     sinks = options.sinks(transport.run, name, "island", folder, "global_step")
     manifest = awaited(transport.reader.manifest)  # before JAX loads, so that a wrong name fails at once
-    manifest.require_own_code("`archipelago island`")
+    task = _task(options, manifest)
     require_welcome(
         awaited(transport.reader.control), name, manifest.run
     )  # before the island claims anything under that name
@@ -215,8 +234,8 @@ def _run(
 
     loaded = time.process_time() - began
     if prepared is None or not prepared.fits(manifest, options.corpus):
-        with progress("opening the corpus and building the model"):
-            prepared = prepare(manifest, options.corpus)
+        with progress("opening the data and building the model"):
+            prepared = prepare(manifest, options.corpus, task)
     _tell_of_device(manifest)
     awaited(partial(prepared.workload.register, transport))
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.

@@ -16,6 +16,7 @@ from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import build
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.tasks.file import TaskFile
 from archipelago.islands.worker import Island
 from archipelago.islands.workload import CorpusWorkload, Workload
 
@@ -84,8 +85,12 @@ class PreparedIsland:
         gc.collect()  # frees the model and its device memory
 
 
-def prepare(manifest: Manifest, pinned: str | None) -> PreparedIsland:
-    """Load the corpus and build the inner steps, without asking the broker for anything."""
+def prepare(manifest: Manifest, pinned: str | None, task: TaskFile | None = None) -> PreparedIsland:
+    """Load the corpus, or take the users' task, and build the inner steps, without asking the broker for anything."""
+    if task is not None:
+        from archipelago.islands.tasks.workload import TaskWorkload
+
+        return PreparedIsland(manifest, pinned, TaskWorkload(task, manifest))
     config = manifest.config
     corpus = training_text(manifest, pinned)
     steps = compile_steps(build(config.model), config.inner)

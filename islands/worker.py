@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from archipelago.broker.codecs import Parts, Vector
-from archipelago.broker.errors import DivergedError
+from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds
@@ -73,10 +74,13 @@ class Island(Participant):
         """
         fresh = first_state or partial(begin, manifest.config.inner)
         self.moment_bounds = bounds or moment_bounds(manifest.config.inner)
+        self._has_own_optimizer = first_state is not None
         self.replica = Replica(manifest)
         self.synced = SyncedState(manifest)
         self.inner = fresh(self.replica.begin([arrival.params_N for arrival in arrivals]))
         super().__init__(name, manifest, link, self.replica, arrivals, jax_host(clock), clock, incarnation)
+        if manifest.config.has_own_loops:
+            self.action_log.enabled = False  # replay cannot repeat the batches of a task
         self.steps = steps
         self.batches = batches
         self.scan_steps = scan_steps
@@ -184,7 +188,9 @@ class Island(Participant):
 
     @property
     def learning_rate(self) -> float:
-        """The present inner learning rate."""
+        """The present inner learning rate; NaN for a task with an optimiser of its own."""
+        if self._has_own_optimizer:
+            return math.nan
         return dataclasses.replace(self.config.inner, steps=self.run_steps).rate_at(self.ledger.global_step)
 
     def use_state_of_peer(self, received: Received) -> None:
@@ -214,17 +220,18 @@ def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None 
 
     Raises:
         DivergedError: The loss is no longer finite. The island has announced its departure by then.
+        ConfigError: A part of the users' task failed; likewise.
     """
     steps_before = island.totals.steps
     while not (stopped() or island.finished or island.must_leave):
         began = island.clock()
         try:
             island.boundary()
-        except DivergedError as error:
-            island.give_up("diverged", error.what)
+            between_seconds = island.clock() - began
+            island.advance()
+        except (DivergedError, ConfigError) as error:
+            island.give_up("diverged" if isinstance(error, DivergedError) else "left", error.what)
             raise
-        between_seconds = island.clock() - began
-        island.advance()
         if turn_log is not None:
             versions = sum(count.version for count in island.ledger.counts)
             steps = island.totals.steps - steps_before

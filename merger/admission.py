@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from archipelago.broker.control import steered
-from archipelago.broker.corpus_shards import advanced, parse_places
+from archipelago.broker.corpus_shards import SHARDS_MAX, advanced, parse_places
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
@@ -67,7 +67,7 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         return Reason(*found)
     if c.codec not in (config.wire.up, config.wire.thin):
         return Reason("codec", f"this run does not use codec {c.codec[:32]!r}")
-    if fault := _fault_of_places(c.data, config.data.shards):
+    if fault := _fault_of_places(c.data, SHARDS_MAX if config.has_own_loops else config.data.shards):
         return Reason("data", fault)
     staleness = version - c.base
     if staleness > config.sync.staleness_cap:

@@ -214,7 +214,9 @@ def believed_data(
         shard_sequences: How many sequences a shard of the run's corpus has, or fewer.
     """
     data, tokens = config.data, steps * contribution.tokens / contribution.steps * DATA_SLACK
-    reach = math.ceil(tokens / data.sequence_length) + config.sync.interval * data.batch_size
+    # The places of a task count batches, of which each step reads one.
+    sequences = steps * DATA_SLACK if config.has_own_loops else tokens / data.sequence_length
+    reach = math.ceil(sequences) + config.sync.interval * data.batch_size
     believed: list[Place] = []
     moved: dict[str, tuple[int, int]] = {}
     for place in parse_places(contribution.data):

@@ -16,16 +16,19 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "up": {
         "archipelago up": "Train the smallest model on this machine, with three islands.",
         "archipelago up --run mine --islands 2 --data.corpus mine --inner.steps 3000": "Train on your own text.",
+        "archipelago up --task docs/examples/task_bytes.py --run bytes": "Train a model of your own, from a file.",
         "archipelago up --run mine --resume": "Continue from the newest checkpoint after the Redis was lost.",
         "archipelago up --run shared --open": "Let other machines join, over TLS and with invitations.",
     },
     "init": {
         "archipelago init redis://:PASSWORD@HOST:6379 --run demo --model.size small": "Create a run in a Redis.",
+        "archipelago init --run bytes --task docs/examples/task_bytes.py": "Create a run that trains a task of yours.",
         "archipelago init --run tuned --from demo-llama --data.corpus mine": "Begin with the weights of an export.",
     },
     "island": {
         "archipelago island redis://:PASSWORD@HOST:6379 --run demo": "Join the run demo.",
         "archipelago island demo.oslo.join": "Join with a join file that `archipelago invite` made.",
+        "archipelago island --run bytes --task docs/examples/task_bytes.py": "Train the task of the run.",
         "archipelago island --run demo --name oslo --corpus private": "Train on a text that stays on this machine.",
     },
     "merger": {

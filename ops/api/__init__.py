@@ -1,9 +1,9 @@
 """Archipelago: train one model over many islands of compute that share nothing but a Redis.
 
 This is the public API. `create` and `join` make a training script in JAX an island of a run, and so do
-`archipelago.pytorch.create` and `archipelago.pytorch.join` for PyTorch (docs/guide/your-training.md). The rest is the
-config of a run, the errors that we raise, and a connection to a run. Everything else is internal and may change in any
-release.
+`archipelago.pytorch.create` and `archipelago.pytorch.join` for PyTorch. A `Task` is a model that our worker trains
+(docs/guide/your-training.md). The rest is the config of a run, the errors that we raise, and a connection to a run.
+Everything else is internal and may change in any release.
 
     import archipelago
     config = archipelago.RunConfig()
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from archipelago.broker.redis.transport import connect
     from archipelago.islands.own_loop.creation import create
     from archipelago.islands.own_loop.joining import JoinedRun, join
+    from archipelago.islands.tasks.task import Task
 
     __version__: str
 
@@ -48,6 +49,7 @@ _HOMES = {
     "OuterConfig": _CONFIG,
     "RunConfig": _CONFIG,
     "SyncConfig": _CONFIG,
+    "Task": "archipelago.islands.tasks.task",
     "UnreachableError": _ERRORS,
     "WireConfig": _CONFIG,
     "WireError": _ERRORS,
@@ -68,6 +70,7 @@ __all__ = [
     "OuterConfig",
     "RunConfig",
     "SyncConfig",
+    "Task",
     "UnreachableError",
     "WireConfig",
     "WireError",

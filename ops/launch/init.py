@@ -8,7 +8,7 @@ import shlex
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -33,6 +33,9 @@ from archipelago.ops.watch.formatting import seconds_text
 from archipelago.ops.weights.safetensors_files import WeightFiles
 from archipelago.ops.weights.tokenizers import require_tokenizer
 
+if TYPE_CHECKING:
+    from archipelago.islands.models.interface import Params
+
 #: A merger that needs less time for the spectra of a cycle keeps up with any model.
 SPECTRA_SECONDS = 1.0
 
@@ -47,6 +50,8 @@ class InitOptions:
     """The name of the run."""
     config: Path | None = None
     """A TOML file with settings. Flags override it."""
+    task: str | None = None
+    """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """The weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes."""
     resume: Path | None = None
@@ -67,7 +72,7 @@ def main(options: InitOptions) -> int:
     if options.resume is not None:
         manifest, created = resume(transport, options.resume), True
     else:
-        manifest, created = create(transport, config, options.from_, may_replace=options.replace)
+        manifest, created = create(transport, config, options.from_, may_replace=options.replace, task=options.task)
     if options.json:
         print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
@@ -76,25 +81,26 @@ def main(options: InitOptions) -> int:
         done = f"continues from the newest checkpoint in {options.resume}" if options.resume else done
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
         if options.resume is None:  # only the machines of islands need the text of a run that continues
-            say(f"  text: {text_of(manifest)}")
-        for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest.run):
+            say(f"  data: {text_of(manifest)}")
+        for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest.run, options.task):
             say(f"  {line}")
     return 0
 
 
-def next_steps(url: str, run: str) -> list[str]:
+def next_steps(url: str, run: str, task: str | None = None) -> list[str]:
     """Return what to start next, as lines for a shell. A password is never repeated."""
+    flag = f" --task {shlex.quote(task)}" if task else ""
     if invitations.is_join_file(url):
         return [
             f"invite its processes:  archipelago invite NAME --role merger --run {run}   (and --role island)",
-            "start each of them with its join file: archipelago merger FILE, archipelago island FILE",
+            f"start each of them with its join file: archipelago merger FILE, archipelago island FILE{flag}",
         ]
     shown, comment = without_password(url)
     return [
         "start next, in any order, with the same URL:",
         f"export {URL_VARIABLE}={shlex.quote(shown)}{comment}",
         f"archipelago merger --run {run}   # on one machine; a second one stands by",
-        f"archipelago island --run {run}   # for every device, on any machine",
+        f"archipelago island --run {run}{flag}   # for every device, on any machine",
     ]
 
 
@@ -129,6 +135,8 @@ def resume(transport: Transport, folder: Path) -> Manifest:
 
 def text_of(manifest: Manifest) -> str:
     """Return where the run's text came from, and what of it was read, skipped and held out."""
+    if manifest.task:
+        return f"that of the task {manifest.task!r}"
     from archipelago.islands.data.corpus import open_corpus
 
     return open_corpus(manifest.corpus.name).describe()
@@ -195,7 +203,13 @@ def tell_of_spectra(manifest: Manifest) -> None:
 
 
 def create(
-    transport: Transport, config: RunConfig, weights: Path | None = None, *, may_replace: bool = False, go_on: str = ""
+    transport: Transport,
+    config: RunConfig,
+    weights: Path | None = None,
+    *,
+    may_replace: bool = False,
+    go_on: str = "",
+    task: str | None = None,
 ) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether this call created it, from `weights` or from fresh parameters.
 
@@ -205,6 +219,7 @@ def create(
         weights: The weights to begin with.
         may_replace: Whether to create the run although islands of a lost run of its name are alive.
         go_on: The command that continues the run, without the flags of its settings.
+        task: A task of the user, FILE.py:NAME, in place of one of our models.
 
     Raises:
         ConfigError: Islands of a lost run of that name are alive (`init.islands-live`).
@@ -216,21 +231,17 @@ def create(
         require_no_islands(transport)
     keep_compiled()
 
-    from archipelago.islands.creation import describe, first_snapshots
+    from archipelago.islands.creation import first_snapshots
 
-    fitting, corpus = require_usable(config)
     if existing is not None:
-        require_same(existing, config, go_on)
+        require_same(existing, config, go_on, task)
         return existing, False
-    manifest = replace(describe(transport.run, fitting, corpus.identity), uid=uuid.uuid4().hex)
-    params = None
+    manifest, params = _new(transport.run, config, weights) if task is None else _new_task(
+        transport.run, config, weights, task
+    )  # fmt: skip
+    manifest = replace(manifest, uid=uuid.uuid4().hex)
     if weights is not None:
-        files = WeightFiles(weights)
-        if not require_fitting(files, fitting, corpus):
-            say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
-                f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
-        params = files.load(manifest.parameter_tensors)
-        manifest = replace(manifest, versions={**manifest.versions, "weights": files.describe()})
+        manifest = replace(manifest, versions={**manifest.versions, "weights": WeightFiles(weights).describe()})
     tell_of_memory(manifest, transport.reader.memory())
     tell_of_spectra(manifest)
     with progress(f"making the first {manifest.parameters:,} parameters"):
@@ -241,8 +252,38 @@ def create(
         return manifest, True
     except RunExistsError:
         found = transport.reader.manifest()
-    require_same(found, config, go_on)
+    require_same(found, config, go_on, task)
     return found, False
+
+
+def _new(run: str, config: RunConfig, weights: Path | None) -> tuple[Manifest, Params | None]:
+    """Return the manifest of a new run of one of our models, and its first parameters; None for fresh ones."""
+    from archipelago.islands.creation import describe
+
+    fitting, corpus = require_usable(config)
+    manifest = describe(run, fitting, corpus.identity)
+    if weights is None:
+        return manifest, None
+    files = WeightFiles(weights)
+    if not require_fitting(files, fitting, corpus):
+        say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
+            f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
+    return manifest, files.load(manifest.parameter_tensors)
+
+
+def _new_task(run: str, config: RunConfig, weights: Path | None, task: str) -> tuple[Manifest, Params]:
+    """Return the manifest of a new run of a task, and its first parameters."""
+    from archipelago.islands.tasks.file import load_task
+    from archipelago.islands.tasks.workload import TaskModel, describe_task, task_config
+
+    file = load_task(task)
+    model = TaskModel(file, config.seed)
+    manifest = describe_task(run, task_config(config, file), model)
+    if weights is None:
+        return manifest, model.init()
+    files = WeightFiles(weights)
+    files.require(model.tensors)
+    return manifest, files.load(manifest.parameter_tensors)
 
 
 def _existing(transport: Transport) -> Manifest | None:
@@ -253,14 +294,22 @@ def _existing(transport: Transport) -> Manifest | None:
         return None
 
 
-def require_same(found: Manifest, config: RunConfig, go_on: str = "") -> None:
+def require_same(found: Manifest, config: RunConfig, go_on: str = "", task: str | None = None) -> None:
     """Raise MismatchError, with a remedy for the user who starts a run, unless that run has this config.
 
-    `go_on` is the command that continues the run, without the flags of its settings (`require_own_settings`).
+    `go_on` is the command that continues the run, without the flags of its settings (`require_own_settings`), and
+    `task` the task that the user gives.
     """
     from archipelago.islands.creation import describe
+    from archipelago.islands.own_loop.tensors import require_same_tensors
+    from archipelago.islands.tasks.file import task_of
 
-    found.require_own_code("Starting islands of ours")
+    if (file := task_of(task, found, "Starting islands of ours")) is not None:
+        from archipelago.islands.tasks.workload import TaskModel, task_config
+
+        require_own_settings(found, task_config(config, file), f"{go_on} --task {task}" if go_on else "")
+        require_same_tensors(found, TaskModel(file, found.config.seed).tensors)
+        return
     fitting, corpus = require_usable(config)
     require_own_settings(found, fitting, go_on)
     try:

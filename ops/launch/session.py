@@ -71,6 +71,8 @@ class SessionOptions:
         checkpoint_every: Seconds between two checkpoints; 0 for none.
         evaluate_every: Seconds between two evaluations; 0 for one at the end only.
         weights: The weights that the run began with, for the comparison; None for fresh ones.
+        task: The users' task that the islands train, FILE.py:NAME; None for one of our models.
+        has_losses: Whether the run is evaluated on held-out data. A task may have no evaluation.
         worker: Options that all workers share.
     """
 
@@ -79,6 +81,8 @@ class SessionOptions:
     checkpoint_every: float
     evaluate_every: float
     weights: Path | None
+    task: str | None
+    has_losses: bool
     worker: WorkerOptions
 
 
@@ -114,14 +118,17 @@ class Session:
 
         merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
         self.merger = child("merger", "-m", "archipelago.merger", *merger, *worker.flags(0))
-        self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate")
+        task = ["--task", options.task] if options.task else []
+        self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate", *task)
         self.islands = []
         for number in range(options.islands):
             name = island_name(number)
             where = ["--name", name, "--folder", str(folder / "islands" / name)]
             where += ["--evaluate-every", str(options.evaluate_every)]
-            self.islands.append(child(name, *ISLAND, *where, *worker.flags(number + 1)))
-        self.standbys = Standbys(options.standbys, worker.curve_flags(), environment("standby"), folder / "logs")
+            self.islands.append(child(name, *ISLAND, *where, *task, *worker.flags(number + 1)))
+        self.standbys = Standbys(
+            options.standbys, [*task, *worker.curve_flags()], environment("standby"), folder / "logs"
+        )
         for island in self.islands:
             island.stand_in = self.standbys.stand_in
         self.seconds = 0.0
@@ -215,7 +222,7 @@ class Session:
                 if self.transport.reader.backlog() == 0:
                     break
             time.sleep(POLL_SECONDS)
-        if not self._is_evaluated():
+        if self.options.has_losses and not self._is_evaluated():
             self.evaluator.start()
             self.evaluator.wait(EVALUATE_SECONDS)
         stop_all([self.merger], LEAVE_SECONDS)

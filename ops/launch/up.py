@@ -73,6 +73,8 @@ class UpOptions(WorkerOptions):
     """Afterwards train one process on as many tokens, for comparison."""
     metrics_port: int | None = None
     """Serve Prometheus metrics: the merger's at http://HOST:PORT/metrics, each island's at the next port."""
+    task: str | None = None
+    """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """The weights that a new run begins with: a .safetensors file or its folder, such as `export` writes."""
     config: Path | None = None
@@ -81,14 +83,16 @@ class UpOptions(WorkerOptions):
     json: bool = False
     """Print the report as one JSON object."""
 
-    def session(self) -> SessionOptions:
-        """Return the options of the session."""
+    def session(self, *, has_losses: bool) -> SessionOptions:
+        """Return the options of the session. `has_losses` says whether the run is evaluated."""
         return SessionOptions(
             islands=self.islands,
             standbys=self.standbys,
             checkpoint_every=self.checkpoint_every,
             evaluate_every=self.evaluate_every,
             weights=self.from_,
+            task=self.task,
+            has_losses=has_losses,
             worker=self,
         )
 
@@ -102,7 +106,7 @@ def main(options: UpOptions) -> int:
     if options.log_json:
         options.log_as("up", name)
     keep_compiled()
-    require_usable(config, options.from_)
+    has_losses = _require_trainable(config, options)
     # Nothing has been started or written before this line.
     stopped = stop_on_signals()
     with ExitStack() as stack:
@@ -122,18 +126,33 @@ def main(options: UpOptions) -> int:
         joins = opened.invite_ours(island_name(number) for number in range(options.islands)) if opened else {}
         described = server.describe() if server else redacted(url)
         redis = RedisSupervisor(server, stack) if server else None
-        session = Session(options.session(), manifest, transport, url, folder, stopped, redis, joins)
+        session = Session(
+            options.session(has_losses=has_losses), manifest, transport, url, folder, stopped, redis, joins
+        )
         finished = session.train()
-        report = session.report(described, with_comparison=finished and options.one_process)
+        report = session.report(described, with_comparison=finished and options.one_process and not options.task)
     report = _kept_report(folder, report, has_trained=bool(session.seconds))
     _farewell(report, finished, folder, options)
-    if finished and not _has_losses(report):
+    if finished and has_losses and not _has_losses(report):
         raise ArchipelagoError(
             "the run has made all its steps, but nothing has measured its held-out loss",
             f"See {session.evaluator.log}. `archipelago evaluate` measures the model while its Redis runs.",
             code="up.no-loss",
         )
     return 0 if finished else INTERRUPTED
+
+
+def _require_trainable(config: RunConfig, options: UpOptions) -> bool:
+    """Check that the model or the task can be trained here. Return whether the run will have held-out losses."""
+    if options.task is None:
+        require_usable(config, options.from_)
+        return True
+    from archipelago.islands.tasks.file import load_task
+    from archipelago.islands.tasks.workload import require_trainable, task_config
+
+    file = load_task(options.task)
+    require_trainable(file, task_config(config, file))
+    return file.task.evaluate is not None
 
 
 def _kept_report(folder: Path, report: dict[str, Any], *, has_trained: bool) -> dict[str, Any]:
@@ -205,16 +224,20 @@ def _find_or_create(transport: Transport, config: RunConfig, folder: Path, optio
     go_on = f"archipelago up{how} --run {options.run}{_in(folder)}"
     kept, known = MergerFolder(folder / "merger"), transport.run in transport.reader.runs()
     if numbers := kept.store.numbers():
-        config = _extended(transport, kept.find_or_bring_back(transport, resume=options.resume), config, go_on)
+        config = _extended(
+            transport, kept.find_or_bring_back(transport, resume=options.resume), config, go_on, options.task
+        )
         if not known:
             say(f"this Redis did not have the run: it continues from checkpoint {numbers[-1]} in {kept.path}")
     elif known:
         with suppress(UnknownRunError):  # its name is all that is left of it
-            config = _extended(transport, transport.reader.manifest(), config, go_on)
-    return create(transport, config, options.from_, go_on=go_on)
+            config = _extended(transport, transport.reader.manifest(), config, go_on, options.task)
+    return create(transport, config, options.from_, go_on=go_on, task=options.task)
 
 
-def _extended(transport: Transport, found: Manifest, config: RunConfig, go_on: str) -> RunConfig:
+def _extended(
+    transport: Transport, found: Manifest, config: RunConfig, go_on: str, task: str | None = None
+) -> RunConfig:
     """Extend a run if the user gives more steps than it has, and return the config with its original number of steps.
 
     The extension is a steered change (`archipelago steer inner.steps=N`), so that the tape records it. Without
@@ -228,8 +251,8 @@ def _extended(transport: Transport, found: Manifest, config: RunConfig, go_on: s
         wanted = own
     same = replace(config, inner=replace(config.inner, steps=own))
     if wanted < now and wanted != own:
-        require_same(found, config, go_on)
-    require_same(found, same, go_on)
+        require_same(found, config, go_on, task)
+    require_same(found, same, go_on, task)
     if wanted > now:
         transport.reader.steer(checked_changes(found.config, {STEPS: str(wanted)}))
         say(f"run {found.run!r} is extended from {now:,} to {wanted:,} steps")
@@ -246,17 +269,18 @@ def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[Server 
 
 
 def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, folder: Path) -> None:
+    corpus = f", corpus {manifest.corpus.name} ({manifest.corpus.bytes:,} bytes)" if not manifest.task else ""
     say(f"run {manifest.run!r} {'begins' if created else 'continues'}: {manifest.parameters:,} parameters "
-        f"({manifest.config.model.size}) in {len(manifest.fragments)} fragments, corpus {manifest.corpus.name} "
-        f"({manifest.corpus.bytes:,} bytes)")  # fmt: skip
-    say(f"  text    {text_of(manifest)}")
+        f"({manifest.task or manifest.config.model.size}) in {len(manifest.fragments)} fragments{corpus}")  # fmt: skip
+    say(f"  data    {text_of(manifest)}")
     say(f"  redis   {server.describe() if server else redacted(url)}")
     if server and server.opening:
         say(f"  invite  archipelago invite NAME --role island --run {manifest.run}{_in(folder)}   (makes a join file)")
         say(f"  watch   archipelago status {folder / ADMIN_FILE}")
     elif server and not as_json():  # The password belongs on a terminal, not into collected logs.
         say(f"  inspect {server.cli_hint()}")
-        say(f"  join    archipelago island '{url}' --run {manifest.run}")
+        task = " --task FILE.py:NAME" if manifest.task else ""
+        say(f"  join    archipelago island '{url}' --run {manifest.run}{task}")
     say(f"  folder  {folder}/ (logs, config.toml, report)")
 
 

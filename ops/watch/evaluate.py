@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.logs import log_to_stderr
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import RunAddress, keep_compiled, print_json
 from archipelago.broker.transport import ReaderTransport
+
+if TYPE_CHECKING:
+    from archipelago.islands.evaluation import Measures
+    from archipelago.islands.models.interface import Params
+    from archipelago.islands.tasks.file import TaskFile
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +33,8 @@ class EvaluateOptions(RunAddress):
     regularly.
     """
 
+    task: str | None = None
+    """The task of the run, FILE.py:NAME, if it trains a task of its users."""
     json: bool = False
     """Print one JSON object at the end."""
 
@@ -34,7 +44,7 @@ def main(options: EvaluateOptions) -> int:
     log_to_stderr("evaluate", run=options.run or "")
     transport = options.connect()
     with progress("evaluating the newest parameters"):
-        newest = evaluate(transport)
+        newest = evaluate(transport, options.task)
     unit = loss_unit(transport.reader.manifest().corpus)
     loss = unit.from_evaluation(newest.bits_per_byte)
     if options.json:
@@ -44,21 +54,40 @@ def main(options: EvaluateOptions) -> int:
     return 0
 
 
-def evaluate(transport: ReaderTransport) -> Evaluation:
+def evaluate(transport: ReaderTransport, task: str | None = None) -> Evaluation:
     """Measure the newest parameters and record the result, unless `archipelago evaluate` has measured them already.
 
     Raises:
-        ConfigError: The run does not know its model (`model.own`).
+        ConfigError: The run does not know its model (`model.own`), or its task has no evaluation (`task.evaluate`).
         BrokerError: The run's corpus is not on this machine (`broker.other-corpus`).
     """
     manifest = transport.reader.manifest()
-    manifest.require_own_code("`archipelago evaluate`")
     keep_compiled()
 
+    from archipelago.islands.evaluation import published
+    from archipelago.islands.evaluator import tokens_trained
+    from archipelago.islands.tasks.file import task_of
+
+    file = task_of(task, manifest, "`archipelago evaluate`")
+    measures = _measures(manifest) if file is None else _task_measures(manifest, file)
+    params, number, step = published(transport, manifest)
+    known = transport.reader.evaluations()
+    if known and known[-1].round == number and not known[-1].by:
+        return known[-1]
+    tokens = tokens_trained(transport, number)
+    measured = measures(params)
+    found = Evaluation(number, step, tokens, time.time(), measured.bits)
+    unit = loss_unit(manifest.corpus)
+    log.info("round %s: %s", number, measured.describe(unit), extra={"round": number})
+    transport.reader.record_evaluation(found)
+    return found
+
+
+def _measures(manifest: Manifest) -> Callable[[Params], Measures]:
+    """Return the evaluation of one of our models on the run's corpus."""
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.data.sharding import held_out
-    from archipelago.islands.evaluation import compile_measures, published
-    from archipelago.islands.evaluator import tokens_trained
+    from archipelago.islands.evaluation import compile_measures
     from archipelago.islands.models.registry import build
 
     config = manifest.config
@@ -69,16 +98,16 @@ def evaluate(transport: ReaderTransport) -> Evaluation:
             "Copy the run's corpus to this machine.",
             code="broker.other-corpus",
         )
-    params, number, step = published(transport, manifest)
-    known = transport.reader.evaluations()
-    if known and known[-1].round == number and not known[-1].by:
-        return known[-1]
-    tokens = tokens_trained(transport, number)
     text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    measured = compile_measures(build(config.model), text, corpus.bytes_per_token)(params)
-    found = Evaluation(number, step, tokens, time.time(), measured.bits)
-    unit = loss_unit(manifest.corpus)
-    loss, right = unit.from_evaluation(found.bits_per_byte), 100 * measured.accuracy
-    log.info("round %s: %.4f %s, %.1f %% right", number, loss, unit.name, right, extra={"round": number})
-    transport.reader.record_evaluation(found)
-    return found
+    return compile_measures(build(config.model), text, corpus.bytes_per_token)
+
+
+def _task_measures(manifest: Manifest, file: TaskFile) -> Callable[[Params], Measures]:
+    """Return the evaluation of the run's task."""
+    from archipelago.islands.tasks.workload import TaskWorkload
+
+    workload = TaskWorkload(file, manifest)
+    compiled = workload.evaluation()
+    if compiled is None:
+        raise file.wrong("evaluate", "is missing", "Give the task a function from parameters to a held-out loss.")
+    return lambda params: compiled(params).measure_slice(params, 0)

@@ -154,6 +154,11 @@ class Link:
             self._beating.wake.set()
         return place
 
+    def offer(self, shards: Sequence[str]) -> None:
+        """Set the shards that the island may read, in its order of preference, and let one of them be leased."""
+        self.leases.shards = list(shards)
+        self._beating.wake.set()
+
     def beat(self, heartbeat: Heartbeat) -> None:
         """Replace the next heartbeat. A change of state is sent at once."""
         changed = self._beat is None or self._beat.state != heartbeat.state
@@ -327,6 +332,11 @@ class Link:
             del self._answered[next(iter(self._answered))]
 
     # -- threads ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the pumps' threads were started."""
+        return bool(self.pumps.threads)
 
     def start(self) -> None:
         """Start the pumps' threads."""

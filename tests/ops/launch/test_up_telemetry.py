@@ -20,7 +20,8 @@ def argv(options: UpOptions) -> dict[str, list[str]]:
     """Return the arguments of each worker."""
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
-    session = Session(options.session(), manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)  # type: ignore[arg-type]
+    own = options.session(has_losses=True)
+    session = Session(own, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)  # type: ignore[arg-type]
     return {child.name: list(child.argv) for child in (session.merger, *session.islands)}
 
 

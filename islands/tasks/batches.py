@@ -1,0 +1,142 @@
+"""The batches of a task, as the worker takes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from archipelago.broker.corpus_shards import Place
+from archipelago.islands.tasks.file import TaskFile
+from archipelago.islands.tasks.shards import Shard, TaskRun
+
+#: The kinds of numpy dtypes that are no numbers: objects, texts and times.
+_NO_NUMBERS = "OSUMm"
+
+log = logging.getLogger(__name__)
+
+
+class TaskBatches:
+    """The supply of batches of one island.
+
+    Attributes:
+        tokens: The tokens of the batches that `next` returned last.
+    """
+
+    def __init__(self, file: TaskFile, run: TaskRun) -> None:
+        """Note the task. Its `batches` are called when the first batch is needed."""
+        self._file, self._run = file, run
+        self._iterator: Iterator[Any] | None = None
+        self._first: tuple[Any, Shard | None] | None = None
+        self._structure: Any = None
+        self._shapes: list[tuple[tuple[int, ...], Any]] = []
+        self._told = False
+        self.tokens = 0
+
+    def next(self, steps: int) -> Any:
+        """Return the next batches, stacked. Raises ConfigError (`task.batches`) for wrong ones, and at their end."""
+        drawn = []
+        self.tokens = 0
+        for _ in range(steps):
+            batch, shard = self._peek()
+            self._first = None
+            if shard is not None:
+                shard.read()
+            self.tokens += self._tokens_of(batch)
+            drawn.append(batch)
+        if self._run.current is None and not self._told:
+            log.warning("the task %r does not read by `run.shards`: a restart may repeat data", self._file.name)
+        self._told = True
+        return jax.tree.map(lambda *each: np.stack(each), *drawn)
+
+    def sample(self, steps: int) -> Any:
+        """Return the first batch as often as asked. It is not used up."""
+        batch, _ = self._peek()
+        return jax.tree.map(lambda x: np.stack([x] * steps), batch)
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def places(self) -> tuple[Place, ...]:
+        """Return how far each leased shard was read."""
+        return self._run.places()
+
+    def held(self) -> list[str]:
+        """Return the shards in `places()`."""
+        return [place.shard for place in self.places()]
+
+    def forget(self, shards: Collection[str]) -> None:
+        """Forget leases that have ended or were lost."""
+        self._run.forget(shards)
+
+    def take_begun(self) -> list[str]:
+        """Return nothing: the training of a task cannot be replayed."""
+        return []
+
+    def state(self) -> dict[str, int | str]:
+        """Return nothing: the run keeps the places of shards, and other iterables have none."""
+        return {}
+
+    def restore(self, state: Mapping[str, int | str]) -> None:
+        """Do nothing, as `state` is empty."""
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def _peek(self) -> tuple[Any, Shard | None]:
+        """Return the next batch and its shard, and keep them."""
+        if self._first is None:
+            self._first = self._checked(self._drawn()), self._run.current
+        return self._first
+
+    def _drawn(self) -> Any:
+        file = self._file
+        if self._iterator is None:
+            found = file.call("batches", file.task.batches, self._run)
+            if not hasattr(found, "__iter__"):
+                raise file.wrong("batches", f"gives no iterable, but {type(found).__name__!r}", "Yield batches.")
+            self._iterator = file.call("batches", iter, found)
+        end = object()
+        batch = file.call("batches", next, self._iterator, end)
+        if batch is end:
+            raise file.wrong(
+                "batches",
+                "have ended before the run",
+                "Make them endless: begin again at the end of the data, as `run.shards` does.",
+            )
+        return batch
+
+    def _checked(self, batch: Any) -> Any:
+        """Return a batch as arrays of the host. Raises ConfigError for one that has no arrays, or other shapes."""
+        leaves, structure = jax.tree.flatten(batch)
+        arrays = self._file.call("batches", lambda: [np.asarray(leaf) for leaf in leaves])
+        wrong = [array.dtype for array in arrays if array.dtype.kind in _NO_NUMBERS]
+        if not arrays or wrong:
+            given = f"an array of {wrong[0]}" if wrong else "a batch without arrays"
+            raise self._file.wrong("batches", f"give {given}", "Yield trees of arrays of numbers.")
+        shapes = [(array.shape, array.dtype) for array in arrays]
+        if self._structure is None:
+            self._structure, self._shapes = structure, shapes
+        elif (structure, shapes) != (self._structure, self._shapes):
+            raise self._file.wrong(
+                "batches",
+                f"have changed: {_in_words(shapes)} after {_in_words(self._shapes)}",
+                "All batches need the same tree, shapes and dtypes: leave out or pad the last batch of an epoch.",
+            )
+        return jax.tree.unflatten(structure, arrays)
+
+    def _tokens_of(self, batch: Any) -> int:
+        tokens = self._file.task.tokens
+        if callable(tokens):
+            tokens = self._file.call("tokens", tokens, batch)
+            if not hasattr(tokens, "__index__") and not getattr(tokens, "shape", None) == ():
+                raise self._file.wrong("tokens", f"gives {tokens!r}", "Return a whole number.")
+        elif tokens is None:
+            shape = jax.tree.leaves(batch)[0].shape
+            tokens = shape[0] if shape else 1
+        return max(1, int(tokens))
+
+
+def _in_words(shapes: list[tuple[tuple[int, ...], Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in shapes[:4]) + (", …" if len(shapes) > 4 else "")

@@ -1,0 +1,169 @@
+"""Shards of a task's data: each is read by one island at a time, and where it was read to follows what was merged."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from archipelago.broker.corpus_shards import PLACES_MAX, SHARDS_MAX, Place
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.data.batches import PRIVATE_PASSES
+from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.sync.connection.link import Link
+
+#: How long an island waits for its first shard. Later it reads data without a lease instead.
+FIRST_SECONDS = 5.0
+POLL_SECONDS = 0.02
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Shard:
+    """One pass over one shard of a task's data.
+
+    Attributes:
+        number: The number of the shard, from 0.
+        of: How many shards there are.
+        pass_number: The number of the pass, from 0. Passes without a lease have large numbers.
+        position: The batches of this pass that are merged already. Skip them.
+        seed: A seed for the order of the data in this pass. All readers of the pass have the same.
+    """
+
+    number: int
+    of: int
+    pass_number: int
+    position: int
+    seed: int
+    _read: int = field(default=0, repr=False)
+    _ended: bool = field(default=False, repr=False)
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the run keeps account of this pass. Without a lease, other islands may read the same data."""
+        return self.pass_number < PRIVATE_PASSES
+
+    def place(self) -> Place:
+        """Return the place in this pass, as contributions report it."""
+        return Place(str(self.number), self.pass_number, 0 if self._ended else self.position + self._read, self._ended)
+
+    def read(self) -> None:
+        """Count a batch that the island trains on."""
+        self._read += 1
+
+    def end(self) -> None:
+        """Note that all batches of the pass were drawn."""
+        self._ended = True
+
+
+class TaskRun:
+    """What the `batches` of a task may ask: who reads, and shards of the data.
+
+    Attributes:
+        island: The name of the island.
+        seed: A random seed that differs between islands, and between restarts of one.
+    """
+
+    def __init__(
+        self,
+        island: str,
+        seed: int,
+        run_seed: int = 0,
+        link: Link | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Note where shards are leased.
+
+        Args:
+            island: The name of the island.
+            seed: A number of this process.
+            run_seed: The seed of the run.
+            link: Leases shards. None reads without leases, as a check of the task does.
+            pause: Sleeps for some seconds, until the first shard is leased.
+        """
+        self.island, self.seed = island, seed
+        self._run_seed, self._link, self._pause = run_seed, link, pause
+        self._thread = threading.get_ident()
+        self._held: dict[str, Shard] = {}
+        self._private = 0
+        #: The shard that is read now.
+        self.current: Shard | None = None
+
+    def shards(self, count: int) -> Iterator[Shard]:
+        """Yield shards of the data without an end, pass after pass. No other island reads a leased shard meanwhile.
+
+            for shard in run.shards(64):
+                mine = np.random.default_rng(shard.seed).permutation(len(data))[shard.number :: shard.of]
+                yield from batches_of(data[mine])[shard.position :]
+
+        Draw the batches of a shard before the next shard, in the thread that trains: the position in a shard counts
+        the batches that the island trained on.
+
+        Args:
+            count: How many shards the data has. It must be the same on all islands.
+
+        Raises:
+            ConfigError: There cannot be so many (`task.shards`), or this is another thread (`task.shards-thread`).
+        """
+        if not hasattr(count, "__index__") or not 1 <= count <= SHARDS_MAX:
+            raise ConfigError(f"a task cannot have {count!r} shards", f"Give 1 to {SHARDS_MAX:,}.", code="task.shards")
+        if self._link is not None:
+            self._link.offer(shard_order(count, self._run_seed))
+        while True:
+            if threading.get_ident() != self._thread:
+                raise ConfigError(
+                    "`run.shards` was used in another thread than the one that trains",
+                    "A position counts the batches that the island trained on, so a loader that reads ahead cannot "
+                    "lease shards. Read them in the generator itself.",
+                    code="task.shards-thread",
+                )
+            place = self._lease()
+            self.current = shard = self._shard_at(place, count) if place else self._private_shard(count)
+            if shard.is_leased:
+                self._held.pop(str(shard.number), None)
+                self._held[str(shard.number)] = shard
+            yield shard
+            shard.end()
+
+    def _lease(self) -> Place | None:
+        link = self._link
+        if link is None:
+            return None
+        place = link.lease()
+        waited = 0.0
+        while place is None and self.current is None and link.is_started and waited < FIRST_SECONDS:
+            self._pause(POLL_SECONDS)
+            waited += POLL_SECONDS
+            place = link.lease()
+        return place
+
+    def _shard_at(self, place: Place, count: int) -> Shard:
+        number, (pass_number, position) = int(place.shard), place.cursor
+        return Shard(number, count, pass_number, position, self._seed_of(number, pass_number))
+
+    def _private_shard(self, count: int) -> Shard:
+        """Return a shard to read without a lease, because none is free now."""
+        number, pass_number = (self.seed + self._private) % count, PRIVATE_PASSES + self._private
+        self._private += 1
+        return Shard(number, count, pass_number, 0, self._seed_of(number, pass_number + self.seed))
+
+    def _seed_of(self, number: int, pass_number: int) -> int:
+        return int(np.random.SeedSequence((self._run_seed, number, pass_number)).generate_state(1)[0])
+
+    # -- reports to the broker ----------------------------------------------------------------------------------------
+
+    def places(self) -> tuple[Place, ...]:
+        """Return the places in the leased passes that are not forgotten: the newest ones, in order of leasing."""
+        return tuple(shard.place() for shard in self._held.values())[-PLACES_MAX:]
+
+    def forget(self, shards: Collection[str]) -> None:
+        """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""
+        for name in shards:
+            shard = self._held.pop(name, None)
+            if shard is not None and not shard.place().ended:
+                log.warning("the lease of shard %s was lost; another island may read it too", name)

@@ -1,0 +1,112 @@
+"""A small task, and a run of it in virtual time. The test makes the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.islands.creation import first_snapshots
+from archipelago.islands.rejoin import Rejoin
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.tasks.file import TaskFile
+from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.task import Task
+from archipelago.islands.tasks.workload import TaskModel, TaskWorkload, describe_task, task_config
+from archipelago.islands.worker import Island
+from archipelago.merger.service import Merger
+from archipelago.ops.experiments.virtual_time import VirtualClock
+
+CONFIG = RunConfig(
+    inner=InnerConfig(steps=1000),
+    sync=SyncConfig(interval=4, fragments=2, window=2, quorum=1, grace=0.0),
+    outer=OuterConfig(momentum=0.5),
+    adopt=AdoptConfig("overwrite"),
+    wire=WireConfig(up="bfloat16", thin="int4", down="float32"),
+)
+#: Eight shards of four batches each.
+SHARDS, BATCHES = 8, 4
+EXAMPLES = np.random.default_rng(0).normal(size=(SHARDS, BATCHES, 2, 3)).astype(np.float32)
+
+
+def init(seed: int) -> dict[str, Any]:
+    """Return a tree with a leaf in bfloat16, and one that is not trained."""
+    return {
+        "layers": [{"kernel": jnp.ones((3, 4)) * (1 + seed)}],
+        "embedding": jnp.zeros((2, 2), jnp.bfloat16),
+        "calls": jnp.int32(7),
+    }
+
+
+def loss(params: dict[str, Any], batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Return a loss and a penalty. It fails for leaves in other dtypes than those of `init`."""
+    assert params["embedding"].dtype == jnp.bfloat16
+    assert params["calls"].dtype == jnp.int32
+    found = jnp.mean((batch["x"] @ params["layers"][0]["kernel"]) ** 2)
+    return found, 0.1 * jnp.sum((params["embedding"].astype(jnp.float32) - 1.0) ** 2)
+
+
+def batches(run: TaskRun) -> Iterator[dict[str, Any]]:
+    """Yield the batches of leased shards."""
+    for shard in run.shards(SHARDS):
+        for number in range(shard.position, BATCHES):
+            yield {"x": EXAMPLES[shard.number, number]}
+
+
+TASK = Task(init, loss, batches, evaluate=lambda params: {"loss": 2.5, "accuracy": 0.5, "other": 1}, tokens=10)
+
+
+def file_of(task: Task = TASK) -> TaskFile:
+    """Return the task as if it came from a file."""
+    return TaskFile(task, Path("/nowhere/mine.py"), "task")
+
+
+class TaskedRun:
+    """A run of a task with its merger."""
+
+    def __init__(self, task: Task = TASK, config: RunConfig = CONFIG) -> None:
+        self.file = file_of(task)
+        model = TaskModel(self.file, config.seed)
+        self.manifest = replace(describe_task("mine", task_config(config, self.file), model), uid="0" * 32)
+        self.clock = VirtualClock()
+        self._broker = MemoryBroker(self.clock)
+        self.transport = self._broker.connect("mine")
+        self.transport.create(self.manifest, first_snapshots(self.manifest, model.init()))
+        self.merger = Merger(self._broker.connect("mine"), self.clock, holder="merger", live_poll_seconds=0.0)
+        assert self.merger.acquire()
+        self.merger.load()
+
+    def island(self, name: str = "a", file: TaskFile | None = None) -> Island:
+        """Return an island that has joined, and taken the optimiser's state of a peer if there is one."""
+        work = TaskWorkload(file or self.file, self.manifest)
+        transport = self._broker.connect("mine")
+        link = Link(transport, self.manifest, f"{name}/x", work.shards, self.clock)
+        arrivals = link.join()
+        supply = work.supply(name, link, rehearses=False)
+        island = Island(
+            name, self.manifest, work.steps, supply, link, arrivals, self.clock, "x", first_state=work.first_state,
+            bounds=work.bounds,
+        )  # fmt: skip
+        Rejoin(transport, None, island, arrivals, seconds=0.0).complete(None)
+        island.beat("joining")
+        link.offer([str(number) for number in range(SHARDS)])
+        link.pump()
+        return island
+
+    def play(self, steps: int, *islands: Island) -> None:
+        """Make some steps of each island, each after a boundary."""
+        for _ in range(steps):
+            self.clock.now += 1.0
+            for island in islands:
+                island.link.pump()
+                island.boundary()
+                island.link.pump()
+                self.merger.turn(0.0)
+                island.advance()

@@ -1,0 +1,218 @@
+"""Users' tasks: our worker trains them, leases their shards, and says what is wrong with them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from archipelago import Task
+from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig
+from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
+from archipelago.islands.evaluation import published
+from archipelago.islands.inner import InnerState
+from archipelago.islands.tasks.file import load_task, task_of
+from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.workload import TaskModel, TaskWorkload, require_trainable, task_config
+from tests.failing import failing
+from tests.islands.tasks.task_runs import BATCHES, CONFIG, SHARDS, TASK, TaskedRun, batches, file_of, init, loss
+
+
+def test_islands_train_a_task_and_its_cursors_follow_what_was_merged() -> None:
+    run = TaskedRun()
+    assert [tensor.name for tensor in run.manifest.tensors] == ["embedding", "layers.0.kernel"]
+    assert [tensor.kind for tensor in run.manifest.tensors] == ["embedding", "rest"]
+    assert run.manifest.task == "mine"
+    one, two = run.island("a"), run.island("b")
+    first = published(run.transport, run.manifest)[0]
+    run.play(1, one, two)
+    assert run.transport.reader.cursors() == {}
+    run.play(39, one, two)
+    assert run.merger.rounds.closed > 10
+    last = published(run.transport, run.manifest)[0]
+    assert np.abs(last["layers.0.kernel"]).sum() < np.abs(first["layers.0.kernel"]).sum()
+    assert one.totals.tokens == 400
+    read = {name: number * BATCHES + place for name, (number, place) in run.transport.reader.cursors().items()}
+    trained = one.totals.steps + two.totals.steps
+    assert trained - 12 <= sum(read.values()) <= trained, "all batches but those of the last stride count"
+    assert max(read.values()) - min(read.values()) <= 2 * BATCHES
+    assert len(read) == SHARDS, "all shards were read before one was read twice"
+    assert not set(one.batches.held()) & set(two.batches.held())
+
+
+def test_an_island_goes_on_with_a_shard_where_what_was_merged_ends() -> None:
+    run = TaskedRun()
+    run.play(7, run.island("a"))
+    before = run.transport.reader.cursors()
+    run.clock.now += 1e4  # the island is gone
+    run.play(1, again := run.island("a"))
+    (place,) = again.batches.places()
+    assert place.position == before[place.shard][1] + 1
+    assert place.pass_number == before[place.shard][0]
+
+
+def test_a_schedule_of_the_users_optimiser_follows_the_clock_of_the_run() -> None:
+    task = replace(TASK, optimizer=optax.chain(optax.trace(0.5), optax.scale_by_schedule(lambda count: count)))
+    model = TaskModel(file_of(task), 0)
+    params = model.init()
+    ones = {name: jnp.ones_like(leaf) for name, leaf in params.items()}
+    state = model.first_state(params)
+    state = model.descent()(InnerState(params, state.optimizer), ones, jnp.int32(100))
+    np.testing.assert_array_equal(state.params["layers.0.kernel"], params["layers.0.kernel"] + 100)
+    state = model.descent()(state, ones, jnp.int32(3))
+    np.testing.assert_array_equal(state.params["layers.0.kernel"], params["layers.0.kernel"] + 104.5)
+
+
+def test_an_optimiser_of_optax_trains_and_is_handed_to_a_newcomer() -> None:
+    run = TaskedRun(replace(TASK, optimizer=optax.inject_hyperparams(optax.adam)(lambda count: 0.01)))
+    one = run.island("a")
+    run.play(12, one)
+    assert run.merger.rounds.closed > 2
+    assert all(np.isfinite(leaf).all() for leaf in one.optimizer_leaves())
+    assert any(np.any(leaf != 0) for leaf in one.optimizer_leaves())
+    assert np.isnan(one.learning_rate)
+
+
+def test_other_iterables_are_told_to_repeat_data(caplog: pytest.LogCaptureFixture) -> None:
+    run = TaskedRun(replace(TASK, batches=lambda run: itertools.repeat({"x": np.ones((2, 3), np.float32)})))
+    island = run.island()
+    with caplog.at_level(logging.WARNING):
+        run.play(3, island)
+    assert len([record for record in caplog.records if "repeat data" in record.message]) == 1
+    assert island.batches.places() == ()
+
+
+def test_an_evaluation_of_a_task_gives_its_loss() -> None:
+    run = TaskedRun()
+    compiled = TaskWorkload(run.file, run.manifest).evaluation()
+    assert compiled is not None
+    params = run.island().params
+    assert compiled(params).measure_slice(params, 0).bits == pytest.approx(2.5 / np.log(2.0))
+    assert compiled(params).measure_slice(params, 0).accuracy == 0.5
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+GOOD = """
+import jax.numpy as jnp
+import numpy as np
+import optax
+from archipelago import Task
+def init(seed): return {"w": jnp.ones((3, 2))}
+def loss(params, batch): return jnp.mean(batch @ params["w"])
+def batches(run):
+    while True: yield np.ones((4, 3), np.float32)
+"""
+#: A file's end, and the code of its error.
+MISTAKES = [
+    ("", "task.name"),
+    ("task = 3", "task.type"),
+    ("task = Task", "task.type"),
+    ("1 / 0", "task.import"),
+    ("def", "task.import"),
+    ("raise SystemExit", "task.import"),
+    ("task = Task({}, loss, batches)", "task.init"),
+    ("task = Task(lambda seed: 1 / 0, loss, batches)", "task.init"),
+    ("task = Task(lambda seed: {'w': np.ones(3, int)}, loss, batches)", "loop.nothing"),
+    ("task = Task(lambda seed: jnp.ones(3), loss, batches)", "loop.unnamed"),
+    ("task = Task(lambda seed: {'w': jnp.full((3, 2), np.nan)}, loss, batches)", "loop.not-finite"),
+    ("task = Task(init, lambda params, batch: batch @ params['w'], batches)", "task.loss"),
+    ("task = Task(init, lambda params, batch: 'a lot', batches)", "task.loss"),
+    ("task = Task(init, lambda params, batch: jnp.int32(3), batches)", "task.loss"),
+    ("task = Task(init, lambda params, batch: params['v'], batches)", "task.loss"),
+    ("task = Task(init, loss, lambda run: 3)", "task.batches"),
+    ("task = Task(init, loss, lambda run: [])", "task.batches"),
+    ("task = Task(init, loss, lambda run: 1 / 0)", "task.batches"),
+    ("task = Task(init, loss, lambda run: ['text'])", "task.batches"),
+    ("task = Task(init, loss, lambda run: run.shards(0))", "task.shards"),
+    ("task = Task(init, loss, batches, optimizer='adam')", "task.optimizer"),
+    ("task = Task(init, loss, batches, optimizer=optax.GradientTransformation(None, None))", "task.optimizer"),
+    ("task = Task(init, loss, batches, tokens=0)", "task.tokens"),
+    ("task = Task(init, loss, batches, kinds='(')", "loop.kinds"),
+]
+
+
+@pytest.mark.parametrize(("end", "code"), MISTAKES, ids=[end or "no task" for end, _ in MISTAKES])
+def test_a_mistake_in_a_task_is_one_error(end: str, code: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(GOOD + end)
+    with failing(ArchipelagoError, code):
+        file = load_task(str(path))
+        require_trainable(file, task_config(CONFIG, file))
+
+
+def test_an_error_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(GOOD + "def bad(seed):\n    return {}['w']\nmine = Task(bad, loss, batches)\n")
+    file = load_task(f"{path}:mine")
+    with pytest.raises(ConfigError) as caught:
+        require_trainable(file, CONFIG)
+    assert "line 11" in caught.value.what
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("flag", ["", "nothing.py", "nothing.py:task", "task", "a.txt:task"])
+def test_a_file_that_is_not_there_is_one_error(flag: str) -> None:
+    with failing(ConfigError, "task.file"):
+        load_task(flag)
+
+
+def some(*shapes: tuple[int, ...]) -> Any:
+    """Return batches of these shapes, which end."""
+
+    def few(run: TaskRun) -> Iterator[dict[str, Any]]:
+        yield from ({"x": np.ones(shape, np.float32)} for shape in shapes)
+
+    return few
+
+
+@pytest.mark.parametrize("supply", [some((2, 3)), some((2, 3), (1, 3))], ids=["end", "change"])
+def test_batches_that_end_or_change_end_the_island(supply: Any) -> None:
+    run = TaskedRun(replace(TASK, batches=supply))
+    with failing(ConfigError, "task.batches"):
+        run.play(3, run.island())
+
+
+def test_a_worker_with_another_tree_or_task_is_refused() -> None:
+    run = TaskedRun()
+    other = file_of(Task(lambda seed: {**init(seed), "more": jnp.ones(3)}, loss, batches))
+    with failing(MismatchError, "loop.other-tensors"):
+        run.island("b", other)
+    with failing(ConfigError, "task.not-given"):
+        task_of(None, run.manifest, "A test")
+
+
+def test_a_run_says_which_task_it_trains(tmp_path: Path) -> None:
+    run, path = TaskedRun(), tmp_path / "yours.py"
+    path.write_text(GOOD + "task = Task(init, loss, batches)\nnamed = Task(init, loss, batches, name='mine')")
+    with failing(MismatchError, "task.other"):
+        task_of(str(path), run.manifest, "A test")
+    found = task_of(f"{path}:named", run.manifest, "A test")
+    assert found is not None
+    assert found.name == "mine"
+    with failing(ConfigError, "task.no-task"):
+        task_of(str(path), replace(run.manifest, task=""), "A test")
+
+
+def test_settings_that_would_change_nothing_are_refused() -> None:
+    for useless in (
+        replace(CONFIG, model=ModelConfig("small")),
+        replace(CONFIG, data=DataConfig(batch_size=4)),
+    ):
+        with failing(ConfigError, "task.setting"):
+            task_config(useless, file_of())
+    own = file_of(replace(TASK, optimizer=optax.sgd(0.1)))
+    with failing(ConfigError, "task.setting"):
+        task_config(replace(CONFIG, inner=InnerConfig(beta1=0.8)), own)
+    given = replace(CONFIG, inner=InnerConfig(steps=77))
+    assert task_config(given, own).inner == InnerConfig(steps=77)
+    again = task_config(given, own)
+    assert task_config(again, own) == again, "the config of a run can be given again"
