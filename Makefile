@@ -60,9 +60,10 @@ $(READY): requirements.lock
 	@touch $@
 
 # PyTorch is not in the lock, because a machine with an accelerator needs another build of it than one without. The tests
-# train models of transformers and peft beside ours.
+# train models of transformers and peft beside ours, and run the scripts of docs/examples as they are.
 $(TORCH): $(READY) Makefile
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 peft==0.21.2; \
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 peft==0.21.2 \
+		equinox==0.13.8 grain==0.2.18 scikit-learn==1.9.1; \
 	then touch $@; else \
 		echo "warning: PyTorch cannot be installed, so its tests are skipped; in CI they fail" >&2; fi
 

@@ -81,6 +81,9 @@ def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[s
     if options.format == "orbax":
         yield f"in JAX:  orbax.checkpoint.StandardCheckpointer().restore('{(options.out / ORBAX_FOLDER).absolute()}')"
         return
+    if found.manifest.config.has_own_loops:
+        yield f"in a script:  safetensors.numpy.load_file('{options.out / WEIGHTS_FILE}') has the tensors by name"
+        return
     if kind == "llama":
         yield f"elsewhere:  transformers.AutoModelForCausalLM.from_pretrained('{options.out}')"
     else:
@@ -90,8 +93,6 @@ def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[s
         )
     if has_text(found.manifest):
         yield f"text:  archipelago generate {options.out} --prompt 'Once'"
-    if found.manifest.config.has_own_loops:
-        return  # its scripts load the tensors under their own names
     yield f"continue from here:  archipelago up --from {options.out} --model.size {found.manifest.config.model.size}"
 
 
@@ -166,10 +167,13 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
 
     manifest = found.manifest
     model, positions = manifest.config.model, manifest.config.data.sequence_length
-    origin = {"size": model.size, "vocabulary": model.vocabulary, "sequence_length": positions, "run": manifest.run,
-              "round": found.round, "step": found.step, "corpus": manifest.corpus.name,
-              "corpus_digest": manifest.corpus.digest, "config_digest": manifest.config.digest()}  # fmt: skip
-    entry = MODELS.get(model.size)  # None for the model of users' own scripts
+    origin = {"size": model.size, "run": manifest.run, "round": found.round, "step": found.step,
+              "config_digest": manifest.config.digest()}  # fmt: skip
+    if manifest.config.has_own_loops:  # only its scripts know its data
+        return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
+    origin |= {"vocabulary": model.vocabulary, "sequence_length": positions, "corpus": manifest.corpus.name,
+               "corpus_digest": manifest.corpus.digest}  # fmt: skip
+    entry = MODELS.get(model.size)
     if entry and (size := entry.dense):
         return {**llama_config(size, model.vocabulary, positions, dtype), OWN_KIND: origin}
     return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}

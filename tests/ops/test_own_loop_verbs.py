@@ -129,13 +129,17 @@ def test_the_dashboard_shows_no_settings_of_ours(served: Served) -> None:
     assert "archipelago.create" in commands(served.run.manifest, 1, 1, [])
 
 
-def test_export_writes_the_leaves_under_their_names(served: Served) -> None:
+def test_export_writes_the_leaves_under_their_names(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(ExportOptions(Path("out"), served.url, "own")) == 0
     found = load_file("out/model.safetensors")
     expected = served.run.merged()
     assert set(found) == set(expected)
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], np.asarray(value))
+    told = "".join(capsys.readouterr())
+    assert "out/model.safetensors" in told
+    assert "archipelago up" not in told, "only its script can go on with these parameters"
+    assert not {"corpus", "vocabulary"} & set(json.loads(Path("out/config.json").read_text())["archipelago"])
 
 
 def test_verbs_that_need_the_model_say_so(served: Served) -> None:
