@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.sync import recovery
+from archipelago.islands.own_loop.handover import STEPS_MAX, decode, layout_digest
 from archipelago.islands.sync.arrays import device_copy
 
 #: The newest state of a loop, or a function that returns it.
@@ -27,18 +29,23 @@ class LoopState:
         """Return the state of the loop."""
         return self._newest()
 
-    def copies(self) -> list[jax.Array] | None:
-        """Return copies of the arrays that no later step can donate; None if a step has taken them already."""
-        leaves = [leaf for leaf in jax.tree.leaves(self._newest()) if _travels(leaf)]
+    def copies(self) -> list[Any] | None:
+        """Return the digest of the layout and copies of the arrays that no later step can donate.
+
+        None if a step has taken them already.
+        """
+        state = self._newest()
+        leaves = [leaf for leaf in jax.tree.leaves(state) if _travels(leaf)]
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             return None
-        return [device_copy(leaf) for leaf in leaves]
+        return [_digest(state), *(device_copy(leaf) for leaf in leaves)]
 
     def decode(self, handover: Handover, payload: bytes) -> State:
         """Return the state that a peer sent, in the shardings of this loop's. Raises WireError if it does not fit."""
-        leaves, structure = jax.tree.flatten(self._newest())
+        own_state = self._newest()
+        leaves, structure = jax.tree.flatten(own_state)
         places = [place for place, leaf in enumerate(leaves) if _travels(leaf)]
-        found = recovery.decode(handover, payload, [leaves[place] for place in places])
+        found = decode(handover, payload, _digest(own_state), [leaves[place] for place in places])
         for place, values in zip(places, found, strict=True):
             own = leaves[place]
             is_committed = isinstance(own, jax.Array) and own.committed
@@ -46,6 +53,14 @@ class LoopState:
         state = jax.tree.unflatten(structure, leaves)
         _require_sound(state)
         return state
+
+
+def _digest(state: State) -> NDArray[np.uint8]:
+    """Return the digest of the names, shapes and dtypes of the arrays that travel."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+    return layout_digest(
+        (jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in pairs if _travels(leaf)
+    )
 
 
 def _travels(leaf: Any) -> bool:
@@ -56,8 +71,10 @@ def _travels(leaf: Any) -> bool:
 
 
 def _require_sound(state: State) -> None:
-    """Raise WireError for second moments or counts below zero, which no optimiser of optax makes."""
+    """Raise WireError for second moments and counts that no optimiser of optax makes."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         names = {str(getattr(key, "name", "")) for key in path}
         if names & {"nu", "count"} and _travels(leaf) and bool((leaf < 0).any()):
             raise WireError("a negative second moment or count in the peer's optimiser state", code="handover.unsound")
+        if "count" in names and _travels(leaf) and bool((leaf > STEPS_MAX).any()):
+            raise WireError("more steps in the peer's optimiser state than in a run", code="handover.unsound")
