@@ -1,14 +1,12 @@
 """The state of PyTorch optimisers, which newcomers take from peers: plain tensors, never pickled objects.
 
-The message of a handover describes no arrays, so giver and taker must expect the same ones. A new optimiser has no
-state yet. One step without gradients, at a learning rate of zero, shows which state it keeps. The first array of a
-handover is a digest of that layout.
+Giver and taker must expect the same arrays. A new optimiser has no state yet. One step without gradients, at a learning
+rate of zero, shows which state it keeps.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +18,12 @@ import torch
 
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
+from archipelago.islands.own_loop.handover import STEPS_MAX, decode, layout_digest
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.shards import joined_like, own_part
-from archipelago.islands.sync import recovery
 
 #: The names under which the optimisers of PyTorch keep what is never negative.
 NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"})
-#: No run makes this many steps.
-STEPS_MAX = 1 << 30
 #: Adam's moments of a peer may exceed those that steps can produce by this factor, for rounding. Smaller ones than TINY
 #: move no parameter.
 SLACK, TINY = 2.0, 1e-12
@@ -116,19 +112,21 @@ class OptimizerState:
                 )
 
     def rehearse(self) -> None:
-        """Find out which state the optimisers keep. Call this before the run's parameters are placed."""
+        """Find out which state the optimisers keep. Call this before the run's parameters are placed.
+
+        Gradients and all options of the optimisers are afterwards as they were.
+        """
+        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
         try:
-            fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
             for optimizer in fresh:
                 _step_without_gradients(optimizer)
             self.entries = tuple(self._found())
             self.can_travel = bool(self.entries)
+        except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
+            log.warning("this optimiser's state is not shared with peers: %s: %s", type(error).__name__, error)
+        finally:
             for optimizer in fresh:
                 optimizer.state.clear()
-        except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
-            for optimizer in self._optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            log.warning("this optimiser's state is not shared with peers: %s: %s", type(error).__name__, error)
 
     def _found(self) -> Iterator[Entry]:
         for optimizer in self._optimizers:
@@ -148,8 +146,7 @@ class OptimizerState:
     @property
     def digest(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The digest of the layout, 16 bytes."""
-        layout = [[e.name, e.key, list(e.placeholder.shape), str(e.placeholder.dtype)] for e in self.entries]
-        return np.frombuffer(hashlib.sha256(json.dumps(layout).encode()).digest()[:16], np.uint8)
+        return layout_digest((f"{e.name}/{e.key}", e.placeholder.shape, str(e.placeholder.dtype)) for e in self.entries)
 
     def copies(self) -> list[Any] | None:
         """Return the digest and copies of all values that no later step changes; None if they cannot travel."""
@@ -165,11 +162,7 @@ class OptimizerState:
         """Return the values that a peer sent, as tensors of the host. Raises WireError if they do not fit."""
         if not self.can_travel:
             raise WireError("this optimiser takes no state from peers", code="handover.shape")
-        digest = self.digest
-        found = recovery.decode(handover, payload, [digest, *(entry.placeholder for entry in self.entries)])
-        if found[0].tobytes() != digest.tobytes():
-            raise WireError("the peer's optimiser state is of another optimiser or model", code="handover.shape")
-        values = found[1:]
+        values = decode(handover, payload, self.digest, [entry.placeholder for entry in self.entries])
         self._require_sound(values)
         return [torch.from_numpy(np.array(each)) for each in values]
 
@@ -202,11 +195,12 @@ def _home(entry: Entry) -> Any:
 
 def _step_without_gradients(optimizer: Any) -> None:
     """Make one step of zero gradients at a learning rate of zero, so that the optimiser makes its state."""
-    before = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    options = [(dict(group), _copied(group)) for group in optimizer.param_groups]
     kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     try:
-        for group, rate in before:
-            group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
         for parameter, _ in kept:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -214,8 +208,20 @@ def _step_without_gradients(optimizer: Any) -> None:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-        for group, rate in before:
-            group["lr"] = rate
+        for group, (before, copies) in zip(optimizer.param_groups, options, strict=True):
+            for key in group.keys() - before.keys():
+                del group[key]
+            for key, value in copies.items():
+                group[key] = before[key].copy_(value) if torch.is_tensor(value) else value
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group. Some optimisers keep state there, such as an estimate of the learning rate."""
+    return {
+        key: value.detach().clone() if torch.is_tensor(value) else copy.deepcopy(value)
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def adam_ratio(beta1: float, beta2: float) -> float:

@@ -213,6 +213,40 @@ def test_a_rehearsal_leaves_nothing_behind(kind: str) -> None:
         np.testing.assert_array_equal(as_float32(one), as_float32(other))
 
 
+class Adaptive(torch.optim.SGD):  # type: ignore[name-defined, misc]
+    """An optimiser that keeps state in its groups, as those that estimate their learning rate do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["estimate"] += 1.0
+            group["history"].append(group["k"])
+        return super().step(closure)
+
+
+def test_a_rehearsal_restores_all_options_of_an_optimiser() -> None:
+    model = module()
+    optimizer = Adaptive(model.parameters(), lr=0.1, momentum=0.9)
+    for group in optimizer.param_groups:
+        group |= {"estimate": torch.ones(()), "history": []}
+    state = OptimizerState([optimizer], dict(model.named_parameters()))
+    state.rehearse()
+    assert state.can_travel
+    (group,) = optimizer.param_groups
+    assert "k" not in group
+    assert (float(group["estimate"]), group["history"], group["lr"]) == (1.0, [], 0.1)
+
+
+def test_a_rehearsal_that_fails_keeps_gradients_and_leaves_no_state() -> None:
+    model = module()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    given, broken = KINDS["AdamW"](model.parameters()), torch.optim.LBFGS(model.parameters())
+    OptimizerState([given, broken], dict(model.named_parameters())).rehearse()
+    assert not given.state
+    assert all(bool((parameter.grad == 0.5).all()) for parameter in model.parameters())
+
+
 def test_an_optimiser_that_needs_a_closure_keeps_its_state() -> None:
     model = module()
     state = OptimizerState([torch.optim.LBFGS(model.parameters())], dict(model.named_parameters()))
