@@ -24,10 +24,11 @@ def chosen(trained: Any, names: Sequence[str], named: Callable[[Any], Mapping[st
     Raises:
         ConfigError: It does not fit the tree (`loop.trained`).
     """
-    if isinstance(trained, str) or (callable(trained) and jax.tree.leaves(trained) == [trained]):
+    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(trained))
+    if is_leaf and (isinstance(trained, str) or callable(trained)):
         is_trained = trained_by(trained)
         return [place for place, name in enumerate(names) if is_trained(name)]
-    if not jax.tree_util.tree_flatten_with_path(trained)[0][:1] or jax.tree.leaves(trained) == [trained]:
+    if is_leaf or not jax.tree.leaves(trained):
         raise trained_error(f"`trained` is {trained!r:.60}")
     mask, known = named(trained), {*names}
     if mask.keys() != known:
@@ -81,24 +82,35 @@ class FrozenLeaves:
         """Compare what the device has added up by now. Raises ConfigError (`loop.frozen-changed`)."""
         if not self._pending or not all(sums.is_ready() for _, sums in self._pending):
             return
-        found, self._pending = self._pending, []
-        for (names, expected), (_, sums) in zip(self._expected, found, strict=True):
-            for name, changed in zip(names, np.asarray(expected) != np.asarray(sums), strict=True):
-                if changed:
-                    raise frozen_changed(name)
+        found, self._pending = _by_name(self._pending), []
+        for name, expected in _by_name(self._expected).items():
+            if found[name] != expected:
+                raise frozen_changed(name)
 
 
-def _references(named: Mapping[str, Any]) -> dict[str, weakref.ref[Any]]:
-    """Return references to the leaves that do not keep them in memory."""
-    return {name: weakref.ref(leaf) for name, leaf in named.items()}
+def _references(named: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Return references to the leaves that do not keep arrays in memory. Scalars of numpy allow no such references."""
+    return {name: _reference(leaf) for name, leaf in named.items()}
+
+
+def _reference(leaf: Any) -> Callable[[], Any]:
+    return (lambda: leaf) if isinstance(leaf, np.generic) else weakref.ref(leaf)
 
 
 def _sums(named: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the sums of the leaves' bits, which the devices begin to compute: one array for each set of devices."""
+    """Return the sums of the leaves' bits, which the devices begin to compute: one array for each sharding.
+
+    A step may return leaves in other shardings than it got, so the groups of two calls may differ.
+    """
     groups: dict[Any, dict[str, Any]] = {}
     for name, leaf in named.items():
-        groups.setdefault(getattr(leaf, "committed", False) and leaf.sharding.device_set, {})[name] = leaf
+        groups.setdefault(leaf.sharding if getattr(leaf, "committed", False) else None, {})[name] = leaf
     return [(tuple(group), _add_up(list(group.values()))) for group in groups.values()]
+
+
+def _by_name(sums: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, int]:
+    """Return the sum of each leaf by name, once the devices have computed it."""
+    return {name: int(value) for names, values in sums for name, value in zip(names, np.asarray(values), strict=True)}
 
 
 @jax.jit

@@ -88,8 +88,8 @@ class JoinedRun(Session):
     # -- what JAX adds to a session -----------------------------------------------------------------------------------
 
     def _tensors(self, manifest: Manifest) -> Sequence[Tensor]:
-        if manifest.frozen and not self._chooses:
-            trained = {tensor.name for tensor in manifest.tensors}
+        trained = {tensor.name for tensor in manifest.tensors}
+        if manifest.frozen and not self._chooses and trained & self._layout.templates.keys():
             self._parameters.layout = TreeLayout.of(self._parameters.tree, trained.__contains__)
         return self._layout.tensors(lambda name: "rest")
 

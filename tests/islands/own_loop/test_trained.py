@@ -69,6 +69,7 @@ def test_only_the_chosen_leaves_are_tensors_of_the_run(trained: Any) -> None:
         ({"lora": {"a": True}}, "loop.trained"),
         ({**MASK, "head": True}, "loop.trained"),
         ({**MASK, "count": 0.5}, "loop.trained"),
+        ({"count": np.ones(2, bool)}, "loop.trained"),
         ("packed|lora", "loop.dtype"),
         ("count|lora", "loop.dtype"),
         ("key|lora", "loop.dtype"),
@@ -131,6 +132,9 @@ def test_another_choice_than_the_runs_is_refused(made: str) -> None:
     with failing(MismatchError, "loop.other-tensors") as caught, join(made, "whole", tree(), trained="lora"):
         pass
     assert "base.kernel" in caught.value.what
+    with failing(MismatchError, "loop.other-tensors") as caught, join(made, "own", {"other": jnp.ones(2)}):
+        pass
+    assert "lora.a" in caught.value.what
 
 
 def test_a_step_that_changes_a_frozen_leaf_is_an_error(made: str) -> None:
@@ -157,3 +161,21 @@ def test_new_arrays_of_the_same_bits_are_no_change(dtype: str) -> None:
             leaves.require_same()
     with failing(ConfigError, "loop.frozen-changed"):
         leaves.require_same()
+
+
+def test_a_step_may_return_frozen_leaves_of_another_kind_or_place() -> None:
+    """Arrays of numpy, arrays that JAX may move and arrays of one device all come back as arrays of that device."""
+    device = jax.devices()[0]
+    named = {"a": jnp.ones(2), "b": np.full(3, 2.0), "c": jax.device_put(jnp.ones(4), device), "d": np.float32(3)}
+    placed = {name: jax.device_put(leaf, device) for name, leaf in named.items()}
+    leaves = FrozenLeaves(named)
+    leaves.offer(named)
+    assert not leaves._pending
+    for changed in (placed, {**placed, "b": placed["b"] + 1}):
+        leaves.require_same()
+        leaves.offer(changed)
+        for _, sums in leaves._pending:
+            sums.block_until_ready()
+    with failing(ConfigError, "loop.frozen-changed") as caught:
+        leaves.require_same()
+    assert "'b'" in caught.value.what
