@@ -104,6 +104,35 @@ NEEDS = {
 }
 
 
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_killed_process_of_fsdp_ends_its_island_and_the_island_rejoins(scripts: Scripts, until: Until) -> None:
+    pytorch.required()
+    url = scripts.environment["ARCHIPELAGO_URL"]
+    script = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train_fsdp.py"))
+    oslo = scripts.start(*script, "oslo")
+    until(lambda: beat(url, "oslo") or oslo.poll(), "the island to join")
+    scripts.start("-m", "archipelago.ops", "merger", "--run", "mine")
+    until(lambda: (found := beat(url, "oslo")) is not None and found.sent > 4, "its contributions")
+    first = beat(url, "oslo")
+    children = Path(f"/proc/{oslo.pid}/task/{oslo.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    oslo.wait()
+    assert oslo.returncode != 0
+    oslo = scripts.start(*script, "oslo")
+    until(lambda: oslo.poll() is not None, "the run to end")
+    assert oslo.returncode == 0, scripts.said(oslo)
+    said = re.search(r"ends at step (\d+) with the loss ([\d.]+)", scripts.said(oslo))
+    assert said, scripts.said(oslo)
+    assert 1_000 <= int(said[1]) <= 1_200
+    assert float(said[2]) < 4.5
+    last = beat(url, "oslo")
+    assert first is not None
+    assert last is not None
+    assert last.incarnation != first.incarnation
+    assert set(from_redis(url, "mine").params) == {"0.weight", "2.weight", "2.bias", "4.weight", "4.bias"}
+
+
 #: The script, its steps, the loss that it must reach (untrained models have 5.5 and 1.8), and its trained and frozen
 #: parameters.
 LORA = [("lora_torch.py", 600, 3.0, 9_728, 115_008), ("lora_jax.py", 6_000, 0.5, 1_104, 5_376)]
