@@ -9,6 +9,7 @@ from archipelago.broker.errors import ConfigError
 #: The packages of each extra that we import.
 PACKAGES = {
     "dash": ("plotly", "starlette", "uvicorn"),
+    "llama": ("torch", "transformers"),
     "plots": ("matplotlib", "tensorboardX"),
     "torch": ("torch",),
     "wandb": ("wandb",),
