@@ -90,7 +90,8 @@ def test_rotations_of_rows_and_columns_rotate_the_result(rows: int, columns: int
     turned = (left @ matrix_RC.astype(np.float64) @ right).astype(np.float32)
     expected = left @ with_power(matrix_RC, exponent) @ right
     expected /= np.linalg.norm(expected, 2)
-    assert largest_error(with_power(turned, exponent), expected) <= 3 * ERROR_MAX
+    # Either result may be 2.5 of these away from the exact one.
+    assert largest_error(with_power(turned, exponent), expected) <= 5 * ERROR_MAX
 
 
 @settings(max_examples=examples(100))
