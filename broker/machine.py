@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import psutil
 
 _CPUINFO = Path("/proc/cpuinfo")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 _LONGEST = 200
 
 
@@ -19,10 +22,44 @@ _LONGEST = 200
 def describe() -> str:
     """Return operating system, processor, cores, memory and Python of this machine, such as it is in a report."""
     memory = f"{psutil.virtual_memory().total / 1e9:.1f} GB"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
+    cores = usable_cores()
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     parts = (system, processor(), f"{cores} cores", memory, f"Python {platform.python_version()}")
     return ", ".join(part for part in parts if part)[:_LONGEST]
+
+
+def usable_cores(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+    """Return how many cores this process may keep busy, at least one.
+
+    A container may see all cores of its machine and have the time of a few, so its quota counts as well.
+
+    Args:
+        cgroups: Where the control groups are.
+        own: The file that names those of this process.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, math.ceil(_quota(cgroups, own))))
+
+
+def _quota(cgroups: Path, own: Path) -> float:
+    """Return the smallest quota of this process's control group and those above it, in cores.
+
+    Without a quota, these are all cores.
+    """
+    group = next((line[3:].lstrip("/") for line in _text_of(own).splitlines() if line.startswith("0::")), "")
+    folders = [cgroups / group, *(cgroups / parent for parent in Path(group).parents)]
+    limits = [_text_of(folder / "cpu.max").split() for folder in folders]
+    limits.append([_text_of(cgroups / "cpu" / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period")])  # v1
+    # "max" and -1 stand for no quota.
+    known = [limit for limit in limits if len(limit) == 2 and all(part.isdecimal() and int(part) for part in limit)]
+    return min((int(quota) / int(period) for quota, period in known), default=float(os.cpu_count() or 1))
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def processor() -> str:

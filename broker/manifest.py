@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, get_args
 
 from archipelago.broker import config as configs
+from archipelago.broker.codecs import SPARSE
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
@@ -94,10 +95,11 @@ def synced(tensors: Sequence[Tensor], config: RunConfig) -> tuple[tuple[Tensor, 
             "Only our AdamW's first moments can be averaged. Set sync.moments to 'own', or inner.optimizer to 'adamw'.",
             code="config.moments",
         )
-    if config.wire.up == "top3":
+    if config.wire.up == SPARSE:
         raise ConfigError(
-            "sync.moments is 'average', and wire.up is 'top3', which leaves 3 % of each moment",
-            "Set sync.moments to 'own', or wire.up to 'int4'. As wire.thin, 'top3' can stay: it then sends no moments.",
+            f"sync.moments is 'average', and wire.up is {SPARSE!r}, which leaves 3 % of each moment",
+            f"Set sync.moments to 'own', or wire.up to 'int4'. As wire.thin, {SPARSE!r} can stay: it then sends no "
+            "moments.",
             code="config.moments",
         )
     moments = tuple(Tensor(MOMENT_PREFIX + tensor.name, tensor.shape, "moment") for tensor in tensors)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.config import MergeConfig
+from archipelago.broker.machine import usable_cores
 from archipelago.broker.manifest import Tensor
 from archipelago.merger.groups import groups
 from archipelago.merger.spectrum import Matrix, Multiply, operations, with_power
@@ -39,7 +40,7 @@ def default_threads() -> int:
     """Return how many threads change spectra by default: OMP_NUM_THREADS, or the cores that this process may use."""
     if (found := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(found):
         return int(found)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores()
 
 
 class Spectra:

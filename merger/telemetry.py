@@ -162,6 +162,11 @@ class MergerCollector:
                 "Recent rounds: share of the time in which it changed spectra of matrices.",
                 rounds.load.spectra if rounds.load else math.nan,
             ),
+            (
+                "stretch_ratio",
+                "Recent rounds: steps of a round's largest contribution as a share of the run's interval.",
+                rounds.load.stretch if rounds.load else math.nan,
+            ),
         ):
             yield family(f"archipelago_merger_{name}", documentation, labels, [(labels, value)])
         counts = [({**labels, "code": code}, count) for code, count in sorted(merger.inbox.codes.items())]

@@ -69,6 +69,7 @@ class SessionOptions:
         islands: Number of islands on this machine.
         standbys: Number of standbys on this machine.
         checkpoint_every: Seconds between two checkpoints; 0 for none.
+        merger_threads: Threads of the merger that change spectra; 0 for its default.
         evaluate_every: Seconds between two evaluations; 0 for one at the end only.
         weights: The weights that the run began with, for the comparison; None for fresh ones.
         task: The users' task that the islands train, FILE.py:NAME; None for one of our models.
@@ -79,6 +80,7 @@ class SessionOptions:
     islands: int
     standbys: int
     checkpoint_every: float
+    merger_threads: int
     evaluate_every: float
     weights: Path | None
     task: str | None
@@ -117,6 +119,7 @@ class Session:
             return Child(name, argv, environment(name), folder / "logs" / f"{name}.log")
 
         merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
+        merger += ["--threads", str(options.merger_threads)] if options.merger_threads else []
         self.merger = child("merger", "-m", "archipelago.merger", *merger, *worker.flags(0))
         task = ["--task", options.task] if options.task else []
         self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate", *task)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from archipelago.broker.machine import usable_cores
 from archipelago.broker.observe.logs import message_of
 from archipelago.broker.process import OUTAGE, USER_ERROR
 from archipelago.islands.replaced import REPLACED_STATUS
@@ -39,7 +40,7 @@ ONE_THREAD = {
 
 def thread_environment(workers: int) -> dict[str, str]:
     """Return the environment that gives each of `workers` workers its share of this machine's cores."""
-    threads = max(1, (os.cpu_count() or 1) // max(1, workers))
+    threads = max(1, usable_cores() // max(1, workers))
     flags = f"--xla_cpu_multi_thread_eigen={'true' if threads > 1 else 'false'} intra_op_parallelism_threads={threads}"
     return {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),

@@ -67,6 +67,9 @@ class UpOptions(WorkerOptions):
     """If the Redis does not have the run, continue from the newest checkpoint in the folder."""
     checkpoint_every: float = 30.0
     """The seconds between two checkpoints of the whole run, merger and islands. 0 takes none."""
+    merger_threads: int = 0
+    """The threads of the merger that change spectra of matrices (`isotropic`). The default is its share of the cores.
+    """
     evaluate_every: float = 15.0
     """The seconds between two evaluations on held-out text, by one of the islands. 0 evaluates at the end only."""
     one_process: bool = True
@@ -89,6 +92,7 @@ class UpOptions(WorkerOptions):
             islands=self.islands,
             standbys=self.standbys,
             checkpoint_every=self.checkpoint_every,
+            merger_threads=self.merger_threads,
             evaluate_every=self.evaluate_every,
             weights=self.from_,
             task=self.task,
@@ -181,6 +185,12 @@ def _require_sensible(options: UpOptions) -> None:
             f"--checkpoint-every cannot be {options.checkpoint_every}",
             "Give a number of seconds, such as 30, or 0 for no checkpoints.",
             code="config.checkpoint-every",
+        )
+    if options.merger_threads < 0:
+        raise ConfigError(
+            f"--merger-threads cannot be {options.merger_threads}",
+            "Give a number, or leave it out.",
+            code="config.threads",
         )
     if not 0.0 <= options.evaluate_every < math.inf:
         raise ConfigError(

@@ -144,6 +144,7 @@ def test_a_merger_that_cannot_keep_up_says_so_once(
     shown = scraped(registry)
     assert (shown["busy_ratio"] > 0.9) is is_slow
     assert shown["spectra_ratio"] == pytest.approx(shown["busy_ratio"])
+    assert shown["stretch_ratio"] > 0.0
 
 
 def test_refusals_are_counted() -> None:

@@ -16,6 +16,7 @@ import psutil
 
 from archipelago.broker import extras
 from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.machine import usable_cores
 from archipelago.broker.manifest import MISSING, Corpus
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import size
@@ -51,9 +52,8 @@ class Site:
 def measure(folder: Path) -> Site:
     """Measure this machine, and the disk that `folder` is or will be on."""
     existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
     memory = psutil.virtual_memory()
-    return Site(cores, memory.total, memory.available, shutil.disk_usage(existing).free)
+    return Site(usable_cores(), memory.total, memory.available, shutil.disk_usage(existing).free)
 
 
 def checks(site: Site, folder: Path, parameters: int, elements: int) -> list[Finding]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.islands.telemetry import IslandCollector
 from archipelago.merger.telemetry import RoundMetrics
 from archipelago.ops.dashboard import metrics
@@ -76,6 +77,13 @@ def test_grafana_uses_exported_metrics() -> None:
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
     assert all(panel["targets"] and panel["title"] for panel in panels)
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_the_alert_about_the_merger_is_that_of_its_warning() -> None:
+    text = (DEPLOY / "alerts.yml").read_text(encoding="utf-8")
+    rule = text.partition("alert: MergerTooSlow")[2].partition("- alert:")[0]
+    assert f"archipelago_merger_busy_ratio >= {BUSY_SHARE}" in rule
+    assert f"archipelago_merger_stretch_ratio >= {STRETCH}" in rule
 
 
 @pytest.mark.parametrize("file", ["alerts.yml", "prometheus.yml"])

@@ -135,7 +135,7 @@ def test_a_child_imports_nothing_from_the_working_directory(
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("archipelago.ops.launch.supervisor.usable_cores", lambda: 8)
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     assert thread_environment(3)["OMP_NUM_THREADS"] == "2"
     assert thread_environment(20)["OMP_NUM_THREADS"] == "1"

@@ -30,6 +30,15 @@ def test_workers_get_no_flags_by_default() -> None:
         assert not {"--metrics-port", "--no-tensorboard", "--wandb", "--log-json"} & set(given)
 
 
+def test_the_merger_gets_its_threads() -> None:
+    found = argv(UpOptions(merger_threads=3))
+    assert found["merger"][found["merger"].index("--threads") + 1] == "3"
+    assert not any("--threads" in given for name, given in found.items() if name != "merger")
+    assert "--threads" not in argv(UpOptions())["merger"]
+    with failing(ConfigError, "config.threads"):
+        main(UpOptions(merger_threads=-1))
+
+
 def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
     found = argv(UpOptions(islands=2, metrics_port=9310, wandb=True, log_json=True, tensorboard=False))
     for given in found.values():
