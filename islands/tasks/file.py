@@ -129,7 +129,7 @@ def task_of(flag: str | None, manifest: Manifest, verb: str) -> TaskFile | None:
         if manifest.task:
             raise ConfigError(
                 f"the run {manifest.run!r} trains the users' task {manifest.task!r}",
-                f"Give {verb} the file of that task: --task FILE.py:NAME.",
+                "Give the file of that task: --task FILE.py:NAME.",
                 code="task.not-given",
             )
         manifest.require_own_code(verb)

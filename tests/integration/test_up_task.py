@@ -27,7 +27,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proce
 
 
 def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, until: Until) -> None:
-    args = ["up", "--task", str(TASK), "--run=bytes", "--islands=2", "--standbys=1", "--inner.steps=1500"]
+    args = ["up", "--task", str(TASK), "--run=bytes", "--islands=2", "--standbys=1", "--inner.steps=6000"]
     args += ["--evaluate-every=2", "--no-tensorboard"]
     first = processes.start(*args)
     config = tmp_path / "runs/bytes/redis/server.conf"
@@ -36,7 +36,7 @@ def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, u
     assert first.wait() == 130, processes.said(first)
     interrupted = json.loads((tmp_path / "runs/bytes/report.json").read_text())
 
-    refused = processes.start("up", "--run=bytes", "--inner.steps=1500")
+    refused = processes.start("up", "--run=bytes", "--inner.steps=6000")
     assert refused.wait() == 2, "without its task, the run cannot go on"
     assert "Traceback" not in processes.said(refused)
 
