@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from archipelago.broker.errors import ConfigError
 
 
 class Place(NamedTuple):
@@ -17,9 +19,32 @@ class Place(NamedTuple):
 Names = Mapping[str, str | Place] | Callable[[str], str | Place]
 
 
-def place_of(names: Names | None, name: str) -> Place:
-    """Return the place in the run of a tensor by its name in the script."""
+def place_of(names: Any, name: str) -> Place:
+    """Return the place in the run of a tensor by its name in the script.
+
+    Args:
+        names: What the script gives: `Names`, or None if both have the same names.
+        name: The name in the script.
+
+    Raises:
+        ConfigError: `names` is neither a table nor a function, or gives no name (`loop.names`).
+    """
     if names is None:
         return Place(name)
+    if not callable(names) and not isinstance(names, Mapping):
+        raise misnamed(f"is {names!r:.60}")
     found = names(name) if callable(names) else names.get(name, name)
-    return found if isinstance(found, Place) else Place(found)
+    place = found if isinstance(found, Place) else Place(found)
+    given: Any = place.name
+    if not isinstance(given, str) or not given:
+        raise misnamed(f"gives {found!r:.60} for {name!r}, which is no name")
+    return place
+
+
+def misnamed(what: str) -> ConfigError:
+    """Return the error (`loop.names`) for names that do not fit a model."""
+    return ConfigError(
+        f"`names` {what}",
+        "Give a table, or a function, from the names of the model's parameters to those of the run.",
+        code="loop.names",
+    )

@@ -24,12 +24,10 @@ def chosen(trained: Any, names: Sequence[str], named: Callable[[Any], Mapping[st
     Raises:
         ConfigError: It does not fit the tree (`loop.trained`).
     """
-    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(trained))
-    if is_leaf and (isinstance(trained, str) or callable(trained)):
+    is_tree = not jax.tree_util.treedef_is_leaf(jax.tree.structure(trained)) and jax.tree.leaves(trained)
+    if not is_tree:
         is_trained = trained_by(trained)
         return [place for place, name in enumerate(names) if is_trained(name)]
-    if is_leaf or not jax.tree.leaves(trained):
-        raise trained_error(f"`trained` is {trained!r:.60}")
     mask, known = named(trained), {*names}
     if mask.keys() != known:
         more, less = sorted(mask.keys() - known), sorted(known - mask.keys())

@@ -25,9 +25,11 @@ def trained_by(trained: Trained) -> IsTrained:
         trained: Such a function, or a regular expression that is found in the names, in any case.
 
     Raises:
-        ConfigError: The expression cannot be read (`loop.trained`).
+        ConfigError: It is something else, or the expression cannot be read (`loop.trained`).
     """
     if not isinstance(trained, str):
+        if not callable(trained):
+            raise trained_error(f"`trained` is {trained!r:.60}")
         return lambda name: bool(trained(name))
     try:
         pattern = re.compile(trained, re.IGNORECASE)

@@ -100,9 +100,11 @@ class TreeLayout:
         return {self.names[place]: leaves[place] for place in self.merged}
 
     def frozen_values(self) -> list[FrozenValues]:
-        """Return the frozen leaves."""
+        """Return the frozen leaves. Raises ConfigError for one without values (`loop.meta`, `loop.deleted`)."""
         return [
-            FrozenValues(name, tuple(template.shape), str(template.dtype), partial(pieces, self.own[name]))
+            FrozenValues(
+                name, tuple(template.shape), str(template.dtype), partial(pieces, _present(name, self.own[name]))
+            )
             for name, template in self.frozen.items()
         ]
 
@@ -160,6 +162,18 @@ def _require_trainable(name: str, leaf: Any) -> bool:
             code="loop.dtype",
         )
     return True
+
+
+def _present(name: str, leaf: Any) -> Any:
+    """Return a frozen leaf, whose values are compared with those of the run."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ConfigError(
+            f"the frozen leaf {name!r} is described, and its values were not given",
+            "Give the array: `join` compares frozen leaves with those of the run.",
+            code="loop.meta",
+        )
+    _require_not_donated(name, leaf, "Give `create` and `join` arrays that no step has taken.")
+    return leaf
 
 
 def _kind(leaf: Any) -> str:
@@ -304,12 +318,12 @@ def _require_like(name: str, leaf: Any, template: Any) -> None:
             "Let the step keep the dtypes of its parameters.",
             code="loop.dtype",
         )
+    _require_not_donated(name, leaf, "Give `sync` the parameters that the step returned.")
+
+
+def _require_not_donated(name: str, leaf: Any, remedy: str) -> None:
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ConfigError(
-            f"the leaf {name!r} was donated to a computation before `sync` got it",
-            "Give `sync` the parameters that the step returned.",
-            code="loop.deleted",
-        )
+        raise ConfigError(f"the leaf {name!r} was donated to a computation", remedy, code="loop.deleted")
 
 
 def host_vector(leaves: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:

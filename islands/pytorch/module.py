@@ -12,7 +12,7 @@ import torch
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
-from archipelago.islands.models.naming import Names, place_of
+from archipelago.islands.models.naming import Names, misnamed, place_of
 from archipelago.islands.own_loop.tensors import KindOf
 from archipelago.islands.own_loop.trained import Trained, frozen_changed, nothing_trained, trained_by, trained_error
 from archipelago.islands.pytorch.shards import Spread, mesh_of, own_part, put_back
@@ -86,11 +86,18 @@ class ModuleParameters:
             for name, tensor in found.items()
             if isinstance(tensor, torch.nn.Parameter) and name not in self.tensors and tensor.numel()
         }
+        for name, tensor in self.frozen.items():
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                raise ConfigError(
+                    f"the frozen parameter {name!r} is of {tensor.dtype}, {tensor.layout}, which has no digest",
+                    "Convert it to a dense tensor, or keep it in a buffer.",
+                    code="loop.dtype",
+                )
         places = [place_of(names, name) for name, _ in _named(self._model)]
         self.transposed = frozenset(place.name for place in places if place.transposed)
         for name in self.transposed:
             if found[name].dim() != 2:
-                raise _misnamed(f"swaps the axes of {name!r}, which has {found[name].dim()} axes instead of 2")
+                raise misnamed(f"swaps the axes of {name!r}, which has {found[name].dim()} axes instead of 2")
         self._versions = {name: _version(tensor) for name, tensor in self.frozen.items()}
         first, one = next(iter(self.tensors.items()))
         self.device = one.device
@@ -167,7 +174,7 @@ class ModuleParameters:
         for name, tensor in _named(self._model):
             renamed = place_of(self._names, name).name
             if renamed in found:
-                raise _misnamed(f"gives two tensors the name {renamed!r}, one of which is {name!r} in the model")
+                raise misnamed(f"gives two tensors the name {renamed!r}, one of which is {name!r} in the model")
             found[renamed] = tensor
         return found
 
@@ -224,14 +231,6 @@ class ModuleParameters:
             "Start the script again: it takes the run's parameters. If that repeats, lower the learning rate.",
             code="loop.not-finite",
         )
-
-
-def _misnamed(what: str) -> ConfigError:
-    return ConfigError(
-        f"`names` {what}",
-        "Give a table, or a function, from the names of the model's parameters to those of the run.",
-        code="loop.names",
-    )
 
 
 #: The bytes of a tensor that are copied to the host at a time.

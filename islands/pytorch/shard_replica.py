@@ -20,15 +20,15 @@ from archipelago.islands.pytorch.shards import Courier, own_part
 Tell = Callable[[bool, int], None]
 
 
-def _nobody(is_adoption: bool, fragment: int) -> None:
-    """Tell nobody: a process that follows does what it was told."""
+def _follow(is_adoption: bool, fragment: int) -> None:
+    """Do nothing: a process that follows was told by the leader."""
 
 
 class ShardReplica(TorchReplica):
     """The parts of all references in this process. The leader alone has whole fragments, one at a time."""
 
     def __init__(
-        self, manifest: Manifest, parameters: ModuleParameters, courier: Courier, tell: Tell = _nobody
+        self, manifest: Manifest, parameters: ModuleParameters, courier: Courier, tell: Tell = _follow
     ) -> None:
         """Begin without references.
 

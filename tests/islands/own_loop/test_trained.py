@@ -20,7 +20,7 @@ from tests.conftest import Until
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import served
 
-SYNC = SyncConfig(interval=4, fragments=2)
+SYNC = SyncConfig(interval=4, fragments=2, quorum=1, grace=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +96,15 @@ def test_the_manifest_has_the_digests_of_the_frozen_leaves(made: str) -> None:
 
 def test_an_island_trains_what_the_run_trains_and_sends_nothing_else(made: str, until: Until) -> None:
     with served(made) as merger, join(made, "own", tree(), island="a") as run:
-        params, frozen = run.params, tree()["base"]
-        while merger.state.closed < 4:
-            params = {**params, "lora": jax.tree.map(lambda x: x - 0.125, params["lora"])}
-            params = run.sync(params)
+        frozen = tree()["base"]
+
+        def step() -> bool:
+            params = run.params
+            run.sync({**params, "lora": jax.tree.map(lambda x: x - 0.125, params["lora"])})
+            return merger.state.closed >= 4
+
+        until(step, "four rounds")
+        params = run.params
         np.testing.assert_array_equal(np.asarray(params["base"]["kernel"]), np.asarray(frozen["kernel"]))
         assert sum(merger.manifest.sizes) == 24
         assert all(float(fragment.published_N.mean()) < 0.9 for fragment in merger.fragments)
@@ -135,6 +140,15 @@ def test_another_choice_than_the_runs_is_refused(made: str) -> None:
     with failing(MismatchError, "loop.other-tensors") as caught, join(made, "own", {"other": jnp.ones(2)}):
         pass
     assert "lora.a" in caught.value.what
+
+
+def test_frozen_leaves_without_values_are_named(made: str) -> None:
+    donated = tree()
+    donated["base"]["kernel"].delete()
+    for params, code in ((jax.eval_shape(tree), "loop.meta"), (donated, "loop.deleted")):
+        with failing(ConfigError, code) as caught, join(made, "own", params):
+            pass
+        assert "base.kernel" in caught.value.what
 
 
 def test_a_step_that_changes_a_frozen_leaf_is_an_error(made: str) -> None:

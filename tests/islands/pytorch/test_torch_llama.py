@@ -120,7 +120,14 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
     assert {name: tuple(tensor.shape) for name, tensor in named.items()} == {
         "dense.kernel": (2, 3), "0.bias": (3,), "1.weight": (3, 3), "bias": (3,),
     }  # fmt: skip
-    wrongs: list[dict[str, str | Place]] = [{"0.bias": "1.bias"}, {"0.bias": Place("bias", transposed=True)}]
+    wrongs: list[Any] = [
+        {"0.bias": "1.bias"},
+        {"0.bias": Place("bias", transposed=True)},
+        {"0.bias": ("bias", True)},
+        {"0.bias": ""},
+        {"0.bias": "bias"}.get,
+        ["bias"],
+    ]
     for wrong in wrongs:
         with failing(ConfigError, "loop.names"):
             ModuleParameters(model, names=wrong)

@@ -25,7 +25,7 @@ from tests.islands.pytorch.torch_runs import module  # noqa: E402
 
 pytestmark = pytest.mark.full
 
-SYNC = SyncConfig(interval=4, fragments=2)
+SYNC = SyncConfig(interval=4, fragments=2, quorum=1, grace=0.0)
 
 
 def adapted() -> Any:
@@ -102,13 +102,27 @@ def test_a_module_that_trains_more_or_less_is_refused(made: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "code"), [("nowhere", "loop.nothing"), ("(", "loop.trained"), ("packed", "loop.dtype")]
+    ("trained", "code"),
+    [
+        ("nowhere", "loop.nothing"),
+        ("(", "loop.trained"),
+        ("packed", "loop.dtype"),
+        (True, "loop.trained"),
+        (["packed"], "loop.trained"),
+    ],
 )
-def test_a_choice_that_cannot_be_used_is_refused(trained: str, code: str) -> None:
+def test_a_choice_that_cannot_be_used_is_refused(trained: Any, code: str) -> None:
     model = module()
     model.packed = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
     with failing(ConfigError, code):
         archipelago.pytorch.join("fakeredis://never", "own", model, trained=trained)
+
+
+def test_a_frozen_parameter_without_a_digest_is_refused() -> None:
+    model = module()
+    model.sparse = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    with failing(ConfigError, "loop.dtype"):
+        archipelago.pytorch.join("fakeredis://never", "own", model)
 
 
 def test_a_module_without_gradients_has_nothing_to_train() -> None:
