@@ -15,6 +15,7 @@ VERBS: Verbs = {
     "signing": Verb("archipelago.ops.bench.signing", "SigningOptions", "What signatures add to a synchronisation."),
     "island": Verb("archipelago.ops.bench.island", "IslandBenchOptions", "What syncing costs an island."),
     "join": Verb("archipelago.ops.bench.join", "JoinOptions", "What syncing costs a user's own training script."),
+    "lora": Verb("archipelago.ops.bench.lora", "LoraOptions", "What islands send that fine-tune with LoRA."),
     "start": Verb("archipelago.ops.bench.start", "StartOptions", "What starting an island costs."),
     "largest": Verb("archipelago.ops.bench.largest", "LargestOptions", "The largest model that this machine can sync."),
 }
