@@ -16,9 +16,8 @@ from archipelago.broker.redis.transport import connect
 from archipelago.islands.own_loop.frozen import FrozenLeaves
 from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync.connection import link
-from tests.conftest import Until
 from tests.failing import failing
-from tests.islands.own_loop.any_framework import served
+from tests.islands.own_loop.own_runs import OwnRun, only_kernels_trained
 
 SYNC = SyncConfig(interval=4, fragments=2, quorum=1, grace=0.0)
 
@@ -94,20 +93,17 @@ def test_the_manifest_has_the_digests_of_the_frozen_leaves(made: str) -> None:
     assert not create(made, "own", tree(), sync=SYNC, steps=1000, trained=MASK)
 
 
-def test_an_island_trains_what_the_run_trains_and_sends_nothing_else(made: str, until: Until) -> None:
-    with served(made) as merger, join(made, "own", tree(), island="a") as run:
-        frozen = tree()["base"]
-
-        def step() -> bool:
-            params = run.params
-            run.sync({**params, "lora": jax.tree.map(lambda x: x - 0.125, params["lora"])})
-            return merger.state.closed >= 4
-
-        until(step, "four rounds")
-        params = run.params
-        np.testing.assert_array_equal(np.asarray(params["base"]["kernel"]), np.asarray(frozen["kernel"]))
-        assert sum(merger.manifest.sizes) == 24
-        assert all(float(fragment.published_N.mean()) < 0.9 for fragment in merger.fragments)
+def test_an_island_sends_nothing_but_what_is_trained() -> None:
+    run = OwnRun(trained="kernel")
+    island = run.island()
+    began = island.params
+    island.play(12, only_kernels_trained)
+    assert sum(run.manifest.sizes) == 32
+    assert set(run.merged()) == {"layers.0.kernel", "layers.1.kernel"}
+    for number in range(2):
+        assert (run.merged()[f"layers.{number}.kernel"] < 0.5 + number).all()
+        assert island.params["layers"][number]["bias"] is began["layers"][number]["bias"]
+    assert island.params["embedding"] is began["embedding"]
 
 
 @pytest.mark.parametrize(
@@ -163,18 +159,27 @@ def test_a_step_that_changes_a_frozen_leaf_is_an_error(made: str) -> None:
     assert "base.kernel" in caught.value.what
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"])
-def test_new_arrays_of_the_same_bits_are_no_change(dtype: str) -> None:
-    leaf = jnp.arange(-4, 4).astype(dtype)
-    leaves = FrozenLeaves({"x": leaf, "y": np.ones(3)})
-    for changed in (leaf + jnp.zeros_like(leaf), leaf + jnp.ones_like(leaf)):
-        leaves.offer({"x": changed, "y": np.ones(3)})
-        for _, sums in leaves._pending:
-            sums.block_until_ready()
-        if changed[4] == 0:
-            leaves.require_same()
-    with failing(ConfigError, "loop.frozen-changed"):
+def test_new_arrays_of_the_same_bits_are_no_change() -> None:
+    dtypes = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
+    made = {dtype: jnp.arange(-4, 4).astype(dtype) for dtype in dtypes} | {"numpy": np.ones(8)}
+    for changed in dtypes:
+        leaves = FrozenLeaves(made)
+        copies = {name: np.array(leaf) for name, leaf in made.items()}
+        leaves.offer(copies)
+        _wait(leaves)
         leaves.require_same()
+        copies[changed] = copies[changed].copy()
+        copies[changed][3] = 3
+        leaves.offer(dict(copies))
+        _wait(leaves)
+        with failing(ConfigError, "loop.frozen-changed") as caught:
+            leaves.require_same()
+        assert changed in caught.value.what
+
+
+def _wait(leaves: FrozenLeaves) -> None:
+    for _, sums in leaves._pending:
+        sums.block_until_ready()
 
 
 def test_a_step_may_return_frozen_leaves_of_another_kind_or_place() -> None:
