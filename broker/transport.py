@@ -193,10 +193,22 @@ class Image:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of the broker's data in bytes. A limit of 0 means that there is no limit, or that it is unknown."""
+    """The memory of the broker's data in bytes.
+
+    Attributes:
+        used: What the server uses.
+        limit: What it may use; 0 if there is no limit, or if it is unknown.
+        machine: The memory of its machine; 0 if it is unknown.
+    """
 
     used: int
     limit: int
+    machine: int = 0
+
+    @property
+    def most(self) -> int:
+        """What it can use at most: its limit or its machine's memory; 0 if both are unknown."""
+        return min((size for size in (self.limit, self.machine) if size > 0), default=0)
 
 
 @dataclass(frozen=True)

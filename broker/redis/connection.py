@@ -123,9 +123,10 @@ class RedisConnection:
             return str(self.info("server").get("run_id", ""))
 
     def memory(self) -> Memory:
-        """Return how much memory the server uses, and its limit."""
+        """Return how much memory the server uses, its limit, and the memory of its machine."""
         info = self.info("memory")
-        return Memory(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
+        used, limit, machine = (int(info.get(name, 0)) for name in ("used_memory", "maxmemory", "total_system_memory"))
+        return Memory(used, limit, machine)
 
     def warn_once(self, what: str, error: WireError) -> None:
         """Log that `what` cannot be read, once for each such text."""

@@ -11,6 +11,8 @@ import pytest
 
 from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.messages import LIVE_SECONDS
+from archipelago.islands.own_loop import loop as own_loop
 from tests import pytorch
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG
@@ -161,6 +163,9 @@ def test_a_lazy_layer_and_a_model_without_parameters_are_errors() -> None:
         ModuleParameters(torch.nn.Sequential(torch.nn.LazyLinear(3)))
     with failing(ConfigError, "loop.nothing"):
         ModuleParameters(torch.nn.ReLU())
+    integers = torch.nn.ParameterList([torch.nn.Parameter(torch.arange(4), requires_grad=False)])
+    with failing(ConfigError, "loop.nothing"):
+        ModuleParameters(integers)
 
 
 def _replaced(model: Any) -> None:
@@ -224,3 +229,20 @@ def test_islands_of_different_dtypes_share_a_run() -> None:
     assert run.transport.reader.books().refused == 0
     for one, other in zip(wide.model.parameters(), narrow.model.parameters(), strict=True):
         np.testing.assert_allclose(as_float32(one), as_float32(other), atol=0.3)
+
+
+def test_a_loop_that_stops_is_not_waited_for_and_comes_back() -> None:
+    run = TorchRun()
+    island, other = run.island("a"), run.island("b")
+    for each in (island, other):
+        each.play(4)
+    for _ in range(int(own_loop.STALL_SECONDS + LIVE_SECONDS + 5)):
+        island.link.pump()  # its threads live, and its loop does not sync
+        other.play(1)
+    assert run.merger.live == {"b"}
+    for _ in range(6):
+        island.play(1)
+        other.play(1)
+    assert run.merger.live == {"a", "b"}
+    for mine, theirs in zip(island.loop.ledger.counts, other.loop.ledger.counts, strict=True):
+        assert abs(mine.version - theirs.version) <= 1

@@ -16,8 +16,9 @@ import pytest
 
 import archipelago
 from archipelago import SyncConfig
-from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, WireError
+from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError, WireError
 from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Memory
 from archipelago.broker.wire import digest
 from archipelago.islands.own_loop.tensors import EMBEDDINGS
 from archipelago.islands.sync import recovery
@@ -150,6 +151,16 @@ def test_one_model_cannot_be_in_two_runs(made: str) -> None:
         assert "'0.weight'" in caught.value.what
         with archipelago.pytorch.join(made, "other", module()):
             pass
+
+
+def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(connect(url, "own").reader)
+    monkeypatch.setattr(kind, "memory", lambda self: Memory(used=1 << 20, limit=0, machine=2 << 20))
+    with failing(ConfigError, "loop.too-large") as caught:
+        archipelago.pytorch.create(url, "own", torch.nn.Linear(512, 512), steps=10)
+    assert "262,656" in caught.value.what
+    with failing(UnknownRunError, "broker.unknown-run"):
+        connect(url, "own").reader.manifest()
 
 
 def test_a_first_parameter_that_is_not_finite_is_named(url: str) -> None:
