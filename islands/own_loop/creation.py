@@ -7,7 +7,7 @@ from typing import Any
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
 from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout, host_vector
+from archipelago.islands.own_loop.tree import TreeLayout, host_vector, require_values
 
 
 def create(
@@ -58,6 +58,8 @@ def create(
     config = settings(steps, sync, merge, outer, adopt, wire, record=record)
     layout = TreeLayout.of(params, trained)
     leaves = layout.leaves_of(params)
+    for leaf, values in leaves.items():
+        require_values(leaf, values)
     return create_run(
         url, name, config, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([leaves[leaf]]),
         layout.frozen_values,

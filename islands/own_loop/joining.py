@@ -71,8 +71,13 @@ class JoinedRun(Session):
         """
         self._require_joined()
         self._require_own(params)
+        before = self._parameters.tree
         self._parameters.offer(params)
-        self._turn(steps, tokens, loss)
+        try:
+            self._turn(steps, tokens, loss)
+        except ConfigError:
+            self._parameters.offer(before)  # the island can still leave with what it has
+            raise
         return self._parameters.tree
 
     def _require_own(self, params: Any) -> None:

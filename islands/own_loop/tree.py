@@ -318,12 +318,23 @@ def _require_like(name: str, leaf: Any, template: Any) -> None:
             "Let the step keep the dtypes of its parameters.",
             code="loop.dtype",
         )
+    require_values(name, leaf)
     _require_not_donated(name, leaf, "Give `sync` the parameters that the step returned.")
 
 
 def _require_not_donated(name: str, leaf: Any, remedy: str) -> None:
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ConfigError(f"the leaf {name!r} was donated to a computation", remedy, code="loop.deleted")
+
+
+def require_values(name: str, leaf: Any) -> None:
+    """Raise ConfigError (`loop.meta`) for a leaf that has a shape and no values."""
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        raise ConfigError(
+            f"the leaf {name!r} has no values: it is a {type(leaf).__name__}",
+            "Give arrays, and call `create` and `sync` outside of functions that JAX transforms.",
+            code="loop.meta",
+        )
 
 
 def host_vector(leaves: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:

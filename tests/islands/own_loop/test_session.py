@@ -158,7 +158,24 @@ def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(url: str, monkeyp
     assert "262,144" in caught.value.what
     with failing(UnknownRunError, "broker.unknown-run"):
         connect(url, "own").reader.manifest()
+    monkeypatch.setattr(kind, "memory", lambda self: Memory(used=1 << 20, limit=0, machine=2 << 20))
+    with failing(ConfigError, "loop.too-large"):
+        create(url, "own", {"w": jnp.zeros((512, 512))}, steps=10)
     assert create(url, "own", {"w": jnp.zeros(8)}, steps=10)
+
+
+def test_leaves_without_values_are_named(url: str, made: str) -> None:
+    with failing(ConfigError, "loop.meta") as caught:
+        create(url, "new", jax.eval_shape(tree), steps=10)
+    assert "'embedding'" in caught.value.what
+    with join(made, "own", tree()) as run:
+        with failing(ConfigError, "loop.meta"):
+            for _ in range(8):
+                run.sync(jax.eval_shape(tree), steps=4)
+        with failing(ConfigError, "loop.meta"):
+            jax.jit(lambda params: run.sync(params, steps=4))(run.params)
+        run.leave()
+        assert run.finished
 
 
 def test_parameters_that_are_not_finite_are_refused(url: str) -> None:
