@@ -46,6 +46,8 @@ class Scripts:
         self.folder = folder
         self.environment = {**os.environ, "ARCHIPELAGO_URL": url, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
         self.all: list[subprocess.Popen[str]] = []
+        #: Those that end their children when they are terminated.
+        self.with_children: list[subprocess.Popen[str]] = []
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         said = self.folder / f"process-{len(self.all)}.log"
@@ -72,7 +74,7 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
         yield started
         for process in started.all:
             if process.poll() is None:
-                process.kill()
+                process.terminate() if process in started.with_children else process.kill()
             process.wait()
 
 
@@ -111,6 +113,7 @@ def test_a_killed_process_of_fsdp_ends_its_island_and_the_island_rejoins(scripts
     url = scripts.environment["ARCHIPELAGO_URL"]
     script = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train_fsdp.py"))
     oslo = scripts.start(*script, "oslo")
+    scripts.with_children.append(oslo)
     until(lambda: beat(url, "oslo") or oslo.poll(), "the island to join")
     scripts.start("-m", "archipelago.ops", "merger", "--run", "mine")
     until(lambda: (found := beat(url, "oslo")) is not None and found.sent > 4, "its contributions")
@@ -120,6 +123,7 @@ def test_a_killed_process_of_fsdp_ends_its_island_and_the_island_rejoins(scripts
     oslo.wait()
     assert oslo.returncode != 0
     oslo = scripts.start(*script, "oslo")
+    scripts.with_children.append(oslo)
     until(lambda: oslo.poll() is not None, "the run to end")
     assert oslo.returncode == 0, scripts.said(oslo)
     said = re.search(r"ends at step (\d+) with the loss ([\d.]+)", scripts.said(oslo))
