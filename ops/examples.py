@@ -108,7 +108,10 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "bench join": {"archipelago bench join --parameters 1e6": "Measure what syncing costs a training script."},
     "bench start": {"archipelago bench start --quick": "Measure what starting an island costs."},
     "bench largest": {"archipelago bench largest --quick": "Send a large model through Redis."},
-    "simulate plan": {"archipelago simulate plan --sites 3 --link-mbits 200": "Plan a run over three sites."},
+    "simulate plan": {
+        "archipelago simulate plan --sites 3 --link-mbits 200": "Plan a run over three sites.",
+        "archipelago simulate plan --task docs/examples/task_bytes.py --sites 3": "Plan a run of a task of yours.",
+    },
     "simulate tables": {"archipelago simulate tables --days 2": "Compare with the published tables."},
     "simulate run": {"archipelago simulate run --days 1 --seed 3": "Simulate one day of failures."},
     "simulate quality": {"archipelago simulate quality --steps 100": "Train islands along failures."},

@@ -62,6 +62,10 @@ class PlanOptions:
 
     model: str = "1b"
     """The parameters (5e9, 5B, 120M), or a model by name (tiny, small, base, 124m, 1b)."""
+    task: str | None = None
+    """A task of your own, FILE.py:NAME. It gives the parameters, and its step is timed on this machine's device; each
+    chip is then one such device, with one batch a step.
+    """
     tokens: str = "20x"
     """The tokens to train on: a number (26B), or a multiple of the parameters (20x)."""
     sites: int = 2
@@ -142,6 +146,8 @@ def main(options: PlanOptions) -> int:
     """Plan, and print one page."""
     from archipelago.ops.simulation.plan_page import page
 
+    if options.task is not None:
+        options = of_task(options, options.task)
     found = plan(options)
     if options.json:
         print_json(dataclasses.asdict(found))
@@ -149,6 +155,16 @@ def main(options: PlanOptions) -> int:
         for line in page(options, found):
             say(line)
     return 0
+
+
+def of_task(options: PlanOptions, task: str) -> PlanOptions:
+    """Return the options with the size, the batch and the speed of a task."""
+    from archipelago.ops.simulation.task_step import measured_step
+
+    tokens, seconds = measured_step(task)
+    say(f"a step of the task takes {seconds * 1e3:.3g} ms here, for {tokens:,} tokens")
+    batch_tokens = tokens * options.chips
+    return dataclasses.replace(options, model=task, batch_tokens=batch_tokens, tokens_per_second=tokens / seconds)
 
 
 def plan(options: PlanOptions) -> Plan:
@@ -285,9 +301,14 @@ def parameters_of(model: str) -> int:
 
 
 def tensors_of(model: str) -> Sequence[Tensor]:
-    """Return the tensors of a model by name, or those of a usual decoder with that number of parameters."""
+    """Return the tensors of a model by name or of a task's, or those of a usual decoder of that many parameters."""
     if _is_number(model):
         return decoder(_number(model, "--model"))
+    if ".py" in model:
+        from archipelago.islands.tasks.file import load_task
+        from archipelago.islands.tasks.workload import TaskModel
+
+        return TaskModel(load_task(model), 0).tensors
     from archipelago.islands.models.registry import build
 
     return build(model).tensors
