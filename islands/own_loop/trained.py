@@ -55,6 +55,7 @@ def frozen_changed(name: str) -> ConfigError:
     """Return the error (`loop.frozen-changed`) for a frozen tensor that the script has changed."""
     return ConfigError(
         f"the frozen tensor {name!r} has changed since `join`, so this island trains another model than its peers",
-        "Leave it out of the optimiser; weight decay changes tensors without gradients too. Start the script again.",
+        "Leave it out of the optimiser, because weight decay changes tensors without gradients too, and load weights "
+        "before `join`. Start the script again.",
         code="loop.frozen-changed",
     )

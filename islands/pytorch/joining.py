@@ -256,6 +256,13 @@ def join(
             (`llama.different`).
     """
     several = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in several:
+        if not hasattr(each, "param_groups"):
+            raise ConfigError(
+                f"the optimiser is a {type(each).__name__}, which has no `param_groups`",
+                "Give an optimiser of PyTorch, or a list of them.",
+                code="loop.optimizer",
+            )
     inner, group = unwrapped(model)
     if (mesh := mesh_of(inner)) is not None:
         from archipelago.islands.pytorch.sharded import joined

@@ -53,12 +53,12 @@ def parsed(text: str) -> Script | None:
     if not text:
         return None
     try:
-        path, *arguments = shlex.split(text)
+        path, *arguments = shlex.split(text) or [""]
     except ValueError as error:
         raise ConfigError(f"--script {text!r}: {error}", "Close the quotation.", code="chaos.script") from None
     if not Path(path).is_file():
         raise ConfigError(
-            f"there is no script {path}",
+            f"there is no script {path!r}",
             'Give a Python file and its arguments, such as --script "train.py --name {island}".',
             code="chaos.script",
         )

@@ -118,6 +118,12 @@ def test_a_choice_that_cannot_be_used_is_refused(trained: Any, code: str) -> Non
         archipelago.pytorch.join("fakeredis://never", "own", model, trained=trained)
 
 
+def test_what_is_no_optimiser_is_refused() -> None:
+    for wrong in ("adam", module().parameters(), [None]):
+        with failing(ConfigError, "loop.optimizer"):
+            archipelago.pytorch.join("fakeredis://never", "own", module(), wrong)
+
+
 def test_a_frozen_parameter_without_a_digest_is_refused() -> None:
     model = module()
     model.sparse = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)

@@ -44,7 +44,7 @@ def test_what_a_script_cannot_have_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.touch()
-    for text in ("missing.py", "'train.py", str(tmp_path)):
+    for text in ("missing.py", "'train.py", str(tmp_path), " "):
         with failing(ConfigError, "chaos.script"):
             main(ChaosOptions(script=text))
     for options in (ChaosOptions(script="train.py", standbys=1), ChaosOptions(script="train.py", baselines=True)):
