@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.corpus_shards import Place
 from archipelago.islands.tasks.file import TaskFile
 from archipelago.islands.tasks.shards import Shard, TaskRun
@@ -30,7 +31,7 @@ class TaskBatches:
         """Note the task. Its `batches` are called when the first batch is needed."""
         self._file, self._run = file, run
         self._iterator: Iterator[Any] | None = None
-        self._first: tuple[Any, Shard | None] | None = None
+        self._first: tuple[Any, Shard | None, int] | None = None
         self._structure: Any = None
         self._shapes: list[tuple[tuple[int, ...], Any]] = []
         self._told = False
@@ -41,11 +42,11 @@ class TaskBatches:
         drawn = []
         self.tokens = 0
         for _ in range(steps):
-            batch, shard = self._peek()
+            batch, shard, tokens = self._peek()
             self._first = None
             if shard is not None:
                 shard.read()
-            self.tokens += self._tokens_of(batch)
+            self.tokens += tokens
             drawn.append(batch)
         if self._run.current is None and not self._told:
             log.warning("the task %r does not read by `run.shards`: a restart may repeat data", self._file.name)
@@ -54,7 +55,7 @@ class TaskBatches:
 
     def sample(self, steps: int) -> Any:
         """Return the first batch as often as asked. It is not used up."""
-        batch, _ = self._peek()
+        batch, _, _ = self._peek()
         return jax.tree.map(lambda x: np.stack([x] * steps), batch)
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -84,10 +85,11 @@ class TaskBatches:
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
-    def _peek(self) -> tuple[Any, Shard | None]:
-        """Return the next batch and its shard, and keep them."""
+    def _peek(self) -> tuple[Any, Shard | None, int]:
+        """Return the next batch, its shard and its tokens, and keep them."""
         if self._first is None:
-            self._first = self._checked(self._drawn()), self._run.current
+            batch = self._checked(self._drawn())
+            self._first = batch, self._run.current, self._tokens_of(batch)
         return self._first
 
     def _drawn(self) -> Any:
@@ -135,7 +137,10 @@ class TaskBatches:
         elif tokens is None:
             shape = jax.tree.leaves(batch)[0].shape
             tokens = shape[0] if shape else 1
-        return max(1, int(tokens))
+        count = self._file.call("tokens", int, tokens)
+        if not 0 <= count <= OWN_TOKENS_PER_STEP_MAX:
+            raise self._file.wrong("tokens", f"gives {count:,}", f"Give 0 to {OWN_TOKENS_PER_STEP_MAX:,} for a batch.")
+        return max(1, count)
 
 
 def _in_words(shapes: list[tuple[tuple[int, ...], Any]]) -> str:

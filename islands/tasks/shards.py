@@ -56,6 +56,11 @@ class Shard:
         """Count a batch that the island trains on."""
         self._read += 1
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the whole pass has given no batch."""
+        return self._ended and self.position + self._read == 0
+
     def end(self) -> None:
         """Note that all batches of the pass were drawn."""
         self._ended = True
@@ -90,7 +95,7 @@ class TaskRun:
         self._run_seed, self._link, self._pause = run_seed, link, pause
         self._thread = threading.get_ident()
         self._held: dict[str, Shard] = {}
-        self._private = 0
+        self._private, self._is_sharded = 0, False
         #: The shard that is read now.
         self.current: Shard | None = None
 
@@ -108,13 +113,22 @@ class TaskRun:
             count: How many shards the data has. It must be the same on all islands.
 
         Raises:
-            ConfigError: There cannot be so many (`task.shards`), or this is another thread (`task.shards-thread`).
+            ConfigError: There cannot be that many, all of them are empty, or this was called before (`task.shards`), or
+                this is another thread (`task.shards-thread`).
         """
         if not hasattr(count, "__index__") or not 1 <= count <= SHARDS_MAX:
             raise ConfigError(f"a task cannot have {count!r} shards", f"Give 1 to {SHARDS_MAX:,}.", code="task.shards")
+        if self._is_sharded:
+            raise ConfigError(
+                "`run.shards` was called twice, and the shards of both calls have the same numbers",
+                "Call it once. Let a shard hold a part of each data set.",
+                code="task.shards",
+            )
+        self._is_sharded = True
         if self._link is not None:
             self._link.offer(shard_order(count, self._run_seed))
-        while True:
+        empty: set[int] = set()
+        while len(empty) < count:
             if threading.get_ident() != self._thread:
                 raise ConfigError(
                     "`run.shards` was used in another thread than the one that trains",
@@ -129,10 +143,17 @@ class TaskRun:
                 self._held[str(shard.number)] = shard
             yield shard
             shard.end()
+            (empty.add if shard.is_empty else empty.discard)(shard.number)
+        raise ConfigError(
+            f"none of the {count:,} shards of the data gives a batch",
+            "Cut the data into fewer shards (`run.shards`), or make the batches smaller.",
+            code="task.shards",
+        )
 
     def _lease(self) -> Place | None:
+        """Return the next shard of the run; None if none is free, or too many ends of shards are not merged yet."""
         link = self._link
-        if link is None:
+        if link is None or len(self._held) >= PLACES_MAX:
             return None
         place = link.lease()
         waited = 0.0
@@ -158,8 +179,8 @@ class TaskRun:
     # -- reports to the broker ----------------------------------------------------------------------------------------
 
     def places(self) -> tuple[Place, ...]:
-        """Return the places in the leased passes that are not forgotten: the newest ones, in order of leasing."""
-        return tuple(shard.place() for shard in self._held.values())[-PLACES_MAX:]
+        """Return the places in the leased passes that are not forgotten, in order of leasing: at most PLACES_MAX."""
+        return tuple(shard.place() for shard in self._held.values())
 
     def forget(self, shards: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import pytest
 
 from archipelago import Task
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig
+from archipelago.broker.corpus_shards import PLACES_MAX, Place
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
 from archipelago.islands.evaluation import published
 from archipelago.islands.inner import InnerState
@@ -57,6 +59,19 @@ def test_an_island_goes_on_with_a_shard_where_what_was_merged_ends() -> None:
     (place,) = again.batches.places()
     assert place.position == before[place.shard][1] + 1
     assert place.pass_number == before[place.shard][0]
+
+
+def test_an_island_holds_no_more_shards_than_it_can_report() -> None:
+    free = map(str, itertools.count())
+    link: Any = SimpleNamespace(offer=lambda shards: None, lease=lambda: Place(next(free), 0, 0), is_started=True)
+    run = TaskRun("a", 1, link=link)
+    shards = run.shards(1000)
+    for _ in range(2 * PLACES_MAX):
+        next(shards).read()
+    assert [place.shard for place in run.places()] == [str(number) for number in range(PLACES_MAX)]
+    run.forget(["0"])  # its end was merged
+    next(shards).read()
+    assert run.places()[-1] == Place(str(PLACES_MAX), 0, 1)
 
 
 def test_a_schedule_of_the_users_optimiser_follows_the_clock_of_the_run() -> None:
@@ -102,12 +117,14 @@ def test_an_evaluation_of_a_task_gives_its_loss() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 GOOD = """
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from archipelago import Task
 def init(seed): return {"w": jnp.ones((3, 2))}
 def loss(params, batch): return jnp.mean(batch @ params["w"])
+def while_loop(loss): return jax.lax.while_loop(lambda x: x < 3, lambda x: x * 2, loss)  # has no gradient
 def batches(run):
     while True: yield np.ones((4, 3), np.float32)
 """
@@ -136,6 +153,12 @@ MISTAKES = [
     ("task = Task(init, loss, batches, optimizer='adam')", "task.optimizer"),
     ("task = Task(init, loss, batches, optimizer=optax.GradientTransformation(None, None))", "task.optimizer"),
     ("task = Task(init, loss, batches, tokens=0)", "task.tokens"),
+    ("task = Task(init, lambda params, batch: while_loop(loss(params, batch)), batches)", "task.loss"),
+    ("task = Task(init, loss, lambda run: (None for shard in run.shards(4) if False))", "task.shards"),
+    ("task = Task(init, loss, lambda run: zip(run.shards(2), run.shards(2)))", "task.shards"),
+    ("task = Task(init, loss, batches, tokens=2**40)", "task.tokens"),
+    ("task = Task(init, loss, batches, tokens=lambda batch: -1)", "task.tokens"),
+    ("task = Task(init, loss, batches, tokens=lambda batch: np.float32(np.nan))", "task.tokens"),
     ("task = Task(init, loss, batches, kinds='(')", "loop.kinds"),
 ]
 
@@ -155,7 +178,7 @@ def test_an_error_names_the_line_of_the_users_file(tmp_path: Path) -> None:
     file = load_task(f"{path}:mine")
     with pytest.raises(ConfigError) as caught:
         require_trainable(file, CONFIG)
-    assert "line 11" in caught.value.what
+    assert "line 13" in caught.value.what
     assert caught.value.__suppress_context__
 
 
