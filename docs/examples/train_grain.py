@@ -41,7 +41,7 @@ def train_step(params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-create(None, "mine", params, sync=SyncConfig(interval=24, fragments=2), steps=4_000)
+create(None, "mine", params, sync=SyncConfig(interval=24, fragments=2), steps=2_000)
 with join(None, "mine", params, state=lambda: opt_state, island=island) as run:
     params, opt_state = run.params, run.state
     for batch in loader.to_iter_dataset():
