@@ -228,8 +228,7 @@ def test_an_example_trains_to_the_end_of_its_run(
         pytorch.required(package)
     url = scripts.environment["ARCHIPELAGO_URL"]
     islands = [scripts.start(str(EXAMPLES / name), island) for island in ("oslo", "lima")]
-    both = lambda: all(beat(url, island) for island in ("oslo", "lima"))  # noqa: E731
-    until(lambda: both() or any(island.poll() is not None for island in islands), "both islands to join")
+    until(lambda: all(beat(url, island) for island in ("oslo", "lima")), "both islands to join")
     scripts.start("-m", "archipelago.ops", "merger", "--run", "mine")
     for island in islands:
         until(lambda island=island: island.poll() is not None, "the run to end")
