@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
-from archipelago.broker.corpus_shards import Place
+from archipelago.broker.corpus_shards import Place, parse_places
 from archipelago.islands.tasks.file import TaskFile
 from archipelago.islands.tasks.shards import Shard, TaskRun
 
@@ -77,11 +77,14 @@ class TaskBatches:
         return []
 
     def state(self) -> dict[str, int | str]:
-        """Return nothing: the run keeps the places of shards, and other iterables have none."""
-        return {}
+        """Return how far each leased shard was read. Other iterables have no position."""
+        return {"places": " ".join(map(str, self.places()))}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
-        """Do nothing, as `state` is empty."""
+        """Continue from a `state()`, so that no batch before the checkpoint is read again."""
+        if places := parse_places(str(state.get("places", ""))):
+            self._run.restore(places)
+            self._iterator = self._first = None
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 

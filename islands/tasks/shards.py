@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,6 +96,7 @@ class TaskRun:
         self._run_seed, self._link, self._pause = run_seed, link, pause
         self._thread = threading.get_ident()
         self._held: dict[str, Shard] = {}
+        self._restored: deque[Place] = deque()
         self._private, self._is_sharded = 0, False
         #: The shard that is read now.
         self.current: Shard | None = None
@@ -153,7 +155,13 @@ class TaskRun:
     def _lease(self) -> Place | None:
         """Return the next shard of the run; None if none is free, or too many ends of shards are not merged yet."""
         link = self._link
-        if link is None or len(self._held) >= PLACES_MAX:
+        if link is None:
+            return None
+        while self._restored:
+            restored = self._restored.popleft()
+            if restored.shard in self._held:  # its lease was not lost meanwhile
+                return restored
+        if len(self._held) >= PLACES_MAX:
             return None
         place = link.lease()
         waited = 0.0
@@ -181,6 +189,15 @@ class TaskRun:
     def places(self) -> tuple[Place, ...]:
         """Return the places in the leased passes that are not forgotten, in order of leasing: at most PLACES_MAX."""
         return tuple(shard.place() for shard in self._held.values())
+
+    def restore(self, places: Sequence[Place]) -> None:
+        """Go on at the `places()` of a checkpoint. `shards` is then called once more."""
+        self._is_sharded, self.current = False, None
+        self._held = {
+            place.shard: Shard(int(place.shard), 0, place.pass_number, place.position, 0, _ended=place.ended)
+            for place in places
+        }
+        self._restored = deque(place for place in places if not place.ended)
 
     def forget(self, shards: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""

@@ -21,6 +21,7 @@ from archipelago.broker.corpus_shards import PLACES_MAX, Place
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
 from archipelago.islands.evaluation import published
 from archipelago.islands.inner import InnerState
+from archipelago.islands.tasks.batches import TaskBatches
 from archipelago.islands.tasks.file import load_task, task_of
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.tasks.workload import TaskModel, TaskWorkload, require_trainable, task_config
@@ -72,6 +73,23 @@ def test_an_island_holds_no_more_shards_than_it_can_report() -> None:
     run.forget(["0"])  # its end was merged
     next(shards).read()
     assert run.places()[-1] == Place(str(PLACES_MAX), 0, 1)
+
+
+def test_an_island_restored_with_its_run_goes_on_where_its_checkpoint_was() -> None:
+    free = iter("3567")
+    link: Any = SimpleNamespace(offer=lambda shards: None, lease=lambda: Place(next(free), 0, 0), is_started=True)
+    before, after = (TaskBatches(file_of(), TaskRun("a", seed, link=link)) for seed in (1, 2))
+    before.next(BATCHES + 1)
+    after.sample(1)  # as it compiles
+    assert before.held() == ["3", "5"]
+    after.restore(before.state())
+    assert after.places() == before.places()
+    np.testing.assert_array_equal(after.next(2)["x"], before.next(2)["x"])
+    assert after.places() == before.places() == (Place("3", 0, 0, ended=True), Place("5", 0, 3))
+    after.restore(before.state())
+    after.forget(["5"])  # another island has it
+    after.next(1)
+    assert after.held() == ["3", "7"]
 
 
 def test_a_schedule_of_the_users_optimiser_follows_the_clock_of_the_run() -> None:
