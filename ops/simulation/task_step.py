@@ -1,4 +1,4 @@
-"""The size and the step time of a user's task, for `archipelago simulate plan --task`."""
+"""The size and the step time of a user's task, for `archipelago simulate plan --task FILE.py`."""
 
 from __future__ import annotations
 
