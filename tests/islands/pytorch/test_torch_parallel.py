@@ -92,7 +92,7 @@ def test_a_leader_without_its_team_leaves_the_run(monkeypatch: pytest.MonkeyPatc
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", module(), steps=10)
     before = threading.active_count()
-    leader = Leader(None, url, "own", module(), [], (), "both", 30.0)
+    leader = Leader(None, url, "own", module(), [], (), None, None, "both", 30.0)
     with pytest.raises(RuntimeError, match="closed by peer"), leader:
         pass
     until(lambda: threading.active_count() == before, "the threads of the link to end")
@@ -106,7 +106,7 @@ def test_all_processes_read_the_same_length_of_the_run(monkeypatch: pytest.Monke
     monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda group: Alone())
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", module(), steps=10)
-    with Leader(None, url, "own", module(), [], (), "both", 30.0) as run:
+    with Leader(None, url, "own", module(), [], (), None, None, "both", 30.0) as run:
         assert run._loop is not None
         run._loop.link.run_steps = 7  # an operator changed it, and the others were not told yet
         assert run.steps == 10
