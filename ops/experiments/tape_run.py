@@ -20,7 +20,9 @@ import numpy as np
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import DataError
 from archipelago.islands.creation import fitted
+from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.evaluation import published
 from archipelago.islands.inner import InnerState, InnerSteps, compile_steps
 from archipelago.islands.models.registry import build
@@ -84,6 +86,23 @@ class Course:
         return max(0, bisect_right(self._at, now % self._length) - 1)
 
 
+class LiveBatches(Batches):
+    """The batches of an island of which some slices may be lost. The sequences of lost slices are skipped.
+
+    Attributes:
+        sequences: How many sequences of each batch are left.
+    """
+
+    sequences = 1 << 20
+
+    def next(self, steps: int) -> Tokens:
+        """Return the next batches, without the sequences of lost slices."""
+        whole = super().next(steps)
+        left = whole[:, : self.sequences]
+        self.tokens = self.tokens * left.shape[1] // whole.shape[1]
+        return left
+
+
 class TapeRun(VirtualRun):
     """A run whose islands follow a tape from its beginning.
 
@@ -92,13 +111,14 @@ class TapeRun(VirtualRun):
         deaths: How often an island stalled for so long that it counted as dead.
     """
 
+    batches_type = LiveBatches
+
     def __init__(self, config: RunConfig, corpus: OpenCorpus, steps: InnerSteps, tape: FailureTape) -> None:
         self._courses = {
             f"island-{number}": Course(legs, tape.step_seconds, tape.seconds)
             for number, legs in enumerate(tape.islands)
         }
         self._paces = dict(zip(self._courses, paces(len(self._courses)), strict=True))
-        self._full_steps, self._full_config = steps, config
         self.tokens = self.deaths = 0
         self._counted: dict[Island, int] = {}
         self._stalled: dict[str, float] = {}  # The time at which each island will be back.
@@ -139,17 +159,11 @@ class TapeRun(VirtualRun):
 
     def _fit(self, island: Island) -> None:
         """Set the size of an island's next batch to its share of live slices, rounded up or down in turn."""
-        whole = self._full_config.data.batch_size
+        whole = self.manifest.config.data.batch_size
         phase = island.totals.steps * _GOLDEN % 1.0
         live = self._courses[island.name].live(self.clock.now) or 1.0
-        sequences = min(whole, max(1, math.floor(live * whole + phase))) if live < 1.0 else whole
-        data = dataclasses.replace(self._full_config.data, batch_size=sequences)
-        island.config = dataclasses.replace(self._full_config, data=data)
-
-        def fewer(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
-            return self._full_steps(state, tokens_nxBxT1[:, :sequences], step)
-
-        island.steps = self._full_steps if sequences == whole else fewer
+        assert isinstance(island.batches, LiveBatches)  # noqa: S101 - `batches_type` makes them
+        island.batches.sequences = min(whole, max(1, math.floor(live * whole + phase))) if live < 1.0 else whole
 
     def _schedule(self, island: Island, at: float) -> None:
         """Schedule an island's next step boundary, delayed by its stalls."""

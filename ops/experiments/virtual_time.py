@@ -101,7 +101,12 @@ class VirtualRun:
         late_seconds: How long each event of the merger is on its way.
         attacks: The attack of each hostile island, by its name (`hostile.FORGERIES`).
         apart: Island i of `apart` reads only the i-th part of the text, cut into that many; 0: all read all of it.
+
+    Attributes:
+        batches_type: The class of its islands' batches.
     """
+
+    batches_type: type[Batches] = Batches
 
     def __init__(
         self,
@@ -169,7 +174,7 @@ class VirtualRun:
         shards = shard_order(self.manifest.config.data.shards, self.manifest.config.seed)
         link = Link(transport, self.manifest, f"{name}/{incarnation}", shards, clock=self.clock, wall=self.clock)
         arrivals = link.join()
-        batches = Batches(self._text(), self.manifest.config, link.lease, fallback=self._born)
+        batches = self.batches_type(self._text(), self.manifest.config, link.lease, fallback=self._born)
         config = self.manifest.config
         steps = compiled_wrong(config.model, config.inner) if attack == "labels" else self._steps
         island = Island(name, self.manifest, steps, batches, link, arrivals, self.clock, incarnation)
