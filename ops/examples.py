@@ -106,6 +106,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "bench signing": {"archipelago bench signing": "Measure what signatures cost."},
     "bench island": {"archipelago bench island --quick": "Measure what synchronising costs an island."},
     "bench join": {"archipelago bench join --parameters 1e6": "Measure what syncing costs a training script."},
+    "bench lora": {"archipelago bench lora --steps 96": "Compare LoRA by islands with one process."},
     "bench start": {"archipelago bench start --quick": "Measure what starting an island costs."},
     "bench largest": {"archipelago bench largest --quick": "Send a large model through Redis."},
     "simulate plan": {
