@@ -35,6 +35,8 @@ SPARSE = "top3"
 TOP_UNITS, TOP_LARGE = np.float32(4096), 2458
 #: Elements that numpy encodes at a time, so that intermediate arrays fit the cache. A multiple of every block size.
 PIECE = 16 * TOP_BLOCK
+#: JAX on a CPU takes arrays without a copy that begin at a multiple of this number of bytes.
+ALIGNMENT = 64
 #: A block whose magnitudes are below TINY becomes zero, as some devices flush smaller numbers. Magnitudes are clipped
 #: to HUGE.
 TINY, HUGE = np.float32(2.0**-100), np.float32(2.0**110)
@@ -48,12 +50,14 @@ class Codec(NamedTuple):
         quantise: Called as `quantise(values_N, xp)`. Returns flat arrays with that layout.
         restore: Called as `restore(parts, N, xp)`. Returns the decoded vector [N].
         error_bound: Returns the largest error of each element, for finite values up to HUGE.
+        block: Elements that are encoded together. Whole blocks of a vector can be encoded apart from the others.
     """
 
     layout: Callable[[int], tuple[tuple[int, DTypeLike], ...]]
     quantise: Callable[[Array, Any], Parts]
     restore: Callable[[Parts, int, Any], Array]
     error_bound: Callable[[Vector], Vector]
+    block: int = 1
 
     def encoded_size(self, elements: int) -> int:
         """Return the size in bytes of an encoded vector of `elements` elements."""
@@ -78,16 +82,27 @@ class Codec(NamedTuple):
             at += parts[-1].nbytes
         return tuple(parts)
 
-    def decode(self, body: bytes | memoryview, elements: int) -> Vector:
-        """Return the float32 vector in a body of exactly `encoded_size(elements)` bytes."""
-        parts, values_N = self.parts_of(body, elements), np.empty(elements, np.float32)
+    def decode(self, body: bytes | memoryview, elements: int, base_N: Vector | None = None) -> Vector:
+        """Return the float32 vector in a body of exactly `encoded_size(elements)` bytes, added to `base_N` if given."""
+        parts, values_N = self.parts_of(body, elements), empty_vector(elements)
         with np.errstate(all="ignore"):  # a hostile body may hold any scale, so callers check for NaN
             for start in range(0, elements, PIECE):
                 end = min(start + PIECE, elements)
                 cuts = zip(self.layout(start), self.layout(end), strict=True)
                 piece = tuple(part[a:b] for part, ((a, _), (b, _)) in zip(parts, cuts, strict=True))
-                values_N[start:end] = self.restore(piece, end - start, np)
+                found = self.restore(piece, end - start, np)
+                values_N[start:end] = found if base_N is None else base_N[start:end] + found
         return values_N
+
+
+def empty_vector(elements: int) -> Vector:
+    """Return a float32 vector with undefined values.
+
+    Its memory begins at a multiple of 64 bytes, so that JAX on a CPU uses it in place and makes no copy.
+    """
+    raw = np.empty(elements + ALIGNMENT // 4, np.float32)
+    start = -raw.ctypes.data // 4 % (ALIGNMENT // 4)
+    return raw[start : start + elements]
 
 
 def body_of(parts: Parts) -> bytes:
@@ -346,24 +361,28 @@ CODECS: dict[str, Codec] = {
         quantise=_quantise_int8,
         restore=_restore_int8,
         error_bound=_bound_of_steps(INT8_BLOCK, 127),
+        block=INT8_BLOCK,
     ),
     "int4": Codec(
         layout=_blocked(INT4_BLOCK, (1, np.uint16), (INT4_BLOCK // 2, np.uint8)),
         quantise=_quantise_int4,
         restore=_restore_int4,
         error_bound=_bound_of_steps(INT4_BLOCK, 7),
+        block=INT4_BLOCK,
     ),
     "e3m0": Codec(
         layout=_blocked(INT4_BLOCK, (1, np.uint16), (INT4_BLOCK // 2, np.uint8)),
         quantise=_quantise_e3m0,
         restore=_restore_e3m0,
         error_bound=_bound_e3m0,
+        block=INT4_BLOCK,
     ),
     "top3": Codec(
         layout=_blocked(TOP_BLOCK, (2, np.uint16), (TOP_KEPT * 3 // 2, np.uint8), (TOP_KEPT // 4, np.uint8)),
         quantise=_quantise_top,
         restore=_restore_top,
         error_bound=_bound_top,
+        block=TOP_BLOCK,
     ),
 }
 

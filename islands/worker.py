@@ -14,18 +14,19 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.manifest import Manifest
+from archipelago.islands.computation import Computation
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds
+from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params
 from archipelago.islands.moments import SyncedState
 from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.sync.actions import BeginPass, ForgetShards, Steps, TakeMoments
-from archipelago.islands.sync.arrays import Tensors, device_copy
+from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.memory_use import MemoryMeter, measured
@@ -55,6 +56,8 @@ class Island(Participant):
         on_marker: Callable[[Island, int], None] | None = None,
         first_state: Callable[[Params], InnerState] | None = None,
         bounds: MomentBounds | None = None,
+        placement: Placement | None = None,
+        computes: Callable[..., Computation] = Computation,
     ) -> None:
         """Begin from published snapshots with fresh inner optimiser state.
 
@@ -71,17 +74,19 @@ class Island(Participant):
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
             first_state: Returns the state of the inner optimiser for parameters; that of the run's config by default.
             bounds: The bounds on the moments of peers; those of the run's config by default.
+            placement: Where everything is on several devices, for which `steps` were compiled; None for one device.
+            computes: Makes the computation, which an island over several hosts shares with the others.
         """
         fresh = first_state or partial(begin, manifest.config.inner)
         self.moment_bounds = bounds or moment_bounds(manifest.config.inner)
         self._has_own_optimizer = first_state is not None
-        self.replica = Replica(manifest)
-        self.synced = SyncedState(manifest)
-        self.inner = fresh(self.replica.begin([arrival.params_N for arrival in arrivals]))
-        super().__init__(name, manifest, link, self.replica, arrivals, jax_host(clock), clock, incarnation)
-        if manifest.config.has_own_loops:
-            self.action_log.enabled = False  # replay cannot repeat the batches of a task
-        self.steps = steps
+        self.computation = computes(manifest, steps, fresh, placement)
+        self.computation.begin([arrival.params_N for arrival in arrivals])
+        host = jax_host(clock, placement)
+        super().__init__(name, manifest, link, self.replica, arrivals, host, clock, incarnation)
+        if manifest.config.has_own_loops or placement is not None:
+            # Replay can repeat neither the batches of a task nor the rounding of sums over several devices.
+            self.action_log.enabled = False
         self.batches = batches
         self.scan_steps = scan_steps
         self.pacer = Pacer()
@@ -100,11 +105,7 @@ class Island(Participant):
             self.synced.warm_up(self.replica, self.inner)
             self._stepped_at = self.clock()
             return
-        batch = jax.device_put(self.batches.sample(self.scan_steps))
-        length = self.length_argument(self.link.run_steps)
-        after, losses_n = self.steps(device_copy(self.inner), batch, jax.device_put(np.int32(0)), *length)
-        self.synced.warm_up(self.replica, after)
-        losses_n.block_until_ready()
+        self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.run_steps)
         self._stepped_at = self.clock()
 
     # -- the two halves of the loop -----------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class Island(Participant):
     def advance(self) -> None:
         """Dispatch `scan_steps` inner steps. The device works on them during the next boundary."""
         n = self.scan_steps
-        batch = jax.device_put(self.batches.next(n))  # `jnp.asarray` would compile a program for the transfer
+        batch = self.batches.next(n)
         tokens = self.batches.tokens
         self.tokens_per_step = tokens / n
         for point in self.batches.take_begun():
@@ -131,8 +132,8 @@ class Island(Participant):
         self.action_log.add(Steps(n, is_held))
         # This is noted first, because on a CPU the call below may do the arithmetic itself.
         self.pacer.dispatched(n, self.clock())
-        schedule_step = jax.device_put(np.int32(min(self.ledger.global_step, self.run_steps)))  # constant from then on
-        self.inner, losses_n = self.steps(self.inner, batch, schedule_step, *self.length_argument(self.run_steps))
+        schedule_step = min(self.ledger.global_step, self.run_steps)  # constant from then on
+        losses_n = self.computation.step(batch, schedule_step, self.run_steps)
         self.stepped(n, tokens, is_held=is_held)
         # One call may be in flight. This keeps the device busy, and still measures the time of steps.
         if self._in_flight is not None:
@@ -143,6 +144,41 @@ class Island(Participant):
         now = self.clock()
         self.speed.stepped(n, now - self._stepped_at)
         self._stepped_at = now
+
+    # -- its computation ----------------------------------------------------------------------------------------------
+
+    @property
+    def inner(self) -> InnerState:
+        """Parameters and the inner optimiser's state."""
+        return self.computation.inner
+
+    @inner.setter
+    def inner(self, state: InnerState) -> None:
+        self.computation.inner = state
+
+    @property
+    def steps(self) -> InnerSteps:
+        """The compiled inner steps."""
+        return self.computation.steps
+
+    @steps.setter
+    def steps(self, steps: InnerSteps) -> None:
+        self.computation.steps = steps
+
+    @property
+    def replica(self) -> Replica:
+        """The references of all fragments."""
+        return self.computation.replica
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where everything is on several devices; None for one device."""
+        return self.computation.placement
+
+    @property
+    def synced(self) -> SyncedState:
+        """The synced tensors of the inner state."""
+        return self.computation.synced
 
     # -- what an island of ours adds to a participant -----------------------------------------------------------------
 
@@ -157,12 +193,11 @@ class Island(Participant):
 
     def measured(self, fragment: int, codec: str) -> Parts:
         """Return the fragment's outer gradient, and its first moments where the run averages them."""
-        return self.replica.measure(fragment, self.synced.tensors(fragment, self.inner), codec)
+        return self.computation.measure(fragment, codec)
 
     def take_over(self, fragment: int, new_N: Vector) -> None:
         """Adopt a fragment, with its first moments where the run averages them."""
-        steps = self.ledger.counts[fragment].steps
-        self.inner = self.synced.adopt(self.replica, fragment, self.inner, new_N, steps)
+        self.computation.adopt(fragment, new_N, self.ledger.counts[fragment].steps)
 
     def places(self) -> Sequence[object]:
         """Return how far each leased shard was read."""
@@ -175,16 +210,12 @@ class Island(Participant):
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays."""
-        return jax.tree.leaves(device_copy(self.inner.optimizer))
+        return self.computation.optimizer_leaves()
 
     def reached_marker(self, number: int) -> None:
         """Take a checkpoint."""
         if self._on_marker is not None:
             self._on_marker(self, number)
-
-    def length_argument(self, steps: int) -> tuple[jax.Array, ...]:
-        """Return the further argument of the inner steps for a run of that length, if it is not the config's."""
-        return () if steps == self.config.inner.steps else (jax.device_put(np.int32(steps)),)
 
     @property
     def learning_rate(self) -> float:
@@ -196,15 +227,16 @@ class Island(Participant):
     def use_state_of_peer(self, received: Received) -> None:
         """Use a peer's inner optimiser state instead of fresh moments."""
         handover = received.handover
-        self.inner = self.inner._replace(optimizer=received.optimizer)
+        self.computation.use_optimizer(jax.tree.leaves(received.optimizer))
         self.moments = f"peer {handover.giver}"
         self.action_log.add(TakeMoments(f"{handover.giver}/{handover.incarnation}", handover.index))
 
 
-def jax_host(clock: Callable[[], float]) -> Host:
+def jax_host(clock: Callable[[], float], placement: Placement | None = None) -> Host:
     """Return what an island with JAX says about its machine."""
     accelerators = [device for device in jax.local_devices() if device.platform != "cpu"]
-    return Host(jax.devices()[0].device_kind[:200], MemoryMeter(clock, partial(measured, accelerators)))
+    device = jax.devices()[0].device_kind if placement is None else placement.device
+    return Host(device[:200], MemoryMeter(clock, partial(measured, accelerators)))
 
 
 def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None = None) -> str:

@@ -1,5 +1,5 @@
 """Islands that are training scripts of their users: `archipelago.create` and `archipelago.join`.
 
-`session`, `handover`, `loop`, `new_run`, `reported`, `signals`, `soundness` and `tensors` do not import JAX, so that
-another framework can use them. The other modules are for JAX.
+`creation`, `frozen`, `joining`, `parameters`, `replica`, `state` and `tree` are for JAX. The other modules do not
+import it, so that another framework can use them.
 """

@@ -76,9 +76,13 @@ class FrozenLeaves:
             self._seen = _references(named)
             self._pending = _sums(named)
 
-    def require_same(self) -> None:
-        """Compare what the device has added up by now. Raises ConfigError (`loop.frozen-changed`)."""
-        if not self._pending or not all(sums.is_ready() for _, sums in self._pending):
+    def require_same(self, *, waits: bool = False) -> None:
+        """Compare what the device has added up by now, or with `waits` all.
+
+        Raises:
+            ConfigError: A leaf has changed (`loop.frozen-changed`).
+        """
+        if not self._pending or not (waits or all(sums.is_ready() for _, sums in self._pending)):
             return
         found, self._pending = _by_name(self._pending), []
         for name, expected in _by_name(self._expected).items():

@@ -17,9 +17,6 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Handover
 from archipelago.islands.sync import recovery
 
-#: No run makes this many steps.
-STEPS_MAX = 1 << 30
-
 
 def layout_digest(layout: Iterable[tuple[str, Sequence[int], str]]) -> NDArray[np.uint8]:
     """Return 16 bytes that stand for the names, shapes and dtypes of arrays in order."""

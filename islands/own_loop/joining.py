@@ -9,13 +9,14 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.own_loop.loop import OwnLoop
-from archipelago.islands.own_loop.replica import TreeReplica
+from archipelago.islands.own_loop.parameters import TreeParameters
 from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.state import LoopState
-from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters
+from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
+from archipelago.islands.sync.tree_replica import TreeReplica
 from archipelago.islands.worker import jax_host
 
 

@@ -36,6 +36,9 @@ class Parameters(Protocol):
     def are_there(self) -> bool:
         """Return whether the parameters can be read. Those that were given to a later step cannot."""
 
+    def require_frozen(self) -> None:
+        """Raise ConfigError (`loop.frozen-changed`) if a tensor that is not trained has changed. This may wait."""
+
     def not_finite(self, candidates: Sequence[str]) -> Exception:
         """Return the error that names a tensor with NaN or infinity, which is most likely one of the candidates."""
 
@@ -100,6 +103,15 @@ class OwnLoop(Participant):
             DivergedError: The loss or a parameter is not finite.
             ConfigError: The parameters are not those of the run.
         """
+        self.count(steps, tokens, loss)
+        self.require_sound()
+        self.boundary()
+        if self._turned_at >= self._beat_due:
+            self._beat_due = self._turned_at + BEAT_SECONDS
+            self.beat("training")
+
+    def count(self, steps: int, tokens: int, loss: Any) -> None:
+        """Count steps of the loop, as the first half of `turn`."""
         self.stepped(steps, tokens, is_held=self.is_held)
         now = self.clock()
         seconds, self._turned_at = now - self._turned_at, now
@@ -107,11 +119,6 @@ class OwnLoop(Participant):
         self.tokens_per_step = averaged(self.tokens_per_step, tokens / steps, SMOOTHING)
         if loss is not None:
             self.losses.add(loss)
-        self.require_sound()
-        self.boundary()
-        if now >= self._beat_due:
-            self._beat_due = now + BEAT_SECONDS
-            self.beat("training")
 
     def _note_speed(self, steps: int, seconds: float) -> None:
         """Note the time of a call. A pause says nothing about the speed, but a loop whose calls are all long has one.

@@ -9,7 +9,7 @@ from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.errors import ConfigError
 
 #: No call stands for more steps. A larger number is most likely the count of all steps so far.
-STEPS_MAX = 1 << 24
+CALL_STEPS_MAX = 1 << 24
 #: The kinds of numpy's dtypes that a loss may have; V stands for bfloat16.
 _NUMBERS = "biufV"
 
@@ -25,11 +25,11 @@ def checked_counts(steps: Any, tokens: Any) -> tuple[int, int]:
         count = whole if tokens is None else _whole(tokens)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers gives any of these
         whole, count = 0, 0
-    if not 1 <= whole <= STEPS_MAX or not 0 <= count <= whole * OWN_TOKENS_PER_STEP_MAX:
+    if not 1 <= whole <= CALL_STEPS_MAX or not 0 <= count <= whole * OWN_TOKENS_PER_STEP_MAX:
         raise ConfigError(
             f"steps={_shown(steps)} with tokens={_shown(tokens)} are impossible",
-            f"Give the steps since the last call, 1 to {STEPS_MAX:,}, and the tokens that they trained on, at most "
-            f"{OWN_TOKENS_PER_STEP_MAX:,} for each step.",
+            f"Give the steps since the last call, 1 to {CALL_STEPS_MAX:,}, and the tokens that they trained on, at "
+            f"most {OWN_TOKENS_PER_STEP_MAX:,} for each step.",
             code="loop.tokens",
         )
     return whole, max(count, 1)

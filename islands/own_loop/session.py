@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import threading
 import uuid
 from abc import ABC, abstractmethod
@@ -16,13 +15,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from archipelago.broker.control import require_welcome
-from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError
+from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.frozen import FrozenValues, require_same_frozen
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import URL_VARIABLE, Patience, connect_to, invitation_at, require_role
+from archipelago.broker.process import Patience, connect_to
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
+from archipelago.islands.own_loop.identity import island_name
+from archipelago.islands.own_loop.leaving import frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.measured import MeasuredTurns
 from archipelago.islands.own_loop.reported import checked_counts, require_loss
@@ -116,7 +117,7 @@ class Session(ABC):
         self._transport = transport
         manifest = awaited(transport.reader.manifest)
         self._require_same_model(manifest)
-        name = self._name()
+        name = island_name(self._address, self._given_island)
         self._claim(manifest, name)
         require_welcome(awaited(transport.reader.control), name, manifest.run)
         link = Link(transport, manifest, f"{name}/{self._incarnation}", ())
@@ -135,6 +136,12 @@ class Session(ABC):
             "joined %s as %s at round %s, optimiser state: %s", manifest.run, name, loop.ledger.closed, loop.moments,
             extra={"round": loop.ledger.closed},
         )  # fmt: skip
+        if loop.finished:
+            log.warning(
+                "the run %r has made all of its %s steps, so there is nothing to train. To train further, extend it: "
+                "`archipelago steer --run %s inner.steps=N`",
+                manifest.run, f"{self.steps:,}", manifest.run, extra={"code": "loop.finished"},
+            )  # fmt: skip
         self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation)
         loop.begin()
 
@@ -147,20 +154,6 @@ class Session(ABC):
         with progress(f"comparing {len(frozen):,} frozen tensors with those of the run"):
             require_same_frozen(manifest.run, manifest.frozen, frozen)
         log.info("trains %s tensors; %s are frozen, as in the run", len(tensors), len(frozen))
-
-    def _name(self) -> str:
-        """Return the island's name. An invited island has the name in its join file."""
-        invited = invitation_at(self._address or os.environ.get(URL_VARIABLE, ""))
-        require_role(invited, "island")
-        given = self._given_island
-        if invited is not None and given not in (None, invited.name):
-            raise ConfigError(
-                f"the join file is the one of the island {invited.name!r}, not of {given!r}",
-                "Leave out `island=`, or use the join file of that island.",
-                code="invitation.other-name",
-            )
-        random = f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}"
-        return checked_name(given or (invited.name if invited else random), "the island name")
 
     def _claim(self, manifest: Manifest, name: str) -> None:
         joined_as = (manifest.uid, manifest.run, name)
@@ -198,7 +191,11 @@ class Session(ABC):
         self._is_torn = False
         if self._measured is not None:
             self._measured.synced()
-        self._stop.require_heard()
+        self._heed_signal()
+
+    def _heed_signal(self) -> None:
+        """End a script that does not look at `finished` at its second `sync` after SIGTERM."""
+        self._stop.require_heard(self._stop.has_arrived)
 
     def _require_joined(self) -> OwnLoop:
         """Return the loop. Raise ConfigError (`loop.left`, `loop.other-thread`) where it must not be used."""
@@ -268,7 +265,8 @@ class Session(ABC):
         """Leave the run before the end of the `with` block.
 
         Raises:
-            ConfigError: This is not the thread that joined (`loop.other-thread`). The island stays in the run.
+            ConfigError: This is not the thread that joined (`loop.other-thread`), and the island stays in the run. Or
+                a tensor that is not trained has changed (`loop.frozen-changed`).
             DivergedError: A parameter is not finite.
         """
         self._leave(None)
@@ -279,15 +277,20 @@ class Session(ABC):
         loop = self._loop
         if not isinstance(error, Exception):  # its progress is going to be measured
             self._require_thread("the run was left")
+        changed: ConfigError | None = None
         try:
             if self._is_torn:
-                _leave_after(loop, error or RuntimeError("a `sync` was interrupted"))
+                leave_after(loop, error or RuntimeError("a `sync` was interrupted"))
             elif isinstance(error, Exception):
-                _leave_after(loop, error)
+                leave_after(loop, error)
+            elif (changed := frozen_fault(loop)) is not None:
+                leave_after(loop, changed)
             else:
-                _leave_cleanly(loop)
+                leave_cleanly(loop)
         finally:
             self._close()
+        if error is None and changed is not None:
+            raise changed
         if error is None:
             loop.require_sound()
 
@@ -301,24 +304,3 @@ class Session(ABC):
         with _joining:
             if self in _joined:
                 _joined.remove(self)
-
-
-def _leave_cleanly(loop: OwnLoop) -> None:
-    """Send all progress and leave. Parameters that went into a later step are not there any more."""
-    state = "done" if loop.finished else "left"
-    if loop.must_leave:
-        log.warning("leaves: %s", loop.leave_reason()[1])
-    if not loop.parameters.are_there():
-        kind, reason = loop.leave_reason()
-        log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
-        loop.give_up(kind, reason)
-    elif not loop.leave(state):
-        log.warning("the broker did not take %s contributions", loop.link.backlog)
-    log.info("%s after %s steps, %s tokens", state, loop.totals.steps, f"{loop.totals.tokens:,}")
-
-
-def _leave_after(loop: OwnLoop, error: BaseException) -> None:
-    """Say why the island leaves, and send nothing more, because its parameters may be broken."""
-    reason = error.what if isinstance(error, DivergedError) else f"{type(error).__name__}: {error}"
-    log.warning("leaves without sending its newest progress: %s", reason)
-    loop.give_up("diverged" if isinstance(error, DivergedError) else "left", reason)

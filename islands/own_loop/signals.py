@@ -11,6 +11,13 @@ from types import FrameType
 TERMINATED = 128 + signal.SIGTERM
 
 
+class StoppedBySignal(SystemExit):
+    """The end of a script that SIGTERM has asked to stop. All processes of one island raise it at the same step."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
+
+
 class StopSignal:
     """Notices SIGTERM while it is watched.
 
@@ -38,11 +45,15 @@ class StopSignal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._is_watched = False
 
-    def require_heard(self) -> None:
-        """Raise SystemExit at the second call after the signal, for a loop that does not look at `finished`."""
-        if self.has_arrived and self._was_told:
-            raise SystemExit(TERMINATED)
-        self._was_told = self.has_arrived
+    def require_heard(self, has_arrived: bool) -> None:
+        """Raise StoppedBySignal at the second call after the signal, for a loop that does not look at `finished`.
+
+        Args:
+            has_arrived: Whether it has arrived, in this process or in another one of the island.
+        """
+        if has_arrived and self._was_told:
+            raise StoppedBySignal
+        self._was_told = has_arrived
 
     def _arrive(self, number: int, _frame: FrameType | None) -> None:
         # A second signal ends the process at once. The first one ends forked processes, such as those of a data loader,

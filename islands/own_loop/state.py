@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.own_loop.handover import STEPS_MAX, decode, layout_digest
+from archipelago.islands.own_loop.handover import decode, layout_digest
 from archipelago.islands.sync.arrays import device_copy
 
 #: The newest state of a loop, or a function that returns it.
 State = Any
+#: The bytes of the widest number that travels. Longer ones are different on each kind of processor.
+WIDTH_MAX = 8
+
+log = logging.getLogger(__name__)
 
 
 class LoopState:
@@ -32,13 +38,20 @@ class LoopState:
     def copies(self) -> list[Any] | None:
         """Return the digest of the layout and copies of the arrays that no later step can donate.
 
-        None if a step has taken them already.
+        None if a step has taken them already, or the script's function fails: training goes on without a handover.
         """
-        state = self._newest()
-        leaves = [leaf for leaf in jax.tree.leaves(state) if _travels(leaf)]
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        try:
+            state = self._newest()
+            leaves = [leaf for leaf in jax.tree.leaves(state) if _travels(leaf)]
+            if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+                return None
+            return [_digest(state), *map(_copy, leaves)]
+        except Exception as error:  # noqa: BLE001 - the function is the user's, and no peer needs the state to train
+            log.warning(
+                "the optimiser's state cannot be given to a newcomer: `state` raised %s: %s",
+                type(error).__name__, error, extra={"code": "island.state"},
+            )  # fmt: skip
             return None
-        return [_digest(state), *(device_copy(leaf) for leaf in leaves)]
 
     def decode(self, handover: Handover, payload: bytes) -> State:
         """Return the state that a peer sent, in the shardings of this loop's. Raises WireError if it does not fit."""
@@ -48,8 +61,11 @@ class LoopState:
         found = decode(handover, payload, _digest(own_state), [leaves[place] for place in places])
         for place, values in zip(places, found, strict=True):
             own = leaves[place]
-            is_committed = isinstance(own, jax.Array) and own.committed
-            leaves[place] = jax.device_put(values.copy(), own.sharding if is_committed else None, may_alias=False)
+            if isinstance(own, jax.Array):
+                home = own.sharding if own.committed else None
+                leaves[place] = jax.device_put(values.copy(), home, may_alias=False)
+            else:
+                leaves[place] = values.copy() if isinstance(own, np.ndarray) else values[()]
         state = jax.tree.unflatten(structure, leaves)
         _require_sound(state)
         return state
@@ -63,11 +79,18 @@ def _digest(state: State) -> NDArray[np.uint8]:
     )
 
 
+def _copy(leaf: Any) -> Any:
+    """Return a copy of an array where it is, in its own dtype: JAX may not have that of an array of numpy."""
+    return device_copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+
+
 def _travels(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and hasattr(leaf, "nbytes") and (
-        jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
-    )  # fmt: skip
+    """Return whether a leaf is an array of numbers that every machine can read."""
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or isinstance(leaf, np.ma.MaskedArray):
+        return False
+    dtype: Any = leaf.dtype
+    is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)) or dtype == jnp.bool_
+    return is_number and dtype.itemsize <= WIDTH_MAX and getattr(dtype, "kind", "") != "m"
 
 
 def _require_sound(state: State) -> None:

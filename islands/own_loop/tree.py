@@ -1,4 +1,4 @@
-"""Trees of JAX arrays: the names of their leaves, those that are merged, and a check of what a loop returns.
+"""Trees of JAX arrays: the names of their leaves, and those that are merged.
 
 Leaves of float32, bfloat16 and float16 are merged, in float32. All others stay the island's own. If only some leaves
 are trained, the other weights are frozen.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
-from archipelago.islands.own_loop.frozen import FrozenLeaves, chosen, is_weight, pieces
+from archipelago.islands.own_loop.frozen import chosen, is_weight, pieces
 from archipelago.islands.own_loop.tensors import KindOf
 from archipelago.islands.own_loop.trained import nothing_trained
 
@@ -66,7 +66,7 @@ class TreeLayout:
                 (`loop.nothing`), or `trained` does not fit the tree (`loop.trained`).
         """
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-        names, leaves = [_name(path) for path, _ in pairs], [leaf for _, leaf in pairs]
+        names, leaves = [name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs]
         frozen: list[int] = []
         if trained is None:
             merged = [place for place, leaf in enumerate(leaves) if _is_merged(names[place], leaf)]
@@ -127,7 +127,7 @@ def _template(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 
-def _name(path: Sequence[Any]) -> str:
+def name_of(path: Sequence[Any]) -> str:
     """Return the name of a leaf, such as `layers.0.kernel`."""
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]  # a variable of flax nnx
@@ -150,7 +150,7 @@ def _name(path: Sequence[Any]) -> str:
 
 def _named(tree: Any) -> dict[str, Any]:
     """Return all leaves of a tree by name."""
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _require_trainable(name: str, leaf: Any) -> bool:
@@ -172,7 +172,7 @@ def _present(name: str, leaf: Any) -> Any:
             "Give the array: `join` compares frozen leaves with those of the run.",
             code="loop.meta",
         )
-    _require_not_donated(name, leaf, "Give `create` and `join` arrays that no step has taken.")
+    require_not_donated(name, leaf, "Give `create` and `join` arrays that no step has taken.")
     return leaf
 
 
@@ -200,129 +200,8 @@ def _is_merged(name: str, leaf: Any) -> bool:
     return True
 
 
-class TreeParameters:
-    """The parameters of a loop: the tree that it gave last, opened only when it is needed.
-
-    Attributes:
-        tree: The tree.
-    """
-
-    def __init__(self, layout: TreeLayout) -> None:
-        self.layout = layout
-        self.tree: Any = None
-        self._structure = layout.structure
-        self._leaves: list[Any] | None = None
-        self._named: dict[str, Any] | None = None
-        self._frozen: FrozenLeaves | None = None
-
-    def offer(self, tree: Any) -> None:
-        """Take the tree that the loop gives. It is checked when a fragment is sent or adopted."""
-        self.tree, self._named, self._leaves = tree, None, None
-        if self._frozen is not None:
-            self._frozen.require_same()
-
-    def start(self, named: Mapping[str, Any]) -> None:
-        """Begin with these arrays and the island's own leaves."""
-        own = self.layout.own
-        self._structure, self._leaves = self.layout.structure, [own.get(name) for name in self.layout.names]
-        self.replace(named)
-        if self.layout.frozen:
-            self._frozen = FrozenLeaves(self._frozen_of(self._leaves))
-        self.layout = replace(self.layout, own=dict.fromkeys(own))  # values that a later step replaces take memory
-
-    def named(self) -> dict[str, Any]:
-        """Return the arrays that are merged, by name.
-
-        Raises:
-            ConfigError: The tree is not that of the run (`loop.other-tree`, `loop.shape`, `loop.dtype`,
-                `loop.deleted`), or a step changed a frozen leaf (`loop.frozen-changed`).
-        """
-        if self._named is None:
-            self._named = self._opened()
-        return self._named
-
-    def replace(self, named: Mapping[str, Any]) -> None:
-        """Replace the arrays, and build the tree for the loop."""
-        self._named = dict(named)
-        leaves = list(self._leaves or ())
-        for place in self.layout.merged:
-            leaves[place] = self._named[self.layout.names[place]]
-        self._leaves = leaves
-        self.tree = jax.tree.unflatten(self._structure, leaves)
-
-    def are_there(self) -> bool:
-        """Return whether no array was donated to a later step."""
-        return not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.tree))
-
-    def not_finite(self, candidates: Sequence[str]) -> DivergedError:
-        """Return the error that names a leaf with NaN or infinity."""
-        named = self._opened() if self.are_there() else {}
-        found = [name for name, leaf in named.items() if not bool(jnp.isfinite(jnp.asarray(leaf)).all())]
-        where = f"the leaf {found[0]!r}" if found else f"one of the leaves {', '.join(candidates[:4])}"
-        more = f" and {len(found) - 1} more leaves" if len(found) > 1 else ""
-        return DivergedError(
-            f"{where}{more} of the parameters holds NaN or infinity, so nothing of it was sent",
-            "Start the script again: it takes the run's parameters. If that repeats, lower the learning rate.",
-            code="loop.not-finite",
-        )
-
-    def _opened(self) -> dict[str, Any]:
-        leaves, structure = jax.tree.flatten(self.tree)
-        if structure != self._structure:
-            self._require_same_names()
-        self._leaves, self._structure = leaves, structure
-        names = self.layout.names
-        for place in self.layout.merged:
-            _require_like(names[place], leaves[place], self.layout.templates[names[place]])
-        if self._frozen is not None:
-            frozen = self._frozen_of(leaves)
-            for name, leaf in frozen.items():
-                _require_like(name, leaf, self.layout.frozen[name])
-            self._frozen.offer(frozen)
-        return {names[place]: leaves[place] for place in self.layout.merged}
-
-    def _frozen_of(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        return {name: leaf for name, leaf in zip(self.layout.names, leaves, strict=True) if name in self.layout.frozen}
-
-    def _require_same_names(self) -> None:
-        """Raise ConfigError unless the tree has the same leaves in the same order; its containers may differ."""
-        pairs, _ = jax.tree_util.tree_flatten_with_path(self.tree)
-        found = [_name(path) for path, _ in pairs]
-        known = list(self.layout.names)
-        if found == known:
-            return
-        said = "the order of its leaves differs"
-        if more := [name for name in found if name not in known]:
-            said = f"the leaf {more[0]!r} is new"
-        if less := [name for name in known if name not in found]:
-            said = f"it has no leaf {less[0]!r}"
-        raise ConfigError(
-            f"`sync` was given another tree than `join`: {said}",
-            "Give the parameters that the step returned, in the tree of `run.params`.",
-            code="loop.other-tree",
-        )
-
-
-def _require_like(name: str, leaf: Any, template: Any) -> None:
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape != template.shape:
-        raise ConfigError(
-            f"the leaf {name!r} has the shape {list(shape) if shape is not None else type(leaf).__name__}, and "
-            f"{list(template.shape)} in `join`",
-            "Give the parameters that the step returned.",
-            code="loop.shape",
-        )
-    if dtype != template.dtype:
-        raise ConfigError(
-            f"the leaf {name!r} is of {dtype}, and of {template.dtype} in `join`",
-            "Let the step keep the dtypes of its parameters.",
-            code="loop.dtype",
-        )
-    require_values(name, leaf)
-    _require_not_donated(name, leaf, "Give `sync` the parameters that the step returned.")
-
-
-def _require_not_donated(name: str, leaf: Any, remedy: str) -> None:
+def require_not_donated(name: str, leaf: Any, remedy: str) -> None:
+    """Raise ConfigError (`loop.deleted`) for a leaf that a computation has taken."""
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ConfigError(f"the leaf {name!r} was donated to a computation", remedy, code="loop.deleted")
 

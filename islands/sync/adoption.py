@@ -1,8 +1,9 @@
 """Adopt rules: combine an arriving snapshot with the island's own parameters. Each rule is one pure function.
 
-A rule sees three float32 vectors of a fragment's N elements: the snapshot's parameters, the island's own parameters,
-and the reference from which the next contribution is measured (the last snapshot, or the point of the last sending).
-They are arrays of JAX or tensors of PyTorch.
+A rule works on each element by itself. It sees three float32 arrays, of a fragment's N elements or of one tensor: the
+snapshot's parameters, the island's own parameters, and the reference from which the next contribution is measured (the
+last snapshot, or the point of the last sending). They are arrays of JAX or tensors of PyTorch.
+
 To add a rule, write the function, register it in `RULES` and name it in `AdoptConfig`.
 """
 

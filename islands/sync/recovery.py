@@ -7,6 +7,7 @@ bits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ from archipelago.islands.sync.actions import INDEX_END
 #: How long a newcomer waits for a peer's answer once it is ready to train.
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.05
+#: After so long without an answer another peer is asked. The one that has promised it may have none to give.
+ASK_AGAIN_SECONDS = 4.0
+#: How many answers that it cannot use a newcomer asks for. Each costs a peer a copy of its state.
+ANSWERS_MAX = 8
+
+log = logging.getLogger(__name__)
 
 #: Inner optimiser state in whatever form the loop keeps it, such as a tree of arrays.
 State = Any
@@ -115,6 +122,10 @@ def receive(
 ) -> Received | None:
     """Wait for a peer's answer to `ask`, and return it; None if no peer answered.
 
+    An answer that cannot be used, such as the state of a peer in another framework, is withdrawn with its request, and
+    the request is made again, as after a peer that stays silent. Each peer answers an incarnation once, so another one
+    answers next.
+
     Args:
         transport: Where the answer arrives.
         who: The newcomer and its incarnation.
@@ -126,17 +137,36 @@ def receive(
 
     Raises:
         BrokerError: The broker cannot be reached.
-        WireError: The answer is damaged.
+        WireError: No answer can be used. This is the fault of the last one.
     """
-    deadline = clock() + seconds
+    asked_at = clock()
+    deadline = asked_at + seconds
     name = who.partition("/")[0]
+    faults: list[WireError] = []
+    useless: set[str] = set()
     try:
         while True:
             beat()
-            if (found := transport.island.handed_over(who)) is not None:
-                return Received(found[0], decode(*found))
-            if clock() >= deadline or not peers(transport.reader.presences(), name):
+            found: tuple[Handover, bytes] | None = None
+            fault: WireError | None = None
+            try:
+                if (found := transport.island.handed_over(who)) is not None:
+                    return Received(found[0], decode(*found))
+            except WireError as error:
+                fault = error
+                faults.append(error)
+                useless |= {found[0].giver} if found is not None else set()
+            others = {*peers(transport.reader.presences(), name)} - useless
+            if not others or clock() >= deadline or len(faults) >= ANSWERS_MAX:
+                if faults:
+                    raise faults[-1]
                 return None
+            is_silent = len(others) > 1 and clock() - asked_at >= ASK_AGAIN_SECONDS
+            if fault is not None or is_silent:
+                log.info("another peer is asked for optimiser state: %s", "no answer" if fault is None else fault.what)
+                transport.island.withdraw_request(who)
+                transport.island.request_state(who)
+                asked_at = clock()
             pause(POLL_SECONDS)
     finally:
         transport.island.withdraw_request(who)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from archipelago.broker.codecs import TOP_BLOCK, Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
@@ -43,7 +45,8 @@ class Replica:
         self.layout = manifest.layout
         self.sizes = manifest.sizes
         self.rule = build(manifest.config.adopt)
-        self.references: list[jax.Array] = []
+        #: One vector [N] for each fragment. A replica of several devices has tensors by name in its place.
+        self.references: list[Any] = []
         self.codec = manifest.config.wire.up
         self.thin = manifest.config.wire.thin
         self._config = manifest.config.adopt
@@ -61,6 +64,13 @@ class Replica:
         }
         params: Tensors = device_copy(dict(sorted(parts.items())))
         return params
+
+    def restore(self, references: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from these references of each fragment by tensor name."""
+        self.references = [
+            jax.device_put(np.concatenate([np.asarray(found[tensor.name]).reshape(-1) for tensor, _ in rows]))
+            for rows, found in zip(self.layout, references, strict=True)
+        ]
 
     def warm_up(self, tensors: Tensors, share: jax.Array | None = None) -> None:
         """Compile both directions of every fragment without changing anything. `share` is that of first moments."""
@@ -97,13 +107,17 @@ class Replica:
         if codec == self.codec:
             return _compiled_measure(rows, codec)
         # The thin codec is slow to compile and rarely used, so fragments of similar size share one program.
-        return _padded_measure(rows, codec, size, _padded_size(size, max(self.sizes)))
+        return _padded_measure(rows, codec, size, self.shared_size(fragment))
+
+    def shared_size(self, fragment: int) -> int:
+        """Return the size to which a fragment is padded for the thin codec."""
+        return _padded_size(self.sizes[fragment], max(self.sizes))
 
     def adopt(self, fragment: int, tensors: Tensors, new_N: Vector) -> Tensors:
         """Return the tensors after the fragment's snapshot was adopted by the run's rule."""
-        part, self.references[fragment] = self._adopt[fragment](
-            jax.device_put(new_N), self._part(fragment, tensors), self.references[fragment]
-        )
+        placed_N = jax.device_put(new_N)
+        part, moved_N = self._adopt[fragment](placed_N, self._part(fragment, tensors), self.references[fragment])
+        self.references[fragment] = placed_N if moved_N is None else moved_N
         return {**tensors, **part}
 
     def adopt_with_moments(self, fragment: int, tensors: Tensors, new_N: Vector, share: jax.Array) -> Tensors:
@@ -111,9 +125,11 @@ class Replica:
 
         `share` is what is left of the first moments that were sent last.
         """
-        part, self.references[fragment] = _compiled_adopt_with_moments(self.layout[fragment], self._config)(
-            jax.device_put(new_N), self._part(fragment, tensors), self.references[fragment], share
+        placed_N = jax.device_put(new_N)
+        part, moved_N = _compiled_adopt_with_moments(self.layout[fragment], self._config)(
+            placed_N, self._part(fragment, tensors), self.references[fragment], share
         )
+        self.references[fragment] = placed_N if moved_N is None else moved_N
         return {**tensors, **part}
 
     def _part(self, fragment: int, tensors: Tensors) -> Tensors:
@@ -128,19 +144,19 @@ def _compiled_measure(rows: Rows, codec: str) -> Measure:
 
 @cache
 def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Measure:
-    difference = jax.jit(partial(_difference, rows, padded_size))
-    quantise = _compiled_quantise(codec)
-    settle = _compiled_settle(codec, size, parameters_in(rows))
+    cut = jax.jit(partial(difference, rows, padded_size))
+    quantise = compiled_quantise(codec)
+    finish = _compiled_settle(codec, size, parameters_in(rows))
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        difference_M, reference_N = difference(reference_N, part)
-        return settle(reference_N, *quantise(difference_M))
+        difference_M, reference_N = cut(reference_N, part)
+        return finish(reference_N, *quantise(difference_M))
 
     return measure
 
 
 @cache
-def _compiled_quantise(codec: str) -> Callable[[jax.Array], tuple[Parts, jax.Array]]:
+def compiled_quantise(codec: str) -> Callable[[jax.Array], tuple[Parts, jax.Array]]:
     return jax.jit(partial(_quantise, codec))
 
 
@@ -148,20 +164,20 @@ def _compiled_quantise(codec: str) -> Callable[[jax.Array], tuple[Parts, jax.Arr
 def _compiled_settle(
     codec: str, elements: int, start: int
 ) -> Callable[[jax.Array, Parts, jax.Array], tuple[Parts, jax.Array]]:
-    return jax.jit(partial(_settle, codec, elements, start))
+    return jax.jit(partial(settle, codec, elements, start))
 
 
 @cache
 def _compiled_adopt(
     rows: Rows, config: AdoptConfig
-) -> Callable[[jax.Array, Tensors, jax.Array], tuple[Tensors, jax.Array]]:
+) -> Callable[[jax.Array, Tensors, jax.Array], tuple[Tensors, jax.Array | None]]:
     return jax.jit(partial(_adopt, rows, build(config).adopt))
 
 
 @cache
 def _compiled_adopt_with_moments(
     rows: Rows, config: AdoptConfig
-) -> Callable[[jax.Array, Tensors, jax.Array, jax.Array], tuple[Tensors, jax.Array]]:
+) -> Callable[[jax.Array, Tensors, jax.Array, jax.Array], tuple[Tensors, jax.Array | None]]:
     return jax.jit(partial(_adopt_with_moments, rows, build(config)))
 
 
@@ -177,7 +193,7 @@ def _padded_size(elements: int, largest: int) -> int:
     return shared if shared <= PADDING_MAX * own else own
 
 
-def _difference(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> tuple[jax.Array, jax.Array]:
+def difference(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> tuple[jax.Array, jax.Array]:
     """Return the outer gradient, padded with zeros to [M], and the reference with the present first moments.
 
     First moments are sent as zeros, which stand for none, because the thin codec would leave few of them.
@@ -198,7 +214,7 @@ def _quantise(codec: str, values_M: jax.Array) -> tuple[Parts, jax.Array]:
     return parts_M, chosen.restore(parts_M, values_M.size, jnp)
 
 
-def _settle(
+def settle(
     codec: str, elements: int, start: int, reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array
 ) -> tuple[Parts, jax.Array]:
     """Return the parts without the padding, and the next reference [N], whose first moments begin at `start`."""
@@ -209,27 +225,43 @@ def _settle(
 
 def _adopt(
     rows: Rows, rule: Adopt, new_N: jax.Array, part: Tensors, reference_N: jax.Array
-) -> tuple[Tensors, jax.Array]:
-    own_N, next_reference_N = rule(new_N, flatten(rows, part), reference_N)
-    return unflatten(rows, own_N), next_reference_N
+) -> tuple[Tensors, jax.Array | None]:
+    """Return the next parameters, tensor by tensor, and the next reference [N]; None if that is the snapshot itself.
+
+    A program that returned the snapshot would copy it.
+    """
+    new, reference = unflatten(rows, new_N), unflatten(rows, reference_N)
+    adopted = {name: rule(new[name], part[name].astype(jnp.float32), reference[name]) for name in new}
+    params = {name: own for name, (own, _) in adopted.items()}
+    if all(moved is new[name] for name, (_, moved) in adopted.items()):
+        return params, None
+    return params, flatten(rows, {name: moved for name, (_, moved) in adopted.items()})
 
 
 def _adopt_with_moments(
     rows: Rows, rule: AdoptRule, new_N: jax.Array, part: Tensors, reference_N: jax.Array, share: jax.Array
-) -> tuple[Tensors, jax.Array]:
+) -> tuple[Tensors, jax.Array | None]:
     own_N, start = flatten(rows, part), parameters_in(rows)
     next_N, next_reference_N = rule.adopt(new_N, own_N, reference_N)
     moments = moments_after(rule, new_N[start:], own_N[start:], reference_N[start:], share)
-    return unflatten(rows, jnp.concatenate([next_N[:start], moments])), next_reference_N
+    return unflatten(
+        rows, jnp.concatenate([next_N[:start], moments])
+    ), None if next_reference_N is new_N else next_reference_N
 
 
 def moments_after(
-    rule: AdoptRule, new_N: jax.Array, own_N: jax.Array, reference_N: jax.Array, share: jax.Array
+    rule: AdoptRule,
+    new_N: jax.Array,
+    own_N: jax.Array,
+    reference_N: jax.Array,
+    share: jax.Array,
+    are_there: jax.Array | None = None,
 ) -> jax.Array:
     """Return an island's first moments after it adopted a snapshot.
 
     A rule that keeps progress adds the snapshot's minus those that the island sent last. A moment forgets, so only the
     `share` that is left of those is replaced. Zeros stand for a snapshot without moments; the island keeps its own.
+    `are_there` says whether the snapshot has any, if the vectors are a part of them.
     """
     adopted_N = own_N + share * (new_N - reference_N) if rule.keeps_progress else new_N
-    return jnp.where(jnp.any(new_N != 0.0), adopted_N, own_N)
+    return jnp.where(jnp.any(new_N != 0.0) if are_there is None else are_there, adopted_N, own_N)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import archipelago.islands.checkpoint
+import archipelago.islands.computation
 import archipelago.islands.data.batches
 import archipelago.islands.data.sharding
 import archipelago.islands.sync.heartbeat
@@ -74,6 +75,7 @@ def install() -> None:
     )
     for module in (
         archipelago.islands.checkpoint,
+        archipelago.islands.computation,
         archipelago.islands.sync.replica,
         archipelago.islands.worker,
     ):
@@ -83,7 +85,8 @@ def install() -> None:
         archipelago.merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), accumulate=_accumulate, finish=_finish
     )
     _replace(archipelago.merger.outer, build=_outer, _on_cpu=lambda tree: tree)
-    _replace(archipelago.islands.worker, begin=_begin, SyncedState=_SyncedState)
+    _replace(archipelago.islands.worker, begin=_begin)
+    _replace(archipelago.islands.computation, SyncedState=_SyncedState)
     _replace(archipelago.islands.sync.heartbeat, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(

@@ -40,6 +40,8 @@ HEARTBEAT_SECONDS = 1.0
 HANDOVERS_AT_ONCE = 2
 #: How many newcomers are remembered as answered.
 ANSWERED_KEPT = 4096
+#: Under this name, a run registers the number of the shards of its task's data.
+SHARDS_OF_TASK = "shards of the task"
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,17 @@ class Link:
         self.leases.shards = list(shards)
         self._beating.wake.set()
 
+    def register_shards(self, count: int) -> int:
+        """Return how many shards the data of the run's task has, by the island that registered it first.
+
+        This waits for the broker. An island calls it before its first step. In an outage, it returns `count`.
+        """
+        try:
+            return int(self.transport.island.register_corpus(SHARDS_OF_TASK, str(count)))
+        except (BrokerError, ValueError) as error:
+            log.debug("the number of shards was not compared: %s", error)
+            return count
+
     def beat(self, heartbeat: Heartbeat) -> None:
         """Replace the next heartbeat. A change of state is sent at once."""
         changed = self._beat is None or self._beat.state != heartbeat.state
@@ -223,8 +236,10 @@ class Link:
         name, _, incarnation = self.who.partition("/")
         if name:  # a rehearsal has none
             self._claim = self.transport.island.claim_name(name, incarnation)
-            self._serving.look()
-        return self.inbox.join()
+        arrivals = self.inbox.join()
+        if name:
+            self._serving.look(is_over=self._is_over)
+        return arrivals
 
     # -- pumps --------------------------------------------------------------------------------------------------------
 
@@ -253,8 +268,8 @@ class Link:
         began = self.clock()
         requests = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
-        self._serving.look()
         self._set_run_steps(requests)
+        self._serving.look(is_over=self._is_over)
         request = requests.get(island_field(self.name), "")
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.operator_request = request
@@ -274,6 +289,11 @@ class Link:
                 silent, extra={"code": "island.stalled"},
             )  # fmt: skip
         return self._is_stalled
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all steps of the run are made, as far as this island knows."""
+        return self.inbox.snapshots.step >= self.run_steps
 
     def _set_run_steps(self, requests: Mapping[str, str]) -> None:
         self.run_steps = self.inbox.snapshots.run_steps = run_steps(self.manifest.config, requests, self.run_steps)

@@ -31,13 +31,13 @@ class MergerWatch:
         """What to show while no merger serves; otherwise empty."""
         return "no merger serves the run" if self.is_served is False else ""
 
-    def look(self) -> None:
-        """Look whether a merger serves the run. Raises BrokerError."""
+    def look(self, *, is_over: bool) -> None:
+        """Look whether a merger serves the run. One that is over needs none. Raises BrokerError."""
         if self._has_no_right:
             return
         self.is_served = self._reader.is_served()
         self._has_no_right = self.is_served is None  # asking again would only fill the server's log of refusals
-        if self.is_served is False:
+        if self.is_served is False and not is_over:
             self._warn()
         elif self._warned_at is not None:
             log.info("a merger serves the run %r again", self._run)

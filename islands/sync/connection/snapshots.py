@@ -165,13 +165,10 @@ class Snapshots:
             return None
         vector_N = held.params_N
         for snapshot in chain:
-            step_N = self._difference(p, snapshot)
-            if step_N is None:
+            next_N = self._after_difference(p, snapshot, vector_N)
+            if next_N is None:
                 return None
-            with np.errstate(over="ignore"):  # a hostile difference may overflow; the digest below detects it
-                vector_N = vector_N + step_N
-            start = self._manifest.parameter_sizes[p]
-            vector_N[start:] = 0.0 + step_N[start:]  # first moments are not published as differences
+            vector_N = next_N
             self._listen()
             if self.held.get(p) is not held:
                 return None  # the run went back meanwhile
@@ -190,13 +187,16 @@ class Snapshots:
             return []
         return known
 
-    def _difference(self, p: int, snapshot: Snapshot) -> Vector | None:
+    def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> Vector | None:
+        start = self._manifest.parameter_sizes[p]
+        if start < before_N.size:  # first moments are not published as differences
+            before_N = np.concatenate([before_N[:start], np.zeros(before_N.size - start, np.float32)])
         payload = self._transport.island.difference(p, snapshot.version)
         if payload is None or len(payload) != snapshot.difference_bytes:
             return None
         self.bytes_down += len(payload)
         try:
-            return unpack(payload, self._manifest.sizes[p], self._manifest.config.wire.down)
+            return unpack(payload, self._manifest.sizes[p], self._manifest.config.wire.down, before_N)
         except WireError as error:
             log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
             return None

@@ -16,12 +16,13 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.transport import Transport
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import first_snapshots
-from archipelago.islands.own_loop.replica import TreeReplica
+from archipelago.islands.own_loop.parameters import TreeParameters
 from archipelago.islands.own_loop.tensors import kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout, TreeParameters, host_vector
+from archipelago.islands.own_loop.tree import TreeLayout, host_vector
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host
+from archipelago.islands.sync.tree_replica import TreeReplica
 from archipelago.merger.checkpointer import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder

@@ -40,7 +40,7 @@ def mixed(dtype: Any) -> dict[str, Any]:
 
 
 def merged_after(params: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Train an island with the shardings of this tree, and return what the run holds. Check what comes back."""
+    """Train an island with the shardings of this tree. Check that they come back, and return what the run holds."""
     run = OwnRun(plain(jnp.float32))
     island = run.island(template=params)
     for _ in range(12):

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.own_loop.handover import STEPS_MAX
 from archipelago.islands.own_loop.state import LoopState
 from archipelago.islands.sync import recovery
 from tests.failing import failing
@@ -51,6 +51,38 @@ def test_a_state_of_as_many_bytes_and_another_layout_is_refused(theirs: Any) -> 
     own = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(6)}
     with failing(WireError, "handover.shape"):
         LoopState(lambda: own).decode(*handed_over(theirs))
+
+
+OWN_KINDS = [
+    np.zeros(2, "m8[s]"),
+    np.zeros(2, [("a", "f4"), ("b", "i4")]),
+    np.longdouble(2),
+    np.ma.masked_array([1.0, 2.0], [False, True]),
+    np.ones(2, object),
+]
+
+
+@pytest.mark.parametrize("own", OWN_KINDS, ids=lambda own: type(own).__name__ + str(own.dtype)[:5])
+def test_what_is_no_plain_number_stays_the_islands_own(own: Any) -> None:
+    found = LoopState(lambda: {"own": own, "mu": jnp.zeros(3)}).decode(*handed_over({"own": own, "mu": jnp.ones(3)}))
+    assert found["own"] is own
+    np.testing.assert_array_equal(found["mu"], np.ones(3))
+
+
+def test_arrays_of_numpy_keep_their_dtype() -> None:
+    """JAX has no 64-bit numbers by default."""
+    theirs = {"a": np.array([1e300, 2.0]), "b": np.float64(1e300), "c": np.int64(1 << 60)}
+    own = {"a": np.zeros(2), "b": np.float64(0), "c": np.int64(0)}
+    found = LoopState(lambda: own).decode(*handed_over(theirs))
+    for key, value in theirs.items():
+        assert type(found[key]) is type(value)
+        np.testing.assert_array_equal(found[key], value)
+
+
+@pytest.mark.parametrize("broken", [lambda: 1 / 0, lambda: {3: jnp.ones(2), "a": jnp.ones(2)}], ids=["raises", "tree"])
+def test_a_state_that_cannot_be_read_does_not_end_training(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert LoopState(broken).copies() is None
+    assert "state" in caplog.text
 
 
 @pytest.mark.parametrize("count", [-1, STEPS_MAX + 1])

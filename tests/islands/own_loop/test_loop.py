@@ -16,7 +16,7 @@ from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.messages import LIVE_SECONDS
 from archipelago.islands.own_loop import loop as own_loop
-from archipelago.islands.own_loop.replica import _moved
+from archipelago.islands.sync.tree_replica import _moved
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG
 from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, of, trained, tree
@@ -67,7 +67,10 @@ def test_two_islands_follow_the_run() -> None:
     assert run.transport.reader.books().refused == 0
 
 
-@pytest.mark.parametrize(("dtype", "rule"), [(jnp.bfloat16, "carry"), (jnp.float16, "overwrite")])
+@pytest.mark.parametrize(
+    ("dtype", "rule"),
+    [(jnp.bfloat16, "carry"), pytest.param(jnp.float16, "overwrite", marks=pytest.mark.full)],
+)
 def test_rounding_to_a_narrow_dtype_is_no_progress(dtype: Any, rule: Any) -> None:
     """An island that never steps must not pull the run to the numbers that its dtype has."""
     exact = jax.tree.map(lambda x: x + 0.001 if x.dtype == jnp.float32 else x, tree())
@@ -185,7 +188,13 @@ def test_parameters_in_other_containers_of_the_same_leaves_are_taken() -> None:
 
 @pytest.mark.parametrize(
     ("codec", "value"),
-    [("float32", math.inf), ("bfloat16", math.nan), ("int8", math.inf), ("int4", math.nan), ("e3m0", math.inf)],
+    [
+        ("float32", math.inf),
+        ("bfloat16", math.nan),
+        ("int4", math.nan),
+        pytest.param("int8", math.inf, marks=pytest.mark.full),  # scales of blocks, as those of int4
+        pytest.param("e3m0", math.inf, marks=pytest.mark.full),
+    ],
 )
 def test_nothing_that_is_not_finite_is_sent(codec: Any, value: float) -> None:
     run = OwnRun(config=of(CONFIG, wire=WireConfig(up=codec, thin="", down="float32")))
@@ -258,7 +267,7 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back() -> None:
     assert island.loop.speed.step_seconds < own_loop.STALL_SECONDS
 
 
-@pytest.mark.parametrize("steps", [1, 600])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.full), 600])
 def test_calls_of_two_minutes_are_waited_for(steps: int) -> None:
     """Two minutes a step, or a call for each 600 steps, are no pause."""
     run = OwnRun(config=of(CONFIG, sync=replace(CONFIG.sync, interval=4 * steps, quorum=2)))

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import threading
+import time
 import uuid
 import weakref
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ import pytest
 
 import archipelago
 from archipelago import SyncConfig, create, join
+from archipelago.broker.config import AdoptConfig, MergeConfig
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
-from archipelago.islands.own_loop.reported import STEPS_MAX
+from archipelago.islands.own_loop.reported import CALL_STEPS_MAX
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync.connection import link
@@ -280,12 +282,17 @@ def test_only_the_newest_parameters_are_kept(made: str) -> None:
     params = tree()
     older = weakref.ref(params["embedding"])
     with served(made), join(made, "own", params) as run:
-        for _ in range(12):
-            params = run.sync(trained(run.params))
-            gc.collect()
-            assert older() is None
-            older = weakref.ref(params["embedding"])
-            del params
+        gc.collect()
+        gc.freeze()  # what is there already takes long to look through
+        try:
+            for _ in range(12):
+                params = run.sync(trained(run.params))
+                gc.collect()
+                assert older() is None
+                older = weakref.ref(params["embedding"])
+                del params
+        finally:
+            gc.unfreeze()
 
 
 def test_parameters_may_be_described_instead_of_given(made: str) -> None:
@@ -295,7 +302,7 @@ def test_parameters_may_be_described_instead_of_given(made: str) -> None:
 
 NO_COUNTS: list[tuple[Any, Any]] = [
     (-1, 1), (1, 0), (1 << 40, 1), (3, 1.5), ("x", 1), ("12", 1), (math.nan, 1), (math.inf, 1), (np.ones(2), 1),
-    (jnp.arange(3), 1), (object(), 1), (1, "2"), (1, None), (1, math.nan), (1, STEPS_MAX + 1),
+    (jnp.arange(3), 1), (object(), 1), (1, "2"), (1, None), (1, math.nan), (1, CALL_STEPS_MAX + 1),
     (jnp.float32(jnp.nan), 1),
 ]  # fmt: skip
 COUNTS: list[Any] = [np.int64(3), 3.0, jnp.float32(3), np.ones((), np.float32), True]
@@ -429,7 +436,39 @@ def test_the_operator_drains_it(made: str, until: Until) -> None:
         pass
 
 
+@pytest.mark.parametrize("rule", ["overwrite", pytest.param("carry", marks=pytest.mark.full)])
+def test_what_a_loop_does_before_a_merger_serves_counts_in_full(url: str, rule: Any) -> None:
+    sync = SyncConfig(interval=3, fragments=3, window=1, quorum=1, grace=0.0)
+    merge = MergeConfig(rest="average", embedding="average")
+    assert create(url, "own", tree(), sync=sync, merge=merge, adopt=AdoptConfig(rule=rule), steps=100_000)
+    with join(url, "own", tree(), island="a") as run:
+        params = run.params
+        for _ in range(300):
+            time.sleep(0.002)
+            params = run.sync(trained(params, 1e-4), steps=10)
+        with served(url) as merger:
+            while merger.state.closed < 5:
+                params = run.sync(trained(params, 1e-4))
+                time.sleep(0.001)
+            state = merger.state
+    assert state.lowered_tokens == 0
+    assert not any(code.startswith("claims.steps") for code in state.refused)
+
+
 # -- the optimiser's state ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_over_is_said_to_be(url: str, until: Until, caplog: pytest.LogCaptureFixture) -> None:
+    create(url, "own", tree(), sync=SYNC, steps=8)
+    with served(url) as merger:
+        with join(url, "own", tree()) as run:
+            while not run.finished:
+                run.sync(run.params)
+        until(lambda: merger.state.step >= 8, "the last merge")
+    assert "loop.finished" not in {getattr(record, "code", "") for record in caplog.records}
+    with join(url, "own", tree()) as run:
+        assert run.finished
+    assert "loop.finished" in {getattr(record, "code", "") for record in caplog.records}
 
 
 def test_a_newcomer_takes_the_state_of_a_peer(made: str, until: Until) -> None:

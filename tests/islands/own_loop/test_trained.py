@@ -159,6 +159,20 @@ def test_a_step_that_changes_a_frozen_leaf_is_an_error(made: str) -> None:
     assert "base.kernel" in caught.value.what
 
 
+@pytest.mark.parametrize("syncs", [0, 1])
+def test_a_frozen_leaf_that_the_last_steps_changed_is_an_error_at_the_end(made: str, syncs: int) -> None:
+    """Nothing was sent since, or just now, so no later `sync` has compared the leaves."""
+    with failing(ConfigError, "loop.frozen-changed") as caught, join(made, "own", tree()) as run:
+        params = run.params
+        params["base"]["kernel"] = params["base"]["kernel"] * 1.5
+        for _ in range(1 + syncs):
+            params = run.sync(params)
+    assert "base.kernel" in caught.value.what
+    assert connect(made, "own").reader.books().published <= syncs, "the newest progress is not sent"
+    (note,) = [note for note in connect(made, "own").reader.notes(10) if note.kind == "left"]
+    assert "base.kernel" in note.text
+
+
 def test_new_arrays_of_the_same_bits_are_no_change() -> None:
     dtypes = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
     made = {dtype: jnp.arange(-4, 4).astype(dtype) for dtype in dtypes} | {"numpy": np.ones(8)}

@@ -255,6 +255,67 @@ def test_a_forged_answer_is_an_error_and_removed() -> None:
     new.assert_withdrawn()
 
 
+def test_after_a_useless_answer_another_peer_is_asked() -> None:
+    """Such as that of a peer in another framework. Each peer answers one incarnation once."""
+    new = Waiting()
+    useless = encode(StateForPeer("new/z", [np.zeros(3)], 7, 40), "a/x")
+    right = encode(StateForPeer("new/z", jax.tree.leaves(STATE), 7, 40), "b/y")
+
+    def answer(number: int) -> None:
+        for island in "ab":
+            new.transport.island.heartbeat(samples.heartbeat(island))
+        giver = "a/x" if number == 2 else "b/y"
+        if number in (2, 5) and new.transport.island.promise_answer("new/z", giver):
+            new.transport.island.hand_over("new/z", *(useless if number == 2 else right))
+
+    new.meanwhile = answer
+    answer(0)
+    received = new.receive()
+    assert received.handover.giver == "b"
+    assert tiny.leaf_bytes(received.optimizer) == tiny.leaf_bytes(STATE)
+    new.assert_withdrawn()
+
+
+def test_after_a_peer_that_stays_silent_another_one_is_asked() -> None:
+    """Such as one whose state went into a step, so that it has nothing to copy."""
+    new, promised = Waiting(), list[str]()
+
+    def answer(number: int) -> None:
+        for island in "ab":
+            new.transport.island.heartbeat(samples.heartbeat(island))
+            is_next = island not in promised and new.transport.island.promise_answer("new/z", f"{island}/x")
+            promised.extend([island] if is_next else [])
+        if promised == ["a", "b"]:
+            right = encode(StateForPeer("new/z", jax.tree.leaves(STATE), 7, 40), "b/x")
+            new.transport.island.hand_over("new/z", *right)
+
+    new.meanwhile = answer
+    answer(0)
+    assert new.receive(seconds=recovery.ASK_SECONDS).handover.giver == "b"
+    new.assert_withdrawn()
+
+
+@pytest.mark.parametrize("others", [1, 100])
+def test_useless_answers_end(others: int) -> None:
+    new, answers = Waiting(), 0
+
+    def answer(number: int) -> None:
+        nonlocal answers
+        for island in range(others):
+            new.transport.island.heartbeat(samples.heartbeat(f"i{island}"))
+        if new.transport.island.promise_answer("new/z", f"i{answers}/x"):
+            useless = encode(StateForPeer("new/z", [np.zeros(3)], 7, 40), f"i{answers}/x")
+            new.transport.island.hand_over("new/z", *useless)
+            answers += 1
+
+    new.meanwhile = answer
+    answer(0)
+    with failing(WireError, "handover.shape"):
+        new.receive(seconds=1e3)
+    assert answers == min(others, recovery.ANSWERS_MAX)
+    new.assert_withdrawn()
+
+
 def test_an_outage_is_an_error_and_the_request_is_withdrawn() -> None:
     new = Waiting()
     transport = new.broker.connect("sample")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from archipelago.broker.codecs import CODECS, Vector, body_of, codec
+from archipelago.broker.codecs import CODECS, Vector, body_of, codec, empty_vector
 from archipelago.broker.config import AdoptConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.manifest import MOMENT_PREFIX, Corpus, Manifest, Tensor, synced
 from archipelago.islands.models.registry import Params
@@ -158,6 +158,18 @@ def test_carrying_a_snapshot_of_the_sent_parameters_changes_no_bit(
         params = replica.adopt(p, params, new_N)
     for rows, now_N in zip(of.layout, now, strict=True):
         assert np.asarray(flatten(rows, params)).tobytes() == now_N.tobytes()
+
+
+@pytest.mark.parametrize("rule", ["carry", "overwrite"])
+def test_the_reference_of_an_adopted_snapshot_takes_no_memory_of_its_own(rule: str) -> None:
+    """On a CPU, until the island sends again, it is the array that the next differences are added to."""
+    replica, params = begun(manifest(rule), counting())
+    new_N = empty_vector(SIZES[0])
+    new_N[:] = 5.0
+    replica.adopt(0, params, new_N)
+    assert replica.references[0].unsafe_buffer_pointer() == new_N.ctypes.data
+    sent(replica, 0, params)
+    assert new_N.tolist() == [5.0] * 4
 
 
 def test_carry_sends_unsent_progress_with_the_next_contribution() -> None:

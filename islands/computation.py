@@ -1,0 +1,137 @@
+"""What an island computes on its devices. It knows no broker, no data and no schedule.
+
+An island over several hosts does this in each of its processes, in the same order (see `hosts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.manifest import Manifest
+from archipelago.islands.inner import InnerState, InnerSteps
+from archipelago.islands.mesh.placement import Placement
+from archipelago.islands.models.interface import Params
+from archipelago.islands.moments import SyncedState
+from archipelago.islands.sync.arrays import by_tensor, device_copy
+from archipelago.islands.sync.replica import Replica
+from archipelago.islands.sync.tree_replica import TreeReplica
+
+
+class Computation:
+    """The arrays of an island, and everything that is computed with them.
+
+    Attributes:
+        inner: Parameters and the inner optimiser's state.
+        replica: The references of all fragments.
+        synced: The synced tensors of the inner state.
+        steps: The compiled inner steps.
+        placement: Where everything is on several devices; None for one device.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        steps: InnerSteps,
+        fresh: Callable[[Params], InnerState],
+        placement: Placement | None = None,
+    ) -> None:
+        """Note what the run is, and how it is computed.
+
+        Args:
+            manifest: The run.
+            steps: The compiled inner steps.
+            fresh: Returns the first state of the inner optimiser for parameters.
+            placement: Where everything is on several devices, for which `steps` were compiled; None for one device.
+        """
+        self.steps, self.placement = steps, placement
+        self.replica = Replica(manifest) if placement is None else TreeReplica(manifest, placement.templates)
+        self.synced = SyncedState(manifest)
+        self.inner: InnerState
+        self._fresh, self._length = fresh, manifest.config.inner.steps
+
+    def begin(self, vectors: Sequence[Vector]) -> None:
+        """Start from one vector of each fragment, with fresh inner optimiser state."""
+        params = self.replica.begin(list(vectors))
+        self.inner = self._fresh(params) if self.placement is None else self.placement.begin(self._fresh, params)
+
+    def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
+        """Dispatch inner steps, one for each batch, and return their losses.
+
+        Args:
+            batches_n: The batches.
+            schedule_step: The number of earlier steps, for the schedule of the learning rate.
+            length: The length of the run, likewise.
+        """
+        arguments = self.arguments(batches_n, schedule_step, length)
+        self.inner, losses_n = self.steps(self.inner, *arguments)
+        return losses_n
+
+    def try_steps(self, batches_n: Any, length: int) -> None:
+        """Compile the inner steps and everything that syncs run. Nothing changes."""
+        after, losses_n = self.steps(device_copy(self.inner), *self.arguments(batches_n, 0, length))
+        self.synced.warm_up(self.replica, after)
+        losses_n.block_until_ready()
+
+    def _placed(self, batches_n: Any) -> Any:
+        if self.placement is not None:
+            return self.placement.place_batches(batches_n)
+        return jax.device_put(batches_n)  # `jnp.asarray` would compile a program for the transfer
+
+    def arguments(self, batches_n: Any, schedule_step: int, length: int) -> tuple[Any, ...]:
+        """Return the arguments of the inner steps after the state, on the devices.
+
+        The length of the run is one of them if it is not the config's, because that is another program.
+        """
+        changed = () if length == self._length else (self._scalar(length),)
+        return self._placed(batches_n), self._scalar(schedule_step), *changed
+
+    def _scalar(self, value: int) -> jax.Array:
+        return jax.device_put(np.int32(value)) if self.placement is None else self.placement.scalar(value)
+
+    def measure(self, fragment: int, codec: str) -> Parts:
+        """Return the fragment's outer gradient, and its first moments where the run averages them."""
+        return self.replica.measure(fragment, self.synced.tensors(fragment, self.inner), codec)
+
+    def adopt(self, fragment: int, new_N: Vector, steps: int) -> None:
+        """Adopt a fragment, with its first moments where the run averages them, `steps` steps after it was sent."""
+        inner = self.synced.adopt(self.replica, fragment, self.inner, new_N, steps)
+        if self.placement is not None and self.synced.averaged:
+            inner = self.placement.settled(inner)
+        self.inner = inner
+
+    def optimizer_leaves(self) -> list[Any]:
+        """Return copies of the inner optimiser's arrays."""
+        return jax.tree.leaves(device_copy(self.inner.optimizer))
+
+    def optimizer_like(self) -> Any:
+        """Return the inner optimiser's state, with which that of a peer is compared."""
+        return self.inner.optimizer
+
+    def use_optimizer(self, leaves: Sequence[Any]) -> None:
+        """Replace the inner optimiser's arrays, given in the order of `optimizer_leaves`."""
+        self.inner = self.inner._replace(optimizer=jax.tree.unflatten(jax.tree.structure(self.inner.optimizer), leaves))
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def copies(self) -> dict[str, Any]:
+        """Return copies of the inner state, and the references."""
+        return {"inner": device_copy(self.inner)._asdict(), "references": list(self.replica.references)}
+
+    def examples(self) -> dict[str, Any]:
+        """Return arrays in the shapes and places of a checkpoint's, with references by tensor name."""
+        references = zip(self.replica.layout, self.replica.references, strict=True)
+        return {"inner": self.inner._asdict(), "references": [by_tensor(rows, held) for rows, held in references]}
+
+    def restore_optimizer(self, optimizer: Any) -> None:
+        """Continue from the optimiser's state of a checkpoint."""
+        self.inner = InnerState(self.inner.params, device_copy(optimizer))
+
+    def restore(self, inner: Mapping[str, Any], references: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the inner state and the references of a checkpoint."""
+        self.inner = InnerState(*device_copy((inner["params"], inner["optimizer"])))
+        self.replica.restore(references)

@@ -1,0 +1,1 @@
+"""One island over several devices of its machine."""

@@ -1,0 +1,153 @@
+"""Where an island's arrays are on a mesh of its devices: parameters, optimiser state, batches and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.islands.inner import InnerState, InnerSteps
+from archipelago.islands.mesh.rules import specs
+from archipelago.islands.mesh.shape import AXES, MeshShape, require_divided, require_present, widest
+from archipelago.islands.models.interface import Params
+from archipelago.islands.sync.arrays import put
+
+
+class Placement:
+    """The places of an island's arrays.
+
+    Attributes:
+        shape: The shape of the mesh.
+        mesh: The mesh.
+    """
+
+    def __init__(self, shape: MeshShape, tensors: Sequence[Tensor], devices: Sequence[jax.Device]) -> None:
+        """Build the mesh. Raises ConfigError (`mesh.model`) for an axis that splits no tensor."""
+        sizes = tuple(shape.sizes().values())
+        self.shape = shape
+        self.mesh = jax.make_mesh(sizes, AXES, (AxisType.Auto,) * len(AXES), devices=devices[: shape.devices])
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._places = {name: NamedSharding(self.mesh, spec) for name, spec in specs(tensors, shape).items()}
+        self._everywhere = NamedSharding(self.mesh, _spec())
+
+    @property
+    def device(self) -> str:
+        """The devices in words."""
+        return f"{self.shape.devices} {self.mesh.devices.flat[0].device_kind} ({self.shape})"
+
+    @cached_property
+    def templates(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shape and place of each synced tensor by name."""
+        return {
+            name: jax.ShapeDtypeStruct(tensor.shape, jnp.float32, sharding=self._places[name])  # type: ignore[no-untyped-call]
+            for name, tensor in self._tensors.items()
+        }
+
+    # -- parameters and optimiser state -------------------------------------------------------------------------------
+
+    def place(self, params: Mapping[str, Any]) -> Params:
+        """Return parameters on the mesh. Each device gets its own shards only."""
+        placed: Params = put(dict(params), {name: self._places[name] for name in params})
+        return placed
+
+    def begin(self, fresh: Callable[[Params], InnerState], params: Params) -> InnerState:
+        """Return these parameters with fresh optimiser state, which is made where it will be."""
+        abstract = jax.eval_shape(fresh, params)
+        state: InnerState = jax.jit(fresh, out_shardings=self.state_places(abstract))(params)
+        return state
+
+    def settled(self, state: InnerState) -> InnerState:
+        """Return a state in its places. This copies nothing that is there already."""
+        settled: InnerState = jax.device_put(state, self.state_places(state))
+        return settled
+
+    def state_places(self, state: InnerState) -> Any:
+        """Return the place of each array of a state."""
+        return jax.tree_util.tree_map_with_path(self._place_of, state)
+
+    def _place_of(self, path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        """Return the place of the tensor of that name, or of all tensors of that shape. Others are on each device."""
+        for key in reversed(path):
+            name = getattr(key, "key", None)
+            if isinstance(name, str) and name in self._places and self._tensors[name].shape == leaf.shape:
+                return self._places[name]
+        alike = {self._places[name] for name, tensor in self._tensors.items() if tensor.shape == leaf.shape}
+        return alike.pop() if len(alike) == 1 else self._everywhere
+
+    def scalar(self, value: int) -> jax.Array:
+        """Return a whole number, int32 [], on each device."""
+        placed: jax.Array = put(np.int32(value), self._everywhere)
+        return placed
+
+    def whole(self, leaf: jax.Array) -> jax.Array:
+        """Return an array that each device has whole."""
+        if leaf.is_fully_replicated:
+            return leaf
+        gathered: jax.Array = self._gather(leaf)
+        return gathered
+
+    @cached_property
+    def _gather(self) -> Callable[[jax.Array], jax.Array]:
+        """One function, so that arrays of the same shape and place share a program."""
+        return jax.jit(lambda x: x, out_shardings=self._everywhere)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def place_batches(self, batches_n: Any) -> Any:
+        """Return batches, arrays [n, B, …], on the mesh. Each device gets its own sequences only.
+
+        An array whose second dimension is not that of the batch, such as a scalar of a task, is on each device.
+        """
+
+        def place(leaf: Any) -> NamedSharding:
+            is_split = leaf.ndim > 1 and leaf.shape[1] % self.shape.batch_parts == 0
+            return NamedSharding(self.mesh, _spec(None, ("data", "fsdp"))) if is_split else self._everywhere
+
+        leaves, structure = jax.tree.flatten(batches_n)
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        return jax.tree.unflatten(structure, put(arrays, [place(leaf) for leaf in arrays]))
+
+    def steps(self, steps: InnerSteps) -> InnerSteps:
+        """Return inner steps whose results are in their places, so that no program is compiled again."""
+        compiled: list[Any] = []
+
+        def placed(state: InnerState, *arguments: Any) -> tuple[InnerState, jax.Array]:
+            if not compiled:
+                places = (self.state_places(state), self._everywhere)
+                compiled.append(jax.jit(steps, donate_argnums=0, out_shardings=places))
+            found: tuple[InnerState, jax.Array] = compiled[0](state, *arguments)
+            return found
+
+        return placed
+
+
+def _spec(*parts: Any) -> PartitionSpec:
+    return PartitionSpec(*parts)  # type: ignore[no-untyped-call]
+
+
+def placement_of(
+    shape: MeshShape | None, manifest: Manifest, batch_size: int, devices: Sequence[jax.Device]
+) -> Placement | None:
+    """Return the placement of an island; None for one device, on which everything is where JAX puts it.
+
+    Args:
+        shape: The shape of the mesh; None for the default, all devices on `data`.
+        manifest: The run.
+        batch_size: The sequences of the island's inner step.
+        devices: The devices of this process.
+
+    Raises:
+        ConfigError: The mesh does not fit the devices (`mesh.devices`), the batch (`mesh.batch`) or the model
+            (`mesh.model`).
+    """
+    if shape is None:
+        shape = widest(len(devices), batch_size)
+    require_present(shape, len(devices), devices[0].device_kind)
+    require_divided(shape, batch_size)
+    return Placement(shape, manifest.tensors, devices) if shape.devices > 1 else None

@@ -1,0 +1,109 @@
+"""The shape of a mesh of devices, as `--mesh` gives it. This module does not import JAX."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from archipelago.broker.errors import ConfigError
+
+#: The axes of a mesh: sequences of a batch, rows of tensors (and sequences), and columns of tensors.
+AXES = ("data", "fsdp", "tensor")
+#: No machine has as many devices.
+DEVICES_MAX = 4096
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The number of devices along each axis.
+
+    Attributes:
+        data: Each has all parameters, and its share of a batch.
+        fsdp: Each has its share of parameters, gradients and optimiser state, and its share of a batch.
+        tensor: Each has its share of each matrix. They compute every sequence together.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        """The number of all devices."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def batch_parts(self) -> int:
+        """The number of parts of a batch."""
+        return self.data * self.fsdp
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each axis by its name."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def __str__(self) -> str:
+        """Return the shape as `--mesh` takes it."""
+        return ",".join(f"{axis}={size}" for axis, size in self.sizes().items() if size > 1) or "data=1"
+
+
+def parsed(text: str) -> MeshShape:
+    """Return the shape in a text such as `data=2,fsdp=2`.
+
+    Raises:
+        ConfigError: It is no list of axes (`mesh.text`), has an unknown axis or one twice (`mesh.axis`), or a size that
+            is no number from 1 on (`mesh.size`).
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*([^=]*?)\s*", part)
+        if not found:
+            raise ConfigError(
+                f"--mesh {text!r:.80} is no list of axes", "Give it as data=2,fsdp=2,tensor=1.", code="mesh.text"
+            )
+        axis, size = found.groups()
+        if axis not in AXES or axis in sizes:
+            raise ConfigError(
+                f"--mesh has {'the axis' if axis not in AXES else 'twice the axis'} {axis!r:.40}",
+                f"Give each of {', '.join(AXES)} at most once.",
+                code="mesh.axis",
+            )
+        if not re.fullmatch(r"[0-9]{1,4}", size) or not 1 <= int(size) <= DEVICES_MAX:
+            raise ConfigError(
+                f"--mesh gives {axis} the size {size!r:.40}",
+                f"Give a number of devices from 1 to {DEVICES_MAX}.",
+                code="mesh.size",
+            )
+        sizes[axis] = int(size)
+    return MeshShape(**sizes)
+
+
+def widest(devices: int, batch_size: int) -> MeshShape:
+    """Return the default: as many of the devices on `data` as divide the batch evenly."""
+    return MeshShape(data=max(n for n in range(1, max(1, devices) + 1) if batch_size % n == 0))
+
+
+def require_divided(shape: MeshShape, batch_size: int) -> None:
+    """Raise ConfigError (`mesh.batch`) unless each device gets equally many sequences of a batch."""
+    if batch_size % shape.batch_parts:
+        raise ConfigError(
+            f"--mesh {shape} splits a batch into {shape.batch_parts} parts, and a batch (or micro-batch) has "
+            f"{batch_size} sequences",
+            "Choose sizes of data and fsdp whose product divides that number.",
+            code="mesh.batch",
+        )
+
+
+def require_present(shape: MeshShape, devices: int, what: str) -> None:
+    """Raise ConfigError (`mesh.devices`) unless this process has as many devices.
+
+    Args:
+        shape: The mesh.
+        devices: The number of devices.
+        what: Their kind.
+    """
+    if shape.devices > devices:
+        raise ConfigError(
+            f"--mesh {shape} needs {shape.devices} devices, and this process has {devices} ({what})",
+            "Give a smaller mesh, or make more devices visible to this process.",
+            code="mesh.devices",
+        )

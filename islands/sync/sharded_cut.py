@@ -1,0 +1,174 @@
+"""The cut of a fragment on its devices, as `cuts` plans it: encoded blocks, and what the receiver will read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from archipelago.broker.codecs import Codec, Parts
+from archipelago.islands.sync.cuts import CutPlan, Segment, Spread
+
+
+def spec(*parts: Any) -> PartitionSpec:
+    """Return how the dimensions of an array are spread over the axes of a mesh."""
+    return PartitionSpec(*parts)  # type: ignore[no-untyped-call]
+
+
+def encode(
+    chosen: Codec, plan: CutPlan, mesh: Mesh | None, values: Mapping[str, jax.Array]
+) -> tuple[Parts, dict[str, jax.Array]]:
+    """Encode a fragment where its shards lie.
+
+    Args:
+        chosen: The codec.
+        plan: The cut.
+        mesh: The devices; None if all tensors are on one.
+        values: The float32 values of each tensor.
+
+    Returns:
+        The codec's arrays of all devices along the plan's axes; and each tensor as the receiver will read it.
+    """
+    if mesh is None or not plan.spread:
+        return _encode_pieces(chosen, plan, dict(values))
+    spread = {one.tensor.name: spec(one.axes) for one in plan.spread}
+    places = {name: spread.get(name, spec()) for name in values}
+    pieces = {**values, **{one.tensor.name: _rows(mesh, one, values[one.tensor.name]) for one in plan.spread}}
+    parts, restored = jax.shard_map(
+        partial(_encode_pieces, chosen, plan), mesh=mesh, in_specs=(places,), out_specs=(spec(plan.axes), places),
+        check_vma=False,
+    )(pieces)  # fmt: skip
+    return parts, {**restored, **{one.tensor.name: _whole(mesh, one, restored[one.tensor.name]) for one in plan.spread}}
+
+
+def _constrained(values: jax.Array, sharding: NamedSharding) -> jax.Array:
+    constrained: jax.Array = jax.lax.with_sharding_constraint(values, sharding)  # type: ignore[no-untyped-call]
+    return constrained
+
+
+def _rows(mesh: Mesh, one: Spread, whole: jax.Array) -> jax.Array:
+    """Return a tensor as rows, spread over the devices in the order of the fragment's vector."""
+    rows = whole.reshape(one.rows, *one.tensor.shape[one.merged :])
+    if one.padded_rows > one.rows:
+        rows = jnp.pad(rows, ((0, one.padded_rows - one.rows), *((0, 0) for _ in rows.shape[1:])))
+    for step in one.steps:
+        rows = _constrained(rows, NamedSharding(mesh, spec(*step)))
+    return rows
+
+
+def _whole(mesh: Mesh, one: Spread, rows: jax.Array) -> jax.Array:
+    """Invert `_rows`."""
+    for step in one.steps[::-1]:
+        rows = _constrained(rows, NamedSharding(mesh, spec(*step)))
+    return rows[: one.rows].reshape(one.tensor.shape)
+
+
+def _encode_pieces(chosen: Codec, plan: CutPlan, pieces: dict[str, jax.Array]) -> tuple[Parts, dict[str, jax.Array]]:
+    """Encode what this device encodes alone, and then the rest, as one vector of whole blocks."""
+    cut = [_cut(one, pieces[one.tensor.name].reshape(-1)) for one in plan.spread]
+    places_E = _joined([jax.lax.all_gather(edges, one.axes, tiled=True)
+                        for one, (_, edges) in zip(plan.spread, cut, strict=True) if one.has_edges])  # fmt: skip
+    edges = places_E[plan.edges]
+    rest = [pieces[what].reshape(-1) if isinstance(what, str) else edges[what[0] : what[1]] for what in plan.rest]
+    vector_M = _joined([*(blocks for blocks, _ in cut), *rest])
+    parts = chosen.quantise(vector_M, jnp)
+    restored_M = chosen.restore(parts, vector_M.size, jnp)
+    return parts, _restored(plan, restored_M, pieces)
+
+
+def _joined(vectors: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(vectors) if vectors else jnp.zeros(0, jnp.float32)
+
+
+def _cut(one: Spread, piece_L: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a device's whole blocks of a tensor, and both edges [2 blocks]."""
+    if not one.has_edges:
+        return piece_L, piece_L[:0]
+    head, count, _ = _own(one)
+    padded = jnp.pad(piece_L, (0, one.block))  # a slice that would pass the end begins earlier
+    blocks = jax.lax.dynamic_slice(padded, (head,), (one.blocks * one.block,))
+    tail = jax.lax.dynamic_slice(padded, (head + count * one.block,), (one.block,))
+    return blocks, jnp.concatenate([piece_L[: one.block], tail])
+
+
+def _own(one: Spread) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return this device's elements before its whole blocks, its whole blocks, and its elements after them."""
+    mine = jnp.asarray(np.array(one.pieces, np.int32))[jax.lax.axis_index(one.axes)]
+    return mine[0], mine[1], mine[2]
+
+
+def _restored(plan: CutPlan, vector_M: jax.Array, pieces: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return a device's piece of each tensor as the receiver will read it, from the vector that it has encoded."""
+    at, found, edges = 0, {}, []
+    for one in plan.spread:
+        found[one.tensor.name] = vector_M[at : at + one.blocks * one.block]
+        at += one.blocks * one.block
+    for what in plan.rest:
+        size = pieces[what].size if isinstance(what, str) else what[1] - what[0]
+        if isinstance(what, str):
+            found[what] = vector_M[at : at + size].reshape(pieces[what].shape)
+        else:
+            edges.append(vector_M[at : at + size])
+        at += size
+    places_E = _joined([*edges, jnp.zeros(1, jnp.float32)])[plan.edge_sources]
+    at = 0
+    for one in plan.spread:
+        name, size = one.tensor.name, 2 * one.block
+        if one.has_edges:
+            mine = jax.lax.dynamic_slice(places_E, (at + size * jax.lax.axis_index(one.axes),), (size,))
+            found[name] = _with_edges(one, found[name], mine)
+            at += size * one.devices
+        found[name] = found[name].reshape(pieces[name].shape)
+    return found
+
+
+def _with_edges(one: Spread, blocks: jax.Array, edges: jax.Array) -> jax.Array:
+    """Return a device's piece of a tensor, from its whole blocks and its edges."""
+    size = one.block
+    head, count, _ = _own(one)
+    out = jax.lax.dynamic_update_slice(jnp.zeros(one.length + size, jnp.float32), blocks, (head,))
+    out = out.at[:size].set(jnp.where(jnp.arange(size) < head, edges[:size], out[:size]))
+    out = jax.lax.dynamic_update_slice(out, edges[size:], (head + count * size,))  # zeros follow the last edge element
+    return out[: one.length]
+
+
+class AssembledPart:
+    """One of a codec's arrays, whose pieces were encoded on several devices. The host puts them together."""
+
+    def __init__(self, index: int, chosen: Codec, plan: CutPlan, encoded: jax.Array) -> None:
+        """Note what the devices have encoded.
+
+        Args:
+            index: Which of the codec's arrays it is.
+            chosen: The codec.
+            plan: The cut.
+            encoded: This array of all devices along the plan's axes.
+        """
+        self._index, self._codec, self._plan, self._encoded = index, chosen, plan, encoded
+
+    def copy_to_host_async(self) -> None:
+        """Begin to copy the pieces."""
+        self._encoded.copy_to_host_async()
+
+    def block_until_ready(self) -> AssembledPart:
+        """Wait for the devices."""
+        self._encoded.block_until_ready()
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Wait for the copies, and return the array."""
+        by_device = np.asarray(self._encoded).reshape(self._plan.devices, -1)
+        return np.concatenate([self._piece(by_device, segment) for segment in self._plan.segments])
+
+    def _piece(self, by_device: np.ndarray[Any, Any], segment: Segment) -> np.ndarray[Any, Any]:
+        block = self._codec.block
+        first, end = (
+            self._codec.layout(count * block)[self._index][0]
+            for count in (segment.first, segment.first + segment.blocks)
+        )
+        return by_device[segment.device, first:end]

@@ -1,0 +1,237 @@
+"""Islands on several devices. `test_four_devices.py` runs this file in a process with four devices."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from archipelago.broker.codecs import CODECS, Vector, body_of
+from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
+from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.islands.checkpoint import IslandStore, cut
+from archipelago.islands.inner import begin, compile_steps, require_sound
+from archipelago.islands.mesh.placement import placement_of
+from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.models.registry import build
+from archipelago.islands.sync import recovery, tree_replica
+from archipelago.islands.sync.recovery import Received, StateForPeer
+from archipelago.islands.sync.replica import Replica
+from archipelago.islands.sync.state_tree import decode
+from archipelago.islands.sync.tree_replica import TreeReplica
+from archipelago.islands.worker import Island
+from tests.failing import failing
+from tests.islands.mesh.sharded_runs import COLUMNS, CONFIG, FOUR, ONE, SQUARE, MeshRun, manifest
+
+#: Shapes and placements on a mesh of 2 × 2 that begin anywhere in a block of a codec.
+TREE: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "a": ((64,), ()),
+    "b": ((64, 176), ("x", "y")),
+    "c": ((176, 65), (("y", "x"),)),
+    "d": ((3, 3, 16, 32), (None, None, None, ("x", "y"))),
+    "e": ((5, 3), ()),
+    "f": ((8, 8, 130), (None, "x", "y")),
+    "g": ((130, 256), (None, "y")),
+    "h": ((7, 512), (None, ("y", "x"))),
+}
+
+
+def tree_run(codec: str) -> Manifest:
+    tensors = tuple(Tensor(name, shape) for name, (shape, _) in TREE.items())
+    wire = WireConfig(up="int4" if codec == "top3" else codec, thin="top3")  # type: ignore[arg-type]
+    config = RunConfig(adopt=AdoptConfig(rule="carry"), wire=wire)
+    return Manifest("tree", config, tensors, (tuple(TREE),), Corpus("text", "0" * 32, 1000), {})
+
+
+def templates() -> dict[str, jax.ShapeDtypeStruct]:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))  # type: ignore[no-untyped-call]
+        for name, (shape, spec) in TREE.items()
+    }
+
+
+def vector(of: dict[str, Any]) -> bytes:
+    return np.concatenate([np.asarray(x).reshape(-1) for x in of.values()]).tobytes()
+
+
+@pytest.mark.parametrize(
+    "codec", [pytest.param(name, marks=[] if name == "int4" else pytest.mark.full) for name in CODECS]
+)
+def test_shards_give_the_bytes_of_one_device(codec: str) -> None:
+    of, places, rng = tree_run(codec), templates(), np.random.default_rng(0)
+    first_N: Vector = rng.standard_normal(of.sizes[0]).astype(np.float32)
+    one, four = Replica(of), TreeReplica(of, places)
+    alone, together = one.begin([first_N.copy()]), four.begin([first_N.copy()])
+    which = "top3" if codec == "top3" else ""
+    for _ in range(2):
+        for name, (shape, _) in TREE.items():
+            step = rng.standard_normal(shape).astype(np.float32) * rng.choice([1e-3, 1, 0], shape).astype(np.float32)
+            alone[name] = alone[name] + step
+            together[name] = jax.device_put(alone[name], places[name].sharding)
+        assert body_of(one.measure(0, alone, which)) == body_of(four.measure(0, together, which))
+        assert vector(four.references[0]) == np.asarray(one.references[0]).tobytes()
+        new_N = rng.standard_normal(of.sizes[0]).astype(np.float32)
+        alone, together = one.adopt(0, alone, new_N), four.adopt(0, together, new_N)
+        for name, leaf in together.items():
+            assert np.asarray(leaf).tobytes() == np.asarray(alone[name]).tobytes()
+            assert leaf.sharding == places[name].sharding
+
+
+def test_no_device_gathers_a_tensor(capfd: pytest.CaptureFixture[str]) -> None:
+    """Arrays of the compiled program are those of one device, which has a quarter of the largest tensor."""
+    of = tree_run("int4")
+    replica = TreeReplica(of, templates())
+    params = replica.begin([np.zeros(of.sizes[0], np.float32)])
+    program = tree_replica.compiled_tree_measure(of.layout[0], "int4", replica._homes[0], is_thin=False)
+    text = program.lower(replica.references[0], replica._part(0, params)).compile().as_text()
+    shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([0-9,]+)\]", text)]
+    assert sum(of.sizes) / 4 < max(map(math.prod, shapes)) < sum(of.sizes) / 2
+    split = [shape for shape, spec in TREE.values() if spec]
+    assert not {*split, *((math.prod(shape),) for shape in split)} & {*shapes}
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+# -- whole islands -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_any_mesh_ends_with_the_same_parameters() -> None:
+    ends = []
+    for shape in (ONE, SQUARE, FOUR):
+        run = MeshRun()
+        island = run.island(shape)
+        run.play(island, 9)
+        assert run.merger.state.closed >= 2
+        ends.append({name: np.asarray(x) for name, x in island.params.items()})
+    for end in ends[1:]:
+        for name, value in ends[0].items():
+            np.testing.assert_allclose(end[name], value, atol=2e-4, err_msg=name)
+    assert float(np.abs(ends[0]["norm.scale"] - 1.0).max()) > 1e-2
+
+
+def moment(island: Island, which: str, name: str) -> jax.Array:
+    found: jax.Array = optax.tree_utils.tree_get(island.inner.optimizer, which)[name]
+    return found
+
+
+def places(island: Island) -> set[str]:
+    return {name for name, x in island.params.items() if not x.sharding.is_fully_replicated}
+
+
+def test_parameters_and_moments_stay_split_after_steps_and_adoptions() -> None:
+    run = MeshRun()
+    island = run.island(SQUARE)
+    run.play(island, 10)
+    assert places(island) == {"embedding", "hidden.gate.kernel", "hidden.down.kernel"}
+    for name, x in island.params.items():
+        assert moment(island, "mu", name).sharding == moment(island, "nu", name).sharding == x.sharding, name
+        assert all(shard.data.size == x.size // (2 if name in places(island) else 1) for shard in x.addressable_shards)
+
+
+def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_state() -> None:
+    run = MeshRun()
+    four = run.island(COLUMNS, "four")
+    run.play(four, 9)
+    one = run.island(ONE, "one", batch_size=2)
+    about, payload = recovery.encode(StateForPeer("one/x", four.optimizer_leaves(), 0, 9), "four/x")
+    taken = decode(about, payload, one.inner.optimizer, partial(require_sound, bounds=one.moment_bounds))
+    one.use_state_of_peer(Received(about, taken))
+    for theirs, own in zip(jax.tree.leaves(four.inner.optimizer), jax.tree.leaves(one.inner.optimizer), strict=True):
+        assert np.asarray(theirs).tobytes() == np.asarray(own).tobytes()
+        assert len(own.sharding.device_set) == 1
+    for _ in range(6):
+        run.play(four, 1)
+        run.play(one, 1)
+    assert run.connect().reader.books().refused == 0
+    assert one.totals.tokens == 6 * 2 * 8
+    # and the other way round
+    square = run.island(SQUARE, "square")
+    about, payload = recovery.encode(StateForPeer("square/x", one.optimizer_leaves(), 0, 9), "one/x")
+    square.use_state_of_peer(Received(about, decode(about, payload, square.inner.optimizer, lambda state, like: None)))
+    assert moment(square, "mu", "embedding").sharding == square.params["embedding"].sharding
+    run.play(square, 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(COLUMNS, ONE), (ONE, SQUARE), pytest.param(SQUARE, COLUMNS, marks=pytest.mark.full)]
+)
+def test_a_checkpoint_is_restored_on_another_mesh(tmp_path: Path, before: MeshShape, after: MeshShape) -> None:
+    run = MeshRun()
+    island = run.island(before)
+    run.play(island, 10)
+    IslandStore(tmp_path, run.manifest).save(cut(island, 7))
+    other = MeshRun().island(after)
+    store = IslandStore(tmp_path, run.manifest)
+    found = store.find(7)
+    assert found is not None
+    assert store.restore_whole(found, other)
+    for theirs, own in zip(jax.tree.leaves(island.inner), jax.tree.leaves(other.inner), strict=True):
+        assert np.asarray(theirs).tobytes() == np.asarray(own).tobytes()
+    fresh = MeshRun().island(after)
+    assert all(x.sharding == fresh.params[name].sharding for name, x in other.params.items())
+    assert body_of(other.replica.measure(0, other.params)) == body_of(island.replica.measure(0, island.params))
+    other.advance()
+
+
+@pytest.mark.full
+def test_averaged_moments_stay_split() -> None:
+    config = replace(CONFIG, sync=replace(CONFIG.sync, moments="average"))
+    ends = []
+    for shape in (ONE, SQUARE):
+        run = MeshRun(manifest(config))
+        island = run.island(shape)
+        run.play(island, 13)
+        ends.append(island)
+    for name, x in ends[0].params.items():
+        np.testing.assert_allclose(np.asarray(ends[1].params[name]), np.asarray(x), atol=2e-4, err_msg=name)
+    assert moment(ends[1], "mu", "embedding").sharding == ends[1].params["embedding"].sharding
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "code"),
+    [
+        (MeshShape(data=8), 8, "mesh.devices"),
+        (MeshShape(data=3), 8, "mesh.batch"),
+        (MeshShape(fsdp=2, data=2), 6, "mesh.batch"),
+        (MeshShape(tensor=4), 8, ""),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(shape: MeshShape, batch: int, code: str) -> None:
+    if code:
+        with failing(code=code):
+            placement_of(shape, manifest(), batch, jax.local_devices())
+    else:
+        assert placement_of(shape, manifest(), batch, jax.local_devices()) is not None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", ["tiny", "tiny-moe", "digits"])
+@pytest.mark.parametrize("shape", [FOUR, COLUMNS])
+def test_our_models_train_on_a_mesh(size: str, shape: MeshShape) -> None:
+    model, inner = build(size), InnerConfig(steps=100, learning_rate=1e-3, warmup_steps=0)
+    of = Manifest("m", RunConfig(), model.tensors, (tuple(t.name for t in model.tensors),), Corpus("t", "", 0), {})
+    length = model.example_bytes or 17
+    batch = np.random.default_rng(0).integers(0, 10, (3, 8, length), np.uint8)
+    _, alone_n = compile_steps(model, inner)(begin(inner, model.init(0)), batch, np.int32(0))
+    placement = placement_of(shape, of, 8, jax.local_devices())
+    assert placement is not None
+    state = placement.begin(lambda params: begin(inner, params), placement.place(model.init(0)))
+    steps = placement.steps(compile_steps(model, inner))
+    after, together_n = steps(state, placement.place_batches(batch), np.int32(0))
+    np.testing.assert_allclose(np.asarray(together_n), np.asarray(alone_n), rtol=2e-3)
+    split = {name for name, x in after.params.items() if not x.sharding.is_fully_replicated}
+    assert bool(split) == (shape == COLUMNS)
+    assert all(len(tensor.shape) < 2 or tensor.name in split for tensor in of.tensors) or shape == FOUR

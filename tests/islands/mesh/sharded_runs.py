@@ -1,0 +1,157 @@
+"""A run in virtual time of a small model with matrices, whose islands are on meshes of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import (
+    AdoptConfig,
+    DataConfig,
+    InnerConfig,
+    OuterConfig,
+    RunConfig,
+    SyncConfig,
+    WireConfig,
+)
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.wire import digest, pack
+from archipelago.islands.computation import Computation
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.inner import InnerSteps, compile_steps
+from archipelago.islands.mesh.placement import Placement, placement_of
+from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.layers import mean_cross_entropy
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.worker import Island
+from archipelago.merger.service import Merger
+from archipelago.ops.experiments.virtual_time import VirtualClock
+
+CONFIG = RunConfig(
+    record=True,
+    data=DataConfig(sequence_length=8, batch_size=8, shards=4),
+    inner=InnerConfig(steps=1000, learning_rate=0.01, warmup_steps=0, moments_warmup_steps=0),
+    sync=SyncConfig(interval=4, fragments=1, window=2, quorum=1, grace=0.0),
+    adopt=AdoptConfig(rule="carry"),
+    outer=OuterConfig(momentum=0.5),
+    wire=WireConfig(up="int4", thin="", down="float32"),
+)
+#: A scale of 24 elements puts every later tensor across the blocks of a codec.
+TENSORS = (
+    Tensor("embedding", (256, 24), "embedding"),
+    Tensor("hidden.gate.kernel", (24, 60)),
+    Tensor("hidden.down.kernel", (60, 24)),
+    Tensor("norm.scale", (24,)),
+)
+TEXT = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+ONE, SQUARE, FOUR = MeshShape(), MeshShape(data=2, fsdp=2), MeshShape(data=4)
+COLUMNS = MeshShape(fsdp=2, tensor=2)
+
+
+def _logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
+    x_BxTxW = params["embedding"][tokens_BxT] * params["norm.scale"][None, None, :]
+    hidden = jnp.tanh(x_BxTxW @ params["hidden.gate.kernel"])
+    return (x_BxTxW + hidden @ params["hidden.down.kernel"]) @ params["embedding"].T
+
+
+def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
+    return mean_cross_entropy(_logits(params, tokens_BxT1[:, :-1]), tokens_BxT1[:, 1:])
+
+
+@cache
+def _steps(inner: InnerConfig) -> InnerSteps:
+    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _logits), inner)
+
+
+@cache
+def on_mesh(shape: MeshShape, config: RunConfig) -> tuple[Placement | None, InnerSteps]:
+    """Return the places on a mesh and the inner steps there, compiled once for all tests."""
+    placement = placement_of(shape, manifest(config), config.data.batch_size, jax.devices())
+    steps = _steps(config.inner)
+    return placement, steps if placement is None else placement.steps(steps)
+
+
+def manifest(config: RunConfig = CONFIG) -> Manifest:
+    """Return a run of the model."""
+    tensors, fragments = synced(TENSORS, config)
+    return Manifest("meshes", config, tensors, fragments, Corpus("text", "0" * 32, TEXT.size), {})
+
+
+def first_snapshots(of: Manifest) -> list[tuple[Snapshot, bytes]]:
+    """Return version 0 of each fragment."""
+    out = []
+    for p, vector_N in enumerate(first_vectors(of)):
+        payload = pack(vector_N, "float32", 1)
+        out.append((Snapshot(0, p, 0, 0, "float32", len(payload), digest(payload), ""), payload))
+    return out
+
+
+def first_vectors(of: Manifest) -> list[Vector]:
+    """Return the first parameters of each fragment. First moments are zeros."""
+    rng = np.random.default_rng(1)
+    made = {t.name: rng.standard_normal(t.shape) / 5 * (t.kind != "moment") for t in of.tensors}
+    made["norm.scale"] = np.ones(24)
+    return [np.concatenate([made[t.name].ravel() for t, _ in rows]).astype(np.float32) for rows in of.layout]
+
+
+class MeshRun:
+    """A run with its merger."""
+
+    def __init__(self, of: Manifest | None = None) -> None:
+        self.manifest = of or manifest()
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        transport = self.connect()
+        transport.create(self.manifest, first_snapshots(self.manifest))
+        self.merger = Merger(self.connect(), self.clock, holder="merger", live_poll_seconds=0.0)
+        assert self.merger.acquire()
+        self.merger.load()
+
+    def connect(self) -> Any:
+        """Return another connection."""
+        return self.broker.connect(self.manifest.run)
+
+    def island(
+        self,
+        shape: MeshShape,
+        name: str = "a",
+        on_marker: Callable[[Island, int], None] | None = None,
+        batch_size: int = CONFIG.data.batch_size,
+        computes: Callable[..., Computation] = Computation,
+    ) -> Island:
+        """Return an island on a mesh that has joined and leased a shard."""
+        config = self.manifest.config
+        own = replace(config, data=replace(config.data, batch_size=batch_size))
+        link = Link(
+            self.connect(), self.manifest, f"{name}/x", shard_order(config.data.shards, config.seed), self.clock
+        )
+        arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
+        island = Island(
+            name, self.manifest, steps,
+            Batches(TEXT, own, link.lease), link, arrivals, self.clock, "x", on_marker=on_marker,
+            placement=placement, computes=computes,
+        )  # fmt: skip
+        island.beat("joining")
+        link.pump()
+        return island
+
+    def play(self, island: Island, steps: int) -> None:
+        """Make some steps, and exchange everything between them."""
+        for _ in range(steps):
+            self.clock.now += 1.0
+            island.link.pump()
+            island.boundary()
+            island.link.pump()
+            self.merger.turn(0.0)
+            island.advance()

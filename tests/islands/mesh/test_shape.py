@@ -1,0 +1,84 @@
+"""The text of a mesh, its default, and the table that splits tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.manifest import Tensor
+from archipelago.islands.main import IslandOptions
+from archipelago.islands.main import main as island
+from archipelago.islands.mesh.rules import axes_of, specs
+from archipelago.islands.mesh.shape import MeshShape, parsed, require_divided, require_present, widest
+from archipelago.islands.models.registry import build
+from tests.failing import failing
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("data=2,fsdp=2,tensor=1", MeshShape(2, 2, 1)),
+        (" tensor = 4 ", MeshShape(tensor=4)),
+        ("data=1", MeshShape()),
+    ],
+)
+def test_a_mesh_is_read_and_written(text: str, shape: MeshShape) -> None:
+    assert parsed(text) == shape
+    assert parsed(str(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "mesh.text"), ("4", "mesh.text"), ("data=2,,fsdp=2", "mesh.text"), ("data=2=2", "mesh.text"),
+        ("rows=2", "mesh.axis"), ("data=2,data=2", "mesh.axis"),
+        ("data=", "mesh.size"), ("data=0", "mesh.size"), ("data=-1", "mesh.size"), ("data=two", "mesh.size"),
+        ("data=2.5", "mesh.size"), ("data=9999", "mesh.size"), ("data=٢", "mesh.size"),
+    ],
+)  # fmt: skip
+def test_other_texts_are_refused_before_anything_loads(text: str, code: str) -> None:
+    with failing(ConfigError, code):
+        parsed(text)
+    with failing(ConfigError, code):
+        island(IslandOptions(url="redis://127.0.0.1:1", mesh=text, name="one", wait_seconds=0.0))
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "data"), [(1, 8, 1), (4, 8, 4), (8, 12, 6), (3, 8, 2), (5, 7, 1), (6, 0, 6)]
+)
+def test_by_default_data_takes_the_devices_that_divide_the_batch(devices: int, batch: int, data: int) -> None:
+    assert widest(devices, batch) == MeshShape(data=data)
+
+
+def test_a_mesh_must_divide_the_batch_and_be_present() -> None:
+    require_divided(MeshShape(2, 2, 3), 8)
+    with failing(ConfigError, "mesh.batch"):
+        require_divided(MeshShape(2, 2), 6)
+    require_present(MeshShape(2, 2), 4, "cpu")
+    with failing(ConfigError, "mesh.devices"):
+        require_present(MeshShape(2, 2, 2), 4, "cpu")
+
+
+def test_the_table_splits_each_kind_of_tensor() -> None:
+    sizes = MeshShape(2, 2, 2).sizes()
+    split = {
+        "embedding": (("tensor", "fsdp"),),
+        "layers.0.attention.query.kernel": (("fsdp",), ("tensor",)),
+        "layers.0.mlp.experts.1.down.kernel": (("tensor", "fsdp"),),
+        "layers.0.mlp.router.kernel": (("fsdp",),),
+        "moment:layers.0.mlp.gate.kernel": (("fsdp",), ("tensor",)),
+        "mine.whatever": (("fsdp",),),
+    }
+    for name, axes in split.items():
+        assert axes_of(Tensor(name, (64, 32)), sizes) == axes, name
+    assert axes_of(Tensor("norm.scale", (64,)), sizes) == ()
+    assert axes_of(Tensor("embedding", (6, 64)), sizes) == (("tensor",),)  # 6 rows: fsdp does not divide the rest
+    assert axes_of(Tensor("a.out.kernel", (7, 64)), sizes) == ((),)
+
+
+def test_an_axis_that_splits_nothing_is_refused() -> None:
+    tensors = build("tiny").tensors
+    assert specs(tensors, MeshShape(fsdp=2, tensor=2))
+    for shape in (MeshShape(fsdp=3), MeshShape(tensor=5)):
+        with failing(ConfigError, "mesh.model"):
+            specs(tensors, shape)
