@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 
-from archipelago.broker.footprint import ISLAND_BASE, available_here, footprint, memory_text, shortage
+from archipelago.broker.footprint import available_here, device_and_host, footprint, memory_text, shortage
 from archipelago.broker.manifest import Manifest
+from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.worker import Island
 
@@ -23,16 +23,14 @@ BOUNDARY_SECONDS = 0.04
 
 #: The variable that hides devices from JAX, by platform.
 VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
-#: Bytes per synced element that an island keeps in the memory of its machine when it trains on an accelerator.
-HOST_PER_PARAMETER = 16
 
 
-def unused_devices(devices: Sequence[jax.Device], environ: Mapping[str, str]) -> str:
-    """Return which of several devices the island uses, and how to use the others; empty if there is only one."""
-    if len(devices) < 2:
+def unused_devices(devices: Sequence[jax.Device], shape: MeshShape, environ: Mapping[str, str]) -> str:
+    """Return which devices the island does not use, and how to use them; empty if it uses all."""
+    if len(devices) <= shape.devices:
         return ""
     used = devices[0]
-    begin = f"this island uses one of {len(devices)} devices: {used} ({used.device_kind})"
+    begin = f"this island uses {shape.devices} of {len(devices)} devices: {used.device_kind}, --mesh {shape}"
     if used.platform == "cpu":
         return f"{begin}; the others come from XLA_FLAGS and add no cores: one CPU device uses all that it may use"
     is_rocm = "rocm" in getattr(used.client, "platform_version", "").lower()
@@ -40,21 +38,28 @@ def unused_devices(devices: Sequence[jax.Device], environ: Mapping[str, str]) ->
     names = [name.strip() for name in environ.get(variable, "").split(",") if name.strip()]
     if len(names) != len(devices):
         names = [str(number) for number in range(len(devices))]
-    others = ", ".join(f"{variable}={name} archipelago island" for name in names[1:])
-    return f"{begin}; start one more island for each of the others: {others}"
+    others = ",".join(names[shape.devices :])
+    return f"{begin}; another mesh can use the others, or another island: {variable}={others} archipelago island"
 
 
-def memory_in_words(manifest: Manifest, device: jax.Device) -> tuple[str, list[str]]:
-    """Return how much memory the run takes by part, and what does not fit here."""
+def memory_in_words(manifest: Manifest, device: jax.Device, shape: MeshShape | None = None) -> tuple[str, list[str]]:
+    """Return how much memory the run takes by part, and what does not fit here.
+
+    Args:
+        manifest: The run.
+        device: One of the island's devices.
+        shape: Their mesh; None for one device.
+    """
     needed, available = footprint(manifest), available_here()
     said = f"memory: {needed.describe()}"
     if device.platform == "cpu":
         words = shortage("this island", needed.island, available)
         return f"{said}; {memory_text(available)} are available here", [words] if words else []
-    on_device = needed.island - ISLAND_BASE
-    on_host = ISLAND_BASE + HOST_PER_PARAMETER * manifest.elements
+    whole, on_host = device_and_host(manifest)
+    on_device = whole // (shape.fsdp * shape.tensor if shape else 1)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    said += f"; here {memory_text(on_device)} of {memory_text(limit) if limit else 'the memory'} on the device, and "
+    each = "each device" if shape and shape.devices > 1 else "the device"
+    said += f"; here {memory_text(on_device)} of {memory_text(limit) if limit else 'the memory'} on {each}, and "
     said += f"{memory_text(on_host)} of {memory_text(available)} on the machine"
     troubles = [shortage("this island, on its machine,", on_host, available)]
     troubles += [shortage("this island, on its device,", on_device, limit)] if limit else []
@@ -76,12 +81,12 @@ def best_scan_steps(island: Island) -> int:
 
 def _seconds_a_step(island: Island, scan_steps: int) -> float:
     """Return the shortest time of a step over several calls on copies, after one call that compiles."""
-    batch = jax.device_put(island.batches.sample(scan_steps))
-    state, length = device_copy(island.inner), island.length_argument(island.link.run_steps)
+    batch, state = island.batches.sample(scan_steps), device_copy(island.inner)
+    arguments = island.computation.arguments(batch, 0, island.link.run_steps)
     best = float("inf")
     for attempt in range(4):
         began = time.perf_counter()
-        state, losses_n = island.steps(state, batch, jax.device_put(np.int32(0)), *length)
+        state, losses_n = island.steps(state, *arguments)
         losses_n.block_until_ready()
         if attempt:
             best = min(best, time.perf_counter() - began)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import gc
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import jax
+
+from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import Patience
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.creation import describe, require_readable
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.computation import Computation
 from archipelago.islands.device import best_scan_steps
-from archipelago.islands.inner import InnerSteps, compile_steps
-from archipelago.islands.models.registry import build
+from archipelago.islands.hosts.team import Team
+from archipelago.islands.mesh.placement import Placement
+from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.file import TaskFile
+from archipelago.islands.tasks.ours import OurTask, register_text, task_here
+from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
-from archipelago.islands.workload import CorpusWorkload, Workload
 
 #: The name of the island that `rehearse` builds. Its link never starts.
 REHEARSING = "rehearsal"
@@ -32,26 +41,62 @@ class PreparedIsland:
         manifest: The run.
         pinned: The name of a corpus on this machine that replaces the run's, if any.
         workload: What the island trains.
+        placement: Where everything is on several devices; None for one device.
+        batch_size: The sequences of an inner step; 0 for those of the run.
         scan_steps: Inner steps between two step boundaries; 0 until they are known.
     """
 
     manifest: Manifest
     pinned: str | None
     workload: Workload
+    placement: Placement | None = None
+    batch_size: int = 0
     scan_steps: int = 0
+    _computes: Callable[..., Computation] = Computation
 
     @property
-    def steps(self) -> InnerSteps:
-        """The compiled inner steps."""
-        return self.workload.steps
+    def place(self) -> Callable[[Any], Params]:
+        """Brings parameters to the island's devices; on several hosts, to one device of this host."""
+        return jax.device_put if self.placement is None or jax.process_count() > 1 else self.placement.place
 
-    def fits(self, manifest: Manifest, pinned: str | None) -> bool:
+    @property
+    def evaluates_here(self) -> bool:
+        """Whether this process can evaluate. On several hosts, it does so alone, on a device that holds the model."""
+        shape = self.placement.shape if self.placement is not None else MeshShape()
+        return jax.process_count() == 1 or shape.fsdp * shape.tensor == 1
+
+    def share(self, team: Team) -> None:
+        """Let the other hosts of this island compute everything, too. This process leads them."""
+        from archipelago.islands.hosts.computing import LeadingComputation
+
+        self._computes = partial(LeadingComputation, team)
+        self.scan_steps = 1  # hosts would have to measure together
+
+    def sample(self) -> Any:
+        """Return a batch to learn its tree from."""
+        return self.workload.supply(TaskRun(REHEARSING, 0, self.manifest.config.seed)).sample(1)
+
+    def fits(
+        self,
+        manifest: Manifest,
+        pinned: str | None,
+        placement: Placement | None = None,
+        batch_size: int = 0,
+        settings: RunConfig | None = None,
+    ) -> bool:
         """Return whether an island of that run can use it."""
-        return (self.manifest, self.pinned) == (manifest, pinned)
+        shapes = [None if each is None else each.shape for each in (self.placement, placement)]
+        own = (self.manifest, self.pinned, self.batch_size, self.workload.config)
+        return own == (manifest, pinned, batch_size, settings or manifest.config) and shapes[0] == shapes[1]
 
     def link(self, transport: IslandTransport, who: str) -> Link:
         """Return a link for `who`, an island's name and incarnation."""
-        return Link(transport, self.manifest, who, self.workload.shards)
+        return Link(transport, self.manifest, who, ())
+
+    def register(self, transport: IslandTransport) -> None:
+        """Tell the run which pinned text this island reads. Raises MismatchError if it knows another of that name."""
+        if isinstance(self.workload.named, OurTask):
+            register_text(self.workload.named.corpus, transport, self.pinned)
 
     def island(
         self,
@@ -62,12 +107,15 @@ class PreparedIsland:
         on_marker: Callable[[Island, int], None] | None = None,
     ) -> Island:
         """Return an island that begins with these snapshots."""
-        work = self.workload
-        batches = work.supply(name, link, rehearses=name == REHEARSING)
-        return Island(
-            name, self.manifest, work.steps, batches, link, arrivals, incarnation=incarnation, on_marker=on_marker,
-            first_state=work.first_state, bounds=work.bounds,
+        leases = None if name == REHEARSING else link
+        supply = self.workload.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, leases))
+        island = self.workload.island(
+            name, self.manifest, supply, link, arrivals, incarnation=incarnation, on_marker=on_marker,
+            placement=self.placement, computes=self._computes,
         )  # fmt: skip
+        if self.batch_size:
+            island.action_log.enabled = False  # replay repeats batches of the run's size only
+        return island
 
     def warm_up(self, island: Island, scan_steps: int) -> None:
         """Compile everything that the island will run. `scan_steps` 0 measures which number is fastest."""
@@ -85,22 +133,32 @@ class PreparedIsland:
         gc.collect()  # frees the model and its device memory
 
 
-def prepare(manifest: Manifest, pinned: str | None, task: TaskFile | None = None) -> PreparedIsland:
-    """Load the corpus, or take the users' task, and build the inner steps, without asking the broker for anything."""
-    if task is not None:
-        from archipelago.islands.tasks.workload import TaskWorkload
+def prepare(
+    manifest: Manifest,
+    pinned: str | None,
+    task: TaskFile | None = None,
+    placement: Placement | None = None,
+    batch_size: int = 0,
+    settings: RunConfig | None = None,
+) -> PreparedIsland:
+    """Load the corpus of one of our models, or take the users' task, and build its inner steps.
 
-        return PreparedIsland(manifest, pinned, TaskWorkload(task, manifest))
-    config = manifest.config
-    corpus = training_text(manifest, pinned)
-    steps = compile_steps(build(config.model), config.inner)
-    return PreparedIsland(manifest, pinned, CorpusWorkload(manifest, pinned, corpus, steps))
+    This asks the broker for nothing.
 
+    Args:
+        manifest: The run.
+        pinned: The name of a corpus that replaces the run's here, if any.
+        task: The users' task; None for one of our models.
+        placement: Where everything is on several devices; None for one device.
+        batch_size: The sequences of an inner step of our models; 0 for those of the run.
+        settings: How this island computes; None for the run's settings.
 
-def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
-    """Open the text to train on: the run's, or a pinned one. Raises MismatchError if it is not the run's."""
-    corpus = open_corpus(pinned or manifest.corpus.name)
-    identity = manifest.corpus if pinned else corpus.identity
-    manifest.require_same(describe(manifest.run, manifest.config, identity))
-    require_readable(manifest.config, corpus, manifest.corpus.tokenizer)
-    return corpus
+    Raises:
+        MismatchError: The run trains other tensors.
+    """
+    settings = settings or manifest.config
+    work = Workload.of(task or task_here(manifest, pinned, batch_size, settings), settings)
+    work.require_same(manifest)
+    if placement is not None:
+        work = replace(work, steps=placement.steps(work.steps))
+    return PreparedIsland(manifest, pinned, work, placement, batch_size)

@@ -76,8 +76,10 @@ class Rejoin(Newcomer):
         self.count_earlier()
 
     def _from_peer(self) -> recovery.Received | None:
+        if not self._asked:
+            return None
         check = partial(require_sound, bounds=self.island.moment_bounds)
-        like = self.island.inner.optimizer
+        like = self.island.computation.optimizer_like()
         return self.received(lambda about, payload: decode(about, payload, like, check))
 
     def _send_actions(self, found: Found) -> None:

@@ -9,10 +9,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from archipelago.broker.config import InnerConfig
+from archipelago.broker.footprint import ON_DEVICE
 from archipelago.islands import device
 from archipelago.islands.device import memory_in_words, unused_devices
+from archipelago.islands.inner import begin, compile_steps
+from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.models.registry import build
 from tests.islands import tiny
 
 
@@ -23,35 +29,34 @@ def devices(count: int, platform: str, version: str = "") -> list[jax.Device]:
 
 
 def test_nothing_is_said_about_a_single_device() -> None:
-    assert unused_devices(devices(1, "gpu"), {}) == ""
+    assert unused_devices(devices(1, "gpu"), MeshShape(), {}) == ""
+    assert unused_devices(devices(4, "gpu"), MeshShape(fsdp=2, tensor=2), {}) == ""
 
 
 @pytest.mark.parametrize(
     ("platform", "version", "environment", "expected"),
     [
-        ("gpu", "cuda 13", {}, ["CUDA_VISIBLE_DEVICES=1 ", "CUDA_VISIBLE_DEVICES=2 "]),
-        ("gpu", "cuda 13", {"CUDA_VISIBLE_DEVICES": "4, 5,7"}, ["CUDA_VISIBLE_DEVICES=5 ", "CUDA_VISIBLE_DEVICES=7 "]),
-        ("gpu", "PJRT C API\nrocm 6", {}, ["HIP_VISIBLE_DEVICES=1 ", "HIP_VISIBLE_DEVICES=2 "]),
-        ("tpu", "", {}, ["TPU_VISIBLE_CHIPS=1 ", "TPU_VISIBLE_CHIPS=2 "]),
+        ("gpu", "cuda 13", {}, "CUDA_VISIBLE_DEVICES=2,3 "),
+        ("gpu", "cuda 13", {"CUDA_VISIBLE_DEVICES": "4, 5,7,8"}, "CUDA_VISIBLE_DEVICES=7,8 "),
+        ("gpu", "PJRT C API\nrocm 6", {}, "HIP_VISIBLE_DEVICES=2,3 "),
+        ("tpu", "", {}, "TPU_VISIBLE_CHIPS=2,3 "),
     ],
 )
-def test_the_command_for_each_other_device_is_said(
-    platform: str, version: str, environment: dict[str, str], expected: list[str]
+def test_the_command_for_the_other_devices_is_said(
+    platform: str, version: str, environment: dict[str, str], expected: str
 ) -> None:
-    said = unused_devices(devices(3, platform, version), environment)
-    assert "one of 3 devices" in said
-    assert said.count("archipelago island") == 2
-    for words in expected:
-        assert words in said
+    said = unused_devices(devices(4, platform, version), MeshShape(data=2), environment)
+    assert "2 of 4 devices" in said
+    assert expected in said
 
 
 def test_several_cpu_devices_are_counted_in_a_real_process() -> None:
     """XLA makes four of one processor, as tests of meshes do."""
-    code = "import jax; from archipelago.islands.device import unused_devices; "
-    code += "print(unused_devices(jax.local_devices(), {}))"
+    code = "import jax; from archipelago.islands.device import MeshShape, unused_devices; "
+    code += "print(unused_devices(jax.local_devices(), MeshShape(), {}))"
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "one of 4 devices" in found.stdout
+    assert "1 of 4 devices" in found.stdout
 
 
 def test_a_run_that_does_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +77,15 @@ def test_the_memory_of_an_accelerator_is_compared_too(monkeypatch: pytest.Monkey
     said, (trouble,) = memory_in_words(tiny.manifest(), gpu)
     assert "on the device" in said
     assert "device" in trouble
+
+
+def test_the_training_alone_takes_what_the_table_says() -> None:
+    """The bytes a parameter of the compiled inner step of a small model, with a batch of two tokens."""
+    model = build("tiny")
+    state = jax.eval_shape(lambda: begin(InnerConfig(), model.init(0)))
+    steps: Any = compile_steps(model, InnerConfig())
+    found = steps.lower(state, jnp.zeros((1, 1, 3), jnp.uint8), jnp.int32(0)).compile().memory_analysis()
+    parameters = sum(tensor.size for tensor in model.tensors)
+    alone = ON_DEVICE["parameters and moments"] + ON_DEVICE["gradients and updates"]
+    assert (found.argument_size_in_bytes + found.temp_size_in_bytes) / parameters == pytest.approx(alone, rel=0.1)
+    assert found.alias_size_in_bytes >= ON_DEVICE["parameters and moments"] * parameters  # the next state takes no more

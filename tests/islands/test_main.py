@@ -75,7 +75,7 @@ def test_the_curves_of_a_diverged_island_are_complete(
         raise DivergedError("the loss of oslo was not finite")
 
     monkeypatch.setattr(main, "keep_compiled", lambda: None)
-    monkeypatch.setattr("archipelago.islands.prepared.training_text", lambda *_: CORPUS)
+    monkeypatch.setattr("archipelago.islands.tasks.ours.training_text", lambda *_: CORPUS)
     monkeypatch.setattr("archipelago.islands.worker.train", diverge)
     with pytest.raises(DivergedError):
         run(url, tmp_path)

@@ -1,0 +1,127 @@
+"""The place of a process among those of its island: from flags, or as jax.distributed finds it in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from archipelago.broker.errors import ConfigError
+
+#: No island has as many hosts.
+HOSTS_MAX = 4096
+PORT_MAX = 65535
+#: JAX looks for a cluster if one of these variables is set. Looking costs an import of JAX.
+_CLUSTER_VARIABLES = (
+    "SLURM_NTASKS", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "JAX_COORDINATOR_ADDRESS", "TPU_WORKER_HOSTNAMES",
+    "TPU_PROCESS_ADDRESSES", "MEGASCALE_COORDINATOR_ADDRESS", "TPU_NAME",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The place of this process among those of its island.
+
+    Attributes:
+        host: The address of the leader.
+        port: The port on which the leader waits for the others. JAX uses the next one.
+        hosts: The number of processes.
+        rank: The number of this one. The leader is 0.
+        local_devices: The numbers of this machine's devices that this process uses; None for all.
+    """
+
+    host: str
+    port: int
+    hosts: int
+    rank: int
+    local_devices: tuple[int, ...] | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the leader."""
+        return self.rank == 0
+
+    @property
+    def address(self) -> str:
+        """The leader's address, as `--coordinator` takes it."""
+        return f"{_bracketed(self.host)}:{self.port}"
+
+    @property
+    def jax_address(self) -> str:
+        """The address of JAX's coordinator, in the leader's process."""
+        return f"{_bracketed(self.host)}:{self.port + 1 if self.port < PORT_MAX else self.port - 1}"
+
+
+def membership(
+    coordinator: str | None, hosts: int | None, rank: int | None, environ: Mapping[str, str] = os.environ
+) -> Membership | None:
+    """Return the place of this process; None for an island of one process.
+
+    Args:
+        coordinator: `--coordinator`.
+        hosts: `--hosts`.
+        rank: `--host-rank`.
+        environ: The environment.
+
+    Raises:
+        ConfigError: Flags are missing and no cluster is found (`hosts.flags`), or one is wrong (`hosts.coordinator`,
+            `hosts.number`, `hosts.rank`).
+    """
+    if hosts == 1 and coordinator is None and rank in (None, 0):
+        return None
+    local_devices = None
+    is_asked = (coordinator, hosts, rank) != (None, None, None)
+    if None in (coordinator, hosts, rank) and (is_asked or is_in_cluster(environ)):
+        coordinator, hosts, rank, local_devices = _detected(coordinator, hosts, rank)
+    if coordinator is None or hosts is None or rank is None:
+        if is_asked:
+            raise ConfigError(
+                "an island over several hosts needs --coordinator, --hosts and --host-rank, and no cluster was found "
+                "that gives what is missing",
+                "Give all three, or start the processes by Slurm, by Kubernetes or on TPU hosts.",
+                code="hosts.flags",
+            )
+        return None
+    host, port = _parsed(coordinator)
+    if not 1 <= hosts <= HOSTS_MAX:
+        raise ConfigError(f"--hosts is {hosts}", f"Give a number from 1 to {HOSTS_MAX}.", code="hosts.number")
+    if not 0 <= rank < hosts:
+        raise ConfigError(
+            f"--host-rank is {rank}, and the island has {hosts} hosts",
+            f"Give each process another number from 0 to {hosts - 1}.",
+            code="hosts.rank",
+        )
+    return Membership(host, port, hosts, rank, local_devices) if hosts > 1 else None
+
+
+def is_in_cluster(environ: Mapping[str, str]) -> bool:
+    """Return whether the environment may be one that jax.distributed knows, with more than one process."""
+    found = {name: environ[name] for name in _CLUSTER_VARIABLES if name in environ}
+    return bool(found) and found != {"SLURM_NTASKS": "1"}
+
+
+def _detected(
+    coordinator: str | None, hosts: int | None, rank: int | None
+) -> tuple[str | None, int | None, int | None, tuple[int, ...] | None]:
+    """Return what was given, and the rest as jax.distributed detects it, with the devices of this process."""
+    from jax._src.clusters import ClusterEnv  # JAX shows this by `jax.distributed.initialize` only, which never fails
+
+    found = ClusterEnv.auto_detect_unset_distributed_params(coordinator, hosts, rank, None, None, 30)
+    address, number, own, devices = found
+    return address, number, own, None if devices is None else tuple(devices)
+
+
+def _parsed(coordinator: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})", coordinator)
+    if not found or not 0 < int(found[2]) <= PORT_MAX:
+        raise ConfigError(
+            f"--coordinator {coordinator!r:.80} is no address",
+            "Give the first host and a free port of it, such as node0:9000. The next port must be free, too.",
+            code="hosts.coordinator",
+        )
+    return found[1].strip("[]"), int(found[2])
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

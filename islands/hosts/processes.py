@@ -1,0 +1,143 @@
+"""The start and the end of the processes of one island: who comes, what they must have alike, and how they end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.manifest import Manifest, installed_versions
+from archipelago.broker.observe import logs
+from archipelago.broker.process import INTERRUPTED, USER_ERROR, keep_compiled, supervised_status
+from archipelago.islands.hosts.membership import Membership
+from archipelago.islands.hosts.team import LOST_STATUS, Seat, Team, disagreement, joined
+
+if TYPE_CHECKING:
+    from archipelago.islands.worker import Island
+
+#: How long a process takes to find its devices. On a loaded machine, JAX alone loads for many seconds.
+DEVICES_SECONDS = 300.0
+REMEDY = "All its processes end with status 75. Start all of them again."
+
+log = logging.getLogger(__name__)
+
+
+def alike(flags: Mapping[str, object]) -> dict[str, str]:
+    """Return what all processes of an island must have alike: flags, and versions of packages."""
+    given = {flag: str(value) for flag, value in flags.items() if value}
+    return {"Python": platform.python_version(), **installed_versions(), **given}
+
+
+def key_of(address: str) -> bytes:
+    """Return what the processes of an island know and strangers do not: the Redis URL, or the content of a join file.
+
+    A Redis without a password has no secrets, so anybody who knows its address can take part.
+    """
+    try:
+        content = Path(address).read_bytes() if address and Path(address).is_file() else address.encode()
+    except OSError:
+        content = address.encode()
+    return hashlib.sha256(b"archipelago hosts\0" + content).digest()
+
+
+class Leading:
+    """The leader's side of an island over several hosts."""
+
+    def __init__(self, place: Membership, about: Mapping[str, str], key: bytes) -> None:
+        self.place = place
+        self.team = Team(place, about, key)
+        self.island: Island | None = None
+        self._has_jax = False
+
+    def assemble(self, manifest: Manifest, seconds: float, stopped: Callable[[], bool]) -> None:
+        """Wait for the others, and connect JAX. Raises ConfigError and HostError, as `Team.gather` does."""
+        from archipelago.islands.hosts.coordinator import Coordinator, connect
+
+        log.info("waiting at %s for the %s other hosts of this island", self.place.address, self.place.hosts - 1)
+        self.team.gather(seconds, stopped)
+        self.team.watch(self._lost)
+        self._coordinator = Coordinator(self.place)
+        self.team.tell("run", (json.dumps(manifest.to_fields()),))
+        self._has_jax = True
+        connect(self.place)
+        own = devices_here()
+        for rank, said in self.team.ask_all("devices", DEVICES_SECONDS).items():
+            if said.text(0) != own:
+                raise disagreement("devices", own, rank, said.text(0))
+        self.team.tell("go")
+
+    def _lost(self, sentence: str, status: int) -> None:
+        """End this process at once. Computations over several hosts would wait for ever."""
+        logs.say_error(f"{sentence}. {REMEDY}", "hosts.lost")
+        if self.island is not None:
+            with suppress(Exception):
+                self.island.give_up("left", sentence)
+        _exit(status)
+
+    def end(self, status: int = 0, error: BaseException | None = None) -> None:
+        """End the island in all processes."""
+        from archipelago.islands.hosts.coordinator import disconnect
+
+        if error is None:
+            self.team.end("", status)
+        else:
+            sentence = error.what if isinstance(error, ArchipelagoError) else f"{type(error).__name__}"
+            self.team.end(f"the leader of this island has ended: {sentence}", _status(error))
+        if self._has_jax:
+            disconnect()
+            self._coordinator.close()
+
+
+def _status(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return supervised_status(error) if isinstance(error, ArchipelagoError) else 1
+
+
+def come(place: Membership, about: Mapping[str, str], key: bytes, seconds: float, stopped: Callable[[], bool]) -> Seat:
+    """Come to the leader as one of the other processes. Raises ConfigError and HostError, as `joined` does."""
+    log.info("host %s of %s comes to the leader at %s", place.rank, place.hosts, place.address)
+    seat = joined(place, about, key, seconds, stopped)
+
+    def lost(sentence: str, status: int) -> None:
+        logs.say_error(f"{sentence}. {REMEDY if status == LOST_STATUS else ''}", "hosts.lost")
+        _exit(status)
+
+    seat.start(lost, stopped)
+    return seat
+
+
+def connect_devices(place: Membership, seat: Seat) -> Manifest:
+    """Return the run, and connect JAX. Afterwards `jax.devices()` are those of all processes."""
+    from archipelago.islands.hosts.coordinator import connect
+
+    manifest = Manifest.from_fields(json.loads(seat.expect("run").text(0)))
+    keep_compiled()
+    connect(place)
+    seat.say("devices", devices_here())
+    seat.expect("go")
+    return manifest
+
+
+def devices_here() -> str:
+    """Return the number and the kind of this process's devices."""
+    import jax
+
+    devices = jax.local_devices()
+    return f"{len(devices)} of {devices[0].device_kind}"
+
+
+def _exit(status: int) -> None:
+    """End this process, although its main thread may wait for another host."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status if status else USER_ERROR)

@@ -1,0 +1,167 @@
+"""The program of each of two processes with two devices: whole islands of a small model, on meshes over both.
+
+`test_two_processes.py` runs it as `two_processes.py RANK PORT FOLDER`. The leader writes what it has found.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from archipelago.broker.codecs import body_of
+from archipelago.broker.config import RunConfig
+from archipelago.islands.checkpoint import IslandStore, cut
+from archipelago.islands.hosts.computing import LeadingComputation, SharedComputation, follow, most_bytes
+from archipelago.islands.hosts.coordinator import disconnect
+from archipelago.islands.hosts.frames import Frame
+from archipelago.islands.hosts.membership import Membership
+from archipelago.islands.hosts.processes import Leading, come, connect_devices
+from archipelago.islands.hosts.team import Seat, Team
+from archipelago.islands.inner import begin, require_sound
+from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.sync import recovery
+from archipelago.islands.sync.recovery import Received, StateForPeer
+from archipelago.islands.sync.state_tree import decode
+from archipelago.islands.worker import Island
+from tests.islands.mesh.sharded_runs import CONFIG, MeshRun, manifest, on_mesh
+
+AVERAGED = replace(CONFIG, sync=replace(CONFIG.sync, moments="average"))
+#: The mesh and the run of each part, by name.
+PARTS: dict[str, tuple[MeshShape, RunConfig]] = {
+    "square": (MeshShape(data=2, fsdp=2), CONFIG),
+    "fsdp": (MeshShape(fsdp=4), CONFIG),
+    "averaged": (MeshShape(data=2, fsdp=2), AVERAGED),
+}
+KEY = b"test"
+STEPS = 10
+
+
+# -- the leader --------------------------------------------------------------------------------------------------------
+
+
+def lead(place: Membership, folder: Path) -> None:
+    """Play all parts as the leader."""
+    leading = Leading(place, {}, KEY)
+    leading.assemble(manifest(), 300.0, lambda: False)
+    try:
+        for name, (shape, config) in PARTS.items():
+            found = play(name, shape, config, leading.team, folder / name)
+            (folder / f"{name}.bytes").write_bytes(flat(found).tobytes())
+            leading.team.tell("part")
+    except BaseException as error:
+        leading.end(error=error)
+        raise
+    leading.end()
+
+
+def flat(params: dict[str, Any]) -> NDArray[np.float32]:
+    """Return all parameters as one vector."""
+    return np.concatenate([np.asarray(params[name], np.float32).reshape(-1) for name in sorted(params)])
+
+
+def play(name: str, shape: MeshShape, config: RunConfig, team: Team, folder: Path) -> dict[str, Any]:
+    """Train, restore, and return the parameters before and after."""
+    computes = partial(LeadingComputation, team)
+    run = MeshRun(manifest(config))
+    island = run.island(shape, computes=computes)
+    run.play(island, STEPS)
+    store = IslandStore(folder, run.manifest)
+    store.save(cut(island, 7))
+    before = island.computation.copies()
+    found = {name: np.asarray(x) for name, x in before["inner"]["params"].items()}
+    encoded = body_of(island.measured(0, "int4"))
+
+    whole = come_back(shape, team, store)
+    held = store.find(7)
+    assert held is not None
+    assert store.restore_whole(held, whole)
+    require_same(before, whole.computation.copies())
+    assert body_of(whole.measured(0, "int4")) == encoded
+    require_places(whole)
+    whole.advance()
+    if name != "square":
+        return found
+
+    # An island that comes back, with no peer there, takes its optimiser's state only.
+    again = come_back(shape, team, store)
+    assert store.restore_moments(again) is not None
+    require_same(before["inner"]["optimizer"], again.computation.copies()["inner"]["optimizer"])
+    again.advance()
+
+    # A peer has the state of this island, and this island takes it.
+    about, payload = recovery.encode(StateForPeer("a/y", jax.tree.leaves(before["inner"]["optimizer"]), 0, 10), "a/x")
+    check = partial(require_sound, bounds=whole.moment_bounds)
+    taken = decode(about, payload, again.computation.optimizer_like(), check)
+    again.use_state_of_peer(Received(about, taken))
+    require_same(before["inner"]["optimizer"], again.optimizer_leaves())
+    require_places(again)
+    again.advance()
+    jax.block_until_ready(again.inner)  # type: ignore[no-untyped-call]
+    return found
+
+
+def come_back(shape: MeshShape, team: Team, store: IslandStore) -> Island:
+    """Return an island that has nothing but its checkpoints."""
+    return MeshRun(store.manifest).island(shape, computes=partial(LeadingComputation, team))
+
+
+def require_same(one: Any, other: Any) -> None:
+    """Fail unless both trees have the same bits."""
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def require_places(island: Island) -> None:
+    """Fail unless parameters and references are where the mesh has them."""
+    assert island.placement is not None
+    for name, template in island.placement.templates.items():
+        if name in island.params:
+            assert island.params[name].sharding == template.sharding, name
+        assert island.replica.references[0][name].sharding.is_equivalent_to(template.sharding, len(template.shape)), (
+            name
+        )
+
+
+# -- the other process -------------------------------------------------------------------------------------------------
+
+
+class Part(Seat):
+    """The connection to the leader until a part ends. One computation follows several islands of it."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+
+    def next(self) -> Frame:
+        """Wait for the next message."""
+        frame = self._seat.next()
+        return Frame("end", ("", 0)) if frame.kind == "part" else frame
+
+
+def follow_all(place: Membership) -> None:
+    """Follow the leader through all parts."""
+    seat = come(place, {}, KEY, 300.0, lambda: False)
+    connect_devices(place, seat)
+    for shape, config in PARTS.values():
+        of = manifest(config)
+        seat.most = most_bytes(of)
+        placement, steps = on_mesh(shape, config)
+        computation = SharedComputation(of, steps, partial(begin, config.inner), placement)
+        follow(Part(seat), computation, of, np.zeros(0))
+    assert seat.next().kind == "end"
+    disconnect()
+
+
+if __name__ == "__main__":
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    here = Membership("127.0.0.1", port, 2, rank)
+    if here.leads:
+        lead(here, Path(sys.argv[3]))
+    else:
+        follow_all(here)
