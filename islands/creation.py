@@ -12,6 +12,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Corpus, Manifest, installed_versions, synced
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
+from archipelago.islands.accumulation import require_divisible
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build, learning_rate
@@ -34,13 +35,14 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
 
 
 def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | None = None) -> None:
-    """Raise ConfigError unless the config's model exists and can read this corpus.
+    """Raise ConfigError unless the config's model exists and can read this corpus in its batches.
 
     Args:
         config: The settings of the run.
         corpus: The corpus to read.
         tokenizer: The digest of the tokenizer that must have made the corpus (empty for bytes); None accepts any.
     """
+    require_divisible(config.data.batch_size, config.inner.micro_batches)
     if corpus.vocabulary > config.model.vocabulary:
         raise ConfigError(
             f"the corpus {corpus.name!r} has {corpus.vocabulary:,} tokens, but the model has "

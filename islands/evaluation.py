@@ -7,9 +7,8 @@ of the held-out text over its bytes, over ln 2. Evaluations use the merger's par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -70,17 +69,6 @@ def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | Non
     return compile_evaluation(build(config.model), wanted, corpus.bytes_per_token)
 
 
-def compile_measures(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], Measures]:
-    """Return a function from parameters to bits and accuracy over these sequences."""
-    mean_2 = _mean_over(held_out_NxT1, partial(_nats_and_accuracy, model))
-
-    def measure(params: Params) -> Measures:
-        nats, accuracy = np.asarray(mean_2(params)).tolist()
-        return Measures(nats / math.log(2.0) / bytes_per_token, accuracy)
-
-    return measure
-
-
 def _nats_and_accuracy(model: Model, params: Params, tokens_BxT1: jax.Array) -> jax.Array:
     """Return both measures, so that the model is compiled once."""
     guesses = jnp.argmax(model.logits(params, tokens_BxT1[:, :-1]), axis=-1)
@@ -104,7 +92,7 @@ class Slices(Protocol):
 class SlicedMeasures:
     """An evaluation in slices of a few sequences, each of them a short call of the device.
 
-    It reads the same sequences as `compile_measures`.
+    It reads a whole number of batches of 32 sequences, or one batch if there are fewer, as `compile_evaluation` does.
 
     Attributes:
         slices: The number of slices.
@@ -129,17 +117,40 @@ class SlicedMeasures:
         return Measures(nats * self._bits, accuracy)
 
 
-def corpus_slices(config: RunConfig, corpus: OpenCorpus) -> Callable[[Params], Slices]:
-    """Return what compiles the evaluation of parameters on the held-out text of a corpus."""
-    from archipelago.islands.models.registry import build
+@runtime_checkable
+class Sliced(Protocol):
+    """An `evaluate` of a task that can also be compiled, and measured in slices between inner steps."""
 
-    data = config.data
+    def __call__(self, params: Params, /) -> float | Mapping[str, float]:
+        """Return the whole evaluation."""
 
-    def compiled(params: Params) -> Slices:
+    def compiled(self, params: Params) -> Slices:
+        """Return the evaluation, compiled for parameters of these shapes."""
+
+
+class CorpusEvaluation:
+    """The evaluation of one of our models on the held-out text of a corpus."""
+
+    def __init__(self, config: RunConfig, corpus: OpenCorpus) -> None:
+        self._config, self._corpus = config, corpus
+
+    def compiled(self, params: Params) -> SlicedMeasures:
+        """Return the evaluation, compiled for parameters of these shapes."""
+        from archipelago.islands.models.registry import build
+
+        data, corpus = self._config.data, self._corpus
         text = held_out(corpus.valid, data.held_out_sequences, data.sequence_length)
-        return SlicedMeasures(build(config.model), text, params, data.batch_size, corpus.bytes_per_token)
+        return SlicedMeasures(build(self._config.model), text, params, data.batch_size, corpus.bytes_per_token)
 
-    return compiled
+    def __call__(self, params: Params) -> dict[str, float]:
+        """Return the loss in nats per byte, and the accuracy."""
+        found = measured(self.compiled(params), params)
+        return {"loss": found.bits * math.log(2.0), "accuracy": found.accuracy}
+
+
+def measured(slices: Slices, params: Params) -> Measures:
+    """Return a whole evaluation."""
+    return mean_of([slices.measure_slice(params, index) for index in range(slices.slices)])
 
 
 def mean_of(slices: Sequence[Measures]) -> Measures:
@@ -164,21 +175,23 @@ def _mean_over(
     return mean
 
 
-def assemble(manifest: Manifest, vectors: Sequence[Vector]) -> Params:
-    """Return parameters by name from one flat vector for each fragment."""
+def assemble(manifest: Manifest, vectors: Sequence[Vector], place: Callable[[Any], Params] = jax.device_put) -> Params:
+    """Return parameters by name from one flat vector for each fragment. `place` brings them to the devices."""
     # Slicing on the host compiles nothing. Slicing on the device compiles a program for each tensor.
     parts = {
         tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)
         for rows, vector_N in zip(manifest.layout, map(np.asarray, vectors), strict=True)
         for tensor, offset in parameter_rows(rows)
     }
-    params: Params = jax.device_put(dict(sorted(parts.items())))
+    params: Params = place(dict(sorted(parts.items())))
     return params
 
 
-def published(transport: ReaderTransport, manifest: Manifest) -> tuple[Params, int, int]:
+def published(
+    transport: ReaderTransport, manifest: Manifest, place: Callable[[Any], Params] = jax.device_put
+) -> tuple[Params, int, int]:
     """Return the newest published parameters, the last round in them, and their global step."""
     found = [transport.reader.fragment(p) for p in range(len(manifest.fragments))]
     vectors = [unpack(payload, size) for (_, payload), size in zip(found, manifest.sizes, strict=True)]
     newest = max((snapshot for snapshot, _ in found), key=lambda s: s.round)
-    return assemble(manifest, vectors), newest.round, max(snapshot.step for snapshot, _ in found)
+    return assemble(manifest, vectors, place), newest.round, max(snapshot.step for snapshot, _ in found)

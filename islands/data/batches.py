@@ -20,6 +20,7 @@ from archipelago.broker.config import BYTES, RunConfig
 from archipelago.broker.corpus_shards import PLACES_MAX, Place, parse_places
 from archipelago.broker.errors import ConfigError, DataError, WireError
 from archipelago.islands.data.sharding import examples, gather, require_fit, shard_number, unit, windows
+from archipelago.islands.data.supply import Supply
 from archipelago.islands.data.tokenizer import Tokens
 
 #: Passes from this number on are private. The broker leases only smaller ones (`broker.corpus_shards.PASSES_MAX`).
@@ -74,7 +75,7 @@ class _Pass:
         return Place(self.start.shard, self.start.pass_number, 0 if ended else position, ended)
 
 
-class Batches:
+class Batches(Supply):
     """An endless supply of batches, for one thread. It never waits for a lease.
 
     Args:
@@ -135,10 +136,6 @@ class Batches:
         A pass that has ended has no position, as after `parse_places`.
         """
         return tuple(self._places.values())[-PLACES_MAX:]
-
-    def held(self) -> list[str]:
-        """Return the shards in `places()`."""
-        return [place.shard for place in self.places()]
 
     def forget(self, shards: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is not read."""

@@ -23,11 +23,19 @@ import platformdirs
 from annotated_types import Ge, Gt
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
+from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.files import require_local
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.keys import checked_name, is_name
+from archipelago.islands.data.bucket import (
+    DATA_VARIABLE,
+    bucket_of_corpora,
+    corpora_in_bucket,
+    download_corpus,
+    folder_in_front_of,
+)
 from archipelago.islands.data.documents import Reading
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, Tokens, byte_tokenizer, dtype_of, from_file
@@ -151,10 +159,15 @@ def card_json(card: Card) -> bytes:
 
 
 def data_folder() -> Path:
-    """Return the folder of all corpora: $ARCHIPELAGO_DATA, or one in the user's cache."""
-    chosen = os.environ.get("ARCHIPELAGO_DATA")
+    """Return the folder of all corpora on this machine: $ARCHIPELAGO_DATA, or one in the user's cache.
+
+    If the variable is the address of a bucket, the folder has what was downloaded from there.
+    """
+    chosen = os.environ.get(DATA_VARIABLE)
     if not chosen:
         return platformdirs.user_cache_path("archipelago") / "corpora"
+    if is_address(chosen):
+        return folder_in_front_of(chosen)
     require_local(Path(chosen), "$ARCHIPELAGO_DATA")
     return Path(chosen).expanduser()
 
@@ -184,15 +197,21 @@ def open_corpus(name: str) -> OpenCorpus:
             f"Run `archipelago prepare {name}`, which says the corpus's name. Then give that name.",
             code="data.not-prepared",
         )
-    if not is_prepared(name):
+    if is_address(name):
+        raise ConfigError(
+            f"{name!r} is an address, and not the name of a corpus",
+            "Set ARCHIPELAGO_DATA to the address of the folder that holds the corpora, and give the corpus's name.",
+            code="data.address",
+        )
+    if not is_prepared(name) and not download_corpus(data_folder() / name, CARD_FILE, TEXT_FILE):
         if name == STDLIB:
             from archipelago.islands.data.stdlib import prepare_stdlib
 
             return prepare_stdlib()
-        present = ", ".join(prepared()) or "none yet"
+        present = ", ".join(sorted({*prepared(), *corpora_in_bucket()})) or "none yet"
         what = name if name in KNOWN or is_path else "FILE_OR_FOLDER --name NAME"
         raise DataError(
-            f"there is no corpus {name!r} in {data_folder()} (prepared: {present})",
+            f"there is no corpus {name!r} in {bucket_of_corpora() or data_folder()} (prepared: {present})",
             f"Run `archipelago prepare {what}`, or name another corpus.",
             code="data.missing",
         )

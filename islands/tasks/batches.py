@@ -11,7 +11,8 @@ import numpy as np
 
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.corpus_shards import Place, parse_places
-from archipelago.islands.tasks.file import TaskFile
+from archipelago.islands.data.supply import Supply
+from archipelago.islands.tasks.file import NamedTask
 from archipelago.islands.tasks.shards import Shard, TaskRun
 
 #: The kinds of numpy dtypes that are no numbers: objects, texts and times.
@@ -20,17 +21,18 @@ _NO_NUMBERS = "OSUMm"
 log = logging.getLogger(__name__)
 
 
-class TaskBatches:
+class TaskBatches(Supply):
     """The supply of batches of one island.
 
     Attributes:
         tokens: The tokens of the batches that `next` returned last.
     """
 
-    def __init__(self, file: TaskFile, run: TaskRun) -> None:
-        """Note the task. Its `batches` are called when the first batch is needed."""
-        self._file, self._run = file, run
+    def __init__(self, named: NamedTask, run: TaskRun, batches: Any) -> None:
+        """Note the task, and what its `batches` gave."""
+        self._task, self._run = named, run
         self._iterator: Iterator[Any] | None = None
+        self._given = batches
         self._first: tuple[Any, Shard | None, int] | None = None
         self._structure: Any = None
         self._shapes: list[tuple[tuple[int, ...], Any]] = []
@@ -49,7 +51,7 @@ class TaskBatches:
             self.tokens += tokens
             drawn.append(batch)
         if self._run.current is None and not self._told:
-            log.warning("the task %r does not read by `run.shards`: a restart may repeat data", self._file.name)
+            log.warning("the task %r does not read by `run.shards`: a restart may repeat data", self._task.name)
         self._told = True
         return jax.tree.map(lambda *each: np.stack(each), *drawn)
 
@@ -63,10 +65,6 @@ class TaskBatches:
     def places(self) -> tuple[Place, ...]:
         """Return how far each leased shard was read."""
         return self._run.places()
-
-    def held(self) -> list[str]:
-        """Return the shards in `places()`."""
-        return [place.shard for place in self.places()]
 
     def forget(self, shards: Collection[str]) -> None:
         """Forget leases that have ended or were lost."""
@@ -84,6 +82,7 @@ class TaskBatches:
         """Continue from a `state()`, so that no batch before the checkpoint is read again."""
         if places := parse_places(str(state.get("places", ""))):
             self._run.restore(places)
+            self._given = self._task.call("batches", self._task.task.batches, self._run)
             self._iterator = self._first = None
 
     # -- drawing ------------------------------------------------------------------------------------------------------
@@ -96,16 +95,15 @@ class TaskBatches:
         return self._first
 
     def _drawn(self) -> Any:
-        file = self._file
         if self._iterator is None:
-            found = file.call("batches", file.task.batches, self._run)
-            if not hasattr(found, "__iter__"):
-                raise file.wrong("batches", f"gives no iterable, but {type(found).__name__!r}", "Yield batches.")
-            self._iterator = file.call("batches", iter, found)
+            if not hasattr(self._given, "__iter__"):
+                given = type(self._given).__name__
+                raise self._task.wrong("batches", f"gives no iterable, but {given!r}", "Yield batches.")
+            self._iterator = self._task.call("batches", iter, self._given)
         end = object()
-        batch = file.call("batches", next, self._iterator, end)
+        batch = self._task.call("batches", next, self._iterator, end)
         if batch is end:
-            raise file.wrong(
+            raise self._task.wrong(
                 "batches",
                 "have ended before the run",
                 "Make them endless: begin again at the end of the data, as `run.shards` does.",
@@ -115,16 +113,16 @@ class TaskBatches:
     def _checked(self, batch: Any) -> Any:
         """Return a batch as arrays of the host. Raises ConfigError for one that has no arrays, or other shapes."""
         leaves, structure = jax.tree.flatten(batch)
-        arrays = self._file.call("batches", lambda: [np.asarray(leaf) for leaf in leaves])
+        arrays = self._task.call("batches", lambda: [np.asarray(leaf) for leaf in leaves])
         wrong = [array.dtype for array in arrays if array.dtype.kind in _NO_NUMBERS]
         if not arrays or wrong:
             given = f"an array of {wrong[0]}" if wrong else "a batch without arrays"
-            raise self._file.wrong("batches", f"give {given}", "Yield trees of arrays of numbers.")
+            raise self._task.wrong("batches", f"give {given}", "Yield trees of arrays of numbers.")
         shapes = [(array.shape, array.dtype) for array in arrays]
         if self._structure is None:
             self._structure, self._shapes = structure, shapes
         elif (structure, shapes) != (self._structure, self._shapes):
-            raise self._file.wrong(
+            raise self._task.wrong(
                 "batches",
                 f"have changed: {_in_words(shapes)} after {_in_words(self._shapes)}",
                 "All batches need the same tree, shapes and dtypes: leave out or pad the last batch of an epoch.",
@@ -132,17 +130,17 @@ class TaskBatches:
         return jax.tree.unflatten(structure, arrays)
 
     def _tokens_of(self, batch: Any) -> int:
-        tokens = self._file.task.tokens
+        tokens = self._task.task.tokens
         if callable(tokens):
-            tokens = self._file.call("tokens", tokens, batch)
+            tokens = self._task.call("tokens", tokens, batch)
             if not hasattr(tokens, "__index__") and not getattr(tokens, "shape", None) == ():
-                raise self._file.wrong("tokens", f"gives {tokens!r}", "Return a whole number.")
+                raise self._task.wrong("tokens", f"gives {tokens!r}", "Return a whole number.")
         elif tokens is None:
             shape = jax.tree.leaves(batch)[0].shape
             tokens = shape[0] if shape else 1
-        count = self._file.call("tokens", int, tokens)
+        count = self._task.call("tokens", int, tokens)
         if not 0 <= count <= OWN_TOKENS_PER_STEP_MAX:
-            raise self._file.wrong("tokens", f"gives {count:,}", f"Give 0 to {OWN_TOKENS_PER_STEP_MAX:,} for a batch.")
+            raise self._task.wrong("tokens", f"gives {count:,}", f"Give 0 to {OWN_TOKENS_PER_STEP_MAX:,} for a batch.")
         return max(1, count)
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest
 from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.tasks.task import Task
 
@@ -23,16 +24,47 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class TaskFile:
-    """A task and where it comes from.
+class NamedTask:
+    """A task, and what a run knows about it. A failure of this one is a failure of this package, and stays as it is.
 
     Attributes:
         task: The task.
-        path: Its file.
-        variable: Its name in the file.
     """
 
     task: Task
+
+    @property
+    def name(self) -> str:
+        """The name of the task in its run. It is empty for a model that the settings of the run name."""
+        return self.task.name
+
+    @property
+    def data(self) -> Corpus:
+        """The data that all islands must have, as the run knows it."""
+        return NO_CORPUS
+
+    def under(self, config: RunConfig) -> NamedTask:
+        """Return the task with other settings of its run. That of a user does not depend on them."""
+        return self
+
+    def call(self, what: str, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function of the task returns. `what` names that part of the task in errors."""
+        return function(*args)
+
+    def wrong(self, what: str, fault: str, remedy: str) -> ConfigError:
+        """Return the error (`task.WHAT`) for a part of the task that gives something wrong."""
+        return ConfigError(f"{what} of the task {self.name!r} {fault}", remedy, code=f"task.{what}")
+
+
+@dataclass(frozen=True)
+class TaskFile(NamedTask):
+    """A task in a user's file.
+
+    Attributes:
+        path: The file.
+        variable: Its name in the file.
+    """
+
     path: Path
     variable: str
 
@@ -85,6 +117,12 @@ def load_task(text: str) -> TaskFile:
     where, colon, variable = text.rpartition(":")
     if not colon or variable.endswith(".py"):
         where, variable = text, DEFAULT
+    if where and not variable:
+        raise ConfigError(
+            f"--task {text} has no name after the colon",
+            f"Give --task {where}:NAME, or --task {where} for the name {DEFAULT!r}.",
+            code="task.name",
+        )
     path = Path(where).expanduser().absolute()
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(

@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from archipelago.broker.corpus_shards import PLACES_MAX, SHARDS_MAX, Place
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.islands.data.batches import PRIVATE_PASSES
 from archipelago.islands.data.sharding import shard_order
-from archipelago.islands.sync.connection.link import Link
 
 #: How long an island waits for its first shard. Later it reads data without a lease instead.
 FIRST_SECONDS = 5.0
@@ -67,6 +67,23 @@ class Shard:
         self._ended = True
 
 
+class Leases(Protocol):
+    """What leases shards: the link of an island, or a baseline that has all of them."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether threads lease shards meanwhile, so that it helps to wait."""
+
+    def offer(self, shards: Sequence[str], /) -> None:
+        """Set the shards that may be leased, in the order of preference."""
+
+    def lease(self) -> Place | None:
+        """Return the next leased shard, or None if none is free now."""
+
+    def register_shards(self, count: int, /) -> int:
+        """Register how many shards the data has, and return what other islands have registered."""
+
+
 class TaskRun:
     """What the `batches` of a task may ask: who reads, and shards of the data.
 
@@ -80,8 +97,8 @@ class TaskRun:
         island: str,
         seed: int,
         run_seed: int = 0,
-        link: Link | None = None,
-        pause: Callable[[float], None] = time.sleep,
+        link: Leases | None = None,
+        pause: Callable[[float], None] | None = None,
     ) -> None:
         """Note where shards are leased.
 
@@ -90,7 +107,7 @@ class TaskRun:
             seed: A number of this process.
             run_seed: The seed of the run.
             link: Leases shards. None reads without leases, as a check of the task does.
-            pause: Sleeps for some seconds, until the first shard is leased.
+            pause: Lets some seconds pass until the first shard is leased. The default sleeps if the link has threads.
         """
         self.island, self.seed = island, seed
         self._run_seed, self._link, self._pause = run_seed, link, pause
@@ -117,6 +134,7 @@ class TaskRun:
         Raises:
             ConfigError: There cannot be that many, all of them are empty, or this was called before (`task.shards`), or
                 this is another thread (`task.shards-thread`).
+            MismatchError: Other islands of the run have another number of shards (`task.other-shards`).
         """
         if not hasattr(count, "__index__") or not 1 <= count <= SHARDS_MAX:
             raise ConfigError(f"a task cannot have {count!r} shards", f"Give 1 to {SHARDS_MAX:,}.", code="task.shards")
@@ -127,8 +145,15 @@ class TaskRun:
                 code="task.shards",
             )
         self._is_sharded = True
-        if self._link is not None:
-            self._link.offer(shard_order(count, self._run_seed))
+        known = self._link.register_shards(count) if self._link is not None else count
+        if known != count:
+            raise MismatchError(
+                "shards", known, count,
+                "A shard is another part of the data now. Restore the number in `run.shards`, or begin another run.",
+                code="task.other-shards",
+                what=f"the data of this task has {count:,} shards, and {known:,} in the run",
+            )  # fmt: skip
+        self.offer(shard_order(count, self._run_seed))
         empty: set[int] = set()
         while len(empty) < count:
             if threading.get_ident() != self._thread:
@@ -138,7 +163,7 @@ class TaskRun:
                     "lease shards. Read them in the generator itself.",
                     code="task.shards-thread",
                 )
-            place = self._lease()
+            place = self._next_place()
             self.current = shard = self._shard_at(place, count) if place else self._private_shard(count)
             if shard.is_leased:
                 self._held.pop(str(shard.number), None)
@@ -152,10 +177,18 @@ class TaskRun:
             code="task.shards",
         )
 
-    def _lease(self) -> Place | None:
+    def offer(self, shards: Sequence[str]) -> None:
+        """Set the shards that this island may lease, in its order of preference. `shards` does it for a generator."""
+        if self._link is not None:
+            self._link.offer(shards)
+
+    def lease(self) -> Place | None:
+        """Return the next leased shard, and the position in it; None if none is leased yet."""
+        return self._link.lease() if self._link is not None else None
+
+    def _next_place(self) -> Place | None:
         """Return the next shard of the run; None if none is free, or too many ends of shards are not merged yet."""
-        link = self._link
-        if link is None:
+        if self._link is None:
             return None
         while self._restored:
             restored = self._restored.popleft()
@@ -163,12 +196,12 @@ class TaskRun:
                 return restored
         if len(self._held) >= PLACES_MAX:
             return None
-        place = link.lease()
-        waited = 0.0
-        while place is None and self.current is None and link.is_started and waited < FIRST_SECONDS:
-            self._pause(POLL_SECONDS)
+        place, waited = self.lease(), 0.0
+        pause = self._pause or (time.sleep if self._link.is_started else None)
+        while place is None and self.current is None and pause is not None and waited < FIRST_SECONDS:
+            pause(POLL_SECONDS)
             waited += POLL_SECONDS
-            place = link.lease()
+            place = self.lease()
         return place
 
     def _shard_at(self, place: Place, count: int) -> Shard:

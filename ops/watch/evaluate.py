@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,9 +17,8 @@ from archipelago.broker.process import RunAddress, keep_compiled, print_json
 from archipelago.broker.transport import ReaderTransport
 
 if TYPE_CHECKING:
-    from archipelago.islands.evaluation import Measures
-    from archipelago.islands.models.interface import Params
     from archipelago.islands.tasks.file import TaskFile
+    from archipelago.islands.tasks.workload import Workload
 
 log = logging.getLogger(__name__)
 
@@ -64,33 +62,34 @@ def evaluate(transport: ReaderTransport, task: str | None = None) -> Evaluation:
     manifest = transport.reader.manifest()
     keep_compiled()
 
-    from archipelago.islands.evaluation import published
+    from archipelago.islands.evaluation import measured, published
     from archipelago.islands.evaluator import tokens_trained
     from archipelago.islands.tasks.file import task_of
 
     file = task_of(task, manifest, "`archipelago evaluate`")
-    measures = _measures(manifest) if file is None else _task_measures(manifest, file)
+    work = _workload(manifest, file)
+    compiled = work.require_evaluation()
     params, number, step = published(transport, manifest)
     known = transport.reader.evaluations()
     if known and known[-1].round == number and not known[-1].by:
         return known[-1]
     tokens = tokens_trained(transport, number)
-    measured = measures(params)
-    found = Evaluation(number, step, tokens, time.time(), measured.bits)
+    found_here = measured(compiled(params), params)
+    found = Evaluation(number, step, tokens, time.time(), found_here.bits)
     unit = loss_unit(manifest.corpus)
-    log.info("round %s: %s", number, measured.describe(unit), extra={"round": number})
+    log.info("round %s: %s", number, found_here.describe(unit), extra={"round": number})
     transport.reader.record_evaluation(found)
     return found
 
 
-def _measures(manifest: Manifest) -> Callable[[Params], Measures]:
-    """Return the evaluation of one of our models on the run's corpus."""
+def _workload(manifest: Manifest, file: TaskFile | None) -> Workload:
+    """Return what the run trains, with the run's own held-out data."""
     from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.data.sharding import held_out
-    from archipelago.islands.evaluation import compile_measures
-    from archipelago.islands.models.registry import build
+    from archipelago.islands.tasks.ours import our_work
+    from archipelago.islands.tasks.workload import Workload
 
-    config = manifest.config
+    if file is not None:
+        return Workload.of(file, manifest.config)
     corpus = open_corpus(manifest.corpus.name)
     if corpus.identity != manifest.corpus:
         raise BrokerError(
@@ -98,16 +97,4 @@ def _measures(manifest: Manifest) -> Callable[[Params], Measures]:
             "Copy the run's corpus to this machine.",
             code="broker.other-corpus",
         )
-    text = held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    return compile_measures(build(config.model), text, corpus.bytes_per_token)
-
-
-def _task_measures(manifest: Manifest, file: TaskFile) -> Callable[[Params], Measures]:
-    """Return the evaluation of the run's task."""
-    from archipelago.islands.tasks.workload import TaskWorkload
-
-    workload = TaskWorkload(file, manifest)
-    compiled = workload.evaluation()
-    if compiled is None:
-        raise file.wrong("evaluate", "is missing", "Give the task a function from parameters to a held-out loss.")
-    return lambda params: compiled(params).measure_slice(params, 0)
+    return our_work(manifest.config, corpus)

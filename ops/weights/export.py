@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from archipelago.broker.buckets.folder import BucketFolder, is_address
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.files import staged_folder
+from archipelago.broker.files import require_local, staged_folder
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
@@ -34,8 +36,8 @@ OWN_KIND = "archipelago"
 class ExportOptions:
     """Write a run's newest parameters for other programs: for Hugging Face's `transformers`, or for Orbax."""
 
-    out: Path
-    """The folder to write. It must be empty or not exist."""
+    out: str
+    """The folder to write, here or in a bucket (s3://BUCKET/FOLDER). It must be empty or not exist."""
     source: Annotated[str | None, tyro.conf.Positional] = None
     """A Redis URL such as redis://HOST:PORT (default $ARCHIPELAGO_URL), a join file, or the name or folder of a run
     with checkpoints on this machine."""
@@ -51,12 +53,21 @@ class ExportOptions:
 
 def main(options: ExportOptions) -> int:
     """Find the parameters and write them."""
-    require_new(options.out)
-    with progress("reading the parameters"):
-        found = find(options.source, options.run)
-    with progress(f"writing {options.out}"):
-        kind = write(found, options.out, options.format, options.dtype)
-    size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
+    bucket = _new_in_bucket(options.out) if is_address(options.out) else None
+    if bucket is None:
+        require_local(Path(options.out), "--out")
+    with ExitStack() as stack:
+        temporary = Path(stack.enter_context(TemporaryDirectory(prefix="archipelago-"))) if bucket else None
+        out = temporary / "export" if temporary else Path(options.out)
+        require_new(out)
+        with progress("reading the parameters"):
+            found = find(options.source, options.run)
+        with progress(f"writing {options.out}"):
+            kind = write(found, out, options.format, options.dtype)
+        if bucket:
+            with progress(f"uploading to {bucket}"):
+                bucket.upload_folder(out, last=CONFIG_FILE)
+        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     if options.json:
         print_json({"run": found.manifest.run, "round": found.round, "step": found.step, "origin": found.origin,
                     "model_type": kind, "format": options.format, "dtype": options.dtype,
@@ -66,9 +77,20 @@ def main(options: ExportOptions) -> int:
         return 0
     say(f"run {found.manifest.run!r} at round {found.round:,}, step {found.step:,}, from {found.origin}: "
         f"{found.manifest.parameters:,} parameters, {options.dtype}, in {options.out} ({size:,} bytes)")  # fmt: skip
-    for line in _uses(found, options, kind):
+    for line in _uses(found, options, kind) if bucket is None else ["copy the folder to a disk to use it"]:
         say(f"  {line}")
     return 0
+
+
+def _new_in_bucket(address: str) -> BucketFolder:
+    """Return the folder of a bucket. Raises BucketError, or ConfigError (`export.exists`) if it has files."""
+    bucket = BucketFolder(address)
+    if bucket.tree():
+        raise ConfigError(
+            f"{bucket} exists and is not empty", "Name another folder with --out, or delete it.", code="export.exists"
+        )
+    bucket.require_usable()  # before the parameters are read
+    return bucket
 
 
 def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[str]:
@@ -79,10 +101,11 @@ def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[s
             "the base model, which the run does not have"
         )
     if options.format == "orbax":
-        yield f"in JAX:  orbax.checkpoint.StandardCheckpointer().restore('{(options.out / ORBAX_FOLDER).absolute()}')"
+        path = (Path(options.out) / ORBAX_FOLDER).absolute()
+        yield f"in JAX:  orbax.checkpoint.StandardCheckpointer().restore('{path}')"
         return
     if found.manifest.config.has_own_loops:
-        yield f"in a script:  safetensors.numpy.load_file('{options.out / WEIGHTS_FILE}') has the tensors by name"
+        yield f"in a script:  safetensors.numpy.load_file('{Path(options.out) / WEIGHTS_FILE}') has the tensors by name"
         return
     if kind == "llama":
         yield f"elsewhere:  transformers.AutoModelForCausalLM.from_pretrained('{options.out}')"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from archipelago.broker.buckets.folder import is_bucket
 from archipelago.broker.errors import ConfigError, DataError, UnknownRunError, UnreachableError
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.manifest import Manifest
@@ -48,8 +49,8 @@ def find(source: str | None, run: str | None) -> RunParameters:
     If no Redis is named, or it does not answer or has lost the run, they come from the checkpoints of `up`.
 
     Args:
-        source: A Redis URL or a join file, or the name or folder of a run with checkpoints. The default is
-            $ARCHIPELAGO_URL.
+        source: A Redis URL or a join file, the name or folder of a run with checkpoints, or the address of one in a
+            bucket. The default is $ARCHIPELAGO_URL.
         run: The run's name. The default is $ARCHIPELAGO_RUN, or the only run in that Redis.
 
     Raises:
@@ -57,6 +58,8 @@ def find(source: str | None, run: str | None) -> RunParameters:
         ConfigError: There is no checkpoint in the folder (`checkpoint.missing`), or no source at all.
     """
     keep_compiled()
+    if source is not None and is_bucket(source):
+        return from_bucket(source, run)
     if source is not None and not names_redis(source):
         return from_checkpoint(_folder(source), run)
     name = run or os.environ.get(RUN_VARIABLE)
@@ -118,6 +121,27 @@ def from_checkpoint(folder: Path, run: str | None) -> RunParameters:
     step = max(snapshot.step for snapshot, _ in image.snapshots)
     origin = f"checkpoint {image.number} in {place}"
     return RunParameters(manifest, assemble(manifest, vectors), image.round, step, origin)
+
+
+def from_bucket(address: str, run: str | None) -> RunParameters:
+    """Read the newest checkpoint in the folder of a run in a bucket, or in that of its merger.
+
+    Raises:
+        BucketError: The bucket cannot be read.
+        ConfigError: There is no checkpoint (`checkpoint.missing`).
+        UnknownRunError: The checkpoints belong to another run.
+    """
+    from archipelago.merger.storage import fetched
+
+    with fetched(address) as folder:
+        if folder.store.numbers():
+            found = from_checkpoint(folder.path, run)
+            return replace(found, origin=f"{found.origin.partition(' in ')[0]} in {address}")
+    raise ConfigError(
+        f"there is no checkpoint in {address}",
+        "Name the folder of a run or of its merger, such as s3://BUCKET/FOLDER/RUN.",
+        code="checkpoint.missing",
+    )
 
 
 def _checkpoints(folder: Path) -> Path | None:

@@ -16,7 +16,7 @@ from archipelago.broker.config import DataConfig
 from archipelago.broker.messages import Heartbeat
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
-from archipelago.islands.evaluation import Measures, SlicedMeasures, compile_measures, published
+from archipelago.islands.evaluation import Measures, SlicedMeasures, published
 from archipelago.islands.evaluator import (
     DEVICE_SHARE,
     LEASE_SECONDS,
@@ -31,6 +31,7 @@ from archipelago.islands.worker import Island
 from tests import samples
 from tests.islands import tiny
 from tests.islands.tiny import TEXT, TinyRun
+from tests.measures import measures
 from tests.tiers import examples
 
 CORPUS = OpenCorpus("text", "0" * 32, "noise", TEXT, TEXT[:100], TEXT[:0])
@@ -72,7 +73,7 @@ def of(run: TinyRun, island: Island) -> Evaluator:
 
 def expected(run: TinyRun) -> float:
     text = held_out(CORPUS.valid, DATA.held_out_sequences, DATA.sequence_length)
-    return compile_measures(MODEL, text)(published(run.transport, run.manifest)[0]).bits
+    return measures(MODEL, text, published(run.transport, run.manifest)[0]).bits
 
 
 def test_an_island_evaluates_what_the_merger_has_published(run: TinyRun) -> None:
@@ -94,6 +95,26 @@ def test_an_island_evaluates_what_the_merger_has_published(run: TinyRun) -> None
     assert run.transport.reader.evaluations() == [first, second]
     run.clock.now += EVERY_SECONDS
     assert evaluator.turn() is None  # nothing was published since
+
+
+def test_a_first_slice_that_compiles_is_not_counted_as_device_time(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, an island would pause its evaluations for fifty times as long as the compilation took."""
+    island = run.island("a")
+    evaluator, real = of(run, island), compiled
+    used: list[float] = []
+    monkeypatch.setattr(evaluator._allowance, "use", used.append)
+
+    class Three:
+        slices = 3
+
+        def measure_slice(self, params: Params, index: int) -> Measures:
+            return real(params).measure_slice(params, 0)
+
+    monkeypatch.setattr(evaluator, "_compile", lambda params: Three())
+    assert evaluator.turn() is not None
+    assert len(used) == 2, "the second and the third slice"
 
 
 def test_an_evaluation_has_the_tokens_of_its_parameters(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:

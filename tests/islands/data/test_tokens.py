@@ -22,9 +22,10 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text, prepare_tokens
 from archipelago.islands.data.sharding import held_out, lease_all
 from archipelago.islands.data.tokenizer import byte_tokenizer
-from archipelago.islands.evaluation import assemble, compile_evaluation, compile_measures
+from archipelago.islands.evaluation import assemble, compile_evaluation
 from archipelago.islands.models.registry import Model, Params, build
 from tests.failing import failing
+from tests.measures import measures
 
 TEXT = "".join(f"{n} islands, {n * n % 97} ships; häfen, 港\n" for n in range(2500))
 VOCABULARY = 500
@@ -201,7 +202,7 @@ def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
     text = held_out(tokens.valid, 8, 16)
     bits = math.log2(VOCABULARY) * tokens.valid.size / tokens.text_bytes[1]
     assert compile_evaluation(model, text, tokens.bytes_per_token)({}) == pytest.approx(bits)
-    assert compile_measures(model, text, tokens.bytes_per_token)({}).bits == pytest.approx(bits)
+    assert measures(model, text, {}, tokens.bytes_per_token).bits == pytest.approx(bits)
     assert compile_evaluation(model, text)({}) == pytest.approx(math.log2(VOCABULARY))
 
 

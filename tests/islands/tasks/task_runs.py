@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.tasks.file import TaskFile
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.tasks.task import Task
-from archipelago.islands.tasks.workload import TaskModel, TaskWorkload, describe_task, task_config
+from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualClock
@@ -73,27 +74,25 @@ class TaskedRun:
 
     def __init__(self, task: Task = TASK, config: RunConfig = CONFIG) -> None:
         self.file = file_of(task)
-        model = TaskModel(self.file, config.seed)
-        self.manifest = replace(describe_task("mine", task_config(config, self.file), model), uid="0" * 32)
+        work = Workload.of(self.file, task_config(config, self.file))
+        self.manifest = replace(work.describe("mine"), uid="0" * 32)
         self.clock = VirtualClock()
         self._broker = MemoryBroker(self.clock)
         self.transport = self._broker.connect("mine")
-        self.transport.create(self.manifest, first_snapshots(self.manifest, model.init()))
+        self.transport.create(self.manifest, first_snapshots(self.manifest, work.model.init()))
         self.merger = Merger(self._broker.connect("mine"), self.clock, holder="merger", live_poll_seconds=0.0)
         assert self.merger.acquire()
         self.merger.load()
 
     def island(self, name: str = "a", file: TaskFile | None = None) -> Island:
         """Return an island that has joined, and taken the optimiser's state of a peer if there is one."""
-        work = TaskWorkload(file or self.file, self.manifest)
+        work = Workload.of(file or self.file, self.manifest.config)
+        work.require_same(self.manifest)
         transport = self._broker.connect("mine")
-        link = Link(transport, self.manifest, f"{name}/x", work.shards, self.clock)
+        link = Link(transport, self.manifest, f"{name}/x", (), self.clock)
         arrivals = link.join()
-        supply = work.supply(name, link, rehearses=False)
-        island = Island(
-            name, self.manifest, work.steps, supply, link, arrivals, self.clock, "x", first_state=work.first_state,
-            bounds=work.bounds,
-        )  # fmt: skip
+        supply = work.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, link))
+        island = work.island(name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation="x")
         Rejoin(transport, None, island, arrivals, seconds=0.0).complete(None)
         island.beat("joining")
         link.offer([str(number) for number in range(SHARDS)])

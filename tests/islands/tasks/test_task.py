@@ -21,10 +21,10 @@ from archipelago.broker.corpus_shards import PLACES_MAX, Place
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
 from archipelago.islands.evaluation import published
 from archipelago.islands.inner import InnerState
-from archipelago.islands.tasks.batches import TaskBatches
 from archipelago.islands.tasks.file import load_task, task_of
+from archipelago.islands.tasks.model import TaskModel
 from archipelago.islands.tasks.shards import TaskRun
-from archipelago.islands.tasks.workload import TaskModel, TaskWorkload, require_trainable, task_config
+from archipelago.islands.tasks.workload import Workload, require_trainable, task_config
 from tests.failing import failing
 from tests.islands.tasks.task_runs import BATCHES, CONFIG, SHARDS, TASK, TaskedRun, batches, file_of, init, loss
 
@@ -62,9 +62,16 @@ def test_an_island_goes_on_with_a_shard_where_what_was_merged_ends() -> None:
     assert place.pass_number == before[place.shard][0]
 
 
+def leasing(free: Iterator[str]) -> Any:
+    """Return a link that leases these shards."""
+    return SimpleNamespace(
+        register_shards=int, offer=lambda shards: None, lease=lambda: Place(next(free), 0, 0), is_started=True
+    )
+
+
 def test_an_island_holds_no_more_shards_than_it_can_report() -> None:
     free = map(str, itertools.count())
-    link: Any = SimpleNamespace(offer=lambda shards: None, lease=lambda: Place(next(free), 0, 0), is_started=True)
+    link: Any = leasing(free)
     run = TaskRun("a", 1, link=link)
     shards = run.shards(1000)
     for _ in range(2 * PLACES_MAX):
@@ -77,8 +84,8 @@ def test_an_island_holds_no_more_shards_than_it_can_report() -> None:
 
 def test_an_island_restored_with_its_run_goes_on_where_its_checkpoint_was() -> None:
     free = iter("3567")
-    link: Any = SimpleNamespace(offer=lambda shards: None, lease=lambda: Place(next(free), 0, 0), is_started=True)
-    before, after = (TaskBatches(file_of(), TaskRun("a", seed, link=link)) for seed in (1, 2))
+    link: Any = leasing(free)
+    before, after = (Workload.of(file_of(), CONFIG).supply(TaskRun("a", seed, link=link)) for seed in (1, 2))
     before.next(BATCHES + 1)
     after.sample(1)  # as it compiles
     assert before.held() == ["3", "5"]
@@ -125,7 +132,7 @@ def test_other_iterables_are_told_to_repeat_data(caplog: pytest.LogCaptureFixtur
 
 def test_an_evaluation_of_a_task_gives_its_loss() -> None:
     run = TaskedRun()
-    compiled = TaskWorkload(run.file, run.manifest).evaluation()
+    compiled = Workload.of(run.file, run.manifest.config).evaluation()
     assert compiled is not None
     params = run.island().params
     assert compiled(params).measure_slice(params, 0).bits == pytest.approx(2.5 / np.log(2.0))
@@ -178,6 +185,8 @@ MISTAKES = [
     ("task = Task(init, loss, batches, tokens=lambda batch: -1)", "task.tokens"),
     ("task = Task(init, loss, batches, tokens=lambda batch: np.float32(np.nan))", "task.tokens"),
     ("task = Task(init, loss, batches, kinds='(')", "loop.kinds"),
+    ("task = Task(init, loss, batches, evaluate=lambda params: 1 / 0)", "task.evaluate"),
+    ("task = Task(init, loss, batches, evaluate=lambda params: {'accuracy': 0.5})", "task.evaluate"),
 ]
 
 
@@ -187,7 +196,7 @@ def test_a_mistake_in_a_task_is_one_error(end: str, code: str, tmp_path: Path) -
     path.write_text(GOOD + end)
     with failing(ArchipelagoError, code):
         file = load_task(str(path))
-        require_trainable(file, task_config(CONFIG, file))
+        require_trainable(Workload.of(file, task_config(CONFIG, file)))
 
 
 def test_an_error_names_the_line_of_the_users_file(tmp_path: Path) -> None:
@@ -195,7 +204,7 @@ def test_an_error_names_the_line_of_the_users_file(tmp_path: Path) -> None:
     path.write_text(GOOD + "def bad(seed):\n    return {}['w']\nmine = Task(bad, loss, batches)\n")
     file = load_task(f"{path}:mine")
     with pytest.raises(ConfigError) as caught:
-        require_trainable(file, CONFIG)
+        require_trainable(Workload.of(file, CONFIG))
     assert "line 13" in caught.value.what
     assert caught.value.__suppress_context__
 
@@ -204,6 +213,12 @@ def test_an_error_names_the_line_of_the_users_file(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_one_error(flag: str) -> None:
     with failing(ConfigError, "task.file"):
         load_task(flag)
+
+
+def test_a_flag_that_ends_with_a_colon_is_one_error(tmp_path: Path) -> None:
+    with failing(ConfigError, "task.name") as caught:
+        load_task(f"{tmp_path / 'missing.py'}:")
+    assert "missing.py:NAME" in caught.value.remedy
 
 
 def some(*shapes: tuple[int, ...]) -> Any:
@@ -229,6 +244,15 @@ def test_a_worker_with_another_tree_or_task_is_refused() -> None:
         run.island("b", other)
     with failing(ConfigError, "task.not-given"):
         task_of(None, run.manifest, "A test")
+
+
+def test_an_island_whose_data_has_another_number_of_shards_is_refused() -> None:
+    run = TaskedRun()
+    run.play(2, run.island("a"))
+    edited = file_of(replace(TASK, batches=lambda run: batches(SimpleNamespace(shards=lambda _: run.shards(16)))))  # type: ignore[arg-type]
+    with failing(MismatchError, "task.other-shards"):
+        run.play(1, run.island("b", edited))
+    run.play(1, run.island("c"))
 
 
 def test_a_run_says_which_task_it_trains(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from safetensors import safe_open
 from safetensors.flax import save_file as save_jax
 from safetensors.numpy import load_file, save_file
 
+from archipelago.broker.buckets.bundles import Bundles
+from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import (
     ArchipelagoError,
@@ -51,6 +53,7 @@ from archipelago.ops.weights.generate import open_text_model, show, tokens_per_s
 from archipelago.ops.weights.parameters import RunParameters, find
 from archipelago.ops.weights.safetensors_files import WeightFiles
 from tests import samples
+from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.failing import failing
 
 SMALL = replace(RunConfig(), data=replace(RunConfig().data, corpus="small", sequence_length=32, shards=8))
@@ -238,6 +241,33 @@ def test_a_checkpoint_is_found_in_its_folders(tmp_path: Path, place: str) -> Non
     found = find(place, None)
     assert same(found.params, made.params)
     assert "checkpoint 3" in found.origin
+
+
+@pytest.mark.parametrize("place", ["mine", "mine/merger"])
+def test_a_checkpoint_is_found_in_a_bucket(bucket: BucketFolder, tmp_path: Path, place: str) -> None:
+    made = found_of()
+    checkpointed(made, tmp_path)
+    Bundles(bucket.child("mine", "merger", "checkpoints")).put(3, tmp_path / "checkpoints" / "3", {})
+    found = find(bucket.child(place).address, None)
+    assert same(found.params, made.params)
+    assert found.origin == f"checkpoint 3 in {bucket.child(place)}"
+    with failing(ConfigError, "checkpoint.missing"):
+        find(bucket.child("other").address, None)
+
+
+def test_an_export_goes_to_a_bucket(bucket: BucketFolder, tmp_path: Path, call: Call) -> None:
+    checkpointed(found_of(), tmp_path / "runs" / "mine" / "merger")
+    out = bucket.child("llama")
+    status, _, said = call("export", "mine", "--out", out.address)
+    assert (status, "llama" in said) == (0, True)
+    assert {"config.json", "model.safetensors"} <= out.tree().keys()
+    puts = [path for request, path in FaultyFileSystem.requests if request == "put"]
+    assert puts[-1].endswith("config.json")  # last, so that part of an export is not taken for one
+    for name in out.tree():
+        out.download(name, tmp_path / "copy" / name)
+    assert same(open_text_model(str(tmp_path / "copy"), None).params, found_of().params)
+    status, _, said = call("export", "mine", "--out", out.address)
+    assert status == 2
 
 
 def test_without_a_redis_the_runs_own_checkpoint_is_read(tmp_path: Path, call: Call) -> None:

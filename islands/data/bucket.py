@@ -1,0 +1,135 @@
+"""Corpora in a bucket, whose address $ARCHIPELAGO_DATA can be. Each machine downloads a corpus once.
+
+In the bucket a corpus is a folder with the same files as on a disk. Its card is uploaded last, so a folder without one
+is no corpus. The card has the digest of the data, and every download is compared with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import platformdirs
+
+from archipelago.broker.buckets.folder import BucketError, BucketFolder, is_address
+from archipelago.broker.errors import DataError
+from archipelago.broker.files import staged_folder
+from archipelago.broker.observe.progress import progress
+from archipelago.islands.data.verification import is_verified
+
+DATA_VARIABLE = "ARCHIPELAGO_DATA"
+_CARD_BYTES_MAX = 64 << 10
+
+
+def bucket_of_corpora() -> BucketFolder | None:
+    """Return the folder of all corpora in the bucket; None if $ARCHIPELAGO_DATA is no address. Raises BucketError."""
+    address = os.environ.get(DATA_VARIABLE, "")
+    return BucketFolder(address) if is_address(address) else None
+
+
+def folder_in_front_of(address: str) -> Path:
+    """Return the folder of this machine with what was downloaded from an address. Each address has its own."""
+    name = hashlib.blake2b(address.rstrip("/").encode(), digest_size=6).hexdigest()
+    return platformdirs.user_cache_path("archipelago") / f"corpora-{name}"
+
+
+def corpora_in_bucket() -> list[str]:
+    """Return the names of the folders in the bucket; none without a bucket. Raises BucketError."""
+    bucket = bucket_of_corpora()
+    return sorted(bucket.folders()) if bucket else []
+
+
+def download_corpus(target: Path, card: str, data: str) -> bool:
+    """Download the corpus with the name of the folder `target`, if there is a bucket that has it.
+
+    Args:
+        target: The folder to create.
+        card: The name of the card's file.
+        data: The name of the data's file.
+
+    Returns:
+        Whether the corpus is there now.
+
+    Raises:
+        BucketError: The bucket cannot be read.
+        DataError: The corpus in the bucket is damaged (`data.damaged`), or the disk refuses it (`data.unwritable`).
+    """
+    bucket = bucket_of_corpora()
+    if bucket is None:
+        return False
+    remote = bucket.child(target.name)
+    files = remote.files()
+    if card not in files:
+        return False
+    try:
+        with progress(f"downloading the corpus {target.name!r} from {bucket}"), staged_folder(target) as stage:
+            for name in sorted(files):
+                remote.download(name, stage / name)
+            if not is_verified(stage / data, _digest_in(stage / card)):
+                raise DataError(
+                    f"the corpus {target.name!r} in {bucket} is damaged ({data} has another digest than {card} says)",
+                    "Delete it there, and run `archipelago prepare` again.",
+                    code="data.damaged",
+                )
+    except OSError as error:
+        if (target / card).is_file():
+            return True  # another process has downloaded it meanwhile
+        raise DataError(
+            f"the corpus {target.name!r} cannot be downloaded to {target.parent} ({error})",
+            "Check the disk's space and permissions.",
+            code="data.unwritable",
+        ) from error
+    return True
+
+
+def upload_corpus(folder: Path, card: str) -> None:
+    """Upload a corpus of this machine, if there is a bucket that does not have it yet.
+
+    Raises:
+        BucketError: The bucket refuses it.
+        DataError: The bucket has another corpus of that name (`data.taken`).
+    """
+    bucket = bucket_of_corpora()
+    if bucket is None:
+        return
+    remote = bucket.child(folder.name)
+    held = remote.files()
+    if card in held:
+        content = remote.read(card, _CARD_BYTES_MAX)
+        if f'"{_digest_in(folder / card)}"'.encode() in content:
+            return
+        raise DataError(
+            f"{bucket} holds a different corpus {folder.name!r} already",
+            "Choose another --name, or delete it there.",
+            code="data.taken",
+        )
+    with progress(f"uploading the corpus {folder.name!r} to {bucket}"):
+        for path in sorted(folder.iterdir()):
+            if not path.name.startswith(".") and path.name != card:
+                remote.upload(path, path.name)
+        remote.upload(folder / card, card)
+
+
+def fetch_text(address: str, folder: Path) -> Path:
+    """Download a file or a folder of text, and return its path on this machine. Raises BucketError."""
+    remote = BucketFolder(address)
+    name = remote.address.rpartition("/")[2] or "text"
+    files = remote.tree()
+    with progress(f"downloading {remote}"):
+        for path in filter(None, files):
+            if ".." in Path(path).parts:
+                raise BucketError(f"{remote} has a file {path!r:.200}", "Rename it.", code="bucket.damaged")
+            remote.download(path, folder / name / path)
+        if not any(files):  # the address is that of a file
+            BucketFolder(remote.address.rpartition("/")[0]).download(name, folder / name)
+    return folder / name
+
+
+def _digest_in(card: Path) -> str:
+    """Return the digest of the data, from its card; empty if the card is damaged."""
+    try:
+        return str(json.loads(card.read_bytes()[:_CARD_BYTES_MAX])["digest"])
+    except (ValueError, LookupError, TypeError):
+        return ""

@@ -1,0 +1,164 @@
+"""The model of a task: functions of parameters by name, as an island keeps them.
+
+An island keeps the floating-point leaves of the task's tree by name, in float32. The task's functions get the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from archipelago.broker.errors import DivergedError
+from archipelago.islands.inner import Descent, InnerState, gradient
+from archipelago.islands.models.interface import Params
+from archipelago.islands.own_loop.tensors import kinds_by
+from archipelago.islands.own_loop.tree import TreeLayout
+from archipelago.islands.tasks.file import NamedTask
+
+
+class TaskModel:
+    """The model of a task: its tensors, and its functions of parameters by name.
+
+    Models are equal if they compile to the same programs.
+
+    Attributes:
+        named: The task.
+        tensors: The tensors that are trained and merged.
+    """
+
+    def __init__(self, named: NamedTask, seed: int) -> None:
+        """Keep the names and shapes of what `init` returns.
+
+        Raises:
+            ConfigError: `init` failed (`task.init`), or its tree cannot be merged (`loop.nothing`, `loop.unnamed`,
+                `loop.dtype`).
+        """
+        task = named.task
+        self.named, self._seed = named, seed
+        self._layout = TreeLayout.of(named.call("init", task.init, seed) if task.shapes is None else task.shapes)
+        self.tensors = self._layout.tensors(kinds_by(task.kinds))
+        # Leaves that are not trained are constants of the program, and `init` may draw them.
+        self._key = task.init, task.loss, id(task.optimizer), seed if self._layout.own else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TaskModel) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the task has an optimiser of its own, and not that of the run's settings."""
+        return self.named.task.optimizer is not None
+
+    def init(self) -> Params:
+        """Return the first parameters by name. Raises DivergedError (`loop.not-finite`) for NaN or infinity."""
+        found = self._layout.leaves_of(self.named.call("init", self.named.task.init, self._seed))
+        params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in found.items()}
+        for name, leaf in params.items():
+            if not np.isfinite(leaf).all():  # on the host, which compiles nothing
+                raise DivergedError(
+                    f"init of the task {self.named.name!r} gives NaN or infinity in {name!r}",
+                    "Initialise the parameters otherwise.",
+                    code="loop.not-finite",
+                )
+        return dict(sorted(params.items()))
+
+    def tree(self, params: Mapping[str, Any]) -> Any:
+        """Return the user's tree with these parameters, in the dtypes of `init`."""
+        layout = self._layout
+        own = {name: params[name].astype(template.dtype) for name, template in layout.templates.items()}
+        leaves = {**layout.own, **own}
+        return jax.tree.unflatten(layout.structure, [leaves[name] for name in layout.names])
+
+    def trained_tree(self, params: Mapping[str, Any]) -> Any:
+        """Return the user's tree of what is trained, in float32. Leaves that are not trained are None."""
+        layout = self._layout
+        return jax.tree.unflatten(layout.structure, [params.get(name) for name in layout.names])
+
+    def objective(self, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the value that training minimises, and the loss that it reports. They differ by the penalty.
+
+        Raises:
+            ConfigError: The user's loss failed, or is no scalar (`task.loss`).
+        """
+        found = self.named.call("loss", self.named.task.loss, self.tree(params), batch)
+        values = found if isinstance(found, tuple) and len(found) == 2 else (found,)
+        for value in values:
+            shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", jnp.float32)
+            if shape != () or not jnp.issubdtype(dtype, jnp.floating) or not hasattr(value, "__float__"):
+                said = f"{dtype}{list(shape)}" if hasattr(value, "shape") else repr(type(value).__name__)
+                raise self.named.wrong(
+                    "loss",
+                    f"gives {said}, and no scalar",
+                    "Return a floating-point scalar, such as a mean, or a pair of a loss and a penalty.",
+                )
+        loss, *penalties = (jnp.asarray(value).astype(jnp.float32) for value in values)
+        return sum(penalties, loss), loss
+
+    def gradient(self, params: Params, batch: Any) -> tuple[Params, jax.Array]:
+        """Return the gradients of the objective by name, and the loss."""
+        # The way back may fail, too.
+        gradients, loss = self.named.call("loss", gradient(self), params, batch)
+        return gradients, loss
+
+    # -- the optimiser ------------------------------------------------------------------------------------------------
+
+    def first_state(self, params: Params) -> InnerState:
+        """Return these parameters with fresh state of the user's optimiser, as a tuple of its arrays."""
+        return InnerState(params, tuple(jax.tree.leaves(self._init_optimizer(params))))
+
+    def _init_optimizer(self, params: Params) -> Any:
+        optimizer = self.named.task.optimizer
+        return self.named.call("optimizer", optimizer.init, self.trained_tree(params))
+
+    def descent(self) -> Descent:
+        """Return the step of the user's optimiser. Its schedules follow the run's clock."""
+
+        def descend(
+            state: InnerState, gradients: Params, global_step: jax.Array, length: jax.Array | None = None, /
+        ) -> InnerState:
+            structure = jax.tree.structure(jax.eval_shape(self._init_optimizer, state.params))
+            before = at_step(jax.tree.unflatten(structure, state.optimizer), global_step)
+            with jax.numpy_dtype_promotion("standard"):
+                own = self.trained_tree(state.params)
+                updates, after = self.named.call(
+                    "optimizer", self.named.task.optimizer.update, self.trained_tree(gradients), before, own
+                )
+                trained = jax.tree.leaves(optax.apply_updates(own, updates))
+            params = dict(sorted(zip(self._layout.templates, trained, strict=True)))
+            return InnerState(params, tuple(jax.tree.leaves(after)))
+
+        return descend
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluated(self, params: Params) -> dict[str, float]:
+        """Return what `evaluate` gives, with its `loss`. Raises ConfigError (`task.evaluate`) for anything else."""
+        function = self.named.task.evaluate
+        assert function is not None  # noqa: S101 - callers look first
+        found = self.named.call("evaluate", function, self.tree(params))
+        values = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        try:
+            return {"loss": float(values.pop("loss")), **{str(key): float(value) for key, value in values.items()}}
+        except (KeyError, TypeError, ValueError):
+            raise self.named.wrong(
+                "evaluate", f"gives {found!r:.80}", 'Return a number, or a dictionary of numbers with a "loss".'
+            ) from None
+
+
+def at_step(state: Any, global_step: jax.Array) -> Any:
+    """Return the state of an optax transformation whose schedules are at this step of the run."""
+
+    def is_clock(part: Any) -> bool:
+        return isinstance(part, optax.ScaleByScheduleState) or type(part).__name__ == "WrappedScheduleState"
+
+    def moved(part: Any) -> Any:
+        return part._replace(count=jnp.asarray(global_step, part.count.dtype)) if is_clock(part) else part
+
+    return jax.tree.map(moved, state, is_leaf=is_clock)

@@ -1,0 +1,106 @@
+"""Corpora in a bucket: prepared on one machine, downloaded once by another, and verified."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.buckets.folder import BucketError, BucketFolder
+from archipelago.broker.errors import ConfigError, DataError
+from archipelago.islands.data.corpus import data_folder, open_corpus
+from archipelago.ops.launch.prepare import PrepareOptions, main
+from tests.broker.buckets.faulty_bucket import FaultyFileSystem
+from tests.failing import failing
+
+TEXT = "".join(f"line {number} of a text that islands train on\n" for number in range(3000))
+
+
+@pytest.fixture
+def corpora(bucket: BucketFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> BucketFolder:
+    """The folder of corpora in the bucket, with one corpus. This machine has forgotten it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("ARCHIPELAGO_DATA", bucket.address)
+    (tmp_path / "mine.txt").write_text(TEXT)
+    assert main(PrepareOptions(str(tmp_path / "mine.txt"))) == 0
+    forget()
+    return bucket
+
+
+def forget() -> None:
+    """Do as a machine that has downloaded nothing."""
+    shutil.rmtree(data_folder())
+
+
+def test_another_machine_downloads_a_corpus_once(corpora: BucketFolder) -> None:
+    assert corpora.tree().keys() == {"mine/text.bin", "mine/corpus.json"}
+    opened = open_corpus("mine")
+    assert bytes(opened.train) + bytes(opened.valid) + bytes(opened.test) == TEXT.encode()
+    FaultyFileSystem.requests.clear()
+    assert open_corpus("mine").identity == opened.identity
+    assert not FaultyFileSystem.requests
+
+
+def test_tokens_travel_with_their_tokenizer(corpora: BucketFolder, tmp_path: Path) -> None:
+    assert main(PrepareOptions(str(tmp_path / "mine.txt"), tokenizer="bpe:300")) == 0
+    forget()
+    assert open_corpus("mine-bpe300").open_tokenizer().vocabulary == 300
+
+
+def test_an_upload_that_is_cut_off_is_no_corpus(corpora: BucketFolder, tmp_path: Path) -> None:
+    """The same command completes it."""
+
+    def fault(request: str, path: str) -> None:
+        if request == "put" and path.endswith("corpus.json"):
+            raise ConnectionError("reset")
+
+    FaultyFileSystem.fault = staticmethod(fault)
+    options = PrepareOptions(str(tmp_path / "mine.txt"), name="other")
+    with failing(BucketError):
+        main(options)
+    FaultyFileSystem.fault = staticmethod(lambda request, path: None)
+    local = data_folder()
+    shutil.move(local, local.with_name("aside"))
+    with failing(DataError, "data.missing"):
+        open_corpus("other")
+    shutil.move(local.with_name("aside"), local)
+    assert main(options) == 0
+    forget()
+    assert open_corpus("other").train.size
+
+
+def test_damage_in_the_bucket_is_found(corpora: BucketFolder) -> None:
+    corpora.child("mine").write("text.bin", TEXT.swapcase().encode())
+    with failing(DataError, "data.damaged"):
+        open_corpus("mine")
+    assert not (data_folder() / "mine").exists()
+
+
+def test_a_different_corpus_of_the_name_is_not_replaced(corpora: BucketFolder, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text(TEXT.upper())
+    with failing(DataError, "data.taken"):
+        main(PrepareOptions(str(tmp_path / "mine.txt")))
+    forget()
+    assert bytes(open_corpus("mine").train[:4]) == b"line"
+
+
+def test_text_is_read_from_an_address(
+    corpora: BucketFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
+    texts = corpora.child("texts")
+    for name in ("a.txt", "b/c.txt"):
+        texts.write(name, TEXT.encode())
+    assert main(PrepareOptions(texts.address, json=True)) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["corpus"] == "texts"
+    assert main(PrepareOptions(f"{texts.address}/a.txt", name="single")) == 0
+    assert open_corpus("single").identity.bytes == len(TEXT)
+    with failing(BucketError, "bucket.missing"):
+        main(PrepareOptions(f"{texts.address}/none.txt"))
+
+
+def test_an_address_is_no_name_of_a_corpus() -> None:
+    with failing(ConfigError, "data.address"):
+        open_corpus("s3://bucket/corpora/mine")

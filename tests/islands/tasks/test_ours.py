@@ -1,0 +1,84 @@
+"""Our models as tasks: they train by the same program as without a task, and read the run's shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from archipelago.broker.config import ModelConfig, SyncConfig
+from archipelago.broker.errors import MismatchError
+from archipelago.islands.creation import describe
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.inner import compile_steps
+from archipelago.islands.models.registry import build
+from archipelago.islands.tasks.ours import our_task, our_work
+from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.workload import require_trainable
+from archipelago.ops.experiments.baselines import AllShards
+from tests.failing import failing
+from tests.small import SMALL
+
+TEXT = np.random.default_rng(0).integers(0, 256, 20_000, np.uint8)
+CORPUS = OpenCorpus("text", "0" * 32, "noise", TEXT, TEXT[:2000], TEXT[:0])
+
+
+@pytest.mark.parametrize("size", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.full)])
+def test_the_program_of_an_island_is_that_of_its_model(size: str) -> None:
+    config = replace(SMALL, model=ModelConfig(size=size))
+    work, model = our_work(config, CORPUS), build(config.model)
+    assert work.model.tensors == model.tensors
+    assert work.describe("demo") == describe("demo", config, CORPUS.identity)
+    state, batch = work.begin(work.model.init()), work.supply(TaskRun("a", 1)).sample(2)
+    own, wanted = (
+        steps.lower(state, batch, np.int32(0)).as_text()  # type: ignore[attr-defined]
+        for steps in (work.steps, compile_steps(model, config.inner))
+    )
+    assert own == wanted
+
+
+def test_equal_settings_compile_once() -> None:
+    work = our_work(SMALL, CORPUS)
+    assert our_work(replace(SMALL, seed=7), replace(CORPUS, name="other")).steps is work.steps
+    longer = work.changed(inner=replace(SMALL.inner, steps=99))
+    assert longer.steps is not work.steps
+    assert longer.changed(inner=SMALL.inner).steps is work.steps
+
+
+def test_other_settings_change_the_data_too() -> None:
+    work = our_work(SMALL, CORPUS)
+    other = work.changed(seed=SMALL.seed + 1)
+    assert other.steps is work.steps
+    first, second = (each.supply(TaskRun("a", 1, link=AllShards())).next(1) for each in (work, other))
+    assert not np.array_equal(first, second)
+    wider = work.changed(data=replace(SMALL.data, batch_size=6))
+    assert wider.supply(TaskRun("a", 1)).sample(2).shape == (2, 6, SMALL.data.sequence_length + 1)
+
+
+def test_an_island_joins_a_run_that_averages_its_moments() -> None:
+    config = replace(SMALL, sync=SyncConfig(moments="average"))
+    manifest = our_work(config, CORPUS).describe("demo")
+    assert len(manifest.tensors) == 2 * len(manifest.parameter_tensors)
+    our_work(config, CORPUS).require_same(manifest)
+    with failing(MismatchError, "loop.other-tensors"):
+        our_work(replace(config, model=ModelConfig(size="small")), CORPUS).require_same(manifest)
+
+
+def test_a_pinned_text_has_shards_of_its_own_and_no_evaluation() -> None:
+    offered: list[str] = []
+
+    class Noted(AllShards):
+        def offer(self, shards: object, /) -> None:
+            offered.extend(map(str, shards))  # type: ignore[call-overload]
+
+    our_task(SMALL, CORPUS, "site").task.batches(TaskRun("a", 1, link=Noted()))
+    assert offered == shard_order(SMALL.data.shards, SMALL.seed, "site")
+    assert our_task(SMALL, CORPUS, "site").task.evaluate is None
+    assert our_task(SMALL, CORPUS, "site", measured=CORPUS).task.evaluate is not None
+
+
+@pytest.mark.full
+def test_our_tasks_pass_the_check_of_users_tasks() -> None:
+    require_trainable(our_work(SMALL, CORPUS))
