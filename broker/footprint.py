@@ -24,6 +24,15 @@ ISLAND_PER_PARAMETER: Final = 54
 #: Bytes per parameter that a user's own training script needs more as an island: references, the published parameters,
 #: and arrivals, in float32.
 OWN_LOOP_PER_PARAMETER: Final = 16
+#: Bytes per parameter of an island with an accelerator, by part: on its device, and in the memory of its machine. The
+#: training alone is the first two. A checkpoint is there while it is written, an evaluation in one island at a time.
+ON_DEVICE: Final = {"parameters and moments": 12, "gradients and updates": 8, "references": 4, "a checkpoint": 12,
+                    "an evaluation": 4}  # fmt: skip
+ON_HOST: Final = {"published parameters": 4, "a checkpoint": 16}
+#: Copies of the largest fragment that syncs hold at most, on the device and on the machine.
+FRAGMENTS_HELD: Final = 4
+#: Bytes per parameter of the sum of gradients, where an island accumulates them (`inner.micro_batches`).
+SUM_PER_PARAMETER: Final = 4
 #: Bytes per synced first moment of an island: the reference, the published moment, and copies of both, in float32.
 ISLAND_PER_MOMENT: Final = 16
 #: Bytes per element of a merger, a parameter or a synced first moment: exact parameters, momentum, sums, snapshots, and
@@ -52,15 +61,32 @@ class Footprint:
 def footprint(manifest: Manifest) -> Footprint:
     """Estimate the memory of a run."""
     parameters, elements = manifest.parameters, manifest.elements
-    norms = sum(tensor.size for tensor in manifest.parameter_tensors if len(tensor.shape) == 1)
-    activations = ACTIVATION_BYTES * manifest.config.tokens_per_step * norms
     moments = ISLAND_PER_MOMENT * (elements - parameters)
-    island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + moments + activations
+    island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + moments + _of_batches(manifest)
     return Footprint(
         island=OWN_LOOP_PER_PARAMETER * parameters if manifest.config.has_own_loops else island,
         merger=MERGER_BASE + MERGER_PER_PARAMETER * elements,
         redis=sum(redis_parts(manifest).values()),
     )
+
+
+def device_and_host(manifest: Manifest) -> tuple[int, int]:
+    """Estimate the memory of an island with an accelerator: on that device, and on its machine."""
+    elements, fragment = manifest.elements, FRAGMENTS_HELD * 4 * max(manifest.sizes, default=0)
+    device = sum(ON_DEVICE.values()) * elements + _of_batches(manifest)
+    return device + fragment, ISLAND_BASE + sum(ON_HOST.values()) * elements + fragment
+
+
+def _of_batches(manifest: Manifest) -> int:
+    """Estimate the bytes of activations, and of the sum of gradients where an island computes them in parts."""
+    config = manifest.config
+    norms = [tensor.size for tensor in manifest.parameter_tensors if len(tensor.shape) == 1]
+    an_element = ACTIVATION_BYTES * sum(norms)
+    if config.model.rematerialise and norms:  # the inputs of all layers, and all of one layer with its two norms
+        an_element = min(an_element, 2 * sum(norms) + 2 * ACTIVATION_BYTES * max(norms))
+    parts = config.inner.micro_batches
+    sums = SUM_PER_PARAMETER * manifest.parameters if parts > 1 else 0
+    return sums + an_element * config.tokens_per_step // parts
 
 
 def redis_parts(manifest: Manifest) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Checkpoints of an island on its disk, written and retained by Orbax.
+"""Checkpoints of an island on its disk, written and retained by Orbax. A bucket can hold copies.
 
 An island takes one whenever the merger takes one (`Marker`), and one when it leaves. There are two ways to
 restore one. An island that rejoins a run restores only its inner optimiser state and its totals; parameters come from
@@ -6,7 +6,8 @@ the merger. When a whole run goes back to a checkpoint, each island restores its
 parameters with unmerged progress, counts, the position in the text, and the contributions in flight.
 
 A checkpoint has three Orbax items: `arrays`, the tree of the inner state and the references, `payloads`, and `rest`,
-JSON. Plain Orbax restores them.
+JSON. Plain Orbax restores them. Arrays on several devices are written by their shards, and restored to those of the
+island that reads them, on whatever mesh it is.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from archipelago.broker.buckets.bundles import Bundles, fetch_newer
+from archipelago.broker.buckets.copier import Copier
+from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.checkpoint_errors import FILE_FAULTS, in_words, remedy
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import ArchipelagoError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Actions, Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest
-from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.actions import ActionLog, RestoreWhole, TakeMoments
-from archipelago.islands.sync.arrays import device_copy
+from archipelago.islands.sync.arrays import by_tensor, is_spread
 from archipelago.islands.sync.connection.outbox import Draft, Published
 from archipelago.islands.sync.progress import Totals
 from archipelago.islands.worker import Island
@@ -103,16 +106,25 @@ def cut(island: Island, number: int) -> IslandCut:
         "untold": [to_fields(actions) for actions in parts],
         "totals": [island.totals.steps, island.totals.tokens],
     }
-    arrays = {"inner": device_copy(island.inner)._asdict(), "references": list(island.replica.references)}
-    return IslandCut(arrays, rest, in_flight, queued)
+    return IslandCut(island.computation.copies(), rest, in_flight, queued)
 
 
 class IslandStore:
-    """The checkpoints of one island in a folder."""
+    """The checkpoints of one island in a folder.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    Args:
+        folder: The folder on disk.
+        manifest: The run.
+        bucket: A folder in a bucket that holds copies. The disk has what the island restores; what is newer in the
+            bucket is downloaded first.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, bucket: BucketFolder | None = None) -> None:
         self.folder = folder.absolute()
         self.manifest = manifest
+        self._bundles = Bundles(bucket.child("checkpoints")) if bucket else None
+        about = {"run": manifest.run, "uid": manifest.uid}
+        self.copier = Copier(self._bundles, self.folder / "uploads", about, KEPT) if self._bundles else None
         self._pool = ThreadPoolExecutor(1, "island-checkpoint")
         self._job: Future[None] | None = None
         self._trouble = ""
@@ -126,22 +138,23 @@ class IslandStore:
         try:
             sent = [(p.contribution, p.payload) for p in taken.in_flight]
             sent += [draft.encoded(self.manifest.config.wire.zstd_level) for draft in taken.queued]
-            host = jax.device_get(taken.arrays)
+            arrays = self._arrays_to_write(taken)
             rest = {
                 **taken.rest,
                 "in_flight": [to_fields(contribution) for contribution, _ in sent],
-                "digest": _digest(host),
+                "digest": _digest(arrays),
             }
             rest["rest_digest"] = _rest_digest(rest)
             payloads = [np.frombuffer(payload, np.uint8) for _, payload in sent] or [np.zeros(1, np.uint8)]
             with self._manager() as manager:
                 newest = manager.latest_step()
+                # This is not the global step, because a rejoining island may start at an earlier one.
+                step = 1 + max(-1 if newest is None else newest, self.copier.newest if self.copier else -1)
                 manager.save(
-                    # This is not the global step, because a rejoining island may start at an earlier one.
-                    0 if newest is None else newest + 1,
+                    step,
                     args=ocp.args.Composite(
                         rest=ocp.args.JsonSave(rest),
-                        arrays=ocp.args.StandardSave(host),
+                        arrays=ocp.args.StandardSave(arrays),
                         payloads=ocp.args.StandardSave(payloads),
                     ),
                     force=True,
@@ -151,6 +164,15 @@ class IslandStore:
             self._warn(f"no checkpoint in {self.folder}, training continues: {in_words(error)}. {remedy(error)}")
         else:
             self._trouble = ""
+            if self.copier is not None:
+                self.copier.offer(step, self.folder / str(step))
+
+    def _arrays_to_write(self, taken: IslandCut) -> dict[str, Any]:
+        """Return the arrays of a cut, with references by tensor, which depend on no mesh."""
+        references = zip(self.manifest.layout, taken.arrays["references"], strict=True)
+        by_name = [by_tensor(rows, held) for rows, held in references]
+        found: dict[str, Any] = _on_host({**taken.arrays, "references": by_name})
+        return found
 
     def _warn(self, trouble: str) -> None:
         """Log a warning. A repeat of the last one is logged at debug level."""
@@ -169,6 +191,8 @@ class IslandStore:
             self._job.result()
         self.save(cut(island, LEAVING))
         self._pool.shutdown()
+        if self.copier is not None:
+            self.copier.close()
 
     def close(self) -> None:
         """End without a last checkpoint, because the folder may belong to a newer process now."""
@@ -183,6 +207,9 @@ class IslandStore:
             number: The number that it must have. Two mergers may use the same number, hence `last_round`.
             last_round: The last closed round that it may contain.
         """
+
+        if number is not None:
+            self._fetch(KEPT)
 
         def fits(found: Found) -> bool:
             known = last_round is None or found.rest["ledger"]["closed"] <= last_round
@@ -211,11 +238,22 @@ class IslandStore:
                 except FILE_FAULTS as error:
                     self._skip(step, in_words(error))
 
+    def _fetch(self, most: int) -> None:
+        """Download the newest checkpoints of the bucket that are newer than those on disk. Log a failure."""
+        if self._bundles is None:
+            return
+        newest = max((int(path.name) for path in self.folder.glob("[0-9]*") if path.name.isdecimal()), default=-1)
+        try:
+            fetch_newer(self._bundles, self.folder, newest, most)
+        except (ArchipelagoError, OSError) as error:
+            log.warning("no checkpoint could be downloaded: %s", error, extra={"code": "bucket.failed"})
+
     def restore_moments(self, island: Island) -> Found | None:
         """Restore the island's inner optimiser state and totals from the newest sound checkpoint, and return that."""
+        self._fetch(1)
         for found in self._found(lambda found: True):
             if (host := self._arrays(found, island)) is not None:
-                island.inner = InnerState(island.inner.params, device_copy(host["inner"]["optimizer"]))
+                island.computation.restore_optimizer(host["inner"]["optimizer"])
                 island.totals = Totals(*found.rest["totals"])
                 island.moments = "own checkpoint"
                 island.action_log.add(TakeMoments(found.who, found.done))
@@ -230,8 +268,7 @@ class IslandStore:
             return False
         rest = found.rest
         island.batches.restore(rest["batches"])
-        island.inner = InnerState(*device_copy((host["inner"]["params"], host["inner"]["optimizer"])))
-        island.replica.references = jax.device_put(list(host["references"]))
+        island.computation.restore(host["inner"], host["references"])
         island.ledger.restore(rest["ledger"])
         island.ledger.formerly = found.incarnation
         island.action_log = ActionLog(island.name, island.incarnation, island.action_log.enabled)
@@ -243,8 +280,7 @@ class IslandStore:
         return True
 
     def _arrays(self, found: Found, island: Island) -> dict[str, Any] | None:
-        like = {"inner": island.inner._asdict(), "references": island.replica.references}
-        host: dict[str, Any] | None = self._restored(found, "arrays", like)
+        host: dict[str, Any] | None = self._restored(found, "arrays", island.computation.examples())
         if host is not None and _digest(host) != found.rest["digest"]:
             self._skip(found.step, "its arrays are damaged")
             return None
@@ -273,7 +309,7 @@ class IslandStore:
         try:
             with self._manager() as manager:
                 args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
-                return jax.device_get(manager.restore(found.step, args=args)[item])
+                return _on_host(manager.restore(found.step, args=args)[item])
         except FILE_FAULTS as error:
             self._skip(found.step, in_words(error))
             return None
@@ -284,12 +320,27 @@ class IslandStore:
     def _manager(self) -> Any:
         import orbax.checkpoint as ocp
 
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True, enable_async_checkpointing=False)
+        # In an island over several hosts, the leader has gathered the arrays, and writes alone.
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes={0}, barrier_sync_key_prefix="archipelago"
+        )
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=KEPT,
+            create=jax.process_count() == 1,
+            enable_async_checkpointing=False,
+            multiprocessing_options=alone if jax.process_count() > 1 else ocp.options.MultiprocessingOptions(),
+        )
         return ocp.CheckpointManager(self.folder, options=options)
 
 
-def _digest(host: dict[str, Any]) -> str:
-    return digest(b"".join(digest(np.ascontiguousarray(leaf).tobytes()).encode() for leaf in jax.tree.leaves(host)))
+def _on_host(tree: Any) -> Any:
+    """Return a tree with arrays of numpy for those on one device. Those on several devices stay there."""
+    return jax.tree.map(lambda leaf: leaf if is_spread(leaf) else np.asarray(leaf), tree)
+
+
+def _digest(arrays: dict[str, Any]) -> str:
+    """Return the digest of all arrays, one of which is whole in the host's memory at a time."""
+    return digest(b"".join(digest(np.ascontiguousarray(leaf).tobytes()).encode() for leaf in jax.tree.leaves(arrays)))
 
 
 def _rest_digest(rest: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import optax.contrib
 
 from archipelago.broker.config import InnerConfig
 from archipelago.broker.errors import WireError
-from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.accumulation import accumulated
+from archipelago.islands.models.interface import Gradient, Params
 
 
 class InnerState(NamedTuple):
@@ -26,8 +27,6 @@ class InnerState(NamedTuple):
 
 #: Several inner steps as one program, as `compile_steps` returns it. A fourth argument is optional there.
 InnerSteps = Callable[..., tuple[InnerState, jax.Array]]
-#: From parameters and a batch, such as tokens [B, T + 1] of uint8 or int32, to gradients and the loss.
-Gradient = Callable[[Params, Any], tuple[Params, jax.Array]]
 #: From a state, gradients and the number of earlier steps, int32 [], to the next state. A fourth argument is optional.
 Descent = Callable[..., InnerState]
 
@@ -203,12 +202,19 @@ def _ramp(moments: optax.OptState, steps: int) -> jax.Array:
     return jnp.minimum(1.0, (seen + 1).astype(jnp.float32) / max(1, steps))
 
 
-def gradient(model: Model) -> Gradient:
+class Trained(Protocol):
+    """A model that can be trained: one of ours (`models.interface.Model`), or that of a task."""
+
+    def objective(self, params: Params, batch: Any, /) -> tuple[jax.Array, jax.Array]:
+        """Return the value that training minimises, and the loss that it reports."""
+
+
+def gradient(model: Trained) -> Gradient:
     """Return the first half of an inner step: gradients of the objective, and the model's loss."""
     differentiated = jax.value_and_grad(model.objective, has_aux=True)
 
-    def compute(params: Params, tokens_BxT1: jax.Array) -> tuple[Params, jax.Array]:
-        (_, loss), gradients = differentiated(params, tokens_BxT1.astype(jnp.int32))
+    def compute(params: Params, batch: Any) -> tuple[Params, jax.Array]:
+        (_, loss), gradients = differentiated(params, batch)
         return gradients, loss
 
     return compute
@@ -230,7 +236,7 @@ def descent(config: InnerConfig) -> Descent:
     return descend
 
 
-def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
+def compile_steps(model: Trained, config: InnerConfig) -> InnerSteps:
     """Compile n inner steps as one scan. It compiles once for each n and donates the given state.
 
     Args:
@@ -238,11 +244,11 @@ def compile_steps(model: Model, config: InnerConfig) -> InnerSteps:
         config: The inner optimiser.
 
     Returns:
-        A function from a state, tokens (uint8 or int32, [n, B, T + 1]) and the number of earlier global steps
-        (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms. A fourth argument
-        is the length of the run (int32 []) if an operator has changed it. That is another program.
+        A function from a state, n batches such as tokens (uint8 or int32, [n, B, T + 1]) and the number of earlier
+        global steps (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms. A
+        fourth argument is the length of the run (int32 []) if an operator has changed it. That is another program.
     """
-    return compiled_scan(gradient(model), descent(config))
+    return compiled_scan(accumulated(gradient(model), config.micro_batches), descent(config))
 
 
 def compiled_scan(compute: Gradient, descend: Descent) -> InnerSteps:

@@ -8,14 +8,17 @@ Shapes in names: B sequences, T positions, N heads, D elements of a head, V voca
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from archipelago.broker.manifest import Tensor
 
 #: Parameters by dotted name, such as `layers.0.attention.query.kernel`. All of them are float32.
 Params = dict[str, jax.Array]
+#: From parameters and a batch, such as tokens [B, T + 1] of uint8 or int32, to gradients and the loss.
+Gradient = Callable[[Params, Any], tuple[Params, jax.Array]]
 
 
 class Cache(NamedTuple):
@@ -73,6 +76,7 @@ class Model(NamedTuple):
 
     def objective(self, params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the value that training minimises, and the loss that it reports. They differ by the penalty."""
+        tokens_BxT1 = tokens_BxT1.astype(jnp.int32)
         if self.loss_and_penalty is None:
             loss = self.loss(params, tokens_BxT1)
             return loss, loss

@@ -20,15 +20,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.manifest import Tensor
+from archipelago.islands.models.attention import attend
+from archipelago.islands.models.depth import Penalty
 from archipelago.islands.models.dimensions import NORM_EPSILON, ROTARY_BASE, Size
 from archipelago.islands.models.interface import Cache, Decoder, Model, Params
 
 #: The root mean square of a projection's first outputs, for normalised input.
 GAIN = 0.5
-
-
-class Penalty(nnx.Variable[jax.Array]):
-    """A term (float32, []) that a module adds to the training loss. The module sets it as an attribute when called."""
 
 
 def rms_norm(width: int, dtype: DTypeLike) -> nnx.RMSNorm:
@@ -74,7 +72,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BxTxW: jax.Array) -> jax.Array:
         query, key, value = self._project(x_BxTxW, jnp.arange(x_BxTxW.shape[1]))
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=self.causal)
+        mixed = attend(query, key, value, causal=self.causal)
         return self.out(mixed.reshape(x_BxTxW.shape))
 
     def extend(

@@ -22,9 +22,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
+from archipelago.islands.models.depth import UNROLLED, Depth, Penalty
 from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model
-from archipelago.islands.models.layers import GAIN, GatedMLP, Penalty, decoder, functional, language_model, linear
+from archipelago.islands.models.layers import GAIN, GatedMLP, decoder, functional, language_model, linear
 from archipelago.islands.models.transformer import Transformer
 
 
@@ -118,11 +119,13 @@ class RoutedMLP(nnx.Module):
         return jnp.einsum("btec,ebcw->btw", routes.combine_BxTxExC.astype(self.dtype), out_ExBxCxW)
 
 
-def transformer(size: Size, routing: Routing, compute_dtype: DTypeLike, vocabulary: int = BYTES) -> Model:
+def transformer(
+    size: Size, routing: Routing, compute_dtype: DTypeLike, vocabulary: int = BYTES, depth: Depth = UNROLLED
+) -> Model:
     """The transformer of this size with a routed MLP in each layer. Routing is float32 in any `compute_dtype`.
 
     In generation every token finds a slot, because each expert has at least one slot in a sequence of one token.
     """
     mlp = partial(RoutedMLP, routing)
-    network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, mlp, vocabulary))
+    network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, mlp, vocabulary, depth))
     return language_model(network, decoder(network, size, compute_dtype), has_penalty=True)

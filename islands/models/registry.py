@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from archipelago.broker.config import BYTES, OWN_MODEL, SMALLEST_RATE, ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import moe, vision
+from archipelago.islands.models.depth import Depth
 from archipelago.islands.models.dimensions import DENSE, Size
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.moe import Routing
@@ -34,7 +35,8 @@ class Entry:
     """One row of `MODELS`.
 
     Attributes:
-        create: From the compute dtype to a `Model`. A model of text takes the vocabulary as a second argument.
+        create: From the compute dtype to a `Model`. A model of text takes the vocabulary as a second argument. All take
+            `depth`, which says how to pass through the layers.
         learning_rate: The inner learning rate of a config that names none.
         dense: The size of a dense transformer, which exports as a Llama. None for other architectures.
         reads_text: False for a model of examples, which has no vocabulary.
@@ -94,13 +96,16 @@ def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> M
 
     Args:
         model: The config's `model` section, or a name in `MODELS`.
-        compute_dtype: The dtype of activations. The default suits the default device.
+        compute_dtype: The dtype of activations. The default is the config's, which suits the default device if it names
+            none.
 
     Raises:
         ConfigError: There is no such model (`model.unknown`), only its users' scripts know it (`model.own`), or it
             reads no text and the config names a vocabulary (`model.no-vocabulary`).
     """
-    size, vocabulary = (model, BYTES) if isinstance(model, str) else (model.size, model.vocabulary)
+    config = ModelConfig(model) if isinstance(model, str) else model
+    size, vocabulary = config.size, config.vocabulary
+    depth = Depth(config.scan_layers, config.rematerialise)
     if size == OWN_MODEL:
         raise ConfigError(
             "the model of a run with users' own training scripts is known to those scripts only",
@@ -112,13 +117,14 @@ def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> M
             f"there is no model of size {size!r:.80}", f"Choose one of {', '.join(MODELS)}.", code="model.unknown"
         )
     entry = MODELS[size]
-    dtype = default_compute_dtype() if compute_dtype is None else compute_dtype
+    named = default_compute_dtype() if config.compute_dtype == "device" else jnp.dtype(config.compute_dtype)
+    dtype = named if compute_dtype is None else compute_dtype
     if entry.reads_text:
-        return entry.create(dtype, vocabulary)
+        return entry.create(dtype, vocabulary, depth=depth)
     if vocabulary != BYTES:
         raise ConfigError(
             f"the model {size!r} reads examples, and has no vocabulary of {vocabulary:,}",
             "Leave --model.vocabulary out.",
             code="model.no-vocabulary",
         )
-    return entry.create(dtype)
+    return entry.create(dtype, depth=depth)

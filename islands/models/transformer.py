@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
+from archipelago.islands.models.depth import UNROLLED, Depth, Penalty
 from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Cache, Model
 from archipelago.islands.models.layers import (
@@ -33,13 +34,19 @@ _LOGIT_DEVIATION = 0.5
 class Transformer(nnx.Module):
     """An embedding, the layers, a norm, and the embedding again as the output projection.
 
-    The layers are unrolled instead of stacked, because a fragment is a set of whole tensors.
+    Each layer has its own tensors, because a fragment is a set of whole tensors.
     """
 
     def __init__(
-        self, size: Size, dtype: DTypeLike, rngs: nnx.Rngs, mlp: CreateMLP = GatedMLP, vocabulary: int = BYTES
+        self,
+        size: Size,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        mlp: CreateMLP = GatedMLP,
+        vocabulary: int = BYTES,
+        depth: Depth = UNROLLED,
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.depth = dtype, depth
         init = jax.nn.initializers.normal(_LOGIT_DEVIATION / math.sqrt(size.width))
         self.embedding = nnx.Param(init(rngs.params(), (vocabulary, size.width), jnp.float32))
         self.layers = nnx.List([Layer(size, dtype, rngs, mlp) for _ in range(size.layers)])
@@ -49,8 +56,9 @@ class Transformer(nnx.Module):
         """Return the float32 logits [B, T, V] of integer tokens [B, T]."""
         embedding_VxW = self.embedding[...].astype(self.dtype)
         x_BxTxW = embedding_VxW[tokens_BxT.astype(jnp.int32)]
-        for layer in self.layers:
-            x_BxTxW = layer(x_BxTxW)
+        x_BxTxW, penalty = self.depth.through(self.layers, x_BxTxW)
+        if penalty is not None:
+            self.penalty = Penalty(penalty)
         return jnp.einsum("btw,vw->btv", self.norm(x_BxTxW), embedding_VxW, preferred_element_type=jnp.float32)
 
     def extend(self, cache: Cache, tokens_BxT: jax.Array, count: jax.Array) -> tuple[jax.Array, Cache]:
@@ -71,7 +79,7 @@ class Transformer(nnx.Module):
         return logits_BxV, Cache(*both, cache.length + count)
 
 
-def transformer(size: Size, compute_dtype: DTypeLike, vocabulary: int = BYTES) -> Model:
+def transformer(size: Size, compute_dtype: DTypeLike, vocabulary: int = BYTES, depth: Depth = UNROLLED) -> Model:
     """The dense transformer of this size. Parameters and cross-entropy are float32 in any `compute_dtype`."""
-    network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, vocabulary=vocabulary))
+    network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, vocabulary=vocabulary, depth=depth))
     return language_model(network, decoder(network, size, compute_dtype))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from archipelago.islands.models.depth import UNROLLED, Depth
 from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import GAIN, Layer, functional, linear, mean_cross_entropy, rms_norm
@@ -57,8 +58,8 @@ def patches(pixels_BxSS: jax.Array, images: Images) -> jax.Array:
 class PatchTransformer(nnx.Module):
     """Embedded patches with learned positions, layers without a causal mask, the mean over patches, a projection."""
 
-    def __init__(self, size: Size, images: Images, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.images, self.dtype = images, dtype
+    def __init__(self, size: Size, images: Images, dtype: DTypeLike, rngs: nnx.Rngs, depth: Depth = UNROLLED) -> None:
+        self.images, self.dtype, self.depth = images, dtype, depth
         area = images.patch**2
         self.patches = _embedding(area, size.width, GAIN / math.sqrt(area), rngs)
         self.positions = _embedding(images.patches, size.width, GAIN, rngs)
@@ -70,8 +71,7 @@ class PatchTransformer(nnx.Module):
         """Return the float32 logits [B, classes] of pixels [B, S · S]."""
         embedded = jnp.einsum("bnq,qw->bnw", patches(pixels_BxSS, self.images), self.patches.embedding[...])
         x_BxNxW = (embedded + self.positions.embedding[...][None]).astype(self.dtype)
-        for layer in self.layers:
-            x_BxNxW = layer(x_BxNxW)
+        x_BxNxW, _ = self.depth.through(self.layers, x_BxNxW)
         logits: jax.Array = self.output(jnp.mean(self.norm(x_BxNxW).astype(jnp.float32), axis=1))
         return logits
 
@@ -81,9 +81,9 @@ def _embedding(count: int, width: int, deviation: float, rngs: nnx.Rngs) -> nnx.
     return nnx.Embed(count, width, embedding_init=jax.nn.initializers.normal(deviation), rngs=rngs)
 
 
-def classifier(size: Size, images: Images, compute_dtype: DTypeLike) -> Model:
+def classifier(size: Size, images: Images, compute_dtype: DTypeLike, depth: Depth = UNROLLED) -> Model:
     """An image classifier. Its loss is the mean cross-entropy of the labels, the last byte of each example."""
-    network = functional(lambda rngs: PatchTransformer(size, images, compute_dtype, rngs))
+    network = functional(lambda rngs: PatchTransformer(size, images, compute_dtype, rngs, depth))
 
     def logits(params: Params, pixels_BxSS: jax.Array) -> jax.Array:
         return network.apply(params, pixels_BxSS)[0]

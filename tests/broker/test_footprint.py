@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from archipelago.broker.config import DataConfig, RunConfig, SyncConfig
-from archipelago.broker.footprint import footprint, shortage
+from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig, RunConfig, SyncConfig
+from archipelago.broker.footprint import ON_DEVICE, device_and_host, footprint, shortage
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
 
 #: 13 layers of width 896: the run `124m` with its default batch of 8 sequences of 128 bytes.
@@ -44,6 +44,28 @@ def test_first_moments_take_more_memory_everywhere() -> None:
     assert after.redis == 2 * before.redis
     assert 1.1 * before.island < after.island < 1.5 * before.island
     assert 1.5 * before.merger < after.merger < 2 * before.merger
+
+
+def test_parts_of_a_batch_and_rematerialisation_take_less_memory() -> None:
+    large = RunConfig(data=DataConfig(batch_size=64))
+    whole, in_parts, again = (
+        footprint(of(config)).island
+        for config in (
+            large,
+            replace(large, inner=InnerConfig(micro_batches=8)),
+            replace(large, model=ModelConfig(rematerialise=True)),
+        )
+    )
+    assert in_parts < 0.6 * whole
+    assert again < 0.6 * whole
+
+
+def test_an_accelerator_holds_the_training_and_the_machine_holds_what_was_published() -> None:
+    manifest = of(RunConfig())
+    device, host = device_and_host(manifest)
+    assert device > sum(ON_DEVICE.values()) * manifest.parameters
+    assert 20 * manifest.parameters < host < 0.5 * device + 2e9
+    assert 24e9 < 1.01e9 * sum(ON_DEVICE.values()) < 80e9  # `1b` with a small batch fits a device of 80 GB
 
 
 def test_what_does_not_fit_is_said() -> None:

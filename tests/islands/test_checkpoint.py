@@ -16,12 +16,14 @@ from typing import Any
 import jax
 import pytest
 
+from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.errors import DataError
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.checkpoint import KEPT, LEAVING, IslandCut, IslandStore, cut
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
+from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.islands import tiny
 from tests.islands.tiny import TinyRun, leaf_bytes
 
@@ -474,3 +476,55 @@ def test_only_one_checkpoint_is_written_at_a_time(tmp_path: Path) -> None:
     kept.on_marker(island, 6)
     kept.finish(island)
     assert saved == [4, 6, LEAVING]
+
+
+# -- copies in a bucket ------------------------------------------------------------------------------------------------
+
+
+def test_an_island_on_another_machine_takes_its_checkpoint_from_the_bucket(
+    bucket: BucketFolder, tmp_path: Path, kept: tuple[Path, IslandCut, dict[str, Any]]
+) -> None:
+    _, taken, then = kept
+    first = IslandStore(tmp_path / "one", tiny.manifest(), bucket)
+    assert first.copier is not None
+    first.save(taken)
+    assert first.copier.turn() == 0
+    other = IslandStore(tmp_path / "two", tiny.manifest(), bucket)
+    after = TinyRun().island(incarnation="y")
+    assert other.restore_moments(after)
+    assert optimizer_bytes(after) == leaf_bytes(taken.arrays["inner"]["optimizer"])
+    third = IslandStore(tmp_path / "three", tiny.manifest(), bucket)
+    found = third.find(NUMBER)
+    assert found is not None
+    after = TinyRun().island(incarnation="y")
+    assert third.restore_whole(found, after)
+    assert everything(after)["ledger"] == then["ledger"]
+
+
+def test_a_failing_bucket_delays_no_checkpoint_of_an_island(
+    bucket: BucketFolder, tmp_path: Path, kept: tuple[Path, IslandCut, dict[str, Any]]
+) -> None:
+    """On a new disk an island whose bucket was away at first still numbers above what the bucket holds."""
+    _, taken, _ = kept
+    first = IslandStore(tmp_path / "one", tiny.manifest(), bucket)
+    assert first.copier is not None
+    for _ in range(2):
+        first.save(taken)
+        assert first.copier.turn() == 0
+    assert first.copier.bundles.numbers() == [0, 1]
+
+    def away(request: str, path: str) -> None:
+        raise ConnectionError("refused")
+
+    FaultyFileSystem.fault = staticmethod(away)
+    second = IslandStore(tmp_path / "two", tiny.manifest(), bucket)
+    assert second.copier is not None
+    assert not second.restore_moments(TinyRun().island(incarnation="y"))
+    second.save(taken)
+    assert second.copier.turn() > 0
+    assert [path.name for path in steps_of(tmp_path / "two")] == ["0"]
+    FaultyFileSystem.fault = staticmethod(lambda request, path: None)
+    assert second.copier.turn() == 0
+    second.save(taken)
+    assert second.copier.turn() == 0
+    assert second.copier.bundles.numbers() == [0, 1, 2]

@@ -18,10 +18,9 @@ from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.sharding import shard_order
-from archipelago.islands.prepared import training_text
 from archipelago.islands.sync.actions import BeginPass, unfolded
+from archipelago.islands.tasks.ours import register_text, training_text
 from archipelago.islands.worker import Island
-from archipelago.islands.workload import register_text
 from tests.islands import tiny
 from tests.islands.tiny import TinyRun
 from tests.small import SMALL

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,12 +22,15 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main, standby
 from archipelago.islands import prepared as preparing
 from archipelago.islands.creation import describe, first_snapshots
+from archipelago.islands.own_memory import settings_here
 from archipelago.islands.prepared import PreparedIsland
 from archipelago.islands.standby import Assignment, assignment, await_assignment
+from archipelago.islands.tasks import ours
+from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.islands.test_main import CORPUS
-from tests.small import SMALL, compiled
+from tests.small import SMALL
 from tests.tiers import examples
 
 #: A single fragment, because each fragment compiles its own programs.
@@ -123,8 +127,7 @@ def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: p
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     monkeypatch.setattr(main, "keep_compiled", lambda: None)
-    monkeypatch.setattr(preparing, "training_text", lambda *_: CORPUS)
-    monkeypatch.setattr(preparing, "compile_steps", lambda model, inner: compiled(replace(SMALL, inner=inner)))
+    monkeypatch.setattr(ours, "training_text", lambda *_: CORPUS)
     url = f"fakeredis://{uuid.uuid4().hex}"
     monkeypatch.setenv("ARCHIPELAGO_URL", url)
     made = connect(url, "demo")
@@ -144,6 +147,21 @@ def prepared_for(transport: RedisTransport) -> PreparedIsland:
     return preparing.prepare(transport.reader.manifest(), None)
 
 
+def test_an_island_may_have_batches_of_its_own_size(transport: RedisTransport) -> None:
+    manifest = transport.reader.manifest()
+    run_size = manifest.config.data.batch_size
+    prepared = preparing.prepare(manifest, None, batch_size=3 * run_size)
+    sample = prepared.workload.supply(TaskRun("a", 0)).sample(2)
+    assert sample.shape[:2] == (2, 3 * run_size)
+    assert prepared.fits(manifest, None, batch_size=3 * run_size)
+    assert not prepared.fits(manifest, None)
+    for wrong in (-1, 64 * run_size + 1):
+        with failing(ConfigError, "config.batch-size"):
+            main._require_batch(wrong, manifest)
+    with failing(ConfigError, "task.setting"):
+        main._require_batch(8, replace(manifest, task="mine"))
+
+
 def test_a_rehearsal_writes_nothing_to_the_broker(transport: RedisTransport) -> None:
     before = everything(transport)
     prepared = prepared_for(transport)
@@ -154,7 +172,9 @@ def test_a_rehearsal_writes_nothing_to_the_broker(transport: RedisTransport) -> 
     assert transport.reader.presences() == []
 
 
-def run(prepared: PreparedIsland | None, folder: Path, monkeypatch: pytest.MonkeyPatch, scan_steps: int = 0) -> Island:
+def run(
+    prepared: PreparedIsland | None, folder: Path, monkeypatch: pytest.MonkeyPatch, scan_steps: int = 0, **more: Any
+) -> Island:
     """Build an island that leaves before its first step, and return it."""
     built: list[Island] = []
 
@@ -163,7 +183,7 @@ def run(prepared: PreparedIsland | None, folder: Path, monkeypatch: pytest.Monke
         return "left"
 
     monkeypatch.setattr("archipelago.islands.worker.train", train)
-    options = main.IslandOptions(run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False)
+    options = main.IslandOptions(run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False, **more)
     main._run(options, "oslo", lambda: False, Origin("oslo"), prepared)
     return built[0]
 
@@ -176,7 +196,7 @@ def test_an_island_uses_the_prepared_programs(
     monkeypatch.setattr(preparing, "prepare", pytest.fail)
     island = run(prepared, tmp_path, monkeypatch)
     assert island.name == "oslo"
-    assert island.steps is prepared.steps
+    assert island.steps is prepared.workload.steps
     assert island.scan_steps == 2
     assert run(prepared, tmp_path, monkeypatch, scan_steps=1).scan_steps == 1
 
@@ -190,7 +210,20 @@ def test_a_recreated_run_is_prepared_again(
     transport.create(other, first_snapshots(other))
     island = run(prepared, tmp_path, monkeypatch, scan_steps=1)
     assert island.manifest == other != prepared.manifest
-    assert island.steps is not prepared.steps
+    assert island.steps is not prepared.workload.steps
+
+
+def test_an_island_with_less_memory_compiles_its_own_steps(
+    transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared, manifest = prepared_for(transport), transport.reader.manifest()
+    own = settings_here(manifest.config, 2, rematerialise=True)
+    assert prepared.fits(manifest, None)
+    assert not prepared.fits(manifest, None, settings=own)
+    island = run(prepared, tmp_path, monkeypatch, scan_steps=1, micro_batches=2, rematerialise=True)
+    assert island.steps is preparing.prepare(manifest, None, settings=own).workload.steps
+    assert island.steps is not prepared.workload.steps
+    assert island.manifest == manifest
 
 
 @pytest.mark.parametrize("flag", ["name", "folder"])

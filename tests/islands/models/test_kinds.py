@@ -16,15 +16,17 @@ from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig, RunC
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_examples, prepare_text
 from archipelago.islands.data.sharding import held_out
-from archipelago.islands.evaluation import Measures, compile_measures, published
+from archipelago.islands.evaluation import Measures, published
 from archipelago.islands.inner import InnerSteps, compile_steps, counts
 from archipelago.islands.models import moe, registry, transformer, vision
 from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.registry import Entry
 from archipelago.islands.models.vision import Images
+from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.experiments.baselines import one_process
 from archipelago.ops.experiments.virtual_time import VirtualRun
+from tests.measures import measures
 
 #: The models, Muon and virtual runs are covered by quicker tests as well.
 pytestmark = pytest.mark.full
@@ -48,13 +50,13 @@ class Kind:
     steps: InnerSteps
 
     def start(self, *speeds: float) -> VirtualRun:
-        return VirtualRun(self.config, self.corpus, self.steps, speeds)
+        return VirtualRun(our_work(self.config, self.corpus), speeds)
 
     def measure(self, run: VirtualRun) -> Measures:
         """Evaluate the parameters that the merger has published."""
         data = self.config.data
         text = held_out(self.corpus.valid, data.held_out_sequences, data.sequence_length)
-        return compile_measures(registry.build(self.config.model.size), text)(published(run.transport, run.manifest)[0])
+        return measures(registry.build(self.config.model.size), text, published(run.transport, run.manifest)[0])
 
 
 @cache
@@ -100,7 +102,7 @@ def test_two_islands_learn_nearly_as_much_as_one_process(kind: Kind) -> None:
     run.finish()
     after, accuracy = kind.measure(run)
     tokens = sum(island.totals.tokens for island in islands)
-    single = one_process(kind.config, kind.corpus, tokens, lambda point: None)
+    single = one_process(our_work(kind.config, kind.corpus), tokens, lambda point: None)
     assert single[0].bits_per_byte == pytest.approx(before, rel=1e-4)
     assert after < 0.75 * before
     assert accuracy > accuracy_before + 0.1

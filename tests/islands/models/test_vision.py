@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from archipelago.islands.evaluation import compile_evaluation, compile_measures
+from archipelago.islands.evaluation import compile_evaluation
 from archipelago.islands.models import vision
 from archipelago.islands.models.interface import Model
 from archipelago.islands.models.registry import build
 from archipelago.islands.models.vision import Images
+from tests.measures import measures
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_bits_and_accuracy_come_from_the_same_examples(digits: Model) -> None:
     params, seen = digits.init(0), examples(70)
     first = seen[:64]  # evaluation reads whole batches of 32
     guesses = np.asarray(digits.logits(params, first[:, :-1])).argmax(-1)
-    found = compile_measures(digits, np.asarray(seen))(params)
+    found = measures(digits, np.asarray(seen), params)
     assert found.accuracy == pytest.approx(np.mean(guesses == np.asarray(first[:, -1])))
     assert found.bits == pytest.approx(float(digits.loss(params, first)) / math.log(2), rel=1e-5)
     assert compile_evaluation(digits, np.asarray(seen))(params) == pytest.approx(found.bits, rel=1e-6)
@@ -65,7 +66,7 @@ def test_accuracy_of_text_counts_every_next_token() -> None:
     guesses = np.asarray(logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1)
     seen[:, 1:9] = guesses[:, :8]
     right = np.asarray(logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1) == seen[:, 1:]
-    assert compile_measures(tiny, seen)(params).accuracy == pytest.approx(right.mean())
+    assert measures(tiny, seen, params).accuracy == pytest.approx(right.mean())
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -247,6 +248,33 @@ def lost(folder: Path, url: str) -> dict[str, Any]:
     return {"ended": ended, "finished": run.finished}
 
 
+def stopped(folder: Path, url: str, *, heeds: bool = True) -> dict[str, Any]:
+    """Get SIGTERM in the second process, and a step later in the first, as `torchrun` sends it to both."""
+    model = split(network())
+    archipelago.pytorch.create(url, "own", model, steps=100_000, sync=SYNC)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    steps, status, run = 0, 0, archipelago.pytorch.join(url, "own", model, optimizer, island="both")
+    try:
+        with run:
+            while not (heeds and run.finished):
+                model(torch.randn(4, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if steps == 30 + (dist.get_rank() == 0):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                run.sync(tokens=8)
+                steps += 1
+    except SystemExit as error:
+        status = int(error.code or 0)
+    unsent = run._loop.ledger.unsent_tokens if dist.get_rank() == 0 else 0
+    return {"steps": steps, "status": status, "unsent": unsent, "finished": run.finished}
+
+
+def deaf(folder: Path, url: str) -> dict[str, Any]:
+    """Do the same with a loop that does not look at `finished`."""
+    return stopped(folder, url, heeds=False)
+
+
 def refused(folder: Path, url: str) -> dict[str, Any]:
     """Return the codes of the errors of wrong use."""
     model, memory = split(network()), "fakeredis://x"
@@ -288,7 +316,9 @@ def main(scenario: str, folder: Path, url: str) -> None:
     rank = 0 if (child := os.fork()) else 1
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    found = {"bits": bits, "island": island, "lost": lost, "refused": refused}[scenario](folder, url)
+    found = {"bits": bits, "island": island, "lost": lost, "refused": refused, "stopped": stopped, "deaf": deaf}[
+        scenario
+    ](folder, url)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     if scenario != "lost":
         dist.destroy_process_group()

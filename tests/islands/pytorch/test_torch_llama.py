@@ -127,7 +127,11 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
         {"0.bias": ""},
         {"0.bias": "bias"}.get,
         ["bias"],
+        {"0.wieght": "dense.kernel"},
+        {3: "bias"},
     ]
     for wrong in wrongs:
+        with failing(ConfigError, "loop.names"):
+            archipelago.pytorch.create("fakeredis://never", "own", model, steps=10, names=wrong)
         with failing(ConfigError, "loop.names"):
             ModuleParameters(model, names=wrong)

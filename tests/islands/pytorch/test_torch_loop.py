@@ -70,6 +70,9 @@ def test_named_buffers_are_merged() -> None:
     assert "1.running_var" not in run.merged()
     with failing(ConfigError, "loop.buffer"):
         ModuleParameters(module(), ["1.nothing"])
+    with failing(ConfigError, "loop.buffer") as caught:
+        ModuleParameters(module(), "1.running_mean")
+    assert "['1.running_mean']" in caught.value.remedy
 
 
 def test_two_islands_follow_the_run() -> None:

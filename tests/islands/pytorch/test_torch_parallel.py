@@ -15,14 +15,15 @@ import pytest
 import archipelago
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.redis.transport import connect
-from archipelago.merger.service import Merger
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests import pytorch
 from tests.conftest import Until
 from tests.failing import failing
+from tests.islands.own_loop.any_framework import served
 
 torch = pytorch.required()
 
+from archipelago.islands.pytorch.joining import Joining  # noqa: E402 - it imports torch
 from archipelago.islands.pytorch.parallel import Follower, Leader, Said  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import module  # noqa: E402
 
@@ -47,25 +48,12 @@ def require_same_bits(server: Server, folder: Path, until: Until) -> None:
         )
         for rank in (0, 1)
     ]
-    stop = threading.Event()
     try:
         until(lambda: connect(server.url, "own").reader.uid() or processes[0].poll(), "the run to be created")
-        merger = Merger(connect(server.url, "own"), holder="merger")
-        assert merger.acquire()
-        merger.load()
-
-        def serve() -> None:
-            while not stop.is_set():
-                merger.turn(0.01)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        said = [process.communicate()[0].split() for process in processes]
-        books, beats = merger.transport.reader.books(), merger.transport.reader.presences()
-        stop.set()
-        thread.join()
+        with served(server.url) as merger:
+            said = [process.communicate()[0].split() for process in processes]
+            books, beats = merger.transport.reader.books(), merger.transport.reader.presences()
     finally:
-        stop.set()
         for process in processes:
             process.kill()
             process.wait()
@@ -92,7 +80,7 @@ def test_a_leader_without_its_team_leaves_the_run(monkeypatch: pytest.MonkeyPatc
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", module(), steps=10)
     before = threading.active_count()
-    leader = Leader(None, url, "own", module(), [], (), None, None, "both", 30.0)
+    leader = Leader(None, Joining(url, "own", module(), island="both"))
     with pytest.raises(RuntimeError, match="closed by peer"), leader:
         pass
     until(lambda: threading.active_count() == before, "the threads of the link to end")
@@ -106,7 +94,7 @@ def test_all_processes_read_the_same_length_of_the_run(monkeypatch: pytest.Monke
     monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda group: Alone())
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", module(), steps=10)
-    with Leader(None, url, "own", module(), [], (), None, None, "both", 30.0) as run:
+    with Leader(None, Joining(url, "own", module(), island="both")) as run:
         assert run._loop is not None
         run._loop.link.run_steps = 7  # an operator changed it, and the others were not told yet
         assert run.steps == 10
@@ -123,7 +111,7 @@ class Lost:
 
 def test_a_process_whose_leader_has_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda *_: Lost())
-    follower = Follower(None, module(), [], (), None, None)
+    follower = Follower(None, Joining(None, "own", module()))
     with failing(ConfigError, "loop.left"):
         follower.sync()
     with failing(ConfigError, "loop.leader-left"), follower:

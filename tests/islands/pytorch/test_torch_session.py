@@ -274,6 +274,38 @@ def test_a_value_that_the_giver_does_not_have_yet_is_zero() -> None:
     assert len(ours.state) == len(optimizer.state) + 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update(exp_avg=torch.zeros(3, 3)),
+        lambda state: state.update(exp_avg=state["exp_avg"].bfloat16()),
+        lambda state: state.update(exp_avg=[state["exp_avg"]]),
+        lambda state: state.update(step=3),
+        lambda state: state.update(preconditioner=torch.eye(2)),
+    ],
+    ids=["shape", "dtype", "list", "number", "more"],
+)
+def test_state_whose_layout_changes_is_given_no_more(change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, state = stepped("AdamW", 2)
+    assert state.copies() is not None
+    change(optimizer.state[model[2].bias])
+    for _ in range(2):
+        assert state.copies() is None
+    assert len(caplog.records) == 1
+
+
+def test_state_that_numpy_does_not_have_is_not_given() -> None:
+    class Narrow(torch.optim.SGD):  # type: ignore[name-defined, misc]
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["narrow"] = torch.zeros(3, dtype=torch.float8_e4m3fn)
+
+    model = module()
+    state = OptimizerState([Narrow(model.parameters())], dict(model.named_parameters()))
+    state.rehearse()
+    assert state.copies() is None
+
+
 def test_an_optimiser_of_another_model_is_refused() -> None:
     with failing(ConfigError, "loop.optimizer"):
         archipelago.pytorch.join("fakeredis://x", "own", module(), KINDS["SGD"](module().parameters()))

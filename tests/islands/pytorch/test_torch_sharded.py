@@ -6,20 +6,17 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import UnknownRunError
+from archipelago.broker.messages import Books, Presence
 from archipelago.broker.redis.transport import connect
-from archipelago.merger.service import Merger
 from archipelago.ops.launch.embedded_redis import start_server
 from tests import pytorch
 from tests.conftest import Until
+from tests.islands.own_loop.any_framework import served
 
 pytorch.required()
 
@@ -30,15 +27,35 @@ SCRIPT = Path(__file__).with_name("sharded_script.py")
 BLOCK = 4096
 
 
-def run(scenario: str, folder: Path, url: str = "") -> list[dict[str, Any]]:
-    """Run a scenario of the script, and return what each process found."""
+def start(scenario: str, folder: Path, url: str = "") -> subprocess.Popen[bytes]:
+    """Start a scenario of the script."""
     command = [sys.executable, str(SCRIPT), scenario, str(folder), url]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def found_by(process: subprocess.Popen[bytes], folder: Path) -> list[dict[str, Any]]:
+    """Wait for the script's end, and return what each of its processes found."""
+    assert process.wait() == 0
     return [json.loads(found.read_text()) for found in sorted(folder.glob("[01].json"))]
 
 
+def run_merged(
+    scenario: str, folder: Path, url: str, until: Until
+) -> tuple[list[dict[str, Any]], Books, list[Presence]]:
+    """Run a scenario that creates the run `own`, and merge it. Return the run's last books and heartbeats, too."""
+    process = start(scenario, folder, url)
+    try:
+        until(lambda: connect(url, "own").reader.uid() or process.poll() is not None, "the run to be created")
+        with served(url) as merger:
+            found = found_by(process, folder)
+            return found, merger.transport.reader.books(), merger.transport.reader.presences()
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_two_processes_send_and_adopt_the_bits_of_one_device(tmp_path: Path) -> None:
-    leader, other = run("bits", tmp_path)
+    leader, other = found_by(start("bits", tmp_path), tmp_path)
     assert leader["different"] == other["different"] == []
     fragment, model = leader["bounds"]
     assert leader["largest"] <= -(-fragment // BLOCK) * BLOCK < model, "one fragment at a time"
@@ -46,7 +63,7 @@ def test_two_processes_send_and_adopt_the_bits_of_one_device(tmp_path: Path) -> 
 
 
 def test_wrong_use_is_refused_in_every_process(tmp_path: Path) -> None:
-    leader, other = run("refused", tmp_path)
+    leader, other = found_by(start("refused", tmp_path), tmp_path)
     of_all = {
         "calls": "loop.not-together",
         "twice": "loop.sharded",
@@ -58,9 +75,8 @@ def test_wrong_use_is_refused_in_every_process(tmp_path: Path) -> None:
 
 
 def test_an_island_of_two_processes_creates_trains_gives_and_takes(tmp_path: Path, until: Until) -> None:
-    with start_server(tmp_path / "redis") as server, merging(server.url, until) as merger:
-        leader, other = run("island", tmp_path, server.url)
-        books, beats = merger().transport.reader.books(), merger().transport.reader.presences()
+    with start_server(tmp_path / "redis") as server:
+        (leader, other), books, beats = run_merged("island", tmp_path, server.url, until)
     assert leader["new"] == other["new"] == [True, False]
     assert leader["weights"] == other["weights"]
     assert leader["step"] == other["step"] > 0
@@ -75,47 +91,22 @@ def test_an_island_of_two_processes_creates_trains_gives_and_takes(tmp_path: Pat
     assert {beat.heartbeat.island for beat in beats} <= {"both", "again", "alone"}
 
 
+@pytest.mark.parametrize("scenario", ["stopped", "deaf"])
+def test_sigterm_ends_all_processes_at_one_step_with_their_progress_sent(
+    scenario: str, tmp_path: Path, until: Until
+) -> None:
+    with start_server(tmp_path / "redis") as server:
+        (leader, other), books, (beat,) = run_merged(scenario, tmp_path, server.url, until)
+    assert leader == other | {"unsent": 0}
+    assert (leader["steps"], leader["status"]) == (31, 0 if scenario == "stopped" else 143)
+    assert leader["finished"]
+    assert beat.heartbeat.state == "left"
+    assert books.published > 0
+    assert beat.heartbeat.tokens_unsent == 0
+
+
 def test_a_lost_process_ends_the_island(tmp_path: Path, until: Until) -> None:
-    with start_server(tmp_path / "redis") as server, merging(server.url, until) as merger:
-        (leader,) = run("lost", tmp_path, server.url)
-        beats = merger().transport.reader.presences()
+    with start_server(tmp_path / "redis") as server:
+        (leader,), _, beats = run_merged("lost", tmp_path, server.url, until)
     assert leader == {"ended": "RuntimeError", "finished": True}
     assert all(beat.heartbeat.state == "left" for beat in beats)
-
-
-@contextmanager
-def merging(url: str, until: Until) -> Iterator[Callable[[], Merger]]:
-    """Serve the run `own` as soon as it is there. Returns a function that gives the merger."""
-    stop, mergers, transport = threading.Event(), [], connect(url, "own")
-
-    def is_there() -> bool:
-        try:
-            return bool(transport.reader.manifest())
-        except UnknownRunError:
-            return False
-
-    def serve() -> None:
-        while not stop.is_set() and not is_there():
-            stop.wait(0.05)
-        if stop.is_set():
-            return
-        merger = Merger(connect(url, "own"), holder="merger")
-        if not merger.acquire():
-            return
-        merger.load()
-        mergers.append(merger)
-        while not stop.is_set():
-            merger.turn(0.01)
-
-    def merger() -> Merger:
-        until(lambda: bool(mergers), "the merger to serve")
-        return mergers[0]
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield merger
-    finally:
-        stop.set()
-        thread.join()
-        transport.close()

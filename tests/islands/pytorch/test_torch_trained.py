@@ -20,6 +20,7 @@ from tests.islands.own_loop.any_framework import served
 
 torch = pytorch.required()
 
+from archipelago.islands.pytorch.frozen import FrozenTensors  # noqa: E402 - it imports torch
 from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import module  # noqa: E402
 
@@ -64,6 +65,15 @@ def test_only_what_is_trained_moves(made: str) -> None:
         assert sum(merger.manifest.sizes) == 20
     for (name, one), other in zip(model.named_parameters(), module().parameters(), strict=True):
         assert torch.equal(one, other) != name.startswith("2."), name
+
+
+def test_a_tensor_that_layers_share_is_found_by_any_of_its_names() -> None:
+    """The first and the last layer share their weight."""
+    for trained in (r"^3\.weight", lambda name: name == "3.weight", r"^0\."):
+        assert set(ModuleParameters(module(), trained=trained).tensors) == {"0.weight"}
+    renamed = {"0.weight": "embedding", "3.weight": "head"}
+    for trained in ("embedding", "head"):
+        assert set(ModuleParameters(module(), trained=trained, names=renamed).tensors) == {"embedding"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"])
@@ -141,6 +151,36 @@ def test_an_optimiser_that_trains_what_is_left_out_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with failing(ConfigError, "loop.trained"):
         archipelago.pytorch.join("fakeredis://never", "own", model, optimizer, trained="^2")
+
+
+@pytest.mark.parametrize("is_trained", [True, False], ids=["while it trains", "when it leaves"])
+def test_a_write_that_pytorch_does_not_count_is_noticed(made: str, is_trained: bool) -> None:
+    model = adapted()
+    joined = archipelago.pytorch.join(made, "own", model)
+    with failing(ConfigError, "loop.frozen-changed") as caught, served(made) as merger, joined as run:
+        run.sync()
+        model[1].weight.data[2] += 1.0
+        while is_trained:
+            run.sync()
+    assert "1.weight" in caught.value.what
+    assert (merger.state.closed > 0) is is_trained
+
+
+def test_frozen_tensors_of_all_dtypes_are_added_up() -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.complex64, torch.float64)
+    made = {str(dtype): torch.ones(7, 3).to(dtype) for dtype in dtypes}
+    for changed in made:
+        frozen = FrozenTensors(made)
+        frozen.note()
+        frozen.require_same()
+        before = made[changed].data.clone()
+        made[changed].data[6, 2] = 0
+        with failing(ConfigError, "loop.frozen-changed") as caught:
+            for _ in range(2 * len(made)):
+                frozen.look()
+        assert changed in caught.value.what
+        made[changed].data.copy_(before)
+        assert made[changed]._version == 0
 
 
 def test_a_frozen_parameter_that_changes_is_an_error(made: str) -> None:

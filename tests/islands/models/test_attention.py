@@ -1,0 +1,76 @@
+"""The choice of an implementation of attention. cuDNN itself needs a GPU, so another function stands in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from archipelago.islands.models import attention
+
+plain = jax.nn.dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_is_kept() -> Iterator[None]:
+    attention.flash_kind.cache_clear()
+    yield
+    attention.flash_kind.cache_clear()
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The implementations that were asked for, on a machine that says that it has a GPU."""
+    return _with(monkeypatch, lambda mixed: mixed)
+
+
+def _with(monkeypatch: pytest.MonkeyPatch, cudnn: Callable[[jax.Array], jax.Array]) -> list[str | None]:
+    asked: list[str | None] = []
+
+    def stand_in(*inputs: jax.Array, implementation: str | None = None, **more: Any) -> jax.Array:
+        asked.append(implementation)
+        mixed = plain(*inputs, implementation="xla", **more)
+        return cudnn(mixed) if implementation == "cudnn" else mixed
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return asked
+
+
+def _attended(dtype: Any) -> jax.Array:
+    """Attention inside a program that is being traced, as a model calls it."""
+    inputs = np.random.default_rng(1).normal(size=(3, 1, 16, 2, 8)).astype(dtype)
+    with jax.numpy_dtype_promotion("standard"):  # attention mixes bfloat16 with float32
+        found: jax.Array = jax.jit(lambda inputs: attention.attend(*inputs, causal=True))(tuple(inputs))
+    return found
+
+
+def test_bfloat16_on_a_gpu_uses_cudnn(used: list[str | None]) -> None:
+    _attended(jnp.bfloat16)
+    assert used[-1] == "cudnn"
+
+
+def test_float32_on_a_gpu_is_xlas(used: list[str | None]) -> None:
+    _attended(np.float32)
+    assert used == [None]
+
+
+def test_a_cpu_computes_what_it_did() -> None:
+    assert attention.flash_kind("cpu", "bfloat16", 2, 8, True) is None
+
+
+def _missing(mixed: jax.Array) -> jax.Array:
+    raise RuntimeError("cuDNN is not detected.")
+
+
+@pytest.mark.parametrize("cudnn", [_missing, lambda mixed: 1.2 * mixed, lambda mixed: mixed * jnp.nan])
+def test_a_gpu_without_a_sound_cudnn_uses_xla(
+    cudnn: Callable[[jax.Array], jax.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = _with(monkeypatch, cudnn)
+    _attended(jnp.bfloat16)
+    assert used[-1] is None
