@@ -24,6 +24,7 @@ from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from archipelago.broker.corpus_shards import SHARDS_MAX
 from archipelago.broker.errors import ConfigError
 
 #: The vocabulary size of a corpus whose tokens are bytes.
@@ -33,6 +34,8 @@ BYTES = 256
 OWN_MODEL = "own"
 #: An inner step of a user's own loop has at most this many tokens. What counts as one is up to the loop.
 OWN_TOKENS_PER_STEP_MAX = 1 << 32
+#: An island may train batches that are larger than the run's by this factor, because weights grow with tokens squared.
+BATCH_FACTOR_MAX = 64
 #: The inner learning rate of the smallest model.
 SMALLEST_RATE = 6e-3
 Positive = Annotated[int, Ge(1)]
@@ -51,11 +54,20 @@ class ModelConfig:
             small-moe (3 M), with 8 experts per layer; digits, for the corpus of that name.
         vocabulary: The number of tokens that a text model knows. 256 stands for bytes; if the corpus has a tokenizer,
             `archipelago init` replaces 256 with the tokenizer's size.
+        compute_dtype: The dtype of activations, and of the copies of parameters that layers compute with. Masters,
+            moments and everything that is sent stay float32. `device` is bfloat16 on accelerators, float32 on CPUs.
+        scan_layers: Compile one layer and repeat it, so that the program does not grow with the layers. It costs one
+            copy of the layers' parameters a step.
+        rematerialise: Compute each layer again in the backward pass, in place of keeping its activations: less memory
+            for a third more time.
     """
 
     __pydantic_config__ = _STRICT
     size: str = "tiny"
     vocabulary: Annotated[int, Ge(BYTES), Le(1 << 24)] = BYTES
+    compute_dtype: Literal["device", "float32", "bfloat16"] = "device"
+    scan_layers: bool = False
+    rematerialise: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class DataConfig:
     corpus: str = "stdlib"
     sequence_length: Annotated[int, Ge(2), Le(1 << 20)] = 128
     batch_size: Annotated[int, Ge(1), Le(1 << 20)] = 8
-    shards: Annotated[int, Ge(1), Le(1 << 14)] = 64
+    shards: Annotated[int, Ge(1), Le(SHARDS_MAX)] = 64
     held_out_sequences: Annotated[int, Ge(1), Le(1 << 20)] = 256
 
 
@@ -99,6 +111,8 @@ class InnerConfig:
         clip_norm: Gradients are clipped to this global norm; 0 turns clipping off.
         moments_warmup_steps: Steps of warm-up for an island whose optimiser moments start from zero, such as one that
             rejoins without them; 0 turns it off.
+        micro_batches: Gradients are computed in this many equal parts of a batch, one after the other, and averaged. It
+            divides the memory of activations, and changes no result but for rounding.
     """
 
     __pydantic_config__ = _STRICT
@@ -113,6 +127,7 @@ class InnerConfig:
     muon_momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
     clip_norm: Annotated[float, Ge(0.0)] = 1.0
     moments_warmup_steps: Annotated[int, Ge(0)] = 20
+    micro_batches: Annotated[int, Ge(1), Le(1 << 20)] = 1
 
     @property
     def peak(self) -> float:

@@ -11,6 +11,7 @@ ArchipelagoError
 │   ├── UnknownRunError
 │   ├── RunExistsError
 │   └── FencedError     a newer merger holds the lease; the older one must leave
+├── HostError           a process of an island over several hosts is away or lost; starting all again may help
 ├── DivergedError       an island whose loss is NaN or infinite; the run goes on without it
 └── WireError           bytes from outside that do not decode; refused, never fatal
 """
@@ -119,6 +120,12 @@ OUTAGES = frozenset(["broker.refused-disk", "broker.refused-memory", "broker.ref
 def is_outage(error: ArchipelagoError) -> bool:
     """Return whether the server is away or refuses all writes, so that a merger can only wait."""
     return isinstance(error, UnreachableError) or error.code in OUTAGES
+
+
+class HostError(ArchipelagoError):
+    """Another process of an island over several hosts is away or lost. All of them end, and can be started again."""
+
+    code = "hosts"
 
 
 class DivergedError(ArchipelagoError):

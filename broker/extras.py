@@ -9,8 +9,10 @@ from archipelago.broker.errors import ConfigError
 #: The packages of each extra that we import.
 PACKAGES = {
     "dash": ("plotly", "starlette", "uvicorn"),
+    "gcs": ("gcsfs",),
     "llama": ("torch", "transformers"),
     "plots": ("matplotlib", "tensorboardX"),
+    "s3": ("s3fs",),
     "torch": ("torch",),
     "wandb": ("wandb",),
 }

@@ -65,7 +65,7 @@ def require_writable(folder: Path) -> None:
 
 
 def require_local(path: Path, what: str) -> None:
-    """Raise ConfigError (`file.url`) for a path that was a URL: buckets are not supported yet.
+    """Raise ConfigError (`file.url`) for a path that was a URL. Work is done on a disk, and buckets hold copies.
 
     Args:
         path: The path, in which `//` has become `/`.
@@ -74,7 +74,7 @@ def require_local(path: Path, what: str) -> None:
     if path.parts and _SCHEME.fullmatch(path.parts[0]):
         raise ConfigError(
             f"{what} must be a path on this machine, not a URL ({path.parts[0]}//…)",
-            "Name a local folder. Buckets cannot be used yet; a mounted one can.",
+            "Name a local folder, or leave it out. Workers keep copies in a bucket with --bucket.",
             code="file.url",
         )
 

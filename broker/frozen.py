@@ -65,7 +65,7 @@ class FrozenValues:
     pieces: Callable[[], Iterable[memoryview]]
 
     def digest(self) -> str:
-        """Read all elements, and return their digest. XXH3 takes a tenth of a memory copy."""
+        """Read all elements, and return their digest. XXH3 takes less time than a memory copy."""
         state = xxhash.xxh3_128()
         for piece in self.pieces():
             state.update(piece)

@@ -15,6 +15,7 @@ import binascii
 import dataclasses
 import json
 import math
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,7 +41,6 @@ FILE_BYTES_MAX: Final = 64 << 10
 #: A reader ignores further members.
 MEMBERS_MAX: Final = 4096
 _FORMAT: Final = 1
-_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,8 @@ def read(path: Path) -> Invitation:
     """
     try:
         with path.open("rb") as file:
-            mode = path.stat().st_mode
+            found = path.stat()
+            mode = found.st_mode
             content = file.read(FILE_BYTES_MAX + 1) if stat.S_ISREG(mode) else b""
     except OSError as error:
         raise ConfigError(
@@ -239,7 +240,7 @@ def read(path: Path) -> Invitation:
             "Give the path of a file that `archipelago invite` wrote, or a URL such as redis://HOST:PORT.",
             code="invitation.no-file",
         ) from error
-    if mode & _OTHERS:
+    if mode & _others(found.st_uid):
         raise ConfigError(
             f"other users of this machine can read the join file {path} (mode {stat.S_IMODE(mode):o}), which holds a "
             "password",
@@ -257,6 +258,15 @@ def read(path: Path) -> Invitation:
             "Ask for a new one, which `archipelago invite` makes.",
             code="invitation.damaged",
         ) from None
+
+
+def _others(owner: int) -> int:
+    """Return the permissions that a join file of this user must not give.
+
+    An orchestrator mounts secrets as files of root that a process can only read through its group.
+    """
+    is_ours = owner == os.geteuid()
+    return stat.S_IRWXO | (stat.S_IRWXG if is_ours else stat.S_IWGRP)
 
 
 def _object(text: str | bytes) -> dict[str, Any]:

@@ -401,7 +401,8 @@ class Note:
         unix_seconds: The wall clock of the process that wrote the note.
         who: An island's name, or `merger`.
         kind: For an island `joined`, `left`, `replaced`, `diverged`, `drained` or `expelled`. For a merger `served`,
-            `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed` or `checkpoint`.
+            `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`,
+            `checkpoint` or `bucket`.
         text: At most NOTE_MAX characters.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ from archipelago.broker.errors import (
     ArchipelagoError,
     ConfigError,
     DivergedError,
+    HostError,
     UnreachableError,
     WireError,
     is_outage,
@@ -42,8 +44,14 @@ PAUSE_SECONDS = 0.5
 USER_ERROR, INTERRUPTED = 2, 130
 #: Further statuses of processes that a supervisor restarts. 75 is EX_TEMPFAIL of sysexits.h.
 FAILED, OUTAGE = 1, 75
+STATUS_MAX = 255
+#: How long an orchestrator should let a worker leave after SIGTERM before it kills it. After its last inner steps, an
+#: island needs at most 12 s to send what it has. The rest is for those steps and for a checkpoint, which may be killed.
+LEAVE_SECONDS = 60
 #: Parameters of mallopt, from glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+#: Blocks of at least this size go back to the system when they are freed (`return_freed_memory`).
+RETURNED_BYTES = 8 << 20
 
 T = TypeVar("T")
 
@@ -73,7 +81,7 @@ def guarded(main: Callable[[], int], *, supervised: bool = False) -> int:
     Args:
         main: The program.
         supervised: Whether a supervisor restarts this process. Errors that a restart may end then have other statuses:
-            OUTAGE if Redis is away, FAILED if the loss is not finite.
+            OUTAGE if Redis or another host is away, FAILED if the loss is not finite.
     """
     try:
         return main()
@@ -91,15 +99,25 @@ def guarded(main: Callable[[], int], *, supervised: bool = False) -> int:
         if known is None:
             raise
         logs.say_error(str(known), known.code)
-        if supervised and is_outage(known):
-            return OUTAGE
-        return FAILED if supervised and isinstance(known, DivergedError) else USER_ERROR
+        return supervised_status(known) if supervised else USER_ERROR
 
 
-def stop_on_signals() -> Callable[[], bool]:
+def supervised_status(error: ArchipelagoError) -> int:
+    """Return the exit status with which an error ends a process that a supervisor restarts."""
+    if is_outage(error) or isinstance(error, HostError):
+        return OUTAGE
+    return FAILED if isinstance(error, DivergedError) else USER_ERROR
+
+
+def stop_on_signals(end_seconds: float | None = None) -> Callable[[], bool]:
     """Handle SIGTERM and SIGINT, and return a function that tells whether one has arrived.
 
-    A second signal ends the process at once.
+    A second signal ends the process at once. Ctrl-C counts if it arrived before, and a library that was being loaded
+    has ignored it: Python drops exceptions in callbacks of its garbage collector, for example.
+
+    Args:
+        end_seconds: The most seconds between the first signal and the end of the process. If something hangs, the
+            process then writes where each thread is to standard error, and ends. None sets no limit.
     """
     stopped = threading.Event()
 
@@ -107,8 +125,16 @@ def stop_on_signals() -> Callable[[], bool]:
         if stopped.is_set():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        stopped.set()
+        request()
 
+    def request() -> None:
+        stopped.set()
+        if end_seconds is not None:
+            faulthandler.dump_traceback_later(end_seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+
+    if _interrupted.is_set():
+        _interrupted.clear()
+        request()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     return stopped.is_set
@@ -141,11 +167,25 @@ def keep_freed_memory() -> None:
     Page faults on fresh memory cost a merger more time than its arithmetic. The process keeps the largest amount of
     memory that it ever used. Call this before the process starts threads.
     """
+    _mallopt({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
+
+
+def return_freed_memory() -> None:
+    """Let malloc return large blocks to the system as soon as they are freed. Works with glibc only.
+
+    By itself it learns to keep blocks of up to 32 MiB, once for each thread. In an island, that was half of the memory
+    that syncs took. The inner step's own buffers are larger, or small.
+    """
+    _mallopt({_M_MMAP_THRESHOLD: RETURNED_BYTES})
+
+
+def _mallopt(parameters: Mapping[int, int]) -> None:
+    """Set parameters of glibc's malloc, if that is the C library."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return
-    for parameter, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+    for parameter, value in parameters.items():
         mallopt(parameter, value)
 
 
@@ -235,13 +275,25 @@ class RunAddress:
 
 @dataclass(frozen=True)
 class AwaitedRun(RunAddress):
-    """The options with which a worker finds its run. A worker may start before its Redis.
+    """The options with which a worker finds its run, and ends. A worker may start before its Redis.
 
     Attributes:
         wait_seconds: At the start, how many seconds to wait for a Redis that does not answer; 0 fails at once.
+        stopped_status: The exit status when a signal ends this worker before the run has ended. A launcher that starts
+            again only what has failed needs another one than 0, such as 75.
     """
 
     wait_seconds: float = 30.0
+    stopped_status: int = 0
+
+    def require_status(self) -> None:
+        """Raise ConfigError if `stopped_status` cannot be an exit status."""
+        if not 0 <= self.stopped_status <= STATUS_MAX:
+            raise ConfigError(
+                f"--stopped-status cannot be {self.stopped_status}",
+                f"Give 0 to {STATUS_MAX}. 75 says that another try may succeed.",
+                code="config.stopped-status",
+            )
 
     def patience(self, stopped: Callable[[], bool]) -> Patience:
         """Return the Patience for a worker's first calls. Once it runs, a worker handles outages itself."""

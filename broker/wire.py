@@ -55,19 +55,20 @@ def pack_body(body: bytes, codec_name: str, elements: int, zstd_level: int) -> b
     return MAGIC + len(header).to_bytes(2, "big") + header + body
 
 
-def unpack(payload: bytes, elements: int, codec_name: str = "") -> Vector:
+def unpack(payload: bytes, elements: int, codec_name: str = "", base_N: Vector | None = None) -> Vector:
     """Decode a payload into a float32 vector of exactly `elements` elements.
 
     Args:
         payload: The payload.
         elements: The expected number of elements.
         codec_name: The expected codec; empty accepts every codec.
+        base_N: The values are added to it, piece by piece; None for nothing.
 
     Raises:
-        WireError: The payload is damaged, has other elements or another codec, or contains NaN or infinity.
+        WireError: The payload is damaged, has other elements or another codec, or the result has NaN or infinity.
     """
     name, body = _body_in(payload, elements, codec_name)
-    values_N = codec(name).decode(body, elements)
+    values_N = codec(name).decode(body, elements, base_N)
     if not np.isfinite(values_N).all():
         raise WireError("NaN or infinity among the values", code="wire.not-finite")
     return values_N

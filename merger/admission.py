@@ -136,6 +136,7 @@ class Inbox:
         self._rooms: dict[int, Room] = {}
         self._identities: set[tuple[str, str, int]] = set()
         self._entries: dict[str, None] = {}  # in the order of arrival
+        self._lowered: dict[str, int] = {}  # tokens that a waiting entry claims and the merger does not count
         #: Where the waiting contributions will move the cursors of the corpus.
         self.cursors: dict[str, tuple[int, int]] = {}
         self._refusals: list[tuple[str, Refusal]] = []
@@ -144,6 +145,7 @@ class Inbox:
     def clear(self) -> None:
         """Drop all waiting contributions."""
         self._refusals.clear()
+        self._lowered.clear()
         for p in list(self._sums):
             self._drop(p)
 
@@ -225,7 +227,8 @@ class Inbox:
         delivery = delivery.with_payload()
         if delivery.contribution is None or delivery.fault:
             return Reason("unreadable", delivery.fault)
-        believed, lowered = self._believed(delivery.contribution)
+        claimed = delivery.contribution
+        believed, lowered = self._believed(claimed)
         p = believed.fragment
         try:
             self.rules.add(self._sum(p, fragments, state), replace(delivery, contribution=believed))
@@ -236,7 +239,13 @@ class Inbox:
         self._entries[delivery.entry] = None
         self.cursors |= advanced(self.cursors, parse_places(believed.data))
         self.note_lowered(believed, lowered, state)
+        if claimed.tokens > believed.tokens:
+            self._lowered[delivery.entry] = claimed.tokens - believed.tokens
         return believed
+
+    def take_lowered(self, round_sum: RoundSum) -> int:
+        """Return how many tokens the contributions of a round claim beyond those that are counted."""
+        return sum(self._lowered.pop(addend.entry, 0) for addend in round_sum.addends)
 
     def note_lowered(self, c: Contribution, lowered: Sequence[str], state: RunState) -> None:
         """Count and log claims of a contribution that the merger lowered."""
@@ -245,8 +254,8 @@ class Inbox:
             state.count(code)
             self.codes[code] += 1
             if self.codes[code] <= LOGGED_MAX or self.codes[code] % 1000 == 0:
-                text = "%s claims more %s in round %s than it can have done, so the merger counts less"
-                log.warning(text, c.island, name, c.round, extra={"round": c.round, "code": code})
+                text = "%s claims more in round %s than it can have done (%s), so the merger counts less"
+                log.warning(text, c.island, c.round, name, extra={"round": c.round, "code": code})
 
     def _sum(self, p: int, fragments: Sequence[FragmentState], state: RunState) -> RoundSum:
         if p not in self._sums:

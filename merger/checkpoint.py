@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,13 +47,15 @@ class CheckpointStore:
     Args:
         folder: Where the checkpoints are.
         keep: How many of the newest are kept.
+        fetch: Adds a newer checkpoint from elsewhere to the folder, if there is one. May raise ConfigError.
     """
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, fetch: Callable[[], None] = lambda: None) -> None:
         if keep < 1:
             raise ConfigError(f"cannot keep {keep} checkpoints", "Keep at least one.", code="checkpoint.keep")
         self.folder = folder.absolute()  # as Orbax requires
         self.keep = keep
+        self.fetch = fetch
 
     def numbers(self) -> list[int]:
         """Return the numbers of finished checkpoints, ascending. Does not load Orbax.
@@ -72,6 +74,10 @@ class CheckpointStore:
                 "May this user read the folder?",
                 code="checkpoint.folder",
             ) from None
+
+    def path_of(self, number: int) -> Path:
+        """Return the folder of a finished checkpoint."""
+        return self.folder / str(number)
 
     def next_number(self) -> int:
         """Return a number that is at least 1 and greater than that of any finished checkpoint."""

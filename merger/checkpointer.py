@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Actions, Books, Snapshot, TapeEntry
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import START, Image, MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger import outer
@@ -82,7 +84,10 @@ def at_once(job: Callable[[], Covered]) -> Future[Covered]:
 
 
 class Checkpointer:
-    """Writes a run's checkpoints every `every_seconds`, and its record if there is a recorder."""
+    """Writes a run's checkpoints every `every_seconds`, and its record if there is a recorder.
+
+    A checkpoint on disk covers its rounds. A copier then also copies it to a bucket, at the bucket's own pace.
+    """
 
     def __init__(
         self,
@@ -91,8 +96,9 @@ class Checkpointer:
         recorder: Recorder | None,
         every_seconds: float,
         spawn: Spawn,
+        copier: Copier | None = None,
     ) -> None:
-        self.transport, self.store, self.recorder = transport, store, recorder
+        self.transport, self.store, self.recorder, self.copier = transport, store, recorder, copier
         self.every_seconds = every_seconds
         self._spawn = spawn
         self._job: Future[Covered] | None = None
@@ -121,7 +127,8 @@ class Checkpointer:
     def next_number(self, now: float) -> int | None:
         """Return the next checkpoint's number, or None if the folder cannot be read now."""
         try:
-            return self.store.next_number()
+            newest = self.copier.newest if self.copier else -1
+            return max(self.store.next_number(), newest + 1)
         except ArchipelagoError as error:
             self._failed(error, now)
             return None
@@ -154,6 +161,21 @@ class Checkpointer:
             )
         return covered
 
+    def start(self) -> None:
+        """Begin to copy to the bucket, if there is one."""
+        if self.copier is not None:
+            self.copier.start()
+
+    def news(self) -> list[str]:
+        """Return what operators should read about the bucket, once."""
+        return self.copier.news() if self.copier else []
+
+    def close(self) -> None:
+        """Wait for the copy of the last checkpoint, for some time."""
+        if self.copier is not None:
+            with progress(f"copying the last checkpoint to {self.copier.bundles.folder}"):
+                self.copier.close()
+
     def _failed(self, error: Exception, now: float) -> None:
         self._due_at = self._failed_until = now + RETRY_SECONDS
         trouble = re.sub(r"\d+", "", str(error))  # each try has another number
@@ -172,6 +194,8 @@ class Checkpointer:
             covered = max(cut.covered, self.recorder.last_round())
             self._record(self.recorder, [entry for entry in tape if entry.round > covered], logged)
         self.store.save(self._image(cut, tape[-TAPE_IN_IMAGE:]))
+        if self.copier is not None:
+            self.copier.offer(cut.number, self.store.path_of(cut.number))
         return Covered(cut.number, cut.round, actions_until)
 
     def _actions(self) -> tuple[str, list[Actions]]:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX, RunConfig
+from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig
 from archipelago.broker.corpus_shards import Place, parse_places
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
@@ -31,7 +31,7 @@ STEP_SECONDS_MIN = 1e-4
 SEEN_SLACK = 4.0
 #: A contribution may have the steps of this many sync intervals more than the merger saw time for: it may have waited.
 BURST_INTERVALS = 8
-#: The same for an island's first contribution to a fragment, which may have trained long before the merger started.
+#: The same for an island's first contribution to a fragment, which may have trained before the merger heard of it.
 FIRST_BURST_INTERVALS = 64
 #: While no round closes, the run's step may advance this much faster than the median of the other islands.
 SCHEDULE_SPEED_MAX = 4.0
@@ -39,14 +39,14 @@ SCHEDULE_SPEED_MAX = 4.0
 STRIDES_OF_A_ROUND = 2
 #: Batches may grow by this factor after an island's first contribution.
 BATCH_SLACK = 4.0
-#: An island may train batches that are larger than the run's by this factor, because weights grow with tokens squared.
-TOKENS_PER_STEP_MAX = 64
 #: An island may have read this many times the text of its steps, because contributions of it may have been lost.
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
 HELD_OUT_SHARE_MAX = 0.5
 #: How many cursors there can be of shards of corpora that only some islands have.
 OTHER_CURSORS_MAX = 8192
+#: For so long after its start a merger may be reading what waited for it.
+CATCH_UP_SECONDS = 60.0
 #: Gaps longer than this count as this long.
 ELAPSED_MAX = 30 * 86400.0
 #: How many islands have an account. Those that were silent longest are forgotten first.
@@ -87,7 +87,7 @@ def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, s
 
 def tokens_per_step_max(config: RunConfig) -> int:
     """Return the most tokens that an inner step can have."""
-    return OWN_TOKENS_PER_STEP_MAX if config.has_own_loops else config.tokens_per_step * TOKENS_PER_STEP_MAX
+    return OWN_TOKENS_PER_STEP_MAX if config.has_own_loops else config.tokens_per_step * BATCH_FACTOR_MAX
 
 
 def refused_tokens(contribution: Contribution, config: RunConfig) -> int:
@@ -273,10 +273,26 @@ class Accounts:
         self._accounts: dict[str, Account] = {}
         self._heard: dict[str, float] = {}  # when an island was last heard, by this merger's clock
         self._since: dict[str, float] = {}  # since when it may have trained on fragments that it has not sent yet
+        #: Since when no merger has seen who trains and sends; None once this merger has read all that waited for it.
+        self._unwatched_since: float | None = None
+        self._loaded_at = 0.0
         self._sent: dict[tuple[str, int], float] = {}  # when it last sent a fragment
 
-    def load(self, accounts: Mapping[str, Account], now: float, unix_seconds: float) -> None:
-        """Continue from the accounts of the last commit. A clock that was set back makes gaps shorter, not longer."""
+    def load(
+        self, accounts: Mapping[str, Account], now: float, unix_seconds: float, unwatched_seconds: float = 0.0
+    ) -> None:
+        """Continue from the accounts of the last commit. A clock that was set back makes gaps shorter, not longer.
+
+        Args:
+            accounts: The accounts.
+            now: The merger's clock.
+            unix_seconds: The wall clock.
+            unwatched_seconds: How long no merger has merged anything. An island that is there when this merger begins
+                may have trained as long, even if no merger has heard of it, and what waits may have been sent as long
+                ago. Call `caught_up` when the merger has read it.
+        """
+        self._unwatched_since = now - min(max(unwatched_seconds, 0.0), ELAPSED_MAX)
+        self._loaded_at = now
         self._accounts = dict(accounts)
         self.seen.clear()
         self._sent.clear()
@@ -295,7 +311,17 @@ class Accounts:
         """Note islands that send heartbeats, from which on they may have trained."""
         for island in islands:
             if island not in self._since and len(self._since) < 2 * ACCOUNTS_MAX:
-                self._since[island] = now
+                self._since[island] = self._there_since(now)
+
+    def caught_up(self) -> None:
+        """Note that everything that waited when the merger began was read. What arrives now has just been sent."""
+        self._unwatched_since = None
+
+    def _there_since(self, now: float) -> float:
+        """Return when an island that is met now may have begun to train, and what is read now may have been sent."""
+        if self._unwatched_since is None or now - self._loaded_at > CATCH_UP_SECONDS:
+            return now
+        return self._unwatched_since
 
     def bounded(
         self, contribution: Contribution, reported: Mapping[str, float], now: float
@@ -339,8 +365,9 @@ class Accounts:
             batch = max(known.batch, c.tokens / c.steps) if self.config.has_own_loops else known.batch
         else:
             batch = c.tokens / c.steps
-        self._heard[c.island] = self._sent[c.island, c.fragment] = now
-        began = self._since.setdefault(c.island, now)
+        self._heard[c.island] = now
+        self._sent[c.island, c.fragment] = self._there_since(now)
+        began = self._since.setdefault(c.island, self._there_since(now))
         oldest = min(self._sent.get((c.island, p), began) for p in range(self.fragments))
         since = unix_seconds - (now - oldest)
         self._accounts[c.island] = Account(c.incarnation, closed, unix_seconds, since, c.global_step, batch)
@@ -366,7 +393,7 @@ class Accounts:
 
     def _steps_possible(self, c: Contribution, reported: Mapping[str, float], now: float) -> int:
         sent = self._sent.get((c.island, c.fragment))
-        since = self._since.get(c.island, now) if sent is None else sent
+        since = self._since.get(c.island, self._there_since(now)) if sent is None else sent
         elapsed = min(max(now - since, 0.0), ELAPSED_MAX)
         burst = (FIRST_BURST_INTERVALS if sent is None else BURST_INTERVALS) * self.config.sync.interval
         return burst + int(elapsed / fastest_step_seconds(c.island, reported))

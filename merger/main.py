@@ -15,6 +15,7 @@ import tyro
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
+from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import (
@@ -51,7 +52,7 @@ class MergerOptions(WorkerOptions, AwaitedRun):
     keep: int = KEEP
     """How many of the newest checkpoints to keep."""
     resume: bool = False
-    """If Redis does not have the run, restore it from the newest checkpoint in the folder."""
+    """If Redis does not have the run, restore it from the newest checkpoint in the folder or the bucket."""
     lease_seconds: float = 5.0
     """How long a standby waits before it replaces a merger that has stopped responding."""
     threads: int = 0
@@ -65,6 +66,7 @@ def main(options: MergerOptions) -> int:
     """Serve until the run is finished, a signal arrives or another merger takes over."""
     stopped = stop_on_signals()
     origin = options.log_as("merger", options.run)
+    options.require_status()
     if options.lease_seconds < LEASE_SECONDS_MIN:
         raise ConfigError(
             f"--lease-seconds cannot be {options.lease_seconds}",
@@ -82,12 +84,14 @@ def main(options: MergerOptions) -> int:
             f"--threads cannot be {options.threads}", "Give a number, or leave it out.", code="config.threads"
         )
     require_role(options.invitation(), "merger")
+    health = Health()
+    registry = options.registry(health)
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run
     awaited(transport.connection.warn_of_eviction)
-    registry = options.registry()
-    folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep)
+    bucket = options.bucket_folder(transport.run, "merger")
+    folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep, bucket)
     curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
     # Read the manifest before JAX loads, so that errors appear quickly.
     with progress("looking for the run, in Redis and in checkpoints"):
@@ -119,12 +123,17 @@ def main(options: MergerOptions) -> int:
     if registry is not None:
         registry.register(MergerCollector(merger, telemetry))
     curves.start()
+    if checkpointer is not None:
+        checkpointer.start()
     try:
-        is_finished = serve(merger, stopped)
+        is_finished = serve(merger, health.watched(stopped, lambda: "serving" if merger.epoch else "standing by"))
     except UnknownRunError as error:
         raise folder.lost(error, transport.run) from None
     finally:
+        health.leave()
         curves.close()
+        if checkpointer is not None:
+            checkpointer.close()
     closed = merger.state.closed
     if is_finished:
         text = "the run is finished: all %s steps are made, its islands have left, and everything is merged"
@@ -133,7 +142,7 @@ def main(options: MergerOptions) -> int:
     if options.json:
         found = {"run": transport.run, "round": closed, "merged": _merged(transport), "finished": is_finished}
         print_json(found)
-    return 0
+    return 0 if is_finished else options.stopped_status
 
 
 def _merged(transport: ReaderTransport) -> int | None:

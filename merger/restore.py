@@ -191,8 +191,14 @@ def _recovered(
     transport: MergerTransport, rules: RoundMerge, store: CheckpointStore | None, found: Found
 ) -> Loaded | None:
     """Return the run from the newest checkpoint and the tape after it, or None if these cannot restore it."""
+    if store is None:
+        return None
     try:
-        image = store.load() if store else None
+        store.fetch()
+    except ConfigError as error:
+        log.warning("%s", error.what, extra=_code(error))
+    try:
+        image = store.load()
     except ConfigError as error:
         log.warning("%s", error.what, extra=_code(error))
         return None

@@ -138,8 +138,11 @@ class Retention:
 
     def release(self, state: RunState, epoch: int, *, wait: bool) -> None:
         """Trim the entries that a finished checkpoint covers. With `wait`, first wait for the one in progress."""
-        covered = self.checkpointer.finished(self.clock(), wait=wait) if self.checkpointer is not None else None
-        if covered is None:
+        if self.checkpointer is None:
+            return
+        for text in self.checkpointer.news():
+            self.controls.note("bucket", text)
+        if (covered := self.checkpointer.finished(self.clock(), wait=wait)) is None:
             return
         entries: list[str] = []
         while self.kept and self.kept[0].round <= covered.round:

@@ -33,7 +33,7 @@ from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge, new_state, publish
 from archipelago.merger.rounds import Close, Rounds
 from archipelago.merger.spectra import Spectra
-from archipelago.merger.state import FragmentState, RunState
+from archipelago.merger.state import FragmentState, RunState, saturated
 from archipelago.merger.steering import OperatorControls
 
 LEASE_SECONDS = 5.0
@@ -120,6 +120,7 @@ class Merger:
         #: Whether an island was live when heartbeats were read last.
         self._has_islands = True
         self._finished_at: float | None = None
+        self._waited = 0  # contributions that were there at `load`, and were not read yet
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -137,6 +138,7 @@ class Merger:
         self.busy.take()
         checkpointer = self.retention.checkpointer
         self._put_aside()
+        status = self.transport.reader.merger_status()
         found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._renew)
         self._write_back(found)
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
@@ -144,7 +146,7 @@ class Merger:
             checkpointer.forget()
             self._continue_record(checkpointer.recorder)
         now, unix_seconds = self.clock(), self.wall()
-        self.accounts.load(self.state.accounts, now, unix_seconds)
+        self.accounts.load(self.state.accounts, now, unix_seconds, status.still_seconds if status else 0.0)
         self._closed_at = self.accounts.last_heard_at(now)
         self.liveness.clear()
         self.rounds = Rounds(self.config.sync, len(self.fragments), self.state, self.accounts.seen)
@@ -155,6 +157,7 @@ class Merger:
         self.controls.resume_from(self.state)
         self._follow_controls()  # before the first contribution, which may come from an expelled island
         self._receive(self._unacknowledged())
+        self._waited = self.transport.reader.backlog() - len(self.inbox)
         self.controls.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
         # Last, because this event ends everything that an earlier merger announced.
         self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
@@ -225,6 +228,9 @@ class Merger:
         with self.busy.waiting():
             found = self.transport.merger.updates(self._patience(block_seconds), self._read_count)
         self._receive(found or self._orphans())
+        self._waited -= len(found)
+        if self._waited <= 0:
+            self.accounts.caught_up()
         for number in self.rounds.calls():
             self.transport.merger.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
         if not self.live and self.clock() - self._heard_at < self.linger_seconds:
@@ -347,6 +353,7 @@ class Merger:
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
         step = self._next_step([addend.contribution for addend in round_sum.addends], after)
         self.rules.advance(after, close.round, step, merged, round_sum)
+        after.lowered_tokens = saturated(after.lowered_tokens + self.inbox.take_lowered(round_sum))
         after.accounts = self.accounts.stored()
         entries = tuple(addend.entry for addend in round_sum.addends)
         size = sum(addend.contribution.bytes for addend in round_sum.addends)

@@ -125,6 +125,7 @@ class RunState:
         scores: How well each island's contributions agree with those of the others (`merger.scores`).
         accounts: The last accepted contribution of each island, by which its next claims are judged.
         refused: How many contributions were refused or lowered, by code.
+        lowered_tokens: Tokens that merged contributions claim and that are not counted, summed over the fragments.
         covered: The last round in a finished checkpoint.
         steered: The operator's settings that the last closed round used in place of the config's (`broker.control`).
         control: The operator's requests that were acted on last.
@@ -144,6 +145,7 @@ class RunState:
     scores: dict[str, Score] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    lowered_tokens: int = 0
     covered: int = 0
     steered: dict[str, float] = field(default_factory=dict)
     control: dict[str, str] = field(default_factory=dict)
@@ -229,6 +231,7 @@ class RunState:
                 scores={str(island): Score.from_list(score) for island, score in values["scores"].items()},
                 accounts={str(island): Account(**account) for island, account in values["accounts"].items()},
                 refused={str(code): int(count) for code, count in values["refused"].items()},
+                lowered_tokens=int(values["lowered_tokens"]),
                 covered=int(values["covered"]),
                 steered=read_settings(values["steered"]),
                 control=read_fields(values["control"]),

@@ -1,14 +1,25 @@
-"""A merger's folder on disk: checkpoints and the record of the run. It can restore the run into an empty Redis."""
+"""A merger's folder on disk: checkpoints and the record of the run. It can restore the run into an empty Redis.
+
+A bucket can hold copies of both. What the bucket has and the folder lacks is downloaded before a run is restored.
+"""
 
 from __future__ import annotations
 
 import logging
 import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from archipelago.broker.buckets.bundles import Bundles, fetch_newer
+from archipelago.broker.buckets.copier import Copier
+from archipelago.broker.buckets.folder import BucketError, BucketFolder
+from archipelago.broker.buckets.record import fetch_record
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import Image, Transport
 from archipelago.merger.checkpoint import CheckpointStore, describe
 from archipelago.merger.record import Recorder
@@ -22,12 +33,36 @@ log = logging.getLogger(__name__)
 
 
 class MergerFolder:
-    """The folders `checkpoints/` and `record/` of one run."""
+    """The folders `checkpoints/` and `record/` of one run.
 
-    def __init__(self, path: Path, keep: int = KEEP) -> None:
-        self.path = path
-        self.store = CheckpointStore(path / "checkpoints", keep)
+    Args:
+        path: The folder on disk.
+        keep: How many of the newest checkpoints are kept, here and in the bucket.
+        bucket: A folder in a bucket that holds copies.
+    """
+
+    def __init__(self, path: Path, keep: int = KEEP, bucket: BucketFolder | None = None) -> None:
+        self.path, self.bucket = path, bucket
+        self.store = CheckpointStore(path / "checkpoints", keep, self.fetch)
         self.recorder = Recorder(path / "record")
+        self._bundles = Bundles(bucket.child("checkpoints")) if bucket else None
+
+    @property
+    def place(self) -> str:
+        """The folder, and the bucket if there is one, in words."""
+        return f"{self.path} and {self.bucket}" if self.bucket else f"{self.path}"
+
+    def fetch(self) -> None:
+        """Download the newest checkpoint of the bucket if it is newer than those on disk.
+
+        One that is damaged is skipped.
+
+        Raises:
+            BucketError: The bucket cannot be read.
+        """
+        if self._bundles is None:
+            return
+        fetch_newer(self._bundles, self.store.folder, max(self.store.numbers(), default=-1))
 
     def checkpointer(
         self, transport: Transport, manifest: Manifest, every_seconds: float, spawn: Spawn | None = None
@@ -39,7 +74,29 @@ class MergerFolder:
         )
 
         recorder = self.recorder if manifest.config.record else None
-        return Checkpointer(transport, self.store, recorder, every_seconds, spawn or in_background())
+        copier = self._copier(manifest) if self._bundles else None
+        return Checkpointer(transport, self.store, recorder, every_seconds, spawn or in_background(), copier)
+
+    def _copier(self, manifest: Manifest) -> Copier:
+        assert self._bundles is not None  # noqa: S101
+        record = self._remote_record(manifest) if manifest.config.record else None
+        if record is not None:
+            self._fetch_record(record)
+        about = {"run": manifest.run, "uid": manifest.uid}
+        pair = (self.recorder.folder, record) if record else None
+        return Copier(self._bundles, self.path / "uploads", about, self.store.keep, pair)
+
+    def _fetch_record(self, remote: BucketFolder) -> None:
+        """Download what this folder lacks of the record. A record with a gap is better than no merger."""
+        try:
+            with progress(f"downloading the record from {remote}"):
+                fetch_record(remote, self.recorder.folder)
+        except (BucketError, OSError) as error:
+            log.warning("the record here lacks what the bucket holds: %s", error, extra={"code": "bucket.record"})
+
+    def _remote_record(self, manifest: Manifest) -> BucketFolder | None:
+        """Return the folder of the run's record in the bucket. A later run of the same name has another one."""
+        return self.bucket.child(f"record-{manifest.uid[:8]}" if manifest.uid else "record") if self.bucket else None
 
     def bring_back(self, transport: Transport) -> Image | None:
         """Create the run from the newest checkpoint in a Redis that does not have it.
@@ -50,20 +107,33 @@ class MergerFolder:
         Raises:
             RunExistsError: The run exists.
             UnknownRunError: The checkpoint is of another run (`broker.other-run`).
+            BucketError: The bucket cannot be read, which may hold a newer checkpoint.
         """
+        self.fetch()
         image = self.store.load()
         if image is None:
             return None
         if image.manifest.run != transport.run:
             raise UnknownRunError(
-                f"{self.path} holds checkpoints of run {image.manifest.run!r}, not of {transport.run!r}",
+                f"{self.place} holds checkpoints of run {image.manifest.run!r}, not of {transport.run!r}",
                 f"Name that run with --run {image.manifest.run}, or another folder.",
                 code="broker.other-run",
             )
         transport.restore(image)
-        self.recorder.go_back(image.round)
+        self._restore_record(image)
         log.warning("the run continues from %s", describe(image))
         return image
+
+    def _restore_record(self, image: Image) -> None:
+        """Download the record's missing segments, and delete those with rounds that the run has lost."""
+        remote = self._remote_record(image.manifest) if image.manifest.config.record else None
+        if remote is not None:
+            self._fetch_record(remote)
+        before = set(self.recorder.names())
+        self.recorder.go_back(image.round)
+        if remote is not None:
+            for name in before - set(self.recorder.names()):
+                remote.delete(name)
 
     def lost(self, error: UnknownRunError, run: str) -> UnknownRunError:
         """Return the error of a merger whose Redis has lost the run, with what its folder can restore."""
@@ -95,6 +165,7 @@ class MergerFolder:
         try:
             return transport.reader.manifest()
         except (UnknownRunError, ConfigError) as error:
+            self.fetch()
             numbers = self.store.numbers()
             if not numbers:
                 raise
@@ -119,3 +190,22 @@ class MergerFolder:
             "the run had lost its manifest, which is now that of its checkpoints", extra={"code": "repair.manifest"}
         )
         return True
+
+
+@contextmanager
+def fetched(address: str) -> Iterator[MergerFolder]:
+    """Yield a temporary folder with the newest checkpoint of a bucket, if there is one.
+
+    Args:
+        address: The folder of a merger in a bucket, or that of its run.
+
+    Raises:
+        BucketError: The bucket cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="archipelago-") as temporary:
+        folder = MergerFolder(Path(temporary), bucket=BucketFolder(address))
+        folder.fetch()
+        if not folder.store.numbers():
+            folder = MergerFolder(Path(temporary), bucket=BucketFolder(address).child("merger"))
+            folder.fetch()
+        yield folder

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # Importing prometheus_client takes a noticeable part of a wo
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
+    from archipelago.broker.observe.health import Health
+
 HOST = "127.0.0.1"
 PORT_MAX = 65535
 
@@ -46,11 +48,14 @@ def family(name: str, documentation: str, labels: Iterable[str], samples: Sample
     return out
 
 
-def serve(port: int, host: str, registry: CollectorRegistry) -> int:
-    """Answer GET /metrics on a separate thread until the process ends.
+def serve(port: int, host: str, registry: CollectorRegistry, health: Health) -> int:
+    """Answer GET /metrics, /healthz and /readyz on separate threads until the process ends.
 
     Args:
         port: The port to listen on; 0 takes a free one.
+        host: The address to listen on.
+        registry: The metrics.
+        health: Answers the probes.
 
     Returns:
         The port.
@@ -60,13 +65,12 @@ def serve(port: int, host: str, registry: CollectorRegistry) -> int:
     """
     if not 0 <= port <= PORT_MAX:
         raise ConfigError(f"--metrics-port cannot be {port}", f"Choose 0 to {PORT_MAX}.", code="config.metrics-port")
-    from prometheus_client import start_http_server
+    from archipelago.broker.observe import endpoint
 
     try:
-        server, _ = start_http_server(port, host, registry=registry)
+        return endpoint.start(host, port, registry, health)
     except OSError as error:
         raise _unusable(host, port, error) from None
-    return int(server.server_port)
 
 
 def require_free(host: str, ports: Iterable[int]) -> None:

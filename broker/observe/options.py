@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker import extras
+from archipelago.broker.buckets.folder import BucketFolder, chosen, open_bucket
 from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curve_sinks import EventFile, WandbRun, has_tensorboard
 from archipelago.broker.observe.curves import Sink
+from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.logs import Origin, log_to_stderr
 from archipelago.broker.process import RUN_VARIABLE
 
@@ -69,19 +71,34 @@ class WorkerOptions(CurveOptions):
     """Options of workers that can also be scraped by Prometheus."""
 
     metrics_port: int | None = None
-    """Serve Prometheus metrics at http://HOST:PORT/metrics. 0 takes a free port. Without it they are not served."""
+    """Serve Prometheus metrics at http://HOST:PORT/metrics, and the probes /healthz and /readyz. 0 takes a free port.
+    Without it they are not served.
+    """
     metrics_host: str = metrics.HOST
     """The address to serve metrics on. 0.0.0.0 lets other machines scrape."""
+    bucket: str | None = None
+    """Keep copies of the newest checkpoints, and of the record, in RUN/ at this address, such as s3://BUCKET/FOLDER or
+    gs://BUCKET/FOLDER, and restore from there what this machine does not have. The default is $ARCHIPELAGO_BUCKET.
+    """
 
     def flags(self, number: int) -> list[str]:
         """Return the flags that give a child process the same options, with a metrics port `number` above this one."""
+        flags = [*self.curve_flags(), *(["--bucket", self.bucket] if self.bucket else [])]
         if self.metrics_port is None:
-            return self.curve_flags()
+            return flags
         port = self.metrics_port + number if self.metrics_port else 0
-        return [*self.curve_flags(), "--metrics-port", str(port), "--metrics-host", self.metrics_host]
+        return [*flags, "--metrics-port", str(port), "--metrics-host", self.metrics_host]
 
-    def registry(self) -> CollectorRegistry | None:
+    def bucket_folder(self, *names: str) -> BucketFolder | None:
+        """Return this worker's folder in the bucket, after a test write; None without a bucket. Raises BucketError."""
+        address = chosen(self.bucket)
+        return open_bucket(address, *names) if address else None
+
+    def registry(self, health: Health) -> CollectorRegistry | None:
         """Return a registry for this worker's metrics that is served from now on, or None if no port was asked for.
+
+        Args:
+            health: Answers the probes at the same port.
 
         Raises:
             ConfigError: The port cannot be used.
@@ -89,6 +106,6 @@ class WorkerOptions(CurveOptions):
         if self.metrics_port is None:
             return None
         registry = metrics.new_registry()
-        port = metrics.serve(self.metrics_port, self.metrics_host, registry)
+        port = metrics.serve(self.metrics_port, self.metrics_host, registry, health)
         log.info("metrics at http://%s:%s/metrics", self.metrics_host, port)
         return registry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,21 @@ def test_a_join_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) 
     path = tmp_path / "demo.oslo.join"
     invitation.write(path, OSLO)
     path.chmod(mode)
+    with failing(ConfigError, "invitation.open"):
+        invitation.read(path)
+
+
+@pytest.mark.parametrize(("mode", "can_be_read"), [(0o440, True), (0o640, True), (0o660, False), (0o444, False)])
+def test_a_mounted_secret_is_read_through_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, can_be_read: bool
+) -> None:
+    path = tmp_path / "demo.oslo.join"
+    invitation.write(path, OSLO)
+    path.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    if can_be_read:
+        assert invitation.read(path) == OSLO
+        return
     with failing(ConfigError, "invitation.open"):
         invitation.read(path)
 

@@ -305,6 +305,27 @@ def test_gaps_of_an_account_are_measured_for_each_fragment() -> None:
         accounts.accept(c, 0, 7200.0 + p, 7200.0 + p)
 
 
+def test_an_island_that_trained_before_any_merger_is_not_lowered() -> None:
+    """A loop of short steps makes many of them while no merger serves. One that comes later has no such excuse."""
+    reported, unwatched = {"a": 1e-3, "b": 1e-3, "c": 1e-3}, 600.0
+    first = claim(island="a", steps=4, tokens=4 * BATCH, fragment=0)
+    long = claim(island="a", steps=600_000, tokens=600_000 * BATCH, fragment=1)
+    accounts = Accounts(CONFIG, P)
+    accounts.load({}, 100.0, 5e8, unwatched)
+    accounts.meet(["a", "b"], 100.0)
+    assert accounts.bounded(first, reported, 100.0)[1] == []
+    accounts.accept(first, 0, 100.0, 5e8)
+    assert accounts.bounded(long, reported, 101.0) == (long, [])
+    again = Accounts(CONFIG, P)
+    again.load(accounts.stored(), 0.0, 5e8 + 1.0)
+    assert again.bounded(long, reported, 0.0) == (long, []), "a merger that takes over knows it"
+    assert accounts.bounded(replace(long, fragment=0), reported, 101.0)[1] == [], "it was sent long ago"
+    accounts.caught_up()
+    accounts.meet(["late"], 101.0)
+    late = replace(long, island="late", incarnation="late")
+    assert accounts.bounded(late, reported, 102.0)[1] == ["steps", "tokens"]
+
+
 def test_batches_of_a_users_own_loop_have_any_size_and_may_grow() -> None:
     own = replace(CONFIG, model=ModelConfig(size=OWN_MODEL))
     accounts, now, tokens = Accounts(own, P), 0.0, 3_000

@@ -11,6 +11,8 @@ from archipelago.broker.wire import pack
 from archipelago.merger.claims import BURST_INTERVALS, FIRST_BURST_INTERVALS, SPEED_MAX
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
+from archipelago.ops.watch.run_view import observe
+from tests import samples
 from tests.merger.merger_run import CONFIG, SIZE, MergerRun, constant
 from tests.samples import contribution
 
@@ -73,6 +75,20 @@ def test_false_work_has_no_more_weight_than_a_burst() -> None:
     assert state.refused["claims.steps"] == 11
     members = run.transport.reader.tape(1)[0].members
     assert max(member.weight for member in members if member.island == "x") <= 0.5 + 1e-9
+
+
+def test_what_is_not_counted_is_known() -> None:
+    """The books count what the merger believes, and its state what it does not."""
+    run = attacked(rounds=4, steps=1_000_000, tokens=1_000_000_000, global_step=1_000_000)
+    state = RunState.from_json(run.transport.reader.merger_state())
+    claimed = 3 * 1_000_000_000 + 4096
+    assert state.island_tokens["x"] + state.lowered_tokens == claimed
+    view = observe(run.transport, run.manifest)
+    assert view.tokens_lowered == 0, "its heartbeats do not say so"
+    run.transport.island.heartbeat(samples.heartbeat("x", tokens=claimed // 2))
+    view = observe(run.transport, run.manifest)
+    assert view.tokens_lowered == state.lowered_tokens // 2
+    assert view.tokens_lost == 0
 
 
 def test_false_places_do_not_move_cursors_far() -> None:

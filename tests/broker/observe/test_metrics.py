@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe import metrics
+from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.options import WorkerOptions
 from tests.failing import failing
 
@@ -55,7 +56,7 @@ def test_a_value_that_is_not_known_is_absent() -> None:
 def test_a_scrape_sees_the_present_value() -> None:
     registry = metrics.new_registry()
     steps = Counter("steps_total", "Steps.", registry=registry)
-    port = metrics.serve(0, "127.0.0.1", registry)
+    port = metrics.serve(0, "127.0.0.1", registry, Health())
     steps.inc()
     assert scraped(port) == {("steps_total", ""): 1.0}
     steps.inc(2)
@@ -64,7 +65,7 @@ def test_a_scrape_sees_the_present_value() -> None:
 
 def test_two_endpoints_of_one_process_share_nothing() -> None:
     registries = [metrics.new_registry(), metrics.new_registry()]
-    ports = [metrics.serve(0, "127.0.0.1", registry) for registry in registries]
+    ports = [metrics.serve(0, "127.0.0.1", registry, Health()) for registry in registries]
     Counter("steps_total", "Steps.", registry=registries[0])
     assert [len(scraped(port)) for port in ports] == [1, 0]
 
@@ -74,18 +75,18 @@ def test_a_port_in_use_is_an_error() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with failing(ConfigError, "config.metrics-address"):
-            WorkerOptions(metrics_port=taken.getsockname()[1]).registry()
+            WorkerOptions(metrics_port=taken.getsockname()[1]).registry(Health())
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_out_of_range_is_an_error(port: int) -> None:
     with failing(ConfigError, "config.metrics-port"):
-        WorkerOptions(metrics_port=port).registry()
+        WorkerOptions(metrics_port=port).registry(Health())
 
 
 def test_a_host_of_another_machine_is_an_error() -> None:
     with failing(ConfigError, "config.metrics-address"):
-        WorkerOptions(metrics_port=0, metrics_host="192.0.2.1").registry()
+        WorkerOptions(metrics_port=0, metrics_host="192.0.2.1").registry(Health())
 
 
 def test_children_get_the_same_options_and_separate_ports() -> None:

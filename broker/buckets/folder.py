@@ -1,0 +1,269 @@
+"""A folder at an address that fsspec understands, such as s3://BUCKET/FOLDER or gs://BUCKET/FOLDER.
+
+Object stores have no folders and no renames. A file appears there when its upload ends, so what consists of several
+files needs one that is written last (`bundles`). This module is the only one that talks to fsspec: it turns the errors
+of all its backends into ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from archipelago.broker.address import redacted
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.extras import PACKAGES, hint
+from archipelago.broker.observe.progress import progress
+
+#: The environment variable that names the bucket of all workers.
+BUCKET_VARIABLE = "ARCHIPELAGO_BUCKET"
+#: The extra that installs what a scheme needs.
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+#: Codes of errors that do not end by themselves, so that a worker should not start with them.
+MISTAKES = frozenset(["bucket.denied", "bucket.credentials", "bucket.missing", "bucket.scheme", "bucket.extra"])
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_PROBE = ".archipelago-probe"
+
+log = logging.getLogger(__name__)
+
+
+class BucketError(ConfigError):
+    """A bucket cannot be used, or refuses a request."""
+
+    code = "bucket.failed"
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text names a place by a URL, and is no path on this machine."""
+    return _ADDRESS.match(text) is not None
+
+
+def is_bucket(text: str) -> bool:
+    """Return whether a text is an address of a scheme that fsspec can write to, such as s3://. A Redis's is not."""
+    found = _ADDRESS.match(text)
+    return found is not None and found[1] in _known_schemes() - {"http", "https"}
+
+
+def chosen(address: str | None) -> str | None:
+    """Return the address of the bucket that the user has chosen: the option's, or that of $ARCHIPELAGO_BUCKET."""
+    return address or os.environ.get(BUCKET_VARIABLE) or None
+
+
+class BucketFolder:
+    """A folder in a bucket. Opening one does not contact the bucket.
+
+    Every method raises BucketError if the bucket cannot be reached, or refuses.
+
+    Args:
+        address: The URL of the folder.
+
+    Raises:
+        BucketError: The address is no URL that fsspec knows (`bucket.scheme`), or a package is missing
+            (`bucket.extra`).
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self.shown = redacted(self.address)
+        self._fs, path = _opened(self.address, self.shown)
+        self._path = path.rstrip("/")
+
+    def __str__(self) -> str:
+        return self.shown
+
+    def child(self, *names: str) -> BucketFolder:
+        """Return a folder in this one."""
+        return BucketFolder("/".join([self.address, *names]))
+
+    def require_usable(self) -> None:
+        """Write a small file, read it and delete it again, so that missing rights show at once."""
+        self.write(_PROBE, b"archipelago")
+        self.read(_PROBE, 64)
+        with suppress(BucketError):  # it may be forbidden to delete; then old checkpoints stay
+            self.delete(_PROBE)
+
+    def files(self) -> dict[str, int]:
+        """Return the size of each file in this folder, by name; nothing if there is no such folder."""
+        return {name: size for name, kind, size in self._entries() if kind == "file"}
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders in this one."""
+        return [name for name, kind, _ in self._entries() if kind == "directory"]
+
+    def tree(self) -> dict[str, int]:
+        """Return the size of each file in this folder and in those below it, by its path in this folder."""
+        with self._translated("read"):
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._path, detail=True)
+        start = len(self._path.lstrip("/")) + 1
+        return {path.lstrip("/")[start:]: int(about["size"] or 0) for path, about in found.items()}
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the content of a file. Raises BucketError (`bucket.large`) if it has over `most` bytes."""
+        with self._translated("read"):
+            size = int(self._fs.info(self._at(name))["size"])
+            if size > most:
+                raise BucketError(
+                    f"{self}/{name} has {size:,} bytes, and {most:,} at most were expected",
+                    "It was not written by archipelago. Name another folder.",
+                    code="bucket.large",
+                )
+            return bytes(self._fs.cat_file(self._at(name)))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file. Readers see the old content or the new if the bucket replaces files whole, as S3 does."""
+        with tempfile.NamedTemporaryFile(prefix="archipelago-") as file:
+            file.write(data)
+            file.flush()
+            self.upload(Path(file.name), name)
+
+    def upload(self, local: Path, name: str) -> None:
+        """Copy a file to the bucket, and check that all of it has arrived."""
+        with self._translated("write"):
+            self._fs.put_file(str(local), self._at(name))
+            self._fs.invalidate_cache()
+            found = int(self._fs.info(self._at(name))["size"])
+        if found != (size := local.stat().st_size):
+            raise BucketError(
+                f"only {found:,} of {size:,} bytes of {self}/{name} have arrived",
+                "The upload was cut off. It is tried again.",
+                code="bucket.incomplete",
+            )
+
+    def upload_folder(self, local: Path, last: str) -> None:
+        """Copy the files of a folder and of those below it. The one named `last` shows that the others are there."""
+        paths = sorted(path for path in local.rglob("*") if path.is_file())
+        for path in sorted(paths, key=lambda path: path == local / last):
+            self.upload(path, path.relative_to(local).as_posix())
+
+    def download(self, name: str, local: Path) -> None:
+        """Copy a file from the bucket."""
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with self._translated("read"):
+            self._fs.get_file(self._at(name), str(local))
+
+    def delete(self, name: str) -> None:
+        """Delete a file or a folder, if it is there."""
+        with suppress(FileNotFoundError), self._translated("delete from", missing=FileNotFoundError):
+            self._fs.rm(self._at(name), recursive=True)
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+    def _entries(self) -> Iterator[tuple[str, str, int]]:
+        try:
+            with self._translated("list", missing=FileNotFoundError):
+                self._fs.invalidate_cache()
+                found = self._fs.ls(self._path, detail=True)
+        except FileNotFoundError:
+            return
+        own = self._path.strip("/")
+        for entry in found:
+            path = str(entry["name"]).strip("/")
+            if path != own:  # some buckets have an empty file in the place of a folder
+                yield path.rpartition("/")[2], entry["type"], int(entry["size"] or 0)
+
+    @contextmanager
+    def _translated(self, verb: str, missing: type[Exception] | None = None) -> Iterator[None]:
+        """Turn an error of the backend into a BucketError. `missing` is an error that passes."""
+        try:
+            yield
+        except ArchipelagoError:
+            raise
+        except Exception as error:  # each backend has exceptions of its own
+            if missing is not None and isinstance(error, missing):
+                raise
+            raise _error(self.shown, verb, error) from error
+
+
+def open_bucket(address: str, *names: str) -> BucketFolder:
+    """Open the folder of a worker, and write to it once, so that a mistake shows before work begins.
+
+    A bucket that cannot be reached is logged only, because it may come back.
+
+    Raises:
+        BucketError: The address or the rights are wrong (MISTAKES).
+    """
+    folder = BucketFolder(address).child(*names)
+    try:
+        with progress(f"testing {folder}"):
+            folder.require_usable()
+    except BucketError as error:
+        if error.code in MISTAKES:
+            raise
+        log.warning("%s", error, extra={"code": error.code})
+    return folder
+
+
+def _known_schemes() -> set[str]:
+    import fsspec
+
+    return {*fsspec.available_protocols(), *fsspec.registry}
+
+
+def _opened(address: str, shown: str) -> tuple[Any, str]:
+    """Return the filesystem of an address and the path in it."""
+    import fsspec
+
+    found = _ADDRESS.match(address)
+    scheme = found[1] if found else ""
+    if scheme not in _known_schemes():
+        close = difflib.get_close_matches(scheme, ["s3", "gs", "az", "abfs", "hf", "sftp", "file", "memory"], 1, 0.4)
+        what = f"{shown!r:.200} is no address of a bucket" if not scheme else f"{scheme}:// in {shown:.200} is unknown"
+        raise BucketError(
+            what,
+            f"Write it as {close[0] if close else 's3'}://BUCKET/FOLDER. Other schemes are s3, gs, az and sftp.",
+            code="bucket.scheme",
+        )
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme in ("file", "local"):
+        options["auto_mkdir"] = True
+    if scheme in ("s3", "s3a"):  # s3fs and our copiers try again, too
+        options["config_kwargs"] = {"retries": {"mode": "standard", "total_max_attempts": 2}}
+    try:
+        filesystem, path = fsspec.core.url_to_fs(address, **options)
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        package = PACKAGES[extra][0] if extra else "a package of fsspec"
+        remedy = hint(extra) if extra else f"{error}."
+        said = f"addresses with {scheme}:// need {package}, which this Python does not have"
+        raise BucketError(said, remedy, code="bucket.extra") from None
+    except Exception as error:  # each backend has exceptions of its own
+        raise _error(shown, "open", error) from error
+    return filesystem, str(path)
+
+
+def _error(shown: str, verb: str, error: Exception) -> BucketError:
+    """Return our error for one of a backend."""
+    name, text = type(error).__name__, " ".join(f"{error}".split())[:200]
+    if isinstance(error, PermissionError) or "Forbidden" in name:
+        return BucketError(
+            f"this process may not {verb} {shown} ({text or name})",
+            "Give its credentials the right to list, read, write and delete there.",
+            code="bucket.denied",
+        )
+    if "Credential" in name or "Credential" in text:
+        return BucketError(
+            f"there are no usable credentials for {shown} ({text or name})",
+            "Set them as for the provider's own tools, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "GOOGLE_APPLICATION_CREDENTIALS.",
+            code="bucket.credentials",
+        )
+    if isinstance(error, FileNotFoundError):
+        return BucketError(
+            f"cannot {verb} {shown} ({text or 'it does not exist'})",
+            "Create the bucket, or check its name.",
+            code="bucket.missing",
+        )
+    own = " For a server of your own, set AWS_ENDPOINT_URL." if shown.startswith("s3") else ""
+    return BucketError(
+        f"cannot {verb} {shown} now ({name}: {text})", f"Check the address and the network.{own}", code="bucket.failed"
+    )
