@@ -15,7 +15,7 @@ MODULE = "archipelago.ops.experiments.single_process"
 POLL_SECONDS = 0.2
 
 
-def compare(folder: Path, tokens: int, weights: Path | None, stopped: Callable[[], bool]) -> Curve:
+def compare(folder: Path, tokens: int, weights: Path | None, task: str | None, stopped: Callable[[], bool]) -> Curve:
     """Return the held-out results of one process that trained on `tokens` tokens with the run's config.
 
     A result that a previous call left in the run's folder is used again.
@@ -24,6 +24,7 @@ def compare(folder: Path, tokens: int, weights: Path | None, stopped: Callable[[
         folder: The run's folder, with its `config.toml`.
         tokens: Tokens to train on.
         weights: Weights to begin with, or None.
+        task: The task that the run trains, FILE.py:NAME; None for one of our models.
         stopped: Returns whether to stop early.
 
     Returns:
@@ -35,6 +36,7 @@ def compare(folder: Path, tokens: int, weights: Path | None, stopped: Callable[[
     say(f"one process trains on the same {tokens:,} tokens, for comparison (Ctrl-C skips it)")
     argv = ["-m", MODULE, "--tokens", str(tokens), "--output", str(result), "--config", str(folder / "config.toml")]
     argv += ["--from", str(weights)] if weights else []
+    argv += ["--task", task] if task else []
     log = folder / "logs" / "one-process.log"
     log.unlink(missing_ok=True)
     child = Child("one-process", argv, thread_environment(1), log)

@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ import tyro
 
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
+from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
@@ -25,7 +27,7 @@ from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.sync.connection.same_run import require_no_islands as require_no_islands
 from archipelago.merger.spectra import default_threads
-from archipelago.merger.storage import MergerFolder
+from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.launch.own_settings import require_own_settings
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.spectra_load import SHARE_MAX, THREAD_RATE, spectra_load
@@ -35,6 +37,7 @@ from archipelago.ops.weights.tokenizers import require_tokenizer
 
 if TYPE_CHECKING:
     from archipelago.islands.models.interface import Params
+    from archipelago.islands.tasks.workload import Workload
 
 #: A merger that needs less time for the spectra of a cycle keeps up with any model.
 SPECTRA_SECONDS = 1.0
@@ -54,9 +57,9 @@ class InitOptions:
     """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """The weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes."""
-    resume: Path | None = None
+    resume: str | None = None
     """Continue a run that its Redis has lost, from the newest checkpoint in the folder of its merger, such as
-    runs/RUN/merger. The run keeps its own settings.
+    runs/RUN/merger, or in a bucket, such as s3://BUCKET/FOLDER/RUN/merger. The run keeps its own settings.
     """
     replace: bool = False
     """Begin a new run although islands of a run of that name still train. They leave."""
@@ -110,16 +113,18 @@ def without_password(url: str) -> tuple[str, str]:
     return (hidden, "   # with its password, which is not repeated here") if hidden != url else (url, "")
 
 
-def resume(transport: Transport, folder: Path) -> Manifest:
-    """Create the run from the newest checkpoint in a merger's folder, and return its manifest.
+def resume(transport: Transport, folder: str) -> Manifest:
+    """Create the run from the newest checkpoint in a merger's folder, here or in a bucket, and return its manifest.
 
     Raises:
         ConfigError: The folder holds no checkpoint (`init.no-checkpoint`).
+        BucketError: The bucket cannot be read.
         RunExistsError: The Redis has the run.
         UnknownRunError: The checkpoint is of another run (`broker.other-run`).
     """
     try:
-        image = MergerFolder(folder).bring_back(transport)
+        with fetched(folder) if is_address(folder) else nullcontext(MergerFolder(Path(folder))) as kept:
+            image = kept.bring_back(transport)
     except RunExistsError as error:
         remedy = "It needs no checkpoint: start `archipelago merger`, and it goes on from where it is."
         raise RunExistsError(error.what, remedy) from None
@@ -236,9 +241,7 @@ def create(
     if existing is not None:
         require_same(existing, config, go_on, task)
         return existing, False
-    manifest, params = _new(transport.run, config, weights) if task is None else _new_task(
-        transport.run, config, weights, task
-    )  # fmt: skip
+    manifest, params = _new(workload_of(config, task), transport.run, weights)
     manifest = replace(manifest, uid=uuid.uuid4().hex)
     if weights is not None:
         manifest = replace(manifest, versions={**manifest.versions, "weights": WeightFiles(weights).describe()})
@@ -256,33 +259,37 @@ def create(
     return found, False
 
 
-def _new(run: str, config: RunConfig, weights: Path | None) -> tuple[Manifest, Params | None]:
-    """Return the manifest of a new run of one of our models, and its first parameters; None for fresh ones."""
-    from archipelago.islands.creation import describe
+def workload_of(config: RunConfig, task: str | None, weights: Path | None = None) -> Workload:
+    """Return the task FILE.py:NAME, or that of the model that the settings name, with the settings of its run.
 
-    fitting, corpus = require_usable(config)
-    manifest = describe(run, fitting, corpus.identity)
-    if weights is None:
-        return manifest, None
-    files = WeightFiles(weights)
-    if not require_fitting(files, fitting, corpus):
-        say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
-            f"of the corpus {corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
-    return manifest, files.load(manifest.parameter_tensors)
-
-
-def _new_task(run: str, config: RunConfig, weights: Path | None, task: str) -> tuple[Manifest, Params]:
-    """Return the manifest of a new run of a task, and its first parameters."""
+    Raises:
+        ConfigError: The model is not known, or the task is wrong. The code names the part.
+        DataError: The corpus is missing or too small, or the weights do not fit the model.
+    """
     from archipelago.islands.tasks.file import load_task
-    from archipelago.islands.tasks.workload import TaskModel, describe_task, task_config
+    from archipelago.islands.tasks.ours import our_work
+    from archipelago.islands.tasks.workload import Workload, task_config
 
+    if task is None:
+        return our_work(*require_usable(config, weights))
     file = load_task(task)
-    model = TaskModel(file, config.seed)
-    manifest = describe_task(run, task_config(config, file), model)
+    return Workload.of(file, task_config(config, file))
+
+
+def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Params]:
+    """Return the manifest of a new run, and its first parameters."""
+    from archipelago.islands.tasks.ours import OurTask
+
+    manifest = work.describe(run)
     if weights is None:
-        return manifest, model.init()
+        return manifest, work.model.init()
     files = WeightFiles(weights)
-    files.require(model.tensors)
+    if isinstance(work.named, OurTask):
+        if not require_fitting(files, work.config, work.named.corpus):
+            say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
+                f"of the corpus {work.named.corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
+    else:
+        files.require(work.model.tensors)
     return manifest, files.load(manifest.parameter_tensors)
 
 
@@ -300,20 +307,16 @@ def require_same(found: Manifest, config: RunConfig, go_on: str = "", task: str 
     `go_on` is the command that continues the run, without the flags of its settings (`require_own_settings`), and
     `task` the task that the user gives.
     """
-    from archipelago.islands.creation import describe
-    from archipelago.islands.own_loop.tensors import require_same_tensors
     from archipelago.islands.tasks.file import task_of
 
-    if (file := task_of(task, found, "Starting islands of ours")) is not None:
-        from archipelago.islands.tasks.workload import TaskModel, task_config
-
-        require_own_settings(found, task_config(config, file), f"{go_on} --task {task}" if go_on else "")
-        require_same_tensors(found, TaskModel(file, found.config.seed).tensors)
+    task_of(task, found, "Starting islands of ours")
+    work = workload_of(config, task)
+    require_own_settings(found, work.config, f"{go_on} --task {task}" if go_on and task else go_on)
+    if task is not None:
+        work.require_same(found)
         return
-    fitting, corpus = require_usable(config)
-    require_own_settings(found, fitting, go_on)
     try:
-        found.require_same(describe(found.run, fitting, corpus.identity))
+        found.require_same(work.describe(found.run))
     except MismatchError as error:
         raise MismatchError(
             error.subject,

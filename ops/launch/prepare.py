@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.progress import Activity
@@ -32,7 +34,7 @@ class PrepareOptions:
     """
 
     source: Annotated[str, tyro.conf.Positional]
-    """A file, a folder, `enwik8`, `stdlib` or `digits`."""
+    """A file, a folder, an address such as s3://BUCKET/TEXTS, `enwik8`, `stdlib` or `digits`."""
     name: str | None = None
     """The name of the corpus, for --data.corpus. The default is made from the source."""
     path: Path | None = None
@@ -48,9 +50,12 @@ class PrepareOptions:
 
 def main(options: PrepareOptions) -> int:
     """Prepare one corpus, and print a summary."""
-    from archipelago.islands.data.corpus import data_folder
+    from archipelago.islands.data.bucket import bucket_of_corpora, upload_corpus
+    from archipelago.islands.data.corpus import CARD_FILE, data_folder
 
+    bucket = bucket_of_corpora()  # an unknown scheme shows before the work begins
     corpus = _prepare(options)
+    upload_corpus(data_folder() / corpus.name, CARD_FILE)
     found: dict[str, object] = {
         "corpus": corpus.name, "digest": corpus.digest, "train": corpus.train.size, "valid": corpus.valid.size,
         "test": corpus.test.size, "folder": str(data_folder() / corpus.name),
@@ -61,6 +66,8 @@ def main(options: PrepareOptions) -> int:
         train_bytes, valid_bytes, test_bytes = corpus.text_bytes
         found |= {"vocabulary": corpus.vocabulary, "dtype": corpus.train.dtype.name, "tokenizer": corpus.tokenizer,
                   "train_bytes": train_bytes, "valid_bytes": valid_bytes, "test_bytes": test_bytes}  # fmt: skip
+    if bucket:
+        found["bucket"] = f"{bucket}/{corpus.name}"
     if options.json:
         print_json(found)
         return 0
@@ -77,11 +84,14 @@ def main(options: PrepareOptions) -> int:
         size = corpus.train.shape[1]
         say(f"corpus {corpus.name!r}: {train} examples of {size:,} bytes to train on, {valid} and {test} held out")
         use += f" --data.sequence-length {size - 1} --model.size {corpus.name}"
+    if bucket:
+        say(f"  it is in {bucket}/{corpus.name}; machines with the same ARCHIPELAGO_DATA download it when they need it")
     say(f"  use it:  {use}")
     return 0
 
 
 def _prepare(options: PrepareOptions) -> OpenCorpus:
+    from archipelago.islands.data.bucket import fetch_text
     from archipelago.islands.data.corpus import KNOWN
     from archipelago.islands.data.preparation import is_bytes, prepare_text, prepare_tokens
     from archipelago.islands.data.tokenizer import encoding_of
@@ -92,8 +102,9 @@ def _prepare(options: PrepareOptions) -> OpenCorpus:
     suffix = (f"-bpe{encoding}" if isinstance(encoding, int) else "-tokens") if is_tokenised else ""
     name = options.name or _name(options) + suffix
     if not is_known:
-        with _progress() as progress:
-            return prepare_text(Path(options.source), checked_name(name, "the corpus name"), encoding, progress)
+        with tempfile.TemporaryDirectory(prefix="archipelago-") as folder, _progress() as progress:
+            source = fetch_text(options.source, Path(folder)) if is_address(options.source) else Path(options.source)
+            return prepare_text(source, checked_name(name, "the corpus name"), encoding, progress)
     plain = _prepare_known(options)
     if not is_tokenised:
         return plain
@@ -140,10 +151,14 @@ def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bo
 
 def _prepare_known(options: PrepareOptions) -> OpenCorpus:
     """Prepare the public data set that `source` names, with a progress bar."""
+    from archipelago.islands.data.bucket import download_corpus
+    from archipelago.islands.data.corpus import CARD_FILE, TEXT_FILE, data_folder, is_prepared
     from archipelago.islands.data.digits import prepare_digits
     from archipelago.islands.data.enwik8 import prepare_enwik8
     from archipelago.islands.data.stdlib import prepare_stdlib
 
+    if not is_prepared(options.source):
+        download_corpus(data_folder() / options.source, CARD_FILE, TEXT_FILE)  # the bucket's, if it has it
     if options.source == "stdlib":
         return prepare_stdlib()
     prepare = prepare_enwik8 if options.source == "enwik8" else prepare_digits

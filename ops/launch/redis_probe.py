@@ -101,3 +101,12 @@ def free_port() -> int:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def two_free_ports() -> int:
+    """Return a port that was free just now, as the next one was."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError, OverflowError), socket.socket() as probe:
+            probe.bind((LOOPBACK, port + 1))
+            return port

@@ -23,6 +23,7 @@ from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.launch.comparison import compare
+from archipelago.ops.launch.devices import Shares
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.standbys import ISLAND, Standbys
 from archipelago.ops.launch.supervisor import Child, stop_all, thread_environment
@@ -75,6 +76,8 @@ class SessionOptions:
         task: The users' task that the islands train, FILE.py:NAME; None for one of our models.
         has_losses: Whether the run is evaluated on held-out data. A task may have no evaluation.
         worker: Options that all workers share.
+        mesh: The mesh of each island, as `archipelago island` takes it; None for its default.
+        shares: The accelerators of each island; None on a machine without any.
     """
 
     islands: int
@@ -86,6 +89,8 @@ class SessionOptions:
     task: str | None
     has_losses: bool
     worker: WorkerOptions
+    mesh: str | None = None
+    shares: Shares | None = None
 
 
 class Session:
@@ -115,8 +120,11 @@ class Session:
         def environment(name: str) -> dict[str, str]:
             return {URL_VARIABLE: (joins or {}).get(name, url), **threads}
 
-        def child(name: str, *argv: str) -> Child:
-            return Child(name, argv, environment(name), folder / "logs" / f"{name}.log")
+        def child(name: str, *argv: str, devices: Mapping[str, str] | None = None) -> Child:
+            return Child(name, argv, {**environment(name), **(devices or {})}, folder / "logs" / f"{name}.log")
+
+        shares, mesh = options.shares, ["--mesh", options.mesh] if options.mesh else []
+        devices = [shares.environment(number) for number in range(options.islands)] if shares else []
 
         merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
         merger += ["--threads", str(options.merger_threads)] if options.merger_threads else []
@@ -128,10 +136,10 @@ class Session:
             name = island_name(number)
             where = ["--name", name, "--folder", str(folder / "islands" / name)]
             where += ["--evaluate-every", str(options.evaluate_every)]
-            self.islands.append(child(name, *ISLAND, *where, *task, *worker.flags(number + 1)))
-        self.standbys = Standbys(
-            options.standbys, [*task, *worker.curve_flags()], environment("standby"), folder / "logs"
-        )
+            own = devices[number] if devices else None
+            self.islands.append(child(name, *ISLAND, *where, *mesh, *task, *worker.flags(number + 1), devices=own))
+        flags = [*mesh, *task, *worker.curve_flags()]
+        self.standbys = Standbys(options.standbys, flags, environment("standby"), folder / "logs", devices)
         for island in self.islands:
             island.stand_in = self.standbys.stand_in
         self.seconds = 0.0
@@ -231,13 +239,18 @@ class Session:
         stop_all([self.merger], LEAVE_SECONDS)
 
     def _is_evaluated(self) -> bool:
-        """Return whether the newest parameters have been evaluated, as the last island does at the end of a run."""
+        """Return whether the newest parameters have been evaluated, as the last island does at the end of a run.
+
+        A run that is stopped before its first merge has nothing new to evaluate.
+        """
         try:
-            rounds = [head.round for head in self.transport.reader.heads() if head is not None]
+            newest = max((head.round for head in self.transport.reader.heads() if head is not None), default=0)
             known = self.transport.reader.evaluations()
         except BrokerError:
             return True  # without Redis there is nothing to evaluate
-        return bool(known) and known[-1].round >= max(rounds, default=0)
+        if not newest and self.stopped():
+            return True
+        return bool(known) and known[-1].round >= newest
 
     def _observe(self) -> RunView:
         self._view = observe(self.transport, self.manifest)
@@ -265,7 +278,7 @@ class Session:
         view = self._last_view()
         curve: run_summary.Curve = []
         if with_comparison:
-            curve = compare(self.folder, view.tokens_trained, self.options.weights, self.stopped)
+            curve = compare(self.folder, view.tokens_trained, self.options.weights, self.options.task, self.stopped)
         evaluations = []
         with suppress(BrokerError):
             evaluations = self.transport.reader.evaluations()

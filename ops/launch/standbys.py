@@ -33,8 +33,13 @@ def require_standbys(count: int) -> None:
 
 @dataclass
 class Standby(Child):
-    """One standby. When its process becomes an island, it loads another process after a pause."""
+    """One standby. When its process becomes an island, it loads another process after a pause.
 
+    Attributes:
+        devices: The variables that show it its accelerators.
+    """
+
+    devices: Mapping[str, str] = field(default_factory=dict)
     _output: bytes = field(default=b"", repr=False)
 
     def start(self) -> None:
@@ -91,12 +96,29 @@ class Standby(Child):
 class Standbys:
     """The standbys of one run. Call `tend` regularly, from the main thread."""
 
-    def __init__(self, count: int, flags: Sequence[str], environment: Mapping[str, str], logs: Path) -> None:
-        """`flags` are options of `archipelago island`, without a name or a folder."""
-        self.all = [
-            Standby(name, [*ISLAND, "--standby", *flags], environment, logs / f"{name}.log")
-            for name in (f"standby-{number}" for number in range(count))
-        ]
+    def __init__(
+        self,
+        count: int,
+        flags: Sequence[str],
+        environment: Mapping[str, str],
+        logs: Path,
+        devices: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """Note what to start.
+
+        Args:
+            count: The number of standbys.
+            flags: Options of `archipelago island`, without a name or a folder.
+            environment: Variables of all standbys.
+            logs: The folder of their logs.
+            devices: The variables that show each island its accelerators. A standby holds its programs on those of one
+                island, and can replace only an island with the same ones. The default is that all islands have all.
+        """
+        self.all = []
+        for number in range(count):
+            name, own = f"standby-{number}", devices[number % len(devices)] if devices else {}
+            argv = [*ISLAND, "--standby", *flags]
+            self.all.append(Standby(name, argv, {**environment, **own}, logs / f"{name}.log", devices=own))
 
     def start(self) -> None:
         """Begin to load all standbys."""
@@ -123,7 +145,8 @@ class Standbys:
         arguments = island.argv[len(ISLAND) :]
         assignment = Assignment(tuple(arguments), island.environment, str(island.log.absolute()))
         for standby in self.all:
-            if standby.is_ready() and (process := standby.become(assignment)) is not None:
+            has_devices = all(island.environment.get(name) == value for name, value in standby.devices.items())
+            if has_devices and standby.is_ready() and (process := standby.become(assignment)) is not None:
                 island.process = process
                 return True
         return False

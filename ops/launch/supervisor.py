@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,14 +164,21 @@ class Child:
             self.process.send_signal(number)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the process to end, and kill it once `seconds` have passed."""
-        if self.process is None:
+        """Wait for the process to end, and kill it once `seconds` have passed, with all that it has started."""
+        if self.process is None or self.process.returncode is not None:  # its number may be another's by now
             return
         try:
             self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self._kill_group()
             self.process.wait()
+        self._kill_group()  # a data loader's processes may outlive the process that started them
+
+    def _kill_group(self) -> None:
+        """Kill all processes of the session that the process leads."""
+        if self.process is not None:
+            with suppress(ProcessLookupError, PermissionError):  # none is left; macOS says the latter of zombies
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
         """Return the message in the last line of the log."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,11 +26,14 @@ from archipelago.broker.process import INTERRUPTED, keep_compiled, print_json, s
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
+from archipelago.islands.mesh.shape import parsed
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE
+from archipelago.ops.launch.devices import Shares, accelerators, islands_by_default, shared_out
 from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.init import create, require_same, require_usable, text_of
+from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
 from archipelago.ops.launch.open_run import OpenRun, administrator_at, opening_of
+from archipelago.ops.launch.run_copies import copy_run_files
 from archipelago.ops.launch.session import RedisSupervisor, Session, SessionOptions, island_name
 from archipelago.ops.launch.standbys import require_standbys
 from archipelago.ops.plots import can_draw
@@ -38,6 +41,8 @@ from archipelago.ops.settings import is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
 ISLANDS_MAX = 256
+#: The most seconds from a signal to the end of everything. The steps of an orderly end (`session`) take less together.
+END_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,17 @@ class UpOptions(WorkerOptions):
     """The name of the run and of its folder."""
     islands: int = 3
     """The number of islands on this machine. More can join from other machines."""
+    mesh: str | None = None
+    """How each island uses its devices, such as data=2,fsdp=2 (docs/guide/many-devices.md). The default is all on data.
+    """
+    share_devices: bool = False
+    """Let several islands use one accelerator. Otherwise each island gets accelerators of its own."""
     standbys: int = 0
     """The processes that have loaded and compiled everything and replace an island that dies."""
     folder: Path = Path("runs")
     """The folder with the folders of all runs: logs, data and reports."""
     resume: bool = False
-    """If the Redis does not have the run, continue from the newest checkpoint in the folder."""
+    """If the Redis does not have the run, continue from the newest checkpoint in the folder or the bucket."""
     checkpoint_every: float = 30.0
     """The seconds between two checkpoints of the whole run, merger and islands. 0 takes none."""
     merger_threads: int = 0
@@ -86,8 +96,13 @@ class UpOptions(WorkerOptions):
     json: bool = False
     """Print the report as one JSON object."""
 
-    def session(self, *, has_losses: bool) -> SessionOptions:
-        """Return the options of the session. `has_losses` says whether the run is evaluated."""
+    def session(self, *, has_losses: bool, shares: Shares | None = None) -> SessionOptions:
+        """Return the options of the session.
+
+        Args:
+            has_losses: Whether the run is evaluated.
+            shares: The accelerators of each island.
+        """
         return SessionOptions(
             islands=self.islands,
             standbys=self.standbys,
@@ -98,6 +113,8 @@ class UpOptions(WorkerOptions):
             task=self.task,
             has_losses=has_losses,
             worker=self,
+            mesh=self.mesh,
+            shares=shares,
         )
 
 
@@ -106,14 +123,17 @@ def main(options: UpOptions) -> int:
     config = checked(options.settings)
     name = checked_name(options.run, "the run name")
     _require_sensible(options)
+    options, shares = _with_devices(options)
     folder = options.folder / name
     if options.log_json:
         options.log_as("up", name)
     keep_compiled()
     has_losses = _require_trainable(config, options)
+    bucket = options.bucket_folder(name)
     # Nothing has been started or written before this line.
-    stopped = stop_on_signals()
+    stopped = stop_on_signals(END_SECONDS)
     with ExitStack() as stack:
+        _require_not_stopped(stopped)
         server, url = _server(options, folder, stack)
         invited = administrator_at(server, name, folder) if server and server.opening else None
         transport = connect(url, name, invited)
@@ -123,19 +143,32 @@ def main(options: UpOptions) -> int:
         opened = OpenRun(transport, server, folder) if server and server.opening else None
         if opened:
             opened.begin()
-        manifest, created = _find_or_create(transport, config, folder, options)
+        kept = MergerFolder(folder / "merger", bucket=bucket.child("merger") if bucket else None)
+        manifest, created = _find_or_create(transport, config, kept, options)
         steps = run_steps(manifest.config, transport.reader.control())
         write_atomically(folder / "config.toml", to_toml(replace(config, inner=replace(config.inner, steps=steps))))
         _greet(manifest, created, server, url, folder)
+        for line in shares.describe([island_name(number) for number in range(options.islands)]) if shares else []:
+            say(f"  device  {line}")
         joins = opened.invite_ours(island_name(number) for number in range(options.islands)) if opened else {}
         described = server.describe() if server else redacted(url)
         redis = RedisSupervisor(server, stack) if server else None
+        _require_not_stopped(stopped)
         session = Session(
-            options.session(has_losses=has_losses), manifest, transport, url, folder, stopped, redis, joins
+            options.session(has_losses=has_losses, shares=shares),
+            manifest,
+            transport,
+            url,
+            folder,
+            stopped,
+            redis,
+            joins,
         )
         finished = session.train()
-        report = session.report(described, with_comparison=finished and options.one_process and not options.task)
+        report = session.report(described, with_comparison=finished and options.one_process and has_losses)
     report = _kept_report(folder, report, has_trained=bool(session.seconds))
+    if bucket and (fault := copy_run_files(folder, bucket)):
+        say(f"warning: the report is in {folder} only: {fault}")
     _farewell(report, finished, folder, options)
     if finished and has_losses and not _has_losses(report):
         raise ArchipelagoError(
@@ -146,17 +179,35 @@ def main(options: UpOptions) -> int:
     return 0 if finished else INTERRUPTED
 
 
+def _with_devices(options: UpOptions) -> tuple[UpOptions, Shares | None]:
+    """Return the options with a number of islands that this machine's accelerators allow, and the share of each.
+
+    Raises:
+        ConfigError: There are not enough accelerators for what was asked (`up.devices`, `up.tpu`, `mesh.devices`).
+    """
+    mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
+    if not is_given("--islands"):
+        options = replace(options, islands=islands_by_default(found, options.islands))
+    shares = shared_out(found, options.islands, options.standbys, may_share=options.share_devices, mesh=mesh)
+    return options, shares
+
+
+def _require_not_stopped(stopped: Callable[[], bool]) -> None:
+    """Raise KeyboardInterrupt if a signal has arrived, as long as there are no processes to end in order."""
+    if stopped():
+        raise KeyboardInterrupt
+
+
 def _require_trainable(config: RunConfig, options: UpOptions) -> bool:
     """Check that the model or the task can be trained here. Return whether the run will have held-out losses."""
     if options.task is None:
         require_usable(config, options.from_)
         return True
-    from archipelago.islands.tasks.file import load_task
-    from archipelago.islands.tasks.workload import require_trainable, task_config
+    from archipelago.islands.tasks.workload import require_trainable
 
-    file = load_task(options.task)
-    require_trainable(file, task_config(config, file))
-    return file.task.evaluate is not None
+    work = workload_of(config, options.task)
+    require_trainable(work)
+    return work.named.task.evaluate is not None
 
 
 def _kept_report(folder: Path, report: dict[str, Any], *, has_trained: bool) -> dict[str, Any]:
@@ -228,11 +279,15 @@ def _require_openable(options: UpOptions) -> None:
         )
 
 
-def _find_or_create(transport: Transport, config: RunConfig, folder: Path, options: UpOptions) -> tuple[Manifest, bool]:
+def _find_or_create(
+    transport: Transport, config: RunConfig, kept: MergerFolder, options: UpOptions
+) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether it was created now. Checkpoints of a run are never overwritten."""
     how = " URL" if options.url else " --open" if options.open_ else ""
-    go_on = f"archipelago up{how} --run {options.run}{_in(folder)}"
-    kept, known = MergerFolder(folder / "merger"), transport.run in transport.reader.runs()
+    go_on = f"archipelago up{how} --run {options.run}{_in(kept.path.parent)}"
+    known = transport.run in transport.reader.runs()
+    if not known:
+        kept.fetch()
     if numbers := kept.store.numbers():
         config = _extended(
             transport, kept.find_or_bring_back(transport, resume=options.resume), config, go_on, options.task
@@ -286,6 +341,8 @@ def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, f
     say(f"  redis   {server.describe() if server else redacted(url)}")
     if server and server.opening:
         say(f"  invite  archipelago invite NAME --role island --run {manifest.run}{_in(folder)}   (makes a join file)")
+        task = " --task FILE.py:NAME" if manifest.task else ""
+        say(f"  join    archipelago island {manifest.run}.NAME.join{task}   (on another machine, with that file)")
         say(f"  watch   archipelago status {folder / ADMIN_FILE}")
     elif server and not as_json():  # The password belongs on a terminal, not into collected logs.
         say(f"  inspect {server.cli_hint()}")

@@ -17,6 +17,7 @@ from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.preparation import prepare_text
+from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch import up
 from archipelago.ops.launch.init import InitOptions, create
 from archipelago.ops.launch.own_settings import own_flags
@@ -52,7 +53,8 @@ def transport(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def continued(transport: Transport, config: RunConfig, folder: Path) -> None:
     """Continue the run as `archipelago up` does."""
-    manifest, created = up._find_or_create(transport, config, folder / "mine", UpOptions(run="mine", folder=folder))
+    kept = MergerFolder(folder / "mine" / "merger")
+    manifest, created = up._find_or_create(transport, config, kept, UpOptions(run="mine", folder=folder))
     assert (manifest.config.inner.steps, created) == (CONFIG.inner.steps, False)
 
 

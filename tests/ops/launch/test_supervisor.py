@@ -12,7 +12,7 @@ from archipelago.broker.process import OUTAGE
 from archipelago.islands.replaced import REPLACED_STATUS
 from archipelago.ops.launch import supervisor
 from archipelago.ops.launch.supervisor import Child, stop_all, thread_environment
-from tests.conftest import Until
+from tests.conftest import Until, gone
 
 Make = Callable[[str], Child]
 
@@ -119,6 +119,23 @@ def test_all_children_end_even_those_that_ignore_sigterm(make: Make, until: Unti
     until(lambda: children[0].log.read_text().count("up") == 2, "both to run")
     stop_all(children, 0.5)
     assert [child.process.poll() for child in children if child.process] == [-9, -15]
+
+
+@pytest.mark.parametrize("is_deaf", [True, False], ids=["killed", "ended"])
+def test_what_a_child_has_started_ends_with_it(make: Make, until: Until, is_deaf: bool) -> None:
+    """Such as the processes of a data loader, which nothing else would end."""
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if is_deaf else ""
+    child = make(
+        "import signal, subprocess, sys, time; "
+        f"{ignore}loader = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(0, flush=True); time.sleep(600)']); "
+        "print(loader.pid, flush=True); time.sleep(600)"
+    )
+    child.start()
+    until(lambda: len(child.last_lines()) == 2, "both to run")
+    loader = max(int(line) for line in child.last_lines())
+    child.stop(0.5 if is_deaf else 60.0)
+    until(lambda: gone(loader), "the loader's end")
 
 
 def test_a_child_imports_nothing_from_the_working_directory(
