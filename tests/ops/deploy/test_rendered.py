@@ -1,0 +1,195 @@
+"""The files of `ops/deploy` as their own tools read them: rendered, and checked against published schemas."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ops.deploy.test_deploy_files import DEPLOY, parts, units
+
+pytestmark = pytest.mark.full
+
+#: A folder with definitions of custom resources (JobSet, ScaledJob), which no package has.
+DEFINITIONS = "ARCHIPELAGO_CRDS"
+OVERLAYS = {
+    "example": [],
+    "scavengers": ["../redis", "../dash", "../scavengers"],
+    "autoscaled": ["../dash", "../autoscaled", "../cuda"],
+    "joins": ["../redis", "../joins"],
+}
+
+
+def rendered(folder: Path) -> subprocess.CompletedProcess[str]:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    return subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True)
+
+
+@pytest.fixture
+def kubernetes(tmp_path: Path) -> Path:
+    """A copy of the files for Kubernetes, without a secret."""
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", copy, ignore=shutil.ignore_patterns("secret.env"))
+    return copy
+
+
+def overlay(kubernetes: Path, name: str) -> list[dict[str, Any]]:
+    """Return the objects that an overlay of these components makes."""
+    folder = kubernetes / name
+    if name == "example":
+        (folder / "secret.env").write_text("url=redis://:x@archipelago-redis:6379\npassword=x\n")
+    else:
+        folder = kubernetes / f"with-{name}"
+        folder.mkdir()
+        lines = {"resources": ["../base"], "components": OVERLAYS[name]}
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(lines))
+    done = rendered(folder)
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+def jobs_of(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the jobs that a custom resource makes, as its controller would."""
+    if manifest["kind"] == "JobSet":
+        specs = [each["template"]["spec"] for each in manifest["spec"]["replicatedJobs"]]
+    else:
+        assert manifest["kind"] == "ScaledJob"
+        specs = [manifest["spec"]["jobTargetRef"]]
+    for number, spec in enumerate(specs):
+        yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"job-{number}"}, "spec": spec}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_overlay_fits_the_schemas_of_kubernetes(kubernetes: Path, name: str) -> None:
+    schemas = pytest.importorskip("kubernetes_validate")
+    found = overlay(kubernetes, name)
+    for manifest in found:
+        is_custom = manifest["kind"] in ("JobSet", "ScaledJob")
+        for each in jobs_of(manifest) if is_custom else [manifest]:
+            schemas.validate(each, schemas.latest_version(), strict=True)
+    names = {
+        each["metadata"]["name"] for each in found if each["kind"] in ("Secret", "ConfigMap", "PersistentVolumeClaim")
+    }
+    needed = {"archipelago"} | ({"archipelago-joins"} if name == "joins" else set())
+    secrets = {each["name"] for manifest in found for each in parts(manifest, "secretKeyRef")}
+    secrets |= {each["secretName"] for manifest in found for each in parts(manifest, "secret")}
+    assert secrets == needed, "a secret that the guide does not name"
+    assert {each["name"] for manifest in found for each in parts(manifest, "configMap")} <= names
+
+
+@pytest.fixture(scope="module")
+def definitions() -> dict[str, Any]:
+    """The schemas of custom resources by their kinds."""
+    if DEFINITIONS not in os.environ:
+        pytest.skip(f"${DEFINITIONS} names no folder with the definitions of JobSet and ScaledJob")
+    found = {}
+    for path in Path(os.environ[DEFINITIONS]).glob("*.yaml"):
+        definition = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)["spec"]
+        schema = without_unknown(definition["versions"][0]["schema"]["openAPIV3Schema"])
+        schema["properties"]["metadata"] = {}
+        found[definition["names"]["kind"]] = schema
+    return found
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_custom_resources_fit_their_definitions(definitions: dict[str, Any], kubernetes: Path, name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    custom = [each for each in overlay(kubernetes, name) if each["kind"] in ("JobSet", "ScaledJob")]
+    assert [each["kind"] for each in custom].count("ScaledJob") == (name == "autoscaled")
+    for manifest in custom:
+        jsonschema.Draft202012Validator(definitions[manifest["kind"]]).validate(manifest)
+
+
+def without_unknown(schema: Any) -> Any:
+    """Return the schema of a custom resource as JSON schema that refuses unknown fields."""
+    if isinstance(schema, list):
+        return [without_unknown(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {key: without_unknown(value) for key, value in schema.items()}
+    if out.get("x-kubernetes-int-or-string"):
+        out = {"type": ["integer", "string"]}
+    if out.get("type") == "object" and "properties" in out and not out.get("x-kubernetes-preserve-unknown-fields"):
+        out.setdefault("additionalProperties", False)
+    return out
+
+
+def test_the_number_of_islands_and_the_image_are_those_of_the_overlay(kubernetes: Path) -> None:
+    found = {each["kind"]: each for each in overlay(kubernetes, "example")}
+    jobs = {each["name"]: each for each in found["JobSet"]["spec"]["replicatedJobs"]}
+    assert {name: each.get("replicas", 1) for name, each in jobs.items()} == {"init": 1, "mergers": 2, "islands": 4}
+    images = {each["image"] for each in parts(found["JobSet"], "containers") for each in each}
+    assert images == {"registry.example.org/archipelago:latest"}
+
+
+def test_without_a_secret_nothing_is_rendered(kubernetes: Path) -> None:
+    done = rendered(kubernetes / "example")
+    assert done.returncode != 0 and done.stdout == ""
+    assert "secret.env" in done.stderr and "no such file" in done.stderr
+
+
+def composed(tmp_path: Path, *files: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Let podman-compose merge these files and replace their variables. It asks podman for its version only."""
+    pytest.importorskip("podman_compose")
+    podman = tmp_path / "podman"
+    podman.write_text("#!/bin/sh\necho podman version 5.0.0\n")
+    podman.chmod(0o755)
+    flags = [word for file in files for word in ("-f", str(DEPLOY / file))]
+    return subprocess.run(
+        [sys.executable, "-m", "podman_compose", *flags, "config"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]], ids=len)
+def test_compose_files_fit_the_specification(tmp_path: Path, files: list[str]) -> None:
+    specification = pytest.importorskip("compose_spec")
+    done = composed(tmp_path, *files, ARCHIPELAGO_PASSWORD="secret-1")
+    assert done.returncode == 0, done.stderr
+    specification.PyCompose.from_yaml(done.stdout).validate()
+    services = yaml.safe_load(done.stdout)["services"]
+    urls = {each["environment"]["ARCHIPELAGO_URL"] for name, each in services.items() if name != "redis"}
+    assert urls == {"redis://:secret-1@redis:6379"}
+
+
+def test_compose_without_a_password_says_what_is_missing(tmp_path: Path) -> None:
+    done = composed(tmp_path, "compose.yaml")
+    assert done.returncode != 0
+    assert "ARCHIPELAGO_PASSWORD" in done.stderr
+
+
+def test_systemd_reads_the_units(tmp_path: Path) -> None:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd is not installed")
+    for name in units():
+        text = (DEPLOY / "systemd" / name).read_text(encoding="utf-8")
+        instance = tmp_path / name.replace("@.", "@oslo.")
+        instance.write_text(text.replace("/opt/archipelago/bin/archipelago", "/bin/true"))
+        done = subprocess.run([program, "verify", str(instance)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("script", ["slurm/worker.sbatch", "slurm/check_requeue.sh", "check_image.sh"])
+def test_bash_reads_the_scripts(script: str) -> None:
+    assert subprocess.run(["/bin/bash", "-n", str(DEPLOY / script)]).returncode == 0
+
+
+def test_sbatch_without_a_url_says_what_is_missing() -> None:
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+    script = ["/bin/bash", str(DEPLOY / "slurm/worker.sbatch")]
+    for args, missing in (([], "is missing"), (["island"], "ARCHIPELAGO_URL")):
+        done = subprocess.run([*script, *args], env=environment, capture_output=True, text=True)
+        assert done.returncode not in (0, 75)
+        assert len(done.stderr.splitlines()) == 1 and missing in done.stderr
