@@ -1,4 +1,4 @@
-"""The baselines of islands: the same model, data and tokens without islands.
+"""The baselines of islands: the same task and tokens without islands.
 
 `one process` has an island's batch, and makes as many steps as all islands together. `data-parallel` has M batches a
 step, and makes as many steps as one island; it computes the same as synchronous data-parallel over M workers,
@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from itertools import count
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from archipelago.broker.config import InnerConfig, ModelConfig, RunConfig
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import lease_all, lease_share
-from archipelago.islands.evaluation import compile_validation
-from archipelago.islands.inner import InnerState, InnerSteps, begin, compile_steps
-from archipelago.islands.models.registry import Params, build
+from archipelago.broker.config import RunConfig
+from archipelago.broker.corpus_shards import Place
+from archipelago.islands.evaluation import compile_validation, measured
+from archipelago.islands.inner import InnerState
+from archipelago.islands.models.interface import Params
+from archipelago.islands.tasks.ours import OurTask
+from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.workload import Workload, compiled_steps
 
 EVALUATIONS = 12
 #: With more held-out sequences than this, evaluations would take longer than training, so that there are fewer of them.
@@ -59,90 +61,135 @@ def evaluations(config: RunConfig) -> int:
     return EVALUATIONS if config.data.held_out_sequences <= LONG_TEXT else EVALUATIONS_OF_LONG_TEXT
 
 
-@cache
-def compiled(model: str | ModelConfig, inner: InnerConfig) -> InnerSteps:
-    """Return inner steps, compiled once per process, because compiling takes longer than a short run."""
-    return compile_steps(build(model), inner)
+class AllShards:
+    """The leases of one of several readers that divide all shards, pass after pass. The others are not asked."""
+
+    is_started = False
+
+    def __init__(self, number: int = 0, of: int = 1) -> None:
+        self._number, self._of = number, of
+        self._places: Iterator[Place] = iter(())
+
+    def offer(self, shards: Sequence[str], /) -> None:
+        """Take every `of`-th shard."""
+        mine = shards[self._number :: self._of]
+        self._places = (Place(shard, pass_number, 0) for pass_number in (count() if mine else ()) for shard in mine)
+
+    def lease(self) -> Place | None:
+        """Return the next shard; None for a reader without any."""
+        return next(self._places, None)
+
+    def register_shards(self, count: int, /) -> int:
+        """Return that number: there are no other islands."""
+        return count
 
 
-def one_process(
-    config: RunConfig, corpus: OpenCorpus, tokens: int, progress: Progress, params: Params | None = None
-) -> list[Point]:
+class Reader:
+    """One of several readers of a task's data, without a run.
+
+    Attributes:
+        tokens: The tokens of all batches so far.
+    """
+
+    def __init__(self, work: Workload, number: int = 0, of: int = 1) -> None:
+        self._supply = work.supply(TaskRun(f"reader-{number}", number, work.config.seed, AllShards(number, of)))
+        self.tokens = 0
+
+    def next(self, count: int) -> Any:
+        """Return the next batches, stacked."""
+        drawn = self._supply.next(count)
+        self.tokens += self._supply.tokens
+        self._supply.forget([place.shard for place in self._supply.places() if place.ended])
+        return drawn
+
+
+def tokens_per_step(work: Workload) -> int:
+    """Return the tokens of the first batch of a task."""
+    reader = Reader(work)
+    reader.next(1)
+    return reader.tokens
+
+
+def one_process(work: Workload, tokens: int, progress: Progress, params: Params | None = None) -> list[Point]:
     """Train one process on `tokens`, with the schedule stretched over them. Begin with `params` if given."""
-    steps = max(1, tokens // config.tokens_per_step)
-    stretched = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=steps))
-    return list(_train(stretched, corpus, steps, progress, params))
+    return list(_train(work, 1, max(1, tokens // tokens_per_step(work)), progress, params))
 
 
-def data_parallel(config: RunConfig, corpus: OpenCorpus, workers: int, progress: Progress) -> list[Point]:
-    """Train with the global batch of `workers`, for as many steps as each of them would make."""
-    data = dataclasses.replace(config.data, batch_size=config.data.batch_size * workers)
-    return list(_train(dataclasses.replace(config, data=data), corpus, config.inner.steps, progress))
+def data_parallel(work: Workload, workers: int, progress: Progress, steps: int = 0) -> list[Point]:
+    """Train with the global batch of `workers`, for as many steps as each of them would make, or for `steps`."""
+    return list(_train(work, workers, steps or work.config.inner.steps, progress))
 
 
 def diloco(
-    config: RunConfig,
-    corpus: OpenCorpus,
+    work: Workload,
     workers: int,
     progress: Progress,
     rate: float = DILOCO_RATE,
     momentum: float = DILOCO_MOMENTUM,
 ) -> list[Point]:
-    """Train replicas in lockstep for `config.inner.steps` each, with a sync every `config.sync.interval` steps."""
-    return list(_diloco(config, corpus, workers, optax.sgd(rate, momentum=momentum, nesterov=True), progress))
+    """Train replicas in lockstep for `inner.steps` each, with a sync every `sync.interval` steps."""
+    return list(_diloco(work, workers, optax.sgd(rate, momentum=momentum, nesterov=True), progress))
 
 
 def _train(
-    config: RunConfig, corpus: OpenCorpus, steps: int, progress: Progress, params: Params | None = None
+    work: Workload, workers: int, steps: int, progress: Progress, params: Params | None = None
 ) -> Iterator[Point]:
-    inner, state = (
-        compiled(config.model, config.inner),
-        begin(config.inner, params or build(config.model).init(config.seed)),
-    )
-    batches = Batches(corpus.train, config, lease_all(config.data.shards, config.seed))
-    point = scoring(config, corpus)
-    chunks, count = max(1, steps // CHUNK_STEPS), evaluations(config)
-    marks = {round(chunks * (i + 1) / count) for i in range(count)}
+    if not work.model.has_own_optimizer:
+        work = work.changed(inner=dataclasses.replace(work.config.inner, steps=steps))
+    config, model = work.config, work.model
+    state = work.begin(model.init() if params is None else params)
+    inner = work.steps if workers == 1 else compiled_steps(model, config.inner, workers)
+    reader, point = Reader(work), scoring(work)
+    chunks, wanted = max(1, steps // CHUNK_STEPS), evaluations(config)
+    marks = {round(chunks * (i + 1) / wanted) for i in range(wanted)}
     yield _reported(point(0, state.params), progress)
     for chunk in range(chunks):
-        done = chunk * CHUNK_STEPS
-        state, _ = inner(state, jnp.asarray(batches.next(CHUNK_STEPS)), jnp.asarray(done, jnp.int32))
+        clock = chunk * CHUNK_STEPS * config.inner.steps // steps  # a user's schedule is by the clock of the run
+        batches = reader.next(CHUNK_STEPS * workers)
+        if workers > 1:
+            batches = jax.tree.map(lambda x: x.reshape(CHUNK_STEPS, workers, *x.shape[1:]), batches)
+        state, _ = inner(state, jax.device_put(batches), jnp.asarray(clock, jnp.int32))
         if chunk + 1 in marks:
-            trained = (done + CHUNK_STEPS) * config.tokens_per_step
-            yield _reported(point(trained, state.params), progress)
+            yield _reported(point(reader.tokens, state.params), progress)
 
 
-def _diloco(
-    config: RunConfig, corpus: OpenCorpus, workers: int, outer: optax.GradientTransformation, progress: Progress
-) -> Iterator[Point]:
-    params = build(config.model).init(config.seed)
-    inner, point = compiled(config.model, config.inner), scoring(config, corpus)
-    moments = [begin(config.inner, params).optimizer for _ in range(workers)]
-    leases = [lease_share(config.data.shards, config.seed, worker, workers) for worker in range(workers)]
-    batches = [Batches(corpus.train, config, lease) for lease in leases]
+def _diloco(work: Workload, workers: int, outer: optax.GradientTransformation, progress: Progress) -> Iterator[Point]:
+    config, params = work.config, work.model.init()
+    point, readers = scoring(work), [Reader(work, worker, workers) for worker in range(workers)]
+    moments = [work.begin(params).optimizer for _ in range(workers)]
     momentum = outer.init(params)
-    steps, done, count = config.inner.steps, 0, evaluations(config)
+    steps, done, wanted = config.inner.steps, 0, evaluations(config)
     yield _reported(point(0, params), progress)
     while done < steps:
         n = min(config.sync.interval, steps - done)
         replicas: list[Params] = []
         for worker in range(workers):
             state = InnerState(jax.tree.map(jnp.array, params), moments[worker])  # The steps donate their input.
-            state, _ = inner(state, jnp.asarray(batches[worker].next(n)), jnp.asarray(done, jnp.int32))
+            state, _ = work.steps(state, jax.device_put(readers[worker].next(n)), jnp.asarray(done, jnp.int32))
             moments[worker] = state.optimizer
             replicas.append(state.params)
         delta = {name: params[name] - sum(r[name] for r in replicas) / workers for name in params}
         updates, momentum = outer.update(delta, momentum, params)
         params = optax.apply_updates(params, updates)
         before, done = done, done + n
-        if done * count // steps > before * count // steps:
-            yield _reported(point(done * config.tokens_per_step * workers, params), progress)
+        if done * wanted // steps > before * wanted // steps:
+            yield _reported(point(sum(reader.tokens for reader in readers), params), progress)
 
 
-def scoring(config: RunConfig, corpus: OpenCorpus) -> Callable[[int, Params], Point]:
-    """Return a function that evaluates parameters on the run's share of both held-out texts."""
-    valid, test = (compile_validation(config, corpus, text) for text in (corpus.valid, corpus.test))
-    return lambda tokens, params: Point(tokens, valid(params), test(params))
+def scoring(work: Workload) -> Callable[[int, Params], Point]:
+    """Return a function that evaluates parameters on held-out data: for our models, on both held-out texts.
+
+    Raises:
+        ConfigError: The task has no `evaluate` (`task.evaluate`).
+    """
+    named = work.named
+    if isinstance(named, OurTask):
+        valid, test = (
+            compile_validation(work.config, named.corpus, t) for t in (named.corpus.valid, named.corpus.test)
+        )
+        return lambda tokens, params: Point(tokens, valid(params), test(params))
+    compiled = work.require_evaluation()
+    return lambda tokens, params: Point(tokens, measured(compiled(params), params).bits)
 
 
 def _reported(point: Point, progress: Progress) -> Point:

@@ -17,40 +17,55 @@ from typing import Annotated, Any
 import tyro
 
 from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.evaluation import published
+from archipelago.islands.models.interface import Params
+from archipelago.islands.tasks.file import TaskFile
+from archipelago.islands.tasks.ours import OurTask, our_work
+from archipelago.islands.tasks.workload import Workload, require_trainable
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.baselines import (
     Point,
     Progress,
-    compiled,
     data_parallel,
     diloco,
     evaluations,
     one_process,
     scoring,
 )
+from archipelago.ops.experiments.hostile import compiled_wrong
 from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
-from archipelago.ops.plots import can_draw, pyplot
+from archipelago.ops.launch.init import workload_of
+from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
 from archipelago.ops.settings import say
 
 #: Factors of the inner learning rate that tuning tries besides 1.
 TUNING = (0.5, 2.0, 4.0)
 
 Say = Callable[[str], None]
-Train = Callable[[RunConfig], list[Point]]
+Train = Callable[[Workload], list[Point]]
 
 
 @dataclass(frozen=True)
 class ParityOptions(OutputOptions):
-    """Compare losses at equal tokens, in virtual time: islands, one process, data-parallel, synchronous DiLoCo."""
+    """Compare losses at equal tokens, in virtual time: islands, one process, data-parallel, synchronous DiLoCo.
+
+    With --task or --intervals, islands are compared with data-parallel training alone, for each number of islands and
+    each interval. The picture shows what both cost.
+    """
+
+    task: str | None = None
+    """A task of your own, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
 
     islands: tuple[int, ...] = (3,)
     """The numbers of islands."""
+    intervals: tuple[int, ...] = ()
+    """The intervals H to compare, in inner steps, such as 12 24 48. The default is that of the settings."""
     slow: float = 1.0
     """The last island's steps take this many times longer."""
     seeds: tuple[int, ...] = ()
@@ -70,9 +85,28 @@ def main(options: ParityOptions) -> int:
     require_counts("--islands", options.islands)
     require_slow(options.slow)
     keep_compiled()
+    if options.task is not None or options.intervals:
+        return finish("parity", _sync_cost(config, options), options)
     config = shortened(config) if options.quick else config
     found = parity(config, options.islands, options.slow, options.output, say, options.seeds, options.tune)
     return finish("parity", found, options)
+
+
+def _sync_cost(config: RunConfig, options: ParityOptions) -> dict[str, Any]:
+    """Compare islands of several numbers and intervals with data-parallel training."""
+    from archipelago.ops.experiments.sync_cost import sync_cost
+
+    if options.tune:
+        raise ConfigError(
+            "--tune compares the baselines of our models, and not intervals or a task",
+            "Leave --tune out.",
+            code="parity.tune",
+        )
+    work = workload_of(config, options.task)
+    if isinstance(work.named, TaskFile):
+        require_trainable(work)
+    work = work.changed(inner=shortened(work.config).inner) if options.quick else work
+    return sync_cost(work, options.islands, options.intervals, options.slow, options.output, say, options.seeds)
 
 
 @dataclass(frozen=True)
@@ -86,6 +120,7 @@ class Arm:
         rounds: Rounds of the first seed's run.
         per_round: Mean number of contributions in a round.
         rate: The inner learning rate.
+        interval: The interval H of islands in a comparison of intervals, else 0.
     """
 
     name: str
@@ -94,6 +129,7 @@ class Arm:
     rounds: int = 0
     per_round: float = 0.0
     rate: float = 0.0
+    interval: int = 0
 
     @property
     def losses(self) -> list[float]:
@@ -130,14 +166,15 @@ def parity(
     """
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
-    configs = [dataclasses.replace(config, seed=seed) for seed in seeds or (config.seed,)]
+    works = [our_work(dataclasses.replace(config, seed=seed), corpus) for seed in seeds or (config.seed,)]
     arms: list[Arm] = []
     rows: list[dict[str, Any]] = []
     for count in counts:
-        arms += (four := _four(configs, corpus, count, slow, say, tune))
+        arms += (four := _four(works, count, slow, say, tune))
         rows += [_row(arm, four, tune) for arm in four]
     curves = {arm.name: [(p.tokens, p.bits_per_byte) for p in mean_curve(arm.curves)] for arm in arms}
-    found = {"config": config.digest(), "slow": slow, "seeds": [c.seed for c in configs], "tuned": tune, "rows": rows,
+    own_seeds = [work.config.seed for work in works]
+    found = {"config": config.digest(), "slow": slow, "seeds": own_seeds, "tuned": tune, "rows": rows,
              "curves": curves, "losses": {arm.name: arm.losses for arm in arms}}  # fmt: skip
     if not can_draw():
         return found
@@ -148,36 +185,36 @@ def parity(
     return found | {"picture": str(picture)}
 
 
-def _four(configs: Sequence[RunConfig], corpus: OpenCorpus, count: int, slow: float, say: Say, tune: bool) -> list[Arm]:
+def _four(works: Sequence[Workload], count: int, slow: float, say: Say, tune: bool) -> list[Arm]:
     """Train the islands, one process, data-parallel and synchronous DiLoCo."""
-    ours = [islands(config, corpus, count, slow) for config in configs]
+    ours = [islands(work, count, slow) for work in works]
     rounds, per_round = participation(ours[0][1])
-    name, rate = f"{count} island{'s' * (count > 1)}", configs[0].inner.peak
+    name, rate = f"{count} island{'s' * (count > 1)}", works[0].config.inner.peak
     tokens = ours[0][0][-1].tokens
     arms = [Arm(name, count, tuple(points for points, _ in ours), rounds, per_round, rate)]
     _tell(arms[0], say)
     ways: dict[str, Train] = {
-        f"one process, {count}× steps": lambda config: one_process(config, corpus, tokens, _quiet),
-        f"data-parallel, {count}× batch": lambda config: data_parallel(config, corpus, count, _quiet),
-        f"DiLoCo, {count} replicas": lambda config: diloco(config, corpus, count, _quiet),
+        f"one process, {count}× steps": lambda work: one_process(work, tokens, _quiet),
+        f"data-parallel, {count}× batch": lambda work: data_parallel(work, count, _quiet),
+        f"DiLoCo, {count} replicas": lambda work: diloco(work, count, _quiet),
     }
     for name, train in ways.items():
-        arms.append(_baseline(name, count, configs, train, tune))
+        arms.append(_baseline(name, count, works, train, tune))
         _tell(arms[-1], say)
     return arms
 
 
-def _baseline(name: str, count: int, configs: Sequence[RunConfig], train: Train, tune: bool) -> Arm:
-    peak = configs[0].inner.peak
-    tried = {peak: train(configs[0])}
+def _baseline(name: str, count: int, works: Sequence[Workload], train: Train, tune: bool) -> Arm:
+    peak = works[0].config.inner.peak
+    tried = {peak: train(works[0])}
     if tune:
-        tried |= {peak * factor: train(_at(configs[0], peak * factor)) for factor in TUNING}
+        tried |= {peak * factor: train(_at(works[0], peak * factor)) for factor in TUNING}
     best = min(tried, key=lambda rate: _finite(tried[rate][-1].bits_per_byte))
-    return Arm(name, count, (tried[best], *(train(_at(config, best)) for config in configs[1:])), rate=best)
+    return Arm(name, count, (tried[best], *(train(_at(work, best)) for work in works[1:])), rate=best)
 
 
-def _at(config: RunConfig, rate: float) -> RunConfig:
-    return dataclasses.replace(config, inner=dataclasses.replace(config.inner, learning_rate=rate))
+def _at(work: Workload, rate: float) -> Workload:
+    return work.changed(inner=dataclasses.replace(work.config.inner, learning_rate=rate))
 
 
 def _finite(loss: float) -> float:
@@ -206,8 +243,7 @@ def _row(arm: Arm, four: Sequence[Arm], tuned: bool) -> dict[str, Any]:
 
 
 def islands(
-    config: RunConfig,
-    corpus: OpenCorpus,
+    work: Workload,
     count: int,
     slow: float,
     progress: Progress | None = None,
@@ -221,8 +257,7 @@ def islands(
     """Play a run of islands to its end.
 
     Args:
-        config: The run's config.
-        corpus: Its corpus.
+        work: What they train.
         count: The number of islands.
         slow: How many times longer the steps of the last `slowed` islands take.
         progress: Receives each evaluation.
@@ -236,13 +271,27 @@ def islands(
     Returns:
         The evaluations, and the finished run.
     """
-    point = scoring(config, corpus)
     is_slow = [count - number <= slowed < count for number in range(count)]
     seconds = [s * slow if slow_one else s for s, slow_one in zip(paces(count), is_slow, strict=True)]
-    steps, on_the_way = compiled(config.model, config.inner), [sending * slow_one for slow_one in is_slow]
+    on_the_way = [sending * slow_one for slow_one in is_slow]
     attacks = {f"island-{number}": attack for number in range(hostile)}
-    run = VirtualRun(config, corpus, steps, seconds, sending_seconds=on_the_way, late_seconds=late,
-                     attacks=attacks, apart=count * apart)  # fmt: skip
+    others = {f"island-{number}": part_of(work, number, count) for number in range(count if apart else 0)}
+    if attack == "labels":
+        wrong = compiled_wrong(work.config.model, work.config.inner)
+        others |= {name: dataclasses.replace(others.get(name, work), steps=wrong) for name in attacks}
+    run = VirtualRun(work, seconds, sending_seconds=on_the_way, late_seconds=late, attacks=attacks, others=others)
+    return play(run, scoring(work), progress), run
+
+
+def play(run: VirtualRun, point: Callable[[int, Params], Point], progress: Progress | None = None) -> list[Point]:
+    """Play a run to its end. Return evaluations of its merged parameters over the tokens of all honest islands.
+
+    Args:
+        run: The run.
+        point: Evaluates parameters (`baselines.scoring`).
+        progress: Receives each evaluation.
+    """
+    config = run.manifest.config
     trained: dict[str, int] = {}
     points: list[Point] = []
 
@@ -261,7 +310,16 @@ def islands(
     run.finish()
     trained.update({name: island.totals.tokens for name, island in last.items() if name not in run.attacks})
     note()
-    return points, run
+    return points
+
+
+def part_of(work: Workload, number: int, of: int) -> Workload:
+    """Return one of our models on a part of its text, cut into `of` parts."""
+    assert isinstance(work.named, OurTask)  # noqa: S101 - studies train our models
+    corpus = work.named.corpus
+    length = len(corpus.train) // of
+    part = dataclasses.replace(corpus, train=corpus.train[number * length : (number + 1) * length])
+    return our_work(work.config, part)
 
 
 def participation(run: VirtualRun) -> tuple[int, float]:
@@ -298,9 +356,7 @@ def draw(path: Path, title: str, arms: Sequence[Arm]) -> None:
             bands = [[point.bits_per_byte for point in points] for points in zip(*trained, strict=False)]
             axes.fill_between(x, [min(b) for b in bands], [max(b) for b in bands], color=line.get_color(), alpha=0.2)
     axes.set(title=title, xlabel="million tokens (bytes)", ylabel="held-out bits per byte")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
+    add_grid_and_legend(axes)
     figure.savefig(path)
     plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""Train the model of a config without islands, on a number of tokens. `archipelago up` starts this for comparison."""
+"""Train one of our models, or a task, without islands, on a number of tokens. `archipelago up` compares with that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import write_atomically
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.process import guarded, keep_compiled
-from archipelago.ops.launch.init import require_usable
+from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import say
 from archipelago.ops.verbs import parse
 from archipelago.ops.weights.safetensors_files import WeightFiles
@@ -31,6 +31,8 @@ class SingleProcessOptions:
     """tokens to train on"""
     output: Path
     """a JSON file for the curve"""
+    task: str | None = None
+    """a task FILE.py:NAME in place of one of our models"""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """weights to begin with: a .safetensors file, or a folder with one"""
     config: Path | None = None
@@ -45,18 +47,17 @@ def run(options: SingleProcessOptions) -> int:
         raise ConfigError(f"--tokens cannot be {options.tokens}", "Give a positive number.", code="config.tokens")
     keep_compiled()
 
-    from archipelago.islands.models.registry import build
     from archipelago.ops.experiments.baselines import Point, one_process
 
-    config, corpus = require_usable(config, options.from_)
-    params = WeightFiles(options.from_).load(build(config.model).tensors) if options.from_ else None
+    work = workload_of(config, options.task, options.from_)
+    params = WeightFiles(options.from_).load(work.model.tensors) if options.from_ else None
 
-    unit = loss_unit(corpus.identity)
+    unit = loss_unit(work.named.data)
 
     def progress(point: Point) -> None:
         say(f"{point.tokens:>13,} tokens  held-out {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name}")
 
-    points = one_process(config, corpus, options.tokens, progress, params)
+    points = one_process(work, options.tokens, progress, params)
     curve = [[point.tokens, point.bits_per_byte] for point in points]
     write_atomically(options.output, json.dumps({"tokens": options.tokens, "curve": curve}))
     return 0

@@ -35,11 +35,12 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.sharding import lease_share
 from archipelago.islands.inner import InnerState, begin
 from archipelago.islands.models.registry import build
+from archipelago.islands.tasks.ours import our_work
 from archipelago.merger.spectrum import with_power
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.baselines import CHUNK_STEPS, compiled
+from archipelago.ops.experiments.baselines import CHUNK_STEPS
 from archipelago.ops.experiments.settings import require_counts
-from archipelago.ops.plots import can_draw, pyplot
+from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
 
 Matrix = NDArray[np.float64]
 #: The singular directions of a matrix are averaged in this many groups, from the strongest to the weakest.
@@ -98,7 +99,7 @@ class Comparison:
 
 def spectra(config: RunConfig, corpus: OpenCorpus, islands: int, after: int) -> dict[str, Any]:
     """Return plain data: a row for each movement, and profiles, both as means over all hidden matrices."""
-    model, steps = build(config.model), compiled(config.model, config.inner)
+    model, steps = build(config.model), our_work(config, corpus).steps
     names = hidden_matrices(model.tensors, config.model.size)
 
     def trained(state: InnerState, done: int, count: int, batch: int, seed: int, number: int, of: int) -> InnerState:
@@ -217,8 +218,6 @@ def draw(path: Path, profiles: dict[str, Sequence[float]], islands: int) -> None
         axes.axhline(1.0, color="black", linewidth=1, label="isotropic merge")
         axes.set(title=title, xlabel="singular directions, from the strongest to the weakest")
         axes.set(ylabel="share of the movement (1: the same in all)", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
+        add_grid_and_legend(axes)
     figure.savefig(path)
     plt.close(figure)

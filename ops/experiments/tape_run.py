@@ -21,11 +21,12 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import DataError
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.evaluation import published
-from archipelago.islands.inner import InnerState, InnerSteps, compile_steps
-from archipelago.islands.models.registry import build
+from archipelago.islands.inner import InnerState
+from archipelago.islands.tasks.ours import OurTask, our_task, our_work
+from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.ops.experiments.baselines import Point, scoring
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
@@ -111,9 +112,7 @@ class TapeRun(VirtualRun):
         deaths: How often an island stalled for so long that it counted as dead.
     """
 
-    batches_type = LiveBatches
-
-    def __init__(self, config: RunConfig, corpus: OpenCorpus, steps: InnerSteps, tape: FailureTape) -> None:
+    def __init__(self, work: Workload, tape: FailureTape) -> None:
         self._courses = {
             f"island-{number}": Course(legs, tape.step_seconds, tape.seconds)
             for number, legs in enumerate(tape.islands)
@@ -124,7 +123,9 @@ class TapeRun(VirtualRun):
         self._stalled: dict[str, float] = {}  # The time at which each island will be back.
         self._away: dict[str, float] = {}
         self._ended = False  # Once an island has made the last step, no island returns.
-        super().__init__(config, corpus, steps, list(self._paces.values()))
+        assert isinstance(work.named, OurTask)  # noqa: S101 - only their batches have sequences to skip
+        live = our_task(work.config, work.named.corpus, reader=LiveBatches)
+        super().__init__(dataclasses.replace(work, named=live), list(self._paces.values()))
 
     def finish(self, tokens: float = math.inf) -> None:
         """Follow the tape to the run's end or to `tokens`, and merge the last contributions."""
@@ -162,7 +163,7 @@ class TapeRun(VirtualRun):
         whole = self.manifest.config.data.batch_size
         phase = island.totals.steps * _GOLDEN % 1.0
         live = self._courses[island.name].live(self.clock.now) or 1.0
-        assert isinstance(island.batches, LiveBatches)  # noqa: S101 - `batches_type` makes them
+        assert isinstance(island.batches, LiveBatches)  # noqa: S101 - the reader of its task
         island.batches.sequences = min(whole, max(1, math.floor(live * whole + phase))) if live < 1.0 else whole
 
     def _schedule(self, island: Island, at: float) -> None:
@@ -195,7 +196,7 @@ def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> li
     rows: list[dict[str, Any]] = []
     for name, tape in tapes.items():
         whole = config.inner.steps * config.tokens_per_step * len(tape.islands)
-        run, goodput, _, last = follow(config, corpus, tape, rows[0]["tokens"] if rows else whole)
+        run, goodput, _, last = follow(our_work(config, corpus), tape, rows[0]["tokens"] if rows else whole)
         steps = run.manifest.config.inner.steps
         row = {"tape": name, "islands": len(tape.islands), "goodput": goodput, "steps": steps, "deaths": run.deaths}
         row["schedule_done"] = min(1.0, run.merger.state.step / steps)
@@ -206,24 +207,22 @@ def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> li
     return rows
 
 
-def follow(
-    config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float
-) -> tuple[TapeRun, float, Point, Point]:
+def follow(work: Workload, tape: FailureTape, tokens: float) -> tuple[TapeRun, float, Point, Point]:
     """Run along the tape until the islands have trained on `tokens`, with a schedule that ends there.
 
     Returns:
         The run, its goodput, and the held-out loss before and after it.
     """
-    point = scoring(config, corpus)
-    longer = dataclasses.replace(config.inner, steps=rehearsed(config, corpus, tape, tokens))
-    run = TapeRun(dataclasses.replace(config, inner=longer), corpus, compile_steps(build(config.model), longer), tape)
+    point = scoring(work)
+    longer = dataclasses.replace(work.config.inner, steps=rehearsed(work, tape, tokens))
+    run = TapeRun(work.changed(inner=longer), tape)
     first = point(0, published(run.transport, run.manifest)[0])
     run.finish(tokens)
     goodput = tape.goodput(run.clock.now * tape.step_seconds)
     return run, goodput, first, point(run.tokens, published(run.transport, run.manifest)[0])
 
 
-def rehearsed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: float) -> int:
+def rehearsed(work: Workload, tape: FailureTape, tokens: float) -> int:
     """Return the global step at which the islands of a tape will have trained on `tokens`.
 
     This plays the whole run with steps that train nothing, because the timing does not depend on what islands learn. It
@@ -233,8 +232,8 @@ def rehearsed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape, tokens: 
     def idle(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
         return state, jax.device_put(np.zeros(len(tokens_nxBxT1), np.float32))
 
-    endless = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_ENDLESS))
-    run = TapeRun(endless, corpus, idle, tape)
+    endless = work.changed(inner=dataclasses.replace(work.config.inner, steps=_ENDLESS))
+    run = TapeRun(dataclasses.replace(endless, steps=idle), tape)
     run.finish(tokens)
     return run.merger.state.step
 

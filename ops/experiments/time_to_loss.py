@@ -24,10 +24,12 @@ from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.evaluation import compile_validation, published
+from archipelago.islands.data.corpus import open_corpus
+from archipelago.islands.evaluation import published
+from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.workload import Workload
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.baselines import DILOCO_RATE, EVALUATIONS, Point, compiled, data_parallel, diloco
+from archipelago.ops.experiments.baselines import DILOCO_RATE, EVALUATIONS, Point, data_parallel, diloco, scoring
 from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 from archipelago.ops.plots import can_draw
@@ -83,7 +85,7 @@ class Mark:
 
 Curve = Sequence[Mark]
 Say = Callable[[str], None]
-Train = Callable[[RunConfig], list[Mark]]
+Train = Callable[[Workload], list[Mark]]
 
 
 def time_to_loss(
@@ -113,20 +115,20 @@ def time_to_loss(
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
     ways: dict[str, Train] = {
-        f"data-parallel, {count} workers": lambda c: _waiting(c, slow, count, data_parallel, corpus),
-        f"DiLoCo, {count} replicas": lambda c: _waiting(c, slow, count, _diloco, corpus),
-        f"{count} islands": lambda c: islands(c, corpus, count, slow),
+        f"data-parallel, {count} workers": lambda w: _waiting(w, slow, count, data_parallel),
+        f"DiLoCo, {count} replicas": lambda w: _waiting(w, slow, count, _diloco),
+        f"{count} islands": lambda w: islands(w, count, slow),
     }
     for extra in scavenged:
         name = f"{count} islands, {extra} more for half of the run"
-        ways[name] = lambda c, extra=extra: islands(c, corpus, count, slow, extra)  # type: ignore[misc]
+        ways[name] = lambda w, extra=extra: islands(w, count, slow, extra)  # type: ignore[misc]
         length = global_steps(config.inner.steps, count, slow)
-        ways[f"{name}, as long as without"] = lambda c, extra=extra, length=length: islands(  # type: ignore[misc]
-            c, corpus, count, slow, extra, length
+        ways[f"{name}, as long as without"] = lambda w, extra=extra, length=length: islands(  # type: ignore[misc]
+            w, count, slow, extra, length
         )
     curves: dict[str, list[list[Mark]]] = {}
     for name, train in ways.items():
-        curves[name] = [train(dataclasses.replace(config, seed=seed)) for seed in seeds]
+        curves[name] = [train(our_work(dataclasses.replace(config, seed=seed), corpus)) for seed in seeds]
         ends = [curve[-1] for curve in curves[name]]
         say(f"{name}: {fmean(m.bits_per_byte for m in ends):.4f} bits per byte after a time of {ends[0].seconds:,.0f}")
     means = {name: mean(each) for name, each in curves.items()}
@@ -145,14 +147,14 @@ def time_to_loss(
     return found | {"picture": str(picture)}
 
 
-def _diloco(config: RunConfig, corpus: OpenCorpus, workers: int, note: Callable[[Point], None]) -> list[Point]:
-    return diloco(config, corpus, workers, note, DILOCO_RATE, TUNED_MOMENTUM)
+def _diloco(work: Workload, workers: int, note: Callable[[Point], None]) -> list[Point]:
+    return diloco(work, workers, note, DILOCO_RATE, TUNED_MOMENTUM)
 
 
-def _waiting(config: RunConfig, slow: float, count: int, train: Callable[..., Any], corpus: OpenCorpus) -> list[Mark]:
+def _waiting(work: Workload, slow: float, count: int, train: Callable[..., Any]) -> list[Mark]:
     """Train with a method that waits for all, so that each step takes as long as the slowest machine's."""
-    points = train(config, corpus, count, lambda _: None)
-    per_step = config.tokens_per_step * count
+    points = train(work, count, lambda _: None)
+    per_step = work.config.tokens_per_step * count
     return [Mark(p.tokens / per_step * slow, p.tokens, p.bits_per_byte) for p in points]
 
 
@@ -161,25 +163,21 @@ def global_steps(steps: int, count: int, slow: float, scavenged: int = 0) -> int
     return round(steps * count / (count - 1 + 1 / slow + scavenged * (LEAVE_AT - JOIN_AT)))
 
 
-def islands(
-    config: RunConfig, corpus: OpenCorpus, count: int, slow: float, scavenged: int = 0, length: int = 0
-) -> list[Mark]:
+def islands(work: Workload, count: int, slow: float, scavenged: int = 0, length: int = 0) -> list[Mark]:
     """Play a run of islands, the last of which is slow, on the tokens of `count · inner.steps` batches.
 
     Args:
-        config: The run's config.
-        corpus: Its corpus.
+        work: What they train.
         count: The number of islands.
         slow: How many times longer the steps of the last island take.
         scavenged: The number of scavenged islands.
         length: Steps of the fastest island to play instead, on as many tokens as that takes; 0 for the above.
     """
-    length = length or global_steps(config.inner.steps, count, slow, scavenged)
-    config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=length))
-    measure = compile_validation(config, corpus)
+    inner, measure = work.config.inner, scoring(work)
+    length = length or global_steps(inner.steps, count, slow, scavenged)
     seconds = paces(count)
     seconds[-1] *= slow
-    run = VirtualRun(config, corpus, compiled(config.model, config.inner), seconds)
+    run = VirtualRun(work.changed(inner=dataclasses.replace(inner, steps=length)), seconds)
     trained: dict[str, int] = {}
     marks: list[Mark] = []
 
@@ -188,7 +186,8 @@ def islands(
 
     def note() -> None:
         count_tokens()
-        marks.append(Mark(run.clock.now, sum(trained.values()), measure(published(run.transport, run.manifest)[0])))
+        found = measure(sum(trained.values()), published(run.transport, run.manifest)[0])
+        marks.append(Mark(run.clock.now, found.tokens, found.bits_per_byte))
 
     def join() -> None:
         for number in range(scavenged):

@@ -16,10 +16,13 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, DivergedError
+
+if TYPE_CHECKING:
+    from archipelago.islands.tasks.workload import Workload
 
 #: Islands in virtual time; then, on the same number of tokens, synchronous DiLoCo, data-parallel and one process.
 KINDS = ("islands", "diloco", "parallel", "one")
@@ -177,6 +180,7 @@ def measure(trial: Trial) -> dict[str, Any]:
     """Run the trial and return its record. A run that diverges is a result too, with null as its loss."""
     from archipelago.islands.creation import fitted
     from archipelago.islands.data.corpus import open_corpus
+    from archipelago.islands.tasks.ours import our_work
     from archipelago.ops.experiments.baselines import Point
 
     config = trial.config
@@ -186,7 +190,7 @@ def measure(trial: Trial) -> dict[str, Any]:
     found: dict[str, Any] = {}
     began, used = time.perf_counter(), time.process_time()
     try:
-        found = _RUNS[trial.kind](trial, config, corpus, points.append)
+        found = _RUNS[trial.kind](trial, our_work(config, corpus), points.append)
     except DivergedError:
         points.append(Point(points[-1].tokens, math.nan))
     last, first = points[-1].bits_per_byte, points[0].bits_per_byte
@@ -213,19 +217,19 @@ def measure(trial: Trial) -> dict[str, Any]:
 Note = Callable[[Any], None]
 
 
-def _islands(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
+def _islands(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.parity import islands, participation, staleness
 
     if trial.chips:
-        return _along_tape(trial, config, corpus, note)
-    _, run = islands(config, corpus, trial.islands, trial.slow, note, trial.slowed, trial.sending, trial.late,
+        return _along_tape(trial, workload, note)
+    _, run = islands(workload, trial.islands, trial.slow, note, trial.slowed, trial.sending, trial.late,
                      trial.attack, trial.hostile, trial.apart)  # fmt: skip
     rounds, per_round = participation(run)
     mean, most = staleness(run)
     return {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}
 
 
-def _along_tape(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
+def _along_tape(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     import numpy as np
 
     from archipelago.ops.experiments.parity import participation
@@ -235,37 +239,36 @@ def _along_tape(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dic
 
     model = FailureModel(chips=trial.chips, islands=trial.islands)
     tape = taped(simulate(model, TAPE_SECONDS, np.random.default_rng(trial.seed)), model.step_seconds)
-    run, goodput, first, last = follow(
-        config, corpus, tape, config.inner.steps * config.tokens_per_step * trial.islands
-    )
+    config = workload.config
+    run, goodput, first, last = follow(workload, tape, config.inner.steps * config.tokens_per_step * trial.islands)
     note(first)
     note(last)
     rounds, per_round = participation(run)
     return {"rounds": rounds, "per_round": round(per_round, 4), "goodput": round(goodput, 4), "deaths": run.deaths}
 
 
-def _diloco(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
+def _diloco(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.baselines import DILOCO_MOMENTUM, DILOCO_RATE, diloco
 
     settings = dict(trial.settings)
     rate, momentum = settings.get("outer.learning_rate", DILOCO_RATE), settings.get("outer.momentum", DILOCO_MOMENTUM)
-    diloco(config, corpus, trial.islands, note, rate, momentum)
+    diloco(workload, trial.islands, note, rate, momentum)
     return {}
 
 
-def _parallel(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
+def _parallel(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.baselines import data_parallel
 
-    steps = round(config.inner.steps * work(trial) / trial.islands)  # As many tokens as the islands train on.
-    config = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=steps))
-    data_parallel(config, corpus, trial.islands, note)
+    steps = round(workload.config.inner.steps * work(trial) / trial.islands)  # As many tokens as the islands train on.
+    data_parallel(workload, trial.islands, note, steps)
     return {}
 
 
-def _one(trial: Trial, config: RunConfig, corpus: Any, note: Note) -> dict[str, Any]:
+def _one(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.baselines import one_process
 
-    one_process(config, corpus, round(config.inner.steps * work(trial)) * config.tokens_per_step, note)
+    config = workload.config
+    one_process(workload, round(config.inner.steps * work(trial)) * config.tokens_per_step, note)
     return {}
 
 
@@ -274,7 +277,7 @@ def work(trial: Trial) -> float:
     return trial.islands - trial.slowed + trial.slowed / trial.slow
 
 
-_RUNS: dict[str, Callable[[Trial, RunConfig, Any, Note], dict[str, Any]]] = {
+_RUNS: dict[str, Callable[[Trial, Workload, Note], dict[str, Any]]] = {
     "islands": _islands, "diloco": _diloco, "parallel": _parallel, "one": _one,
 }  # fmt: skip
 

@@ -11,22 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import START, IslandClient, IslandTransport, ReaderClient, Transport
-from archipelago.islands.creation import describe, first_snapshots
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import shard_order
-from archipelago.islands.data.tokenizer import Tokens
-from archipelago.islands.inner import InnerSteps
+from archipelago.islands.creation import first_snapshots
+from archipelago.islands.data.supply import Supply
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
-from archipelago.ops.experiments.hostile import HostileClient, compiled_wrong
+from archipelago.ops.experiments.hostile import HostileClient
 
 
 @dataclass
@@ -89,9 +87,7 @@ class VirtualRun:
     """A run whose islands act in the order of a virtual clock.
 
     Args:
-        config: The run's config.
-        corpus: Its corpus.
-        steps: The compiled inner steps, which all islands share.
+        work: What the run trains, with its settings.
         step_seconds: How long each island takes for an inner step.
         connect: Makes a connection to the broker; default a broker in memory.
         clock: The clock; default a new one.
@@ -100,19 +96,12 @@ class VirtualRun:
             without them, and the contributions are merged stale.
         late_seconds: How long each event of the merger is on its way.
         attacks: The attack of each hostile island, by its name (`hostile.FORGERIES`).
-        apart: Island i of `apart` reads only the i-th part of the text, cut into that many; 0: all read all of it.
-
-    Attributes:
-        batches_type: The class of its islands' batches.
+        others: What some islands train instead, by name, such as on other data.
     """
-
-    batches_type: type[Batches] = Batches
 
     def __init__(
         self,
-        config: RunConfig,
-        corpus: OpenCorpus,
-        steps: InnerSteps,
+        work: Workload,
         step_seconds: Sequence[float],
         connect: Callable[[], Transport] | None = None,
         clock: VirtualClock | None = None,
@@ -120,16 +109,16 @@ class VirtualRun:
         sending_seconds: Sequence[float] = (),
         late_seconds: float = 0.0,
         attacks: Mapping[str, str] | None = None,
-        apart: int = 0,
+        others: Mapping[str, Workload] | None = None,
     ) -> None:
         self.clock = clock or VirtualClock()
         broker = MemoryBroker(self.clock)
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
-        self._corpus, self._steps, self._late_seconds = corpus, steps, late_seconds
-        self.attacks, self._apart = dict(attacks or {}), apart
+        self._work, self._others, self._late_seconds = work, dict(others or {}), late_seconds
+        self.attacks = dict(attacks or {})
         self.transport = self.connect_as("admin")
-        self.manifest: Manifest = describe(run, config, corpus.identity)
-        self.transport.create(self.manifest, first_snapshots(self.manifest))
+        self.manifest: Manifest = work.describe(run)
+        self.transport.create(self.manifest, first_snapshots(self.manifest, work.model.init()))
         self.merger = self.new_merger()
         self.islands: dict[str, Island] = {}
         self._step_seconds: dict[str, float] = {}
@@ -171,13 +160,11 @@ class VirtualRun:
             transport = ChangedTransport(transport.run, cast(IslandClient, hostile), transport.reader)
         self._born += 1
         incarnation = f"v{self._born}"
-        shards = shard_order(self.manifest.config.data.shards, self.manifest.config.seed)
-        link = Link(transport, self.manifest, f"{name}/{incarnation}", shards, clock=self.clock, wall=self.clock)
+        link = Link(transport, self.manifest, f"{name}/{incarnation}", (), clock=self.clock, wall=self.clock)
         arrivals = link.join()
-        batches = self.batches_type(self._text(), self.manifest.config, link.lease, fallback=self._born)
-        config = self.manifest.config
-        steps = compiled_wrong(config.model, config.inner) if attack == "labels" else self._steps
-        island = Island(name, self.manifest, steps, batches, link, arrivals, self.clock, incarnation)
+        work, seed = self._others.get(name, self._work), self.manifest.config.seed
+        supply = work.supply(TaskRun(name, self._born, seed, link, pause=lambda seconds: link.pump()))
+        island = self.new_island(name, work, supply, link, arrivals, incarnation)
         rejoin = Rejoin(transport, None, island, arrivals, seconds=0.0)
         rejoin.ask(peers=moments == "peer")
         island.beat("joining")
@@ -192,14 +179,11 @@ class VirtualRun:
         self._schedule(island, self.clock.now)
         return island
 
-    def _text(self) -> Tokens:
-        """Return the text of the island that joins now."""
-        train, apart = self._corpus.train, self._apart
-        if not apart:
-            return train
-        length = len(train) // apart
-        begin = (self._born - 1) % apart * length
-        return train[begin : begin + length]
+    def new_island(
+        self, name: str, work: Workload, supply: Supply, link: Link, arrivals: Sequence[Arrival], incarnation: str
+    ) -> Island:
+        """Return an island that begins from these snapshots."""
+        return work.island(name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation=incarnation)
 
     def remove_island(self, name: str, *, farewell: bool) -> None:
         """Let an island leave as on SIGTERM (with a farewell), or vanish as on SIGKILL."""

@@ -17,6 +17,8 @@ from archipelago.broker.config import RunConfig
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import lease_share
 from archipelago.islands.inner import InnerState
+from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.workload import Workload
 from archipelago.ops.experiments import baselines, parity
 from archipelago.ops.experiments.baselines import Point
 from archipelago.ops.experiments.parity import Arm
@@ -39,8 +41,8 @@ def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunC
     """With rate 1 and no momentum, the parameters become the replica's own for every H."""
     # With this interval, both ways run the same compiled program.
     config = replace(config, sync=replace(config.sync, interval=baselines.CHUNK_STEPS))
-    alone = baselines.one_process(config, corpus, 24 * config.tokens_per_step, quiet)
-    found = baselines.diloco(config, corpus, 1, quiet, rate=1.0, momentum=0.0)
+    alone = baselines.one_process(our_work(config, corpus), 24 * config.tokens_per_step, quiet)
+    found = baselines.diloco(our_work(config, corpus), 1, quiet, rate=1.0, momentum=0.0)
     assert found[-1].tokens == alone[-1].tokens
     assert found[-1].bits_per_byte == pytest.approx(alone[-1].bits_per_byte, rel=1e-3)
     assert found[-1].bits_per_byte < 0.8 * found[0].bits_per_byte
@@ -73,10 +75,9 @@ def test_diloco_takes_one_nesterov_step_on_the_mean_of_the_replicas(
         seen.append(float(params["embedding"][0, 0]))
         return Point(tokens, 0.0)
 
-    monkeypatch.setattr(baselines, "compiled", lambda size, inner_config: inner)
-    monkeypatch.setattr(baselines, "scoring", lambda config, corpus: scored)
+    monkeypatch.setattr(baselines, "scoring", lambda work: scored)
     outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
-    list(baselines._diloco(config, corpus, 2, outer, quiet))
+    list(baselines._diloco(replace(our_work(config, corpus), steps=inner), 2, outer, quiet))
     # First round: Δ = 2, b = 2, so −½(2 + 1) = −1.5. Second round: Δ = 2, b = 3, so −½(2 + 1.5) = −1.75.
     np.testing.assert_allclose(np.diff(seen), [-1.5, -1.75], rtol=1e-4)
 
@@ -102,20 +103,21 @@ def test_every_method_trains_on_equal_tokens_and_learns(config: RunConfig, corpu
     assert len(said) == 4
 
 
-def test_a_tuned_baseline_is_the_best_of_its_rates(config: RunConfig) -> None:
+def test_a_tuned_baseline_is_the_best_of_its_rates(config: RunConfig, corpus: OpenCorpus) -> None:
     losses = {1.5e-3: 3.0, 3e-3: 2.0, 6e-3: math.nan, 1.2e-2: 1.5}
     asked: list[tuple[int, float]] = []
 
-    def train(config: RunConfig) -> list[Point]:
-        asked.append((config.seed, config.inner.peak))
-        return [Point(0, 8.0), Point(10, losses[config.inner.peak])]
+    def train(work: Workload) -> list[Point]:
+        inner = work.config.inner
+        asked.append((work.config.seed, inner.peak))
+        return [Point(0, 8.0), Point(10, losses[inner.peak])]
 
     inner = replace(config.inner, learning_rate=3e-3)
-    configs = [replace(config, seed=seed, inner=inner) for seed in (0, 1)]
-    arm = parity._baseline("baseline", 2, configs, train, tune=True)
+    works = [our_work(replace(config, seed=seed, inner=inner), corpus) for seed in (0, 1)]
+    arm = parity._baseline("baseline", 2, works, train, tune=True)
     assert (arm.rate, arm.losses) == (1.2e-2, [1.5, 1.5])
     assert asked == [(0, 3e-3), (0, 1.5e-3), (0, 6e-3), (0, 1.2e-2), (1, 1.2e-2)]
-    assert parity._baseline("baseline", 2, configs, train, tune=False).rate == 3e-3
+    assert parity._baseline("baseline", 2, works, train, tune=False).rate == 3e-3
 
 
 def test_ratios_are_taken_seed_by_seed() -> None:

@@ -21,7 +21,7 @@ CONFIG = replace(SMALL, data=replace(SMALL.data, corpus="small-text"))
 
 
 def test_the_curve_is_written(corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(config: Any, corpus: Any, tokens: int, progress: Any, params: Any) -> list[Point]:
+    def trained(work: Any, tokens: int, progress: Any, params: Any) -> list[Point]:
         points = [Point(0, 8.0), Point(tokens, 2.0)]
         for point in points:
             progress(point)

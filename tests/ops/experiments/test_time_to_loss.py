@@ -11,6 +11,7 @@ import pytest
 
 from archipelago.broker.config import RunConfig
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.experiments import time_to_loss
 from archipelago.ops.experiments.time_to_loss import Mark, global_steps, time_at
 from tests.small import SMALL
@@ -39,7 +40,7 @@ def test_a_target_is_reached_between_two_marks() -> None:
 @pytest.mark.parametrize("scavenged", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_islands_train_on_as_many_tokens_in_less_time(config: RunConfig, corpus: OpenCorpus, scavenged: int) -> None:
     """With one of three islands at a third of the speed, they take 1.29 times a run's time; waiting takes 3 times."""
-    curve = time_to_loss.islands(config, corpus, 3, 3.0, scavenged)
+    curve = time_to_loss.islands(our_work(config, corpus), 3, 3.0, scavenged)
     tokens = 3 * config.inner.steps * config.tokens_per_step
     assert curve[-1].tokens == pytest.approx(tokens, rel=0.12), "islands join and leave at step boundaries"
     assert curve[-1].seconds == pytest.approx(global_steps(config.inner.steps, 3, 3.0, scavenged), abs=9.0), (

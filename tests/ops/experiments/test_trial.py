@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.tasks.workload import Workload
 from archipelago.ops.experiments import baselines
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
@@ -47,7 +47,7 @@ def test_a_record_has_the_key_of_its_trial_also_after_json(kind: str, islands: i
 
 @pytest.mark.parametrize("how", ["raises", "no number", "worse than untrained"])
 def test_a_run_that_diverges_is_a_result(how: str, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverges(trial: Trial, config: Any, corpus: Any, note: Any) -> dict[str, Any]:
+    def diverges(trial: Trial, work: Any, note: Any) -> dict[str, Any]:
         note(Point(0, 8.0))
         if how == "raises":
             raise DivergedError("the loss is no number")
@@ -124,19 +124,19 @@ def test_each_baseline_gets_as_many_tokens_as_the_islands(
     """Two islands, one of them three times slower, make 24 + 8 steps of 128 tokens. DiLoCo waits for the slow one."""
     asked: list[tuple[int, int]] = []
 
-    def record_tokens(config: RunConfig, corpus: OpenCorpus, size: int, note: Any, *rest: float) -> None:
-        asked.append((config.inner.steps, size))
+    def record(work: Workload, size: int, note: Any, *rest: float) -> None:
+        asked.append((int(rest[0]) if kind == "parallel" else work.config.inner.steps, size))
         note(Point(0, 8.0))
         note(Point(100, 4.0))
 
     for name in ("diloco", "data_parallel", "one_process"):
-        monkeypatch.setattr(baselines, name, record_tokens)
+        monkeypatch.setattr(baselines, name, record)
     settings: dict[str, Any] = {
         "data__corpus": "small-text",
         "data__batch_size": 4,
         "data__sequence_length": 32,
         "inner__steps": 24,
     }
-    record = measure(trial_of(kind, slow=3.0, **settings))
+    found = measure(trial_of(kind, slow=3.0, **settings))
     assert asked == [(steps, tokens or 2)]
-    assert (record["bits_per_byte"], record["tokens"], record["diverged"]) == (4.0, 100, False)
+    assert (found["bits_per_byte"], found["tokens"], found["diverged"]) == (4.0, 100, False)

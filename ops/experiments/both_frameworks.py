@@ -1,0 +1,119 @@
+"""A run in virtual time whose islands are in JAX or in PyTorch, of the same model and on the same batches.
+
+In JAX, an island is our worker with our dense transformer; in PyTorch, a Llama of transformers with the AdamW of
+PyTorch, as in docs/examples/train_llama.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, cast
+
+import numpy as np
+import torch
+import transformers
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.corpus_shards import Place
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.sharding import gather
+from archipelago.islands.data.supply import Supply
+from archipelago.islands.data.tokenizer import Tokens
+from archipelago.islands.models import llama
+from archipelago.islands.models.dimensions import DENSE
+from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.workload import Workload
+from archipelago.islands.worker import Island
+from archipelago.ops.experiments.torch_island import TorchIsland
+from archipelago.ops.experiments.virtual_time import VirtualRun, paces
+
+Framework = Literal["jax", "pytorch"]
+
+
+class SeededBatches(Batches):
+    """Random windows of the text, which follow from the run's seed and the number of the island alone."""
+
+    def __init__(self, train: Tokens, config: RunConfig, lease: Callable[[], Place | None], fallback: int = 0) -> None:
+        super().__init__(train, config, lease, fallback)
+        self._rng = np.random.default_rng([config.seed, fallback])
+
+    def next(self, steps: int) -> Tokens:
+        """Return the next `steps` batches: [steps, B, T + 1] of the text's dtype."""
+        data = self._config.data
+        self.tokens = steps * self._config.tokens_per_step
+        starts = self._rng.integers(0, len(self._train) - data.sequence_length, steps * data.batch_size)
+        return gather(self._train, starts, data.sequence_length).reshape(steps, data.batch_size, -1)
+
+
+class LlamaTraining:
+    """The training steps of a Llama of transformers in PyTorch, with the settings of our worker's.
+
+    Attributes:
+        parameters: Its parameters by the names of our transformer.
+    """
+
+    def __init__(self, config: RunConfig, batches: Supply) -> None:
+        inner, settings = config.inner, llama.config_of(
+            DENSE[config.model.size], config.model.vocabulary, config.data.sequence_length, "float32"
+        )  # fmt: skip
+        self._inner, self._batches, self._made = inner, batches, 0
+        self._model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+        self.parameters = ModuleParameters(self._model, names=llama.from_llama)
+        matrices = [p for p in self._model.parameters() if p.dim() > 1]
+        scales = [p for p in self._model.parameters() if p.dim() == 1]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": scales, "weight_decay": 0.0}],
+            betas=(inner.beta1, inner.beta2),
+        )
+
+    def step(self, global_step: int) -> tuple[int, float]:
+        """Make a training step with the learning rate of a global step. Return its tokens and its loss in nats."""
+        inner = self._inner
+        self._made += 1
+        ramp = min(1.0, self._made / max(1, inner.moments_warmup_steps))  # of new moments, as in `islands.inner`
+        for group in self._optimizer.param_groups:
+            group["lr"] = inner.rate_at(global_step) * ramp
+        batch = torch.from_numpy(self._batches.next(1)[0].astype(np.int64))
+        loss = self._model(input_ids=batch, labels=batch).loss
+        self._optimizer.zero_grad()
+        loss.backward()
+        if inner.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), inner.clip_norm)
+        self._optimizer.step()
+        return self._batches.tokens, float(loss.detach())
+
+
+class MixedRun(VirtualRun):
+    """A run whose islands train in the given frameworks, in this order."""
+
+    def __init__(self, config: RunConfig, corpus: OpenCorpus, frameworks: Sequence[Framework]) -> None:
+        self._frameworks = iter(frameworks)
+        super().__init__(our_work(config, corpus, SeededBatches), paces(len(frameworks)))
+
+    def new_island(
+        self, name: str, work: Workload, supply: Supply, link: Link, arrivals: Sequence[Arrival], incarnation: str
+    ) -> Island:
+        """Return an island in the next of the frameworks."""
+        if next(self._frameworks) == "jax":
+            return super().new_island(name, work, supply, link, arrivals, incarnation)
+        training = LlamaTraining(self.manifest.config, supply)
+        island = TorchIsland(
+            name, self.manifest, training.parameters, training.step, link, arrivals, self.clock, incarnation
+        )
+        return cast(Island, island)  # it has all that a virtual run needs
+
+
+def require_both(config: RunConfig) -> None:
+    """Raise ConfigError unless both frameworks can train the run's model alike (`bench.not-in-both`)."""
+    if config.model.size not in DENSE or config.inner.optimizer != "adamw" or config.sync.moments != "own":
+        raise ConfigError(
+            f"the model {config.model.size!r} with {config.inner.optimizer} and moments {config.sync.moments!r} does "
+            "not train alike in JAX and PyTorch",
+            f"Choose one of the models {', '.join(DENSE)}, --inner.optimizer adamw and --sync.moments own.",
+            code="bench.not-in-both",
+        )

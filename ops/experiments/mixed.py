@@ -1,0 +1,158 @@
+"""`archipelago bench mixed`: islands in JAX and in PyTorch in one run, against runs of one framework alone.
+
+All runs train the same model in virtual time from the same parameters and on the same tokens: an island draws its
+batches by the seed and its number, in whichever framework it trains. Only the rounding of the frameworks differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.extras import require
+from archipelago.broker.files import make_untracked
+from archipelago.broker.process import keep_compiled
+from archipelago.islands.creation import fitted
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus
+from archipelago.islands.tasks.ours import our_work
+from archipelago.ops.bench.output import OutputOptions, finish
+from archipelago.ops.experiments.baselines import Point, scoring
+from archipelago.ops.experiments.parity import Arm, mean_curve, play
+from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
+from archipelago.ops.settings import say
+
+if TYPE_CHECKING:
+    from archipelago.ops.experiments.both_frameworks import Framework
+
+JAX, TORCH, BOTH = "all in JAX", "all in PyTorch", "both in one run"
+
+
+@dataclass(frozen=True)
+class MixedOptions(OutputOptions):
+    """Train a model by islands in JAX, by islands in PyTorch, and by both in one run, in virtual time."""
+
+    islands: int = 2
+    """The number of islands. In the run of both frameworks, every second one is in PyTorch."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """The seeds of parameters and batches. Their spread is the noise that a difference is compared with."""
+    config: Path | None = None
+    """A TOML file with settings. Flags win over it."""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def main(options: MixedOptions) -> int:
+    """Compare, and write the results."""
+    config = checked(options.settings)
+    if options.islands < 2:
+        raise ConfigError("one island is in one framework", "Give --islands 2 or more.", code="config.islands")
+    require("llama", "Training in both frameworks")
+    keep_compiled()
+    import torch
+
+    torch.set_num_threads(1)  # with threads of its own, JAX and PyTorch would wait for each other's
+    corpus = open_corpus(config.data.corpus)
+    found = compared(fitted(config, corpus), corpus, options.islands, options.seeds or (config.seed,), options.output)
+    return finish("mixed", found, options)
+
+
+def compared(config: RunConfig, corpus: OpenCorpus, islands: int, seeds: Sequence[int], output: Path) -> dict[str, Any]:
+    """Train all runs with every seed, and draw them.
+
+    Args:
+        config: The run's config.
+        corpus: Its corpus.
+        islands: The number of islands.
+        seeds: The seeds to take means and spreads over.
+        output: Folder for the picture.
+
+    Returns:
+        Plain data with `rows`, `curves` and `losses`.
+    """
+    from archipelago.ops.experiments.both_frameworks import MixedRun, require_both
+
+    require_both(config)
+    configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
+    arms: dict[str, Arm] = {}
+    for name, each in frameworks(islands).items():
+        curves = []
+        for one in configs:
+            curves.append(play(MixedRun(one, corpus, each), scoring(our_work(one, corpus))))
+            last = curves[-1][-1]
+            say(f"{name}, seed {one.seed}: {last.bits_per_byte:.4f} bits per byte after {last.tokens:,} tokens")
+        arms[name] = Arm(name, islands, tuple(curves))
+    found = {"config": config.digest(), "seeds": [*seeds], "rows": rows(arms),
+             "curves": {name: [[(p.tokens, p.bits_per_byte) for p in curve] for curve in arm.curves]
+                        for name, arm in arms.items()},
+             "losses": {name: arm.losses for name, arm in arms.items()}}  # fmt: skip
+    if not can_draw():
+        return found
+    make_untracked(output)
+    picture = output / "mixed.png"
+    draw(picture, f"{config.model.size} model, {islands} islands, {config.data.corpus}", arms)
+    return found | {"picture": str(picture)}
+
+
+def frameworks(islands: int) -> dict[str, list[Framework]]:
+    """Return the framework of each island in each run."""
+    return {
+        JAX: ["jax"] * islands,
+        TORCH: ["pytorch"] * islands,
+        BOTH: ["pytorch" if number % 2 else "jax" for number in range(islands)],
+    }
+
+
+def rows(arms: Mapping[str, Arm]) -> list[dict[str, Any]]:
+    """Return a table for people. The spread over the seeds is the noise that the ratios are compared with."""
+    return [
+        {
+            "what": name,
+            "tokens": arm.curves[0][-1].tokens,
+            "bits_per_byte": fmean(arm.losses),
+            **({"spread": stdev(arm.losses)} if len(arm.losses) > 1 else {}),
+            "to_jax": arm.ratio(arms[JAX]),
+            "to_pytorch": arm.ratio(arms[TORCH]),
+        }
+        for name, arm in arms.items()
+    ]
+
+
+def differences(curve: Sequence[Point], base: Sequence[Point]) -> list[float]:
+    """Return how many per cent the loss is above that of another curve, at each point."""
+    return [100.0 * (one.bits_per_byte / other.bits_per_byte - 1.0) for one, other in zip(curve, base, strict=True)]
+
+
+def draw(path: Path, title: str, arms: Mapping[str, Arm]) -> None:
+    """Draw the mean losses, which lie on each other, and how far each seed's are from those of all islands in JAX."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), dpi=120, layout="constrained")
+    trained = {name: [curve[1:] for curve in arm.curves] for name, arm in arms.items()}  # not the untrained model
+    base, mean = trained[JAX], mean_curve(trained[JAX])
+    x = [point.tokens / 1e6 for point in mean]
+    styles = {JAX: ("C0", "-", 6.0, 0.35), TORCH: ("C1", "--", 2.5, 1.0), BOTH: ("C2", ":", 2.5, 1.0)}
+    for name, curves in trained.items():
+        color, style, width, alpha = styles[name]
+        label = f"{name}: {fmean(arms[name].losses):.4f}"
+        y = [point.bits_per_byte for point in mean_curve(curves)]
+        left.plot(x, y, color=color, linestyle=style, linewidth=width, alpha=alpha, label=label)
+        for seed, curve in enumerate(curves if name != JAX else ()):
+            label = "" if seed else f"{name}, each seed"
+            right.plot(x, differences(curve, base[seed]), color=color, linestyle=style, marker=".", label=label)
+    if len(base) > 1:
+        spread = [100.0 * stdev(p.bits_per_byte for p in points) / fmean(p.bits_per_byte for p in points)
+                  for points in zip(*base, strict=True)]  # fmt: skip
+        right.fill_between(x, [-s for s in spread], spread, color="C0", alpha=0.2, linewidth=0,
+                           label=f"± spread of {len(base)} seeds, {JAX}")  # fmt: skip
+    left.set(title=title, xlabel="million tokens (bytes)", ylabel="held-out bits per byte, mean of the seeds")
+    right.set(title=f"Difference from {JAX}, same seed", xlabel="million tokens (bytes)", ylabel="per cent")
+    for axes in (left, right):
+        add_grid_and_legend(axes)
+    figure.savefig(path)
+    plt.close(figure)
