@@ -11,21 +11,26 @@ from types import FrameType
 
 #: The exit status of a command that Ctrl-C ended, as shells report it.
 INTERRUPTED = 130
+#: Verbs that launchers start. They say by their exit status whether another try may succeed.
+LAUNCHED = ("init", "island", "merger")
 
 
 def main() -> int:
     """Run the command `archipelago`."""
     signal.signal(signal.SIGINT, _end)
+    if os.getpid() == 1:  # The first process of a container ignores every signal that it does not handle.
+        signal.signal(signal.SIGTERM, _end)
     # Numpy reads this when it is loaded. Its threads wait busily, and slow down a machine that does other work, too.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from archipelago.broker.process import guarded, interruptible
     from archipelago.ops.commands import run
 
-    status = guarded(lambda: run(sys.argv[1:], interruptible))
+    is_launched = len(sys.argv) > 1 and sys.argv[1] in LAUNCHED
+    status = guarded(lambda: run(sys.argv[1:], interruptible), supervised=is_launched)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # The interpreter's own end would print a traceback.
     return status
 
 
-def _end(_number: int, _frame: FrameType | None) -> None:
+def _end(number: int, _frame: FrameType | None) -> None:
     os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+    os._exit(128 + number)

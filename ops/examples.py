@@ -29,11 +29,14 @@ _EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago island redis://:PASSWORD@HOST:6379 --run demo": "Join the run demo.",
         "archipelago island demo.oslo.join": "Join with a join file that `archipelago invite` made.",
         "archipelago island --run bytes --task docs/examples/task_bytes.py": "Train the task of the run.",
+        "archipelago island --run demo --mesh data=2,fsdp=2": "Use four devices of this machine.",
+        "archipelago island --run demo --coordinator node0:9000 --hosts 2 --host-rank 1": "Be the second host of one.",
         "archipelago island --run demo --name oslo --corpus private": "Train on a text that stays on this machine.",
     },
     "merger": {
         "archipelago merger redis://:PASSWORD@HOST:6379 --run demo": "Serve the run demo. The second one stands by.",
         "archipelago merger --run demo --resume": "Restore the run from its checkpoints if the Redis has lost it.",
+        "archipelago merger --run demo --bucket s3://my-bucket/runs": "Copy the checkpoints to a bucket.",
     },
     "status": {
         "archipelago status --run demo": "Show the run once. The exit status is 1 if somebody should look at it.",
@@ -94,17 +97,25 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     },
     "chaos": {
         "archipelago chaos --seconds 120 --islands 4": "Train for two minutes while processes are killed.",
+        "archipelago chaos --task docs/examples/task_bytes.py": "Kill processes that train a task of yours.",
         "archipelago chaos peers": "Measure what the return of an island costs.",
     },
-    "bench parity": {"archipelago bench parity --quick": "Compare with data-parallel training, in minutes."},
+    "bench parity": {
+        "archipelago bench parity --quick": "Compare with data-parallel training, in minutes.",
+        "archipelago bench parity --task docs/examples/task_bytes.py --islands 1 2 4 --intervals 12 48": (
+            "Show what M and H cost a task of yours."
+        ),
+    },
     "bench time": {"archipelago bench time --quick": "Measure the time to a loss with one slow machine."},
     "bench study": {"archipelago bench study defaults --show": "Show the table of a study."},
+    "bench mixed": {"archipelago bench mixed --seeds 0": "Train a Llama in PyTorch beside our model in JAX."},
     "bench spectra": {"archipelago bench spectra --model.size tiny": "Compare movements by singular directions."},
     "bench wire": {"archipelago bench wire --quick": "Measure payloads through Redis on this machine."},
     "bench merge": {"archipelago bench merge --quick": "Measure codecs and merges on this machine."},
     "bench sync": {"archipelago bench sync --quick": "Measure one synchronisation."},
     "bench signing": {"archipelago bench signing": "Measure what signatures cost."},
     "bench island": {"archipelago bench island --quick": "Measure what synchronising costs an island."},
+    "bench hosts": {"archipelago bench hosts --quick": "Measure what two hosts cost an island, on this machine."},
     "bench join": {"archipelago bench join --parameters 1e6": "Measure what syncing costs a training script."},
     "bench lora": {"archipelago bench lora --steps 96": "Compare LoRA by islands with one process."},
     "bench start": {"archipelago bench start --quick": "Measure what starting an island costs."},

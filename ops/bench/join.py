@@ -22,7 +22,7 @@ from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
-    from archipelago.islands.own_loop.replica import TreeReplica
+    from archipelago.islands.sync.tree_replica import TreeReplica
 
 RUN = "bench-join"
 LAYERS, BATCH = 10, 64
@@ -137,7 +137,7 @@ def _transfers(replica: TreeReplica, params: Any) -> dict[str, list[tuple[float,
     """Return the seconds of the training thread and those until the device is done, of each sending and adoption."""
     import numpy as np
 
-    new_N = np.asarray(replica.references[0]).copy()
+    new_N = np.concatenate([np.asarray(x).reshape(-1) for x in replica.references[0].values()])
     found: dict[str, list[tuple[float, float]]] = {"send the whole model": [], "adopt the whole model": []}
     named, sent, adopted = dict(params), *found.values()
     for _ in range(TRANSFERS):

@@ -161,7 +161,8 @@ class _Trainer:
         self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.0, steps)
         self._batches = [_batches(text, first + number) for number in range(count)]
 
-    def step(self) -> float:
+    def step(self, global_step: int = 0) -> tuple[int, float]:
+        """Make a step of the schedule of its own, whatever the global step. Return its tokens and loss."""
         import torch
 
         loss = _loss_of(self.model, torch.cat([next(batches) for batches in self._batches]))
@@ -169,7 +170,7 @@ class _Trainer:
         loss.backward()
         self._optimizer.step()
         self._schedule.step()
-        return float(loss.detach())
+        return BATCH * LENGTH, float(loss.detach())
 
 
 def _train(models: Sequence[Any], texts: Sequence[bytes], steps: int, rate: float, count: int = 1) -> None:
@@ -184,7 +185,9 @@ def _islands(models: Sequence[Any], text: bytes, steps: int, rate: float, rule: 
     from archipelago.islands.own_loop.new_run import first_snapshots, settings
     from archipelago.islands.own_loop.tensors import kinds_by
     from archipelago.islands.pytorch.module import ModuleParameters
+    from archipelago.islands.sync.connection.link import Link
     from archipelago.merger.service import Merger
+    from archipelago.ops.experiments.torch_island import TorchIsland
     from archipelago.ops.experiments.virtual_time import VirtualClock
 
     merge = MergeConfig(rest=rule, embedding=rule)
@@ -201,48 +204,25 @@ def _islands(models: Sequence[Any], text: bytes, steps: int, rate: float, rule: 
     merger.acquire()
     merger.load()
     count = len(models)
-    islands = [
-        _Island(manifest, broker, clock, number, each, _Trainer(each_model, text, rate, steps, number))
-        for number, (each, each_model) in enumerate(zip(parameters, models, strict=True))
-    ]
-    for _ in range(steps):
+    islands = []
+    for number, (each, each_model) in enumerate(zip(parameters, models, strict=True)):
+        name, trainer = f"island-{number}", _Trainer(each_model, text, rate, steps, number)
+        link = Link(broker.connect(RUN), manifest, f"{name}/x", (), clock)
+        islands.append(TorchIsland(name, manifest, each, trainer.step, link, link.join(), clock, "x"))
+        islands[-1].begin()
+    for step in range(steps + 1):
         clock.now += 1.0
         for island in islands:
-            island.step()
+            island.link.pump()
+            island.boundary()
+            island.link.pump()
+            if step < steps:
+                island.advance()
         merger.turn(0.0)
-    islands[0].end()
+    # The first model adopts what was merged, so that it is the run's but for steps that were not merged.
+    islands[0].link.pump()
+    islands[0].boundary()
     books = broker.connect(RUN).reader.books()
     syncs = books.published / len(manifest.fragments)
     return {"trained": manifest.parameters, "bytes_a_sync": round(books.bytes_up / syncs),
             "bytes_up": round(books.bytes_up / count)}  # fmt: skip
-
-
-class _Island:
-    """One island in virtual time."""
-
-    def __init__(self, manifest: Manifest, broker: MemoryBroker, clock: Any, number: int, parameters: Any,
-                 trainer: _Trainer) -> None:  # fmt: skip
-        from archipelago.islands.own_loop.loop import OwnLoop
-        from archipelago.islands.pytorch.host import torch_host
-        from archipelago.islands.pytorch.replica import TorchReplica
-        from archipelago.islands.sync.connection.link import Link
-
-        self._trainer, self._link = trainer, Link(broker.connect(RUN), manifest, f"island-{number}/x", (), clock)
-        arrivals = self._link.join()
-        replica = TorchReplica(manifest, parameters.device)
-        replica.begin(parameters.named(), [arrival.params_N for arrival in arrivals])
-        self._loop = OwnLoop(f"island-{number}", manifest, self._link, replica, parameters, arrivals,
-                             torch_host(parameters.device, clock), None, clock, "x")  # fmt: skip
-        self._loop.begin()
-        self._link.pump()
-
-    def step(self) -> None:
-        loss = self._trainer.step()
-        self._link.pump()
-        self._loop.turn(1, BATCH * LENGTH, loss)
-        self._link.pump()
-
-    def end(self) -> None:
-        """Adopt what has arrived, so that the model is the run's, but for steps that were not merged."""
-        self._link.pump()
-        self._loop.boundary()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from archipelago.broker.observe.progress import progress
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import wait_until
 from archipelago.ops.bench.two_islands import (
@@ -57,7 +58,11 @@ def signing(report: Callable[[str], None], size: Size) -> dict[str, Any]:
         for number in range(WARM_UPS):
             _pair(runs, number)
         merger_before = signed.merger_signing()
-        found = [_pair(runs, number) for number in range(size.rounds)]
+        found = []
+        with progress("syncing in turn", size.rounds) as activity:
+            for number in range(size.rounds):
+                found.append(_pair(runs, number))
+                activity.done += 1
         merger_seconds = (signed.merger_signing() - merger_before) / size.rounds
     ratios = [b.seconds / a.seconds for a, b in found]
     report(f"signed to unsigned: {statistics.median(ratios):.3f}, median of {len(ratios)}")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Corpus
+from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.bench.process import forget_peak, keep_to, peak_bytes
 
 if TYPE_CHECKING:
     import jax
 
+    from archipelago.islands.hosts.team import Team
     from archipelago.islands.inner import InnerState, InnerSteps
     from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
@@ -98,29 +100,32 @@ def serve_run(pipe: Connection, url: str, config: RunConfig, cores: set[int]) ->
     serve(Merger(transport), pipe.poll)
 
 
-def _text(config: RunConfig) -> NDArray[np.uint8]:
+def random_text(config: RunConfig) -> NDArray[np.uint8]:
     """Return random bytes, because the cost of a sync hardly depends on what the model learns."""
     size = max(TEXT_BYTES, 4 * config.data.sequence_length * (config.data.shards + 1))
     return np.random.default_rng(config.seed).integers(0, 256, size, np.uint8)
 
 
-def sync_and_not(pipe: Connection, url: str, cores: set[int], pairs: int, turn_seconds: float) -> None:
+def sync_and_not(
+    pipe: Connection, url: str, cores: set[int], pairs: int, turn_seconds: float, mesh: str | None = None
+) -> None:
     """Take turns with syncing and without, each over whole intervals. Send the ratio of each pair, then a `Found`."""
     keep_to(cores)
+    return_freed_memory()  # as `archipelago island` does
     import jax
 
     from archipelago.islands.device import best_scan_steps
 
-    island = _join(url)
+    island = join_run(url, mesh)
     island.link.start()
     island.scan_steps = best_scan_steps(island)
     island.warm_up()
     interval = max(1, island.config.sync.interval // island.scan_steps) * island.scan_steps
-    first = _synced_turn(island, interval)  # This turn pays for everything that happens only once.
+    first = synced_turn(island, interval)  # This turn pays for everything that happens only once.
     steps = interval * max(1, math.ceil(turn_seconds / first.seconds))
     turns = []
     for _ in range(pairs):
-        on, off = _synced_turn(island, steps), _plain_turn(island, steps)
+        on, off = synced_turn(island, steps), _plain_turn(island, steps)
         turns.append((on, off))
         pipe.send(on.seconds / off.seconds)
     on_host = jax.default_backend() == "cpu"
@@ -133,17 +138,35 @@ def sync_and_not(pipe: Connection, url: str, cores: set[int], pairs: int, turn_s
         on=[on for on, _ in turns],
         off=[off for _, off in turns],
         held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.inbox.snapshots.held.values()),
-        reference_bytes=sum(reference_N.nbytes for reference_N in island.replica.references) if on_host else 0,
+        reference_bytes=_own_reference_bytes(island) if on_host else 0,
     )
     island.link.stop()
     pipe.send(found)
 
 
-def _join(url: str) -> Island:
-    """Make an island as `archipelago island` does, on random bytes."""
+def _own_reference_bytes(island: Island) -> int:
+    """Return the memory of references. One that nothing was sent of since its snapshot came shares that memory."""
+    if island.placement is not None:
+        leaves = [leaf for tensors in island.replica.references for leaf in tensors.values()]
+        return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    held = {arrival.params_N.ctypes.data for arrival in island.link.inbox.snapshots.held.values()}
+    own = [each for each in island.replica.references if each.unsafe_buffer_pointer() not in held]
+    return sum(reference_N.nbytes for reference_N in own)
+
+
+def join_run(url: str, mesh: str | None = None, team: Team | None = None) -> Island:
+    """Make an island as `archipelago island` does, on random bytes. The processes of a team share its computation."""
+    from functools import partial
+
+    import jax
+
+    from archipelago.islands.computation import Computation
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.sharding import shard_order
+    from archipelago.islands.hosts.computing import LeadingComputation
     from archipelago.islands.inner import compile_steps
+    from archipelago.islands.mesh.placement import placement_of
+    from archipelago.islands.mesh.shape import MeshShape, parsed
     from archipelago.islands.models.registry import build
     from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
@@ -153,11 +176,17 @@ def _join(url: str) -> Island:
     config = manifest.config
     link = Link(transport, manifest, "island/bench", shard_order(config.data.shards, config.seed))
     steps = compile_steps(build(config.model), config.inner)
-    batches = Batches(_text(config), config, link.lease)
-    return Island("island", manifest, steps, batches, link, link.join(), incarnation="bench")
+    batches = Batches(random_text(config), config, link.lease)
+    shape = parsed(mesh) if mesh is not None else MeshShape()
+    placement = placement_of(shape, manifest, config.data.batch_size, jax.devices())
+    return Island(
+        "island", manifest, steps if placement is None else placement.steps(steps), batches, link, link.join(),
+        incarnation="bench", placement=placement,
+        computes=Computation if team is None else partial(LeadingComputation, team),
+    )  # fmt: skip
 
 
-def _synced_turn(island: Island, steps: int) -> Turn:
+def synced_turn(island: Island, steps: int) -> Turn:
     """Make `steps` inner steps with syncing, and wait until everything that was sent is merged and adopted."""
     import jax
 
@@ -227,14 +256,29 @@ def _is_busy(island: Island) -> bool:
 
 def _plain_turn(island: Island, steps: int) -> Turn:
     """Make `steps` inner steps of the same island without using the link."""
-    island.inner, turn = plain(island.steps, island.inner, island.batches.next, steps, island.scan_steps)
+    place = None if island.placement is None else island.placement.place_batches
+    island.inner, turn = plain(island.steps, island.inner, island.batches.next, steps, island.scan_steps, place)
     return turn
 
 
 def plain(
-    steps: InnerSteps, state: InnerState, batches: Callable[[int], NDArray[np.uint8]], count: int, scan_steps: int
+    steps: InnerSteps,
+    state: InnerState,
+    batches: Callable[[int], NDArray[np.uint8]],
+    count: int,
+    scan_steps: int,
+    place: Callable[[Any], Any] | None = None,
 ) -> tuple[InnerState, Turn]:
-    """Train `count` steps and do nothing else. One call of `steps` is in flight, as in an island."""
+    """Train `count` steps and do nothing else. One call of `steps` is in flight, as in an island.
+
+    Args:
+        steps: The inner steps.
+        state: The state to begin with.
+        batches: Returns batches; its argument is their number.
+        count: The number of steps.
+        scan_steps: The steps of one call.
+        place: Brings batches to the devices; None for one device.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -243,7 +287,8 @@ def plain(
     cpu, began = time.process_time(), time.perf_counter()
     in_flight: jax.Array | None = None
     for at in range(0, count, scan_steps):
-        state, losses_n = steps(state, jnp.asarray(batches(scan_steps)), jnp.asarray(at, jnp.int32))
+        batch = (place or jnp.asarray)(batches(scan_steps))
+        state, losses_n = steps(state, batch, jnp.asarray(at, jnp.int32))
         if in_flight is not None:
             in_flight.block_until_ready()
         in_flight = losses_n
@@ -254,6 +299,7 @@ def plain(
 def train_only(pipe: Connection, config: RunConfig, cores: set[int], scan_steps: int, count: int) -> None:
     """Train the same in a process that loads an island's code but syncs nothing. Send its peak of memory in bytes."""
     keep_to(cores)
+    return_freed_memory()
     import archipelago.islands.worker  # noqa: F401 - so that this process has as much code in memory as an island
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.sharding import lease_all
@@ -262,7 +308,7 @@ def train_only(pipe: Connection, config: RunConfig, cores: set[int], scan_steps:
 
     model = build(config.model)
     steps = compile_steps(model, config.inner)
-    batches = Batches(_text(config), config, lease_all(config.data.shards, config.seed))
+    batches = Batches(random_text(config), config, lease_all(config.data.shards, config.seed))
     state, _ = plain(steps, begin(config.inner, model.init(config.seed)), batches.next, scan_steps, scan_steps)
     _, turn = plain(steps, state, batches.next, count, scan_steps)
     pipe.send(turn.peak_bytes)

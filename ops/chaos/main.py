@@ -32,7 +32,7 @@ from archipelago.ops.chaos.report.tables import COLUMNS, comparison, headlines
 from archipelago.ops.chaos.schedule import MERGER, REDIS, Fault, FaultRates, Kind
 from archipelago.ops.chaos.script import parsed
 from archipelago.ops.chaos.storm import run_storm
-from archipelago.ops.launch.init import require_usable
+from archipelago.ops.launch.init import require_usable, workload_of
 from archipelago.ops.launch.standbys import require_standbys
 from archipelago.ops.settings import say
 
@@ -49,8 +49,8 @@ WIDTHS = (24, 9, 26, 24, 30, 30)
 class ChaosOptions:
     """Train through a storm of faults in real processes. Report goodput and uptime; fail if an invariant breaks.
 
-    With --script, the islands are a training script of yours, as `archipelago.join` makes it one. It must take its
-    Redis from ARCHIPELAGO_URL, and must create its run itself.
+    With --task, the islands train a task of yours. With --script, the islands are a training script of yours, as
+    `archipelago.join` makes it one. It must take its Redis from ARCHIPELAGO_URL, and must create its run itself.
 
     `storm` is one run under a schedule of faults. `peers` is the benchmark that other projects report: 3 islands,
     H = 40 steps of 50 ms, 1 M parameters; without faults, with a SIGKILL every 15 s, and with one island half as fast.
@@ -63,6 +63,8 @@ class ChaosOptions:
     script: str = ""
     """Storm over your own training script instead of our islands: the file and its arguments, in quotation marks.
     {island} in them stands for the name of the island; without it, the name comes last."""
+    task: str | None = None
+    """A task of your own, FILE.py:NAME, that the islands train in place of one of our models."""
     islands: int = 3
     """The number of islands on this machine."""
     standbys: int = 0
@@ -124,7 +126,7 @@ def main(options: ChaosOptions) -> int:
     faults = _faults(options)
     if script is None:
         keep_compiled()
-        require_usable(config)
+        _require_trainable(config, options)
     stopped = stop_on_signals()
     _prepare_folder(folder)
     if options.what == "peers":
@@ -153,14 +155,29 @@ def _require_sensible(options: ChaosOptions) -> None:
 
 
 def _require_own(options: ChaosOptions) -> None:
-    """Raise ConfigError (`chaos.not-of-scripts`) for what a user's script has not."""
-    wrong = [flag for flag, is_set in (("--standbys", options.standbys), ("--baselines", options.baselines)) if is_set]
-    if options.script and wrong:
-        raise ConfigError(
-            f"{wrong[0]} and --script exclude each other: it needs our model and loop",
-            f"Leave {wrong[0]} out.",
-            code="chaos.not-of-scripts",
-        )
+    """Raise ConfigError (`chaos.not-of-scripts`, `chaos.not-of-tasks`) for what a user's script or task has not."""
+    has_task, is_peers = options.task is not None, options.what == "peers"
+    for own, code, given in (
+        ("--script", "chaos.not-of-scripts", {"--task": has_task, "--standbys": options.standbys > 0}),
+        ("--task", "chaos.not-of-tasks", {"`chaos peers`": is_peers}),
+    ):
+        wrong = [flag for flag, is_set in {**given, "--baselines": options.baselines}.items() if is_set]
+        if wrong and (options.script if own == "--script" else has_task):
+            raise ConfigError(
+                f"{wrong[0]} and {own} exclude each other: it needs our model or our loop",
+                "Leave one of them out.",
+                code=code,
+            )
+
+
+def _require_trainable(config: RunConfig, options: ChaosOptions) -> None:
+    """Raise an error unless the model or the task can be trained here."""
+    if options.task is None:
+        require_usable(config)
+        return
+    from archipelago.islands.tasks.workload import require_trainable
+
+    require_trainable(workload_of(config, options.task))
 
 
 def _names(options: ChaosOptions) -> list[str]:
@@ -230,7 +247,7 @@ def _storm(
     long = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_enough_steps(options, config)))
     plan = Plan(
         folder.name, folder / "storm", long, step_seconds, options.seconds, tuple(faults), options.checkpoint_every,
-        options.settle_seconds, options.standbys, script=parsed(options.script),
+        options.settle_seconds, options.standbys, script=parsed(options.script), task=options.task,
     )  # fmt: skip
     say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, seed {options.fault_seed}; {folder}")
     storm = run_storm(plan, stopped)
@@ -268,7 +285,7 @@ def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
     A run that ended within the storm would leave no targets for faults. With just enough steps, the learning rate
     decays during the storm. Islands begin before the storm does.
     """
-    shortest = options.step_seconds or (1e-4 if options.script else 1e-3)
+    shortest = options.step_seconds or (1e-4 if options.script or options.task else 1e-3)
     return max(
         config.inner.steps, math.ceil((1.1 * (options.seconds + options.settle_seconds) + JOINING_SECONDS) / shortest)
     )

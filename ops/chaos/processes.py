@@ -53,6 +53,7 @@ class Plan:
         standbys: Number of standby processes.
         merged_tokens: If not 0, the window ends once this many tokens are merged, instead of after `seconds`.
         script: The islands are this script of a user, which creates the run; None for our own islands.
+        task: Our islands train this task of a user, FILE.py:NAME; None for one of our models.
     """
 
     run: str
@@ -66,6 +67,12 @@ class Plan:
     standbys: int = 0
     merged_tokens: int = 0
     script: Script | None = None
+    task: str | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the islands train something of a user's, whose steps and tokens only a run shows."""
+        return self.script is not None or self.task is not None
 
 
 class Worker(FaultTarget):
@@ -132,7 +139,7 @@ class RunProcesses(FaultInjector):
         self.url = self.redis.server.url
         self._linked = {fault.target for fault in plan.faults if fault.kind in ON_LINKS}
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
-        flags = self._step_flags(min(plan.step_seconds.values()))
+        flags = [*self._task_flags, *self._step_flags(min(plan.step_seconds.values()))]
         self.standbys = Standbys(plan.standbys, flags, environment, plan.folder / "logs")
         self.islands = [self._island(name, stack) for name in plan.step_seconds]
         self.targets = {t.name: t for t in (self.redis, *self.islands)}
@@ -165,7 +172,7 @@ class RunProcesses(FaultInjector):
         """Create the run, or take the one that a user's script has created. Make it long enough for the storm."""
         steps = self.plan.config.inner.steps
         if self.plan.script is None:
-            return create(self.transport, self.plan.config)[0]
+            return create(self.transport, self.plan.config, task=self.plan.task)[0]
         manifest = self.transport.reader.manifest()
         if manifest.config.inner.steps < steps:
             self.transport.reader.steer(checked_changes(manifest.config, {"inner.steps": str(steps)}))
@@ -175,9 +182,14 @@ class RunProcesses(FaultInjector):
         if self.plan.script is not None:
             return self._worker(name, self.plan.script.argv(name), stack)
         argv = [*ISLAND, "--evaluate-every", "0", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
+        argv += self._task_flags
         worker = self._worker(name, [*argv, *self._step_flags(self.plan.step_seconds[name])], stack)
         worker.child.stand_in = self.standbys.stand_in
         return worker
+
+    @property
+    def _task_flags(self) -> list[str]:
+        return ["--task", self.plan.task] if self.plan.task else []
 
     @staticmethod
     def _step_flags(step_seconds: float) -> list[str]:

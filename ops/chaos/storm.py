@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
@@ -105,8 +106,8 @@ def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
         if not processes.drain():
             say("  some contributions were not merged in time")
         time.sleep(2 * OBSERVE_SECONDS)  # The observer must see the last rounds, too.
-        bits_per_byte = math.nan if plan.script else _bits_per_byte(processes.transport)
-        return _record(plan, processes, observer, begin, end, bits_per_byte)
+        held_out_loss = _held_out_loss(plan, processes.transport)
+        return _record(plan, processes, observer, begin, end, held_out_loss)
 
 
 def interrupted() -> ArchipelagoError:
@@ -139,7 +140,7 @@ def _is_over(plan: Plan, processes: RunProcesses, observer: Observer, begin: flo
 
 
 def _record(
-    plan: Plan, processes: RunProcesses, observer: Observer, begin: float, end: float, bits_per_byte: float
+    plan: Plan, processes: RunProcesses, observer: Observer, begin: float, end: float, held_out_loss: float
 ) -> StormRecord:
     transport = processes.transport
     config, tape = processes.manifest.config, tuple(transport.reader.tape(EVERYTHING))
@@ -148,8 +149,8 @@ def _record(
         begin=begin,
         end=end,
         islands=tuple(plan.step_seconds),
-        step_seconds=own_step_seconds(plan.step_seconds, turns) if plan.script else dict(plan.step_seconds),
-        tokens_per_step=_tokens_per_step(tape) if plan.script else config.tokens_per_step,
+        step_seconds=own_step_seconds(plan.step_seconds, turns) if plan.is_own else dict(plan.step_seconds),
+        tokens_per_step=_tokens_per_step(tape) if plan.is_own else config.tokens_per_step,
         fragments=len(processes.manifest.fragments),
         faults=plan.faults,
         events=tuple(processes.events),
@@ -160,7 +161,8 @@ def _record(
         books=transport.reader.books(),
         pending=transport.reader.pending(),
         refused=_refused(transport),
-        bits_per_byte=bits_per_byte,
+        held_out_loss=held_out_loss,
+        unit=loss_unit(processes.manifest.corpus).name,
         interval=config.sync.interval,
         checkpoint_seconds=plan.checkpoint_seconds,
         standbys=plan.standbys,
@@ -168,7 +170,7 @@ def _record(
 
 
 def _tokens_per_step(tape: Sequence[TapeEntry]) -> float:
-    """Return the mean tokens of an inner step of a user's script, by what was merged."""
+    """Return the mean tokens of an inner step of a user's script or task, by what was merged."""
     steps = sum(member.steps for entry in tape for member in entry.members)
     return sum(member.tokens for entry in tape for member in entry.members) / max(1, steps)
 
@@ -178,7 +180,12 @@ def _refused(transport: RedisTransport) -> frozenset[Identity]:
     return frozenset((e.island, e.incarnation, e.sequence) for e in events if isinstance(e, Refusal) and not e.repeat)
 
 
-def _bits_per_byte(transport: RedisTransport) -> float:
+def _held_out_loss(plan: Plan, transport: RedisTransport) -> float:
+    """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
+    from archipelago.islands.tasks.file import load_task
     from archipelago.ops.watch.evaluate import evaluate  # It imports JAX, which takes seconds.
 
-    return evaluate(transport).bits_per_byte
+    if plan.script or (plan.task and load_task(plan.task).task.evaluate is None):
+        return math.nan
+    found = evaluate(transport, plan.task)
+    return loss_unit(transport.reader.manifest().corpus).from_evaluation(found.bits_per_byte)

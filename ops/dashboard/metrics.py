@@ -41,6 +41,7 @@ RUN = {
     "archipelago_run_held_out_loss": ("held_out_last", f"Held-out loss in {_UNIT}, newest evaluation."),
     "archipelago_run_merged_tokens_total": ("tokens_merged", "Tokens merged into every fragment."),
     "archipelago_run_trained_tokens_total": ("tokens_trained", "Tokens trained by all islands, merged or not."),
+    "archipelago_run_lowered_tokens": ("tokens_lowered", "Merged tokens that count for less than islands say."),
     "archipelago_run_lost_tokens": ("tokens_lost", "Trained tokens that were never merged."),
     "archipelago_run_sent_bytes_total": ("bytes_up", "Payload bytes from the islands."),
     "archipelago_run_received_bytes_total": ("bytes_down", "Payload bytes to the islands."),
@@ -55,6 +56,7 @@ BOOKS = {
 }
 
 ROUND_AGE = "archipelago_run_round_age_seconds"
+UNFINISHED = "archipelago_run_unfinished"
 
 #: Maps a metric's name to the attribute of `IslandView` and its documentation. The labels are `run` and `island`.
 RUN_ISLAND = {
@@ -99,6 +101,8 @@ class RunCollector:
             for name, (attribute, documentation) in table.items():
                 yield family(name, documentation, labels, [(labels, getattr(source, attribute))])
         yield family(ROUND_AGE, "Time since the last round closed.", labels, [(labels, self.seconds_since_round)])
+        is_unfinished = float(self.view.step < self.view.steps)
+        yield family(UNFINISHED, "1 while the run has steps to make, else 0.", labels, [(labels, is_unfinished)])
         for name, (attribute, documentation) in RUN_ISLAND.items():
             samples = [(labels | {"island": island.name}, getattr(island, attribute)) for island in self.view.islands]
             yield family(name, documentation, [*labels, "island"], samples)

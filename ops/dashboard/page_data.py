@@ -153,7 +153,7 @@ def settings(manifest: Manifest) -> dict[str, str]:
     if manifest.config.has_own_loops:  # only the length of the run says anything about its users' scripts
         unknown = ("model.", "data.", "inner.")
         words = {name: text for name, text in words.items() if name == STEPS or not name.startswith(unknown)}
-        words["model"] = "that of its users' scripts"
+        words["model"] = f"that of the task {manifest.task!r}" if manifest.task else "that of its users' scripts"
         return words | {f"version.{name}": version for name, version in manifest.versions.items()}
     words["corpus"] = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest[:12]}"
     words["tokenizer"] = f"{corpus.tokenizer[:12]}, {corpus.tokens:,} tokens" if corpus.tokenizer else "bytes"

@@ -306,7 +306,7 @@ def tensors_of(model: str) -> Sequence[Tensor]:
         return decoder(_number(model, "--model"))
     if ".py" in model:
         from archipelago.islands.tasks.file import load_task
-        from archipelago.islands.tasks.workload import TaskModel
+        from archipelago.islands.tasks.model import TaskModel
 
         return TaskModel(load_task(model), 0).tensors
     from archipelago.islands.models.registry import build

@@ -8,11 +8,9 @@ import jax
 import numpy as np
 
 from archipelago.broker.config import RunConfig
-from archipelago.islands.inner import begin
-from archipelago.islands.tasks.batches import TaskBatches
 from archipelago.islands.tasks.file import load_task
 from archipelago.islands.tasks.shards import TaskRun
-from archipelago.islands.tasks.workload import require_trainable, task_config, task_steps
+from archipelago.islands.tasks.workload import Workload, require_trainable, task_config
 
 #: Steps that are timed. The shortest one counts, because other work on the machine only makes steps longer.
 TIMED = 4
@@ -25,16 +23,14 @@ def measured_step(flag: str) -> tuple[int, float]:
         ConfigError: The task is wrong; the code names the part.
     """
     file = load_task(flag)
-    config = task_config(RunConfig(), file)
-    model = require_trainable(file, config)
-    steps, params = task_steps(model, config.inner), model.init()
-    state = begin(config.inner, params) if file.task.optimizer is None else model.first_state(params)
-    supply = TaskBatches(file, TaskRun("plan", 0))
+    work = Workload.of(file, task_config(RunConfig(), file))
+    require_trainable(work)
+    state, supply = work.begin(work.model.init()), work.supply(TaskRun("plan", 0))
     seconds = []
     for _ in range(TIMED + 1):  # the first one compiles
         batch = jax.device_put(supply.next(1))
         began = time.perf_counter()
-        state, losses_n = steps(state, batch, np.int32(0))
+        state, losses_n = work.steps(state, batch, np.int32(0))
         losses_n.block_until_ready()
         seconds.append(time.perf_counter() - began)
     return supply.tokens, min(seconds[1:])

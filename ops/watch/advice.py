@@ -99,7 +99,7 @@ def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequen
     status, command = health.merger_status, f"--run {view.run}"
     another = f"Start one with `archipelago island URL {command}`"
     if config.has_own_loops:
-        another = "Start one of its training scripts"
+        another = f"{another[:-1]} --task FILE.py:NAME`" if view.task else "Start one of its training scripts"
     if view.known and not view.live:
         yield Problem(
             "run.no-islands", "bad", "run", "No island is live.",

@@ -99,12 +99,12 @@ def run_lines(
         "run",
         f"[bold]{escape(plain(view.run))}[/]  {view.size}, round {view.rounds:,}, step {view.step:,} of {view.steps:,}",
     )
-    grid.add_row(
-        "quality",
-        f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
-        f"training loss {number(view.loss)}, in {view.unit}",
-    )
-    grid.add_row("", Text(plain(evaluated(view, time.time())), style="dim"))
+    held_out = f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
+    if view.has_scripts and not view.evaluated_unix_seconds:
+        held_out = ""  # only the scripts know the model
+    grid.add_row("quality", f"{held_out}training loss {number(view.loss)}, in {view.unit}")
+    if held_out:
+        grid.add_row("", Text(plain(evaluated(view, time.time())), style="dim"))
     grid.add_row(
         "islands",
         f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] participating; "
@@ -152,7 +152,9 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
     grid.add_row(
         "tokens",
         f"trained {view.tokens_trained:,} = merged {view.tokens_merged:,} + refused {view.tokens_refused:,} + pending "
-        f"{view.tokens_pending:,} + unsent {view.tokens_unsent:,} + lost {view.tokens_lost:,}"
+        f"{view.tokens_pending:,} + unsent {view.tokens_unsent:,} + "
+        + (f"counted for less {view.tokens_lowered:,} + " if view.tokens_lowered else "")
+        + f"lost {view.tokens_lost:,}"
         + ("" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"),
     )
 

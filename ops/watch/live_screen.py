@@ -146,6 +146,8 @@ def histories(reading: LiveReading, width: int) -> Table:
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
     table.add_row("rounds per minute", f"{rates[-1]:.0f}" if rates else "–", Text(sparkline(rates, low=0.0), "green"))
+    if not losses and reading.view.has_scripts:  # only the scripts can evaluate their model
+        return table
     early = losses[len(losses) // CUT_SHARE] if losses else math.nan  # The first fall would flatten the rest.
     last = formatting.number(losses[-1] if losses else math.nan)
     table.add_row(reading.view.unit, last, Text(sparkline([min(value, early) for value in losses]), "magenta"))

@@ -92,7 +92,7 @@ def _run(manifest: Manifest, view: RunView) -> dict[str, str]:
     return {
         "run": view.run,
         "model": f"{model}, {view.size}",
-        "corpus": known if corpus.name else "that of its users' scripts",
+        "corpus": known if corpus.name else "that of its task" if manifest.task else "that of its users' scripts",
         **({"tokenizer": f"digest {corpus.tokenizer}, {corpus.tokens:,} tokens"} if corpus.tokenizer else {}),
         "config digest": manifest.config.digest(),
         "progress": f"step {view.step:,} of {view.steps:,}, round {view.rounds:,}",
@@ -153,6 +153,11 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
         hosts: The number of machines that they ran on.
         steered: The rounds from which on an operator changed settings.
     """
+    if manifest.task:
+        return (
+            f"# The islands of this run trained the task {manifest.task!r}. Start it again from its file:\n"
+            f"# archipelago up --run {shlex.quote(f'{manifest.run}-again')} --task FILE.py:NAME, with its settings.\n"
+        )
     if manifest.config.has_own_loops:
         return (
             "# The islands of this run were training scripts of its users: start them again, with another name for\n"

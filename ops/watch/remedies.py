@@ -44,6 +44,8 @@ _REMEDIES = {
     "resumed": NOTHING,
     "steered": "To undo it, reset the value under Steer.",
     "checkpoint": NOTHING,
+    "bucket": "Look at the rights, the address and the network of the merger. It tries again by itself, and its disk "
+              "keeps the checkpoints meanwhile.",
     "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",
     "refused": "Look at the island's log.",
 }  # fmt: skip
@@ -69,6 +71,8 @@ def remedy_of(event: Event) -> str:
         return "Correct the value, or remove it under Steer."
     if event.kind == "checkpoint" and "takes no" in event.text:
         return "Start the merger with --checkpoint-every 30 if you want checkpoints."
+    if event.kind == "bucket" and event.text.startswith("copied again"):
+        return NOTHING
     if event.kind == "served":
         first = event.text.startswith("epoch 1 ")
         return (

@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast
 
 import tyro
 
+from archipelago.broker.buckets.folder import BucketFolder, is_bucket
 from archipelago.broker.control import fields_in, run_steps
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
@@ -25,11 +26,12 @@ from archipelago.ops.dashboard.assets import PAGE, chart_library
 from archipelago.ops.dashboard.history import History
 from archipelago.ops.dashboard.page_data import Reading, charts_of, page_of
 from archipelago.ops.dashboard.watcher import TAPE_MOST, Watcher, to_json
+from archipelago.ops.launch.run_copies import fetch_run
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import Provenance, provenance
 from archipelago.ops.watch.provenance_page import cards
-from archipelago.ops.watch.run_view import IslandView, RunView, merged_by_island, summarise
+from archipelago.ops.watch.run_view import IslandView, RunView, lowered_in, merged_by_island, summarise
 
 STYLES = ("page.css", "report.css")
 SCRIPTS = ("charts.js", "page.js")
@@ -41,7 +43,9 @@ class ReportOptions:
     """Write a run's figures into one HTML file, from its Redis, or from its folder if the Redis is gone."""
 
     target: Annotated[str | None, tyro.conf.Positional] = None
-    """The URL of a Redis, a join file, or the name or folder of a run of `up`. The default is $ARCHIPELAGO_URL."""
+    """The URL of a Redis, a join file, or the name or folder of a run of `up`, also in a bucket (s3://…). The default
+    is $ARCHIPELAGO_URL.
+    """
     run: str | None = None
     """The name of the run at that URL. The default is $ARCHIPELAGO_RUN, or the only run there."""
     out: Path | None = None
@@ -88,6 +92,8 @@ def main(options: ReportOptions) -> int:
 
 def _folder_of(options: ReportOptions, name: str) -> Path:
     """Return the folder that the options name, or that of the run with this name."""
+    if options.target and is_bucket(options.target):
+        return options.folder / name
     return Path(options.target) if options.target and _is_path(options.target) else options.folder / name
 
 
@@ -98,6 +104,8 @@ def _is_path(target: str) -> bool:
 
 def everything(options: ReportOptions) -> Figures:
     """Return the figures of the run that the options name. Raise ArchipelagoError."""
+    if options.target is not None and is_bucket(options.target):
+        return of_bucket(options.target)
     if options.target is None or names_redis(options.target):
         transport = connect_to(options.target, options.run)
         try:
@@ -153,6 +161,22 @@ def of_folder(folder: Path) -> Figures:
     return of_image(image, *_left_in(folder), time.time())
 
 
+def of_bucket(address: str) -> Figures:
+    """Return a run from its folder in a bucket: the newest checkpoint of its merger, and the report of `up`."""
+    from archipelago.merger.storage import fetched
+
+    with fetched(address) as folder:
+        image = folder.store.load()
+        if image is None:
+            raise ConfigError(
+                f"{address} holds no checkpoint",
+                "Name the folder of a run, s3://BUCKET/FOLDER/RUN.",
+                code="report.no-data",
+            )
+        fetch_run(BucketFolder(address), folder.path)
+        return of_image(image, *_left_in(folder.path), time.time())
+
+
 def _of_own_server(folder: Path) -> Figures:
     from archipelago.ops.launch.embedded_redis import running, start_server
 
@@ -190,7 +214,7 @@ def _view_of(image: Image, report: Mapping[str, Any]) -> RunView:
     waiting = Pending(len(image.pending), sum(contribution.tokens for contribution, _ in image.pending))
     view = summarise(
         image.manifest, image.tape, [], image.balanced_books, waiting, image.evaluations,
-        merged_by_island(image.state), image.cursors, Memory(0, 0),
+        merged_by_island(image.state), image.cursors, Memory(0, 0), lowered_in(image.state),
     )  # fmt: skip
     islands = tuple(_island_of(fields) for fields in report.get("each_island", ()))
     lost = int(report.get("tokens_lost") or 0)

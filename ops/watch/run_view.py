@@ -103,6 +103,7 @@ class RunView:
         evaluated_unix_seconds: When they were evaluated, by the clock of the island that evaluated; 0 before the first.
         evaluated_by: The island that did; empty for `archipelago evaluate`.
         frozen_parameters: The parameters of the model that the run does not train.
+        task: The name of the users' task that it trains; empty for other runs.
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only. It is NaN if
             the islands are training scripts of their users.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
@@ -130,6 +131,7 @@ class RunView:
     tokens_refused: int
     tokens_pending: int
     tokens_unsent: int
+    tokens_lowered: int
     tokens_lost: int
     tokens_trained: int
     passes: float
@@ -147,12 +149,19 @@ class RunView:
     evaluated_unix_seconds: float = 0.0
     evaluated_by: str = ""
     frozen_parameters: int = 0
+    task: str = ""
 
     @property
     def size(self) -> str:
-        """The run's parameters and fragments in words."""
+        """The run's task, parameters and fragments in words."""
         frozen = f" ({self.frozen_parameters:,} more are frozen)" if self.frozen_parameters else ""
-        return f"{self.parameters:,} parameters{frozen} in {self.fragments} fragments"
+        task = f"task {self.task}, " if self.task else ""
+        return f"{task}{self.parameters:,} parameters{frozen} in {self.fragments} fragments"
+
+    @property
+    def has_scripts(self) -> bool:
+        """Whether the islands are training scripts of their users, whose model only they can evaluate."""
+        return math.isnan(self.passes) and not self.task
 
     @property
     def live_names(self) -> frozenset[str]:
@@ -178,7 +187,8 @@ def _observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
     reader = transport.reader
     view = summarise(
         manifest, reader.tape(RECENT_ROUNDS), reader.presences(), reader.books(), reader.pending(),
-        reader.evaluations(), merged_by_island(reader.merger_state()), reader.cursors(), reader.memory(),
+        reader.evaluations(), merged_by_island(state := reader.merger_state()), reader.cursors(), reader.memory(),
+        lowered_in(state),
     )  # fmt: skip
     steps = run_steps(manifest.config, reader.control())
     return replace(view, steps=steps, unreadable=tuple(reader.unreadable()))
@@ -204,7 +214,8 @@ def glance(
     left_over = max(0, books.published_tokens - books.merged_tokens - books.refused_tokens)
     view = summarise(
         manifest, tape[-RECENT_ROUNDS:], transport.reader.presences(), books, Pending(waiting, left_over), evaluations,
-        merged_by_island(transport.reader.merger_state()), transport.reader.cursors(), transport.reader.memory(),
+        merged_by_island(state := transport.reader.merger_state()), transport.reader.cursors(),
+        transport.reader.memory(), lowered_in(state),
     )  # fmt: skip
     steps = run_steps(manifest.config, transport.reader.control())
     return replace(view, steps=steps, unreadable=tuple(transport.reader.unreadable()))
@@ -219,6 +230,14 @@ def merged_by_island(state: str) -> dict[str, int]:
         return {}
 
 
+def lowered_in(state: str) -> int:
+    """Return the tokens that merged contributions claim and that are not counted, summed over the fragments."""
+    try:
+        return max(0, int(json.loads(state or "{}").get("lowered_tokens", 0)))
+    except (ValueError, AttributeError, TypeError, RecursionError, OverflowError):
+        return 0
+
+
 def summarise(
     manifest: Manifest,
     tape: Sequence[TapeEntry],
@@ -229,13 +248,14 @@ def summarise(
     merged: Mapping[str, int],
     cursors: Mapping[str, tuple[int, int]],
     memory: Memory,
+    lowered: int = 0,
 ) -> RunView:
     """Combine the readings into a view. `tape` holds the recent rounds, oldest first. Pure."""
     fragments, unit = len(manifest.fragments), loss_unit(manifest.corpus)
     islands = tuple(_island(presence, tape, merged, fragments, unit) for presence in presences)
     live = [island for island in islands if island.live]
     shards = manifest.config.data.shards
-    tokens = token_accounts(presences, merged, books, pending, fragments)
+    tokens = token_accounts(presences, merged, books, pending, fragments, lowered)
     return RunView(
         run=manifest.run,
         parameters=manifest.parameters,
@@ -257,10 +277,12 @@ def summarise(
         evaluated_unix_seconds=evaluations[-1].unix_seconds if evaluations else 0.0,
         evaluated_by=evaluations[-1].by if evaluations else "",
         frozen_parameters=manifest.frozen_parameters,
+        task=manifest.task,
         tokens_merged=tokens.merged,
         tokens_refused=tokens.refused,
         tokens_pending=tokens.pending,
         tokens_unsent=tokens.unsent,
+        tokens_lowered=tokens.lowered,
         tokens_lost=tokens.lost,
         tokens_trained=tokens.trained,
         passes=math.nan

@@ -1,4 +1,5 @@
-"""The accounts of a run's tokens: trained = merged + refused + pending + unsent + lost. Pure.
+"""The accounts of a run's tokens: trained = merged + refused + pending + unsent + lowered
++ lost. Pure.
 
 A token counts once, although each fragment is synchronised on its own: every account is the mean over the fragments.
 
@@ -6,6 +7,7 @@ A token counts once, although each fragment is synchronised on its own: every ac
 - *Merged*, *refused*, *pending*: what became of the contributions, by the books. A run that went back to a checkpoint
   has the books of that checkpoint.
 - *Unsent*: work that islands which are alive have not sent yet.
+- *Lowered*: work that was merged, and that counts for less than its island says (`merger/claims.py`).
 - *Lost*: all other trained tokens. They were not sent when their island died, or they were merged after the checkpoint
   to which the run went back, or the island had to adopt newer parameters over them.
 
@@ -28,16 +30,22 @@ class TokenAccounts:
     refused: int
     pending: int
     unsent: int
+    lowered: int
     lost: int
 
     @property
     def trained(self) -> int:
         """All of them."""
-        return self.merged + self.refused + self.pending + self.unsent + self.lost
+        return self.merged + self.refused + self.pending + self.unsent + self.lowered + self.lost
 
 
 def token_accounts(
-    presences: Iterable[Presence], merged: Mapping[str, int], books: Books, pending: Pending, fragments: int
+    presences: Iterable[Presence],
+    merged: Mapping[str, int],
+    books: Books,
+    pending: Pending,
+    fragments: int,
+    lowered: int = 0,
 ) -> TokenAccounts:
     """Return the accounts of a run.
 
@@ -47,6 +55,8 @@ def token_accounts(
         books: The run's books.
         pending: Contributions that wait to be merged.
         fragments: The number of fragments.
+        lowered: Tokens that merged contributions claim and that are not counted, summed over the fragments. Those that
+            no heartbeat has are false claims, and appear nowhere.
     """
     of_island = {island: tokens // fragments for island, tokens in merged.items()}
     unsent = 0
@@ -58,4 +68,5 @@ def token_accounts(
     settled_merged, refused, waiting = (tokens // fragments for tokens in counts)
     rest = max(0, sum(of_island.values()) - settled_merged - refused - waiting)
     unsent = min(unsent, rest)
-    return TokenAccounts(settled_merged, refused, waiting, unsent, rest - unsent)
+    uncounted = min(lowered // fragments, rest - unsent)
+    return TokenAccounts(settled_merged, refused, waiting, unsent, uncounted, rest - unsent - uncounted)

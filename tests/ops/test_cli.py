@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -20,11 +21,12 @@ import redis
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import BadUrlError, ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.observe.logs import LOGGERS
-from archipelago.broker.process import guarded
+from archipelago.broker.process import OUTAGE, USER_ERROR, guarded
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
+from archipelago.ops import cli
 from archipelago.ops.commands import VERBS, run
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.init import next_steps
@@ -186,6 +188,35 @@ def test_an_address_without_a_server(call: Call, verb: str, tmp_path: Path) -> N
     with failing(UnreachableError):
         run([verb, address, "--run", "x", *at_once])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "status"), [("init", OUTAGE), ("island", OUTAGE), ("merger", OUTAGE), ("status", USER_ERROR)]
+)
+def test_a_launcher_learns_that_another_try_may_succeed(
+    monkeypatch: pytest.MonkeyPatch, verb: str, status: int
+) -> None:
+    at_once = ["--wait-seconds", "0"] if verb in ("island", "merger") else []
+    address = f"redis://127.0.0.1:{unused_port()}"
+    monkeypatch.setattr(sys, "argv", ["archipelago", verb, address, "--run", "x", *at_once])
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert cli.main() == status
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("pid", [1, 4711])
+def test_the_first_process_of_a_container_ends_on_sigterm_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    handled = set()
+    monkeypatch.setattr(signal, "signal", lambda number, _handler: handled.add(number))
+    monkeypatch.setattr(os, "getpid", lambda: pid)
+    monkeypatch.setattr(sys, "argv", ["archipelago", "--version"])
+    assert cli.main() == 0
+    assert (signal.SIGTERM in handled) == (pid == 1)
 
 
 @pytest.mark.parametrize("verb", [*NEED_A_RUN, "init"])

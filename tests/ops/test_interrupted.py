@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from archipelago.broker.process import guarded, interruptible
+from archipelago.broker.process import guarded, interruptible, stop_on_signals
+from archipelago.ops.launch import up
 
 #: Nothing answers there, so that verbs that wait for a Redis wait.
 NOWHERE = "redis://127.0.0.1:1"
@@ -87,6 +89,47 @@ def test_an_interrupted_library_may_raise_another_error(capsys: pytest.CaptureFi
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_that_a_library_ignores_counts_once_signals_are_handled() -> None:
+    """Python drops exceptions that callbacks raise, such as those of the garbage collector while JAX is loaded."""
+
+    def main() -> int:
+        interruptible()
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        stopped, again = stop_on_signals(), stop_on_signals()
+        return 7 if stopped() and not again() else 0
+
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        assert guarded(main) == 7
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def test_a_process_that_hangs_after_a_signal_ends_and_says_where() -> None:
+    hangs = (
+        "import threading; from archipelago.broker.process import stop_on_signals; stop_on_signals(0.1); "
+        "print(0, flush=True); threading.Event().wait(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", hangs], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    _, said = process.communicate()
+    assert process.returncode == 1
+    assert "threading.py" in said
+
+
+def test_up_that_was_interrupted_while_it_was_loaded_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "stop_on_signals", lambda seconds: lambda: True)
+    monkeypatch.setattr(up, "start_server", lambda *args, **named: pytest.fail("a server was started"))
+    assert guarded(lambda: up.main(up.UpOptions(folder=tmp_path / "runs"))) == 130
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_error_without_ctrl_c_keeps_its_traceback() -> None:

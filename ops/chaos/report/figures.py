@@ -36,7 +36,8 @@ ISLANDS = "islands"
 class Control:
     """Figures of the same run without faults, after as many merged tokens."""
 
-    bits_per_byte: float
+    held_out_loss: float
+    unit: str
     training_loss: float
     tokens_merged: int
     seconds: float
@@ -100,7 +101,8 @@ class Figures:
     tokens_lost: int
     bytes_up: int
     bytes_down: int
-    bits_per_byte: float
+    held_out_loss: float
+    unit: str
     training_loss: float
     checks: list[Check]
     holds: bool
@@ -149,7 +151,8 @@ def figures(storm: StormRecord, control: Control | None = None, baselines: Seque
         tokens_lost=trained - merged - refused - pending,
         bytes_up=storm.books.bytes_up,
         bytes_down=storm.books.bytes_down,
-        bits_per_byte=storm.bits_per_byte,
+        held_out_loss=storm.held_out_loss,
+        unit=storm.unit,
         training_loss=storm.training_loss,
         checks=results,
         holds=all(check.holds for check in results),
@@ -179,7 +182,7 @@ def as_method_result(storm: StormRecord, found: Figures) -> MethodResult:
         steps_useful=useful,
         steps_made=sum(storm.steps_between(island, storm.begin, storm.end) for island in storm.islands),
         tokens=found.tokens_merged,
-        bits_per_byte=found.bits_per_byte,
+        bits_per_byte=found.held_out_loss,
         return_seconds_median=statistics.median(returned) if returned else math.nan,
         return_seconds_worst=max(returned, default=math.nan),
         pause_seconds_worst=longest_pause([turn.at for turn in turns], storm.begin, storm.end),
@@ -191,8 +194,8 @@ def as_control(storm: StormRecord) -> Control:
     """Return the figures of a run without faults, for comparison."""
     states = timelines(storm)
     return Control(
-        storm.bits_per_byte, storm.training_loss, storm.books.merged_tokens // storm.fragments, storm.seconds,
-        shares(storm, states).useful, stalls(storm, states),
+        storm.held_out_loss, storm.unit, storm.training_loss, storm.books.merged_tokens // storm.fragments,
+        storm.seconds, shares(storm, states).useful, stalls(storm, states),
     )  # fmt: skip
 
 

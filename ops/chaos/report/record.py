@@ -93,7 +93,8 @@ class StormRecord:
         books: Counts of published, merged and refused contributions.
         pending: Contributions that were still waiting at the end.
         refused: Refused contributions, as far as the stream still holds the refusals.
-        bits_per_byte: Held-out loss of the final parameters; NaN if only a user's script can compute it.
+        held_out_loss: Held-out loss of the final parameters; NaN if only a user's script can compute it.
+        unit: Its unit.
         interval: The sync interval H in inner steps.
         checkpoint_seconds: Time between two checkpoints.
         standbys: Number of standby processes.
@@ -114,7 +115,8 @@ class StormRecord:
     books: Books
     pending: Pending
     refused: frozenset[Identity] = frozenset()
-    bits_per_byte: float = math.nan
+    held_out_loss: float = math.nan
+    unit: str = "bits per byte"
     interval: int = 24
     checkpoint_seconds: float = 10.0
     standbys: int = 0

@@ -46,9 +46,9 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
 
 
 def _loss_row(found: Figures) -> tuple[str, str]:
-    if math.isnan(found.bits_per_byte):  # only the user's script can compute its model
+    if math.isnan(found.held_out_loss):  # only the user's script can compute its model
         return "training loss in the last tenth of the rounds", number(found.training_loss, 4)
-    return "held-out bits per byte", number(found.bits_per_byte, 4)
+    return f"held-out {found.unit}", number(found.held_out_loss, 4)
 
 
 def _control_rows(control: Control) -> list[tuple[str, str]]:
@@ -63,9 +63,9 @@ def _control_rows(control: Control) -> list[tuple[str, str]]:
 
 
 def _control_loss(control: Control) -> str:
-    if math.isnan(control.bits_per_byte):
+    if math.isnan(control.held_out_loss):
         return f"training loss {number(control.training_loss, 4)}"
-    return f"{number(control.bits_per_byte, 4)} bits per byte"
+    return f"{number(control.held_out_loss, 4)} {control.unit}"
 
 
 def _waits(waits: Waits, turns: int) -> str:

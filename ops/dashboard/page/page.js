@@ -77,7 +77,7 @@ function write() {
   $("run").title = run.run;
   put("state", page.state.word);
   $("state").dataset.mood = page.state.mood;
-  put("sizes", `${short(run.parameters)} parameters in ${count(run.fragments)} fragments · up ${size(run.bytes_up)} · down ${size(run.bytes_down)}`);
+  put("sizes", `${run.task ? `task ${run.task} · ` : ""}${short(run.parameters)} parameters${run.frozen_parameters ? ` (${short(run.frozen_parameters)} more are frozen)` : ""} in ${count(run.fragments)} fragments · up ${size(run.bytes_up)} · down ${size(run.bytes_down)}`);
   writeTiles(run);
   writeBooks(page.books);
   writeLanes(page.islands);
@@ -87,7 +87,7 @@ function write() {
   put("serving", (serving.held === false ? `No merger serves now${serving.epoch ? `; the last round closed in epoch ${serving.epoch}` : ""}.`
     : serving.who ? `${serving.who} holds the lease${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
     : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.") + waiting);
-  if (page.progress.peak_rate === null) put("no-lanes", "No island has joined yet. Start one of this run's training scripts.");
+  if (page.progress.peak_rate === null) put("no-lanes", `No island has joined yet. ${run.task ? "Start one with `archipelago island --task FILE.py:NAME`." : "Start one of this run's training scripts."}`);
   else put("join-run", run.run);
   writeKnobs(page.control);
   writeProblems(page.problems);
@@ -107,8 +107,8 @@ function writeTiles(run) {
   const { progress } = page, old = progress.held_out_age;
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
   put("learn-sub", [
-    progress.peak_rate === null ? "The islands are training scripts of their users, so nothing is evaluated." :
-    old === null ? "No evaluation yet: one island evaluates as soon as it trains." : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(progress.held_out_round)}${progress.held_out_by ? ` by ${progress.held_out_by}` : ""}, ${span(old)} old.`,
+    progress.peak_rate === null && !run.task && old === null ? "The islands are training scripts of their users, so nothing is evaluated." :
+    old === null ? (run.task ? "No evaluation yet: one island evaluates as soon as it trains, if the task has an `evaluate`." : "No evaluation yet: one island evaluates as soon as it trains.") : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(progress.held_out_round)}${progress.held_out_by ? ` by ${progress.held_out_by}` : ""}, ${span(old)} old.`,
     progress.learning_rate !== null && `Learning rate ${progress.learning_rate.toPrecision(2)} of at most ${progress.peak_rate.toPrecision(2)}.`,
     ending(progress.seconds_left),
   ].filter(Boolean).join(" "));

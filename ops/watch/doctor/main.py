@@ -213,7 +213,7 @@ def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, manif
     named = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
     return [
         *doctor_site.checks(site, folder, *((manifest.parameters, manifest.elements) if manifest else (0, 0))),
-        doctor_site.own_loops() if config.has_own_loops else doctor_site.corpus(*named),
+        doctor_site.own_data(manifest.task if manifest else "") if config.has_own_loops else doctor_site.corpus(*named),
         doctor_site.versions(installed_versions(), manifest.versions if manifest else None),
     ]
 

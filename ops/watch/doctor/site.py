@@ -90,9 +90,10 @@ def disk(site: Site, folder: Path, elements: int) -> Finding:
     return ok("disk", what)
 
 
-def own_loops() -> Finding:
-    """Say that the run has no corpus."""
-    return ok("corpus", "The islands are training scripts of the run's users, which bring their own data.")
+def own_data(task: str) -> Finding:
+    """Say that the run has no corpus. `task` is the name of the task that it trains; empty for a run of scripts."""
+    who = f"The islands train the task {task!r}" if task else "The islands are training scripts"
+    return ok("corpus", f"{who} of the run's users, which {'brings its' if task else 'bring their'} own data.")
 
 
 def corpus(name: str, wanted: Corpus | None) -> Finding:
@@ -177,4 +178,4 @@ def accelerators() -> Finding:
         )
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0) if devices[0].platform != "cpu" else 0
     each = f" with {size(limit)} each" if limit else ""
-    return ok("devices", f"JAX finds {found}{each}. An island uses the first device.")
+    return ok("devices", f"JAX finds {found}{each}. An island uses all of them, unless --mesh says otherwise.")

@@ -17,6 +17,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.registry import Params, build
+from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.chaos.lockstep.coordinator import METHODS, Bundle, Coordinator, Method, Order
 from archipelago.ops.chaos.lockstep.data_parallel import DataParallel, Elastic
 from archipelago.ops.chaos.lockstep.diloco import Diloco
@@ -178,7 +179,7 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., list[Po
         return Point(tokens, 0.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(baselines, "scoring", lambda config, corpus: point)
+        patch.setattr(baselines, "scoring", lambda work: point)
         train(*args, len(NAMES), lambda point: None)
     return seen[-1]
 
@@ -191,7 +192,7 @@ def same(found: Params, wanted: Params) -> bool:
 def test_lockstep_equals_data_parallel_in_one_process(
     make: Make, config: RunConfig, corpus: OpenCorpus, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = in_one_process(monkeypatch, baselines.data_parallel, config, corpus)
+    wanted = in_one_process(monkeypatch, baselines.data_parallel, our_work(config, corpus))
     first = build(config.model).init(config.seed)
     for method in PARALLEL:
         workers = Workers(coordinator(method), make(method))
@@ -208,7 +209,7 @@ def test_lockstep_equals_diloco_in_one_process(
     make: Make, config: RunConfig, corpus: OpenCorpus, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(config, sync=replace(config.sync, interval=INTERVAL))
-    wanted = in_one_process(monkeypatch, baselines.diloco, config, corpus)
+    wanted = in_one_process(monkeypatch, baselines.diloco, our_work(config, corpus))
     workers = Workers(coordinator("synchronous DiLoCo"), make("synchronous DiLoCo"))
     workers.start()
     workers.until(config.inner.steps // INTERVAL)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,17 @@ def test_what_a_script_cannot_have_is_refused(tmp_path: Path, monkeypatch: pytes
     for text in ("missing.py", "'train.py", str(tmp_path), " "):
         with failing(ConfigError, "chaos.script"):
             main(ChaosOptions(script=text))
-    for options in (ChaosOptions(script="train.py", standbys=1), ChaosOptions(script="train.py", baselines=True)):
+    with failing(ConfigError, "chaos.not-of-tasks"):
+        main(ChaosOptions("peers", task="train.py"))
+    with failing(ConfigError, "chaos.not-of-tasks"):
+        main(ChaosOptions(task="train.py", baselines=True))
+    with failing(ConfigError, "task.file"):
+        main(ChaosOptions(task="nothing.py"))
+    for options in (
+        ChaosOptions(script="train.py", standbys=1),
+        ChaosOptions(script="train.py", baselines=True),
+        ChaosOptions(script="train.py", task="train.py"),
+    ):
         with failing(ConfigError, "chaos.not-of-scripts"):
             main(options)
     assert not (tmp_path / "runs").exists()
@@ -65,7 +76,7 @@ def test_a_slow_script_has_its_own_step_duration() -> None:
 
 
 def test_without_a_held_out_loss_the_training_loss_is_shown() -> None:
-    record = replace(storm(), bits_per_byte=math.nan)
+    record = replace(storm(), held_out_loss=math.nan)
     found = figures(record, as_control(record))
     assert found.training_loss == pytest.approx(2.0)
     rows = dict(headlines(found))
@@ -118,6 +129,16 @@ KILLS = """
 """
 
 
+def require_survived(found: Mapping[str, Any]) -> None:
+    """Require that all invariants held in a storm of KILLS, and that no process ended without a fault."""
+    assert found["holds"], found["checks"]
+    assert all(check["holds"] for check in found["checks"])
+    events = [(event["process"], event["what"]) for event in found["events"]]
+    assert {("island-0", "kill"), ("merger", "kill"), ("island-1", "partition over")} <= set(events)
+    assert "died" not in {what for _, what in events}, "a process ended without a fault"
+    assert 0 < found["goodput"] <= 1.0
+
+
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_script_of_the_guide_survives_a_storm(processes: Processes, tmp_path: Path) -> None:
@@ -127,17 +148,28 @@ def test_a_script_of_the_guide_survives_a_storm(processes: Processes, tmp_path: 
         "chaos", "--script", str(EXAMPLES / "train_jax.py"), "--islands=2", "--seconds=5", "--settle-seconds=120",
         f"--schedule={schedule}", "--checkpoint-every=2", "--undisturbed", "--step-seconds=0.03",
     )  # fmt: skip
-    assert found["holds"], found["checks"]
-    assert all(check["holds"] for check in found["checks"])
-    events = [(event["process"], event["what"]) for event in found["events"]]
-    assert {("island-0", "kill"), ("merger", "kill"), ("island-1", "partition over")} <= set(events)
-    assert "died" not in {what for _, what in events}, "a process ended without a fault"
+    require_survived(found)
     (rejoin,) = found["rejoins"]
     assert rejoin["start_seconds"] > 0
-    assert 0 < found["goodput"] <= 1.0
-    assert found["bits_per_byte"] is None
+    assert found["held_out_loss"] is None
     assert 0 < found["training_loss"] < 1.4
     assert found["control"]["training_loss"] > 0
     tape = tmp_path / "runs" / "chaos" / "storm" / "turns"
     assert {path.stem for path in tape.iterdir()} == {"island-0", "island-1"}
     assert json.loads((tmp_path / "runs" / "chaos" / "report.json").read_text())["command"].startswith("archipelago")
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_task_of_the_guide_survives_a_storm(processes: Processes, tmp_path: Path) -> None:
+    schedule = tmp_path / "faults.jsonl"
+    schedule.write_text(KILLS)
+    found = processes.run(
+        "chaos", "--task", str(EXAMPLES / "task_bytes.py"), "--islands=2", "--standbys=1", "--seconds=5",
+        "--settle-seconds=120", f"--schedule={schedule}", "--checkpoint-every=2", "--no-undisturbed",
+        "--step-seconds=0.03", "--sync.interval=12",
+    )  # fmt: skip
+    require_survived(found)
+    assert found["unit"] == "loss units"
+    assert 1.0 < found["held_out_loss"] < 5.6, "the untrained model knows 256 bytes"
+    assert found["tokens_merged"] > 0

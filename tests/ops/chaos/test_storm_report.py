@@ -67,7 +67,7 @@ def storm() -> StormRecord:
         closed_at={1: 99.5, 2: 102.0, 3: 107.0, 4: 109.0},
         samples=(Sample(100.0, 2, 1), Sample(105.0, 1, 2), Sample(106.5, 2, 2)),
         tape=tuple(merged), books=Books(8, tokens, 8, tokens, bytes_up=5, bytes_down=6), pending=Pending(0, 0),
-        bits_per_byte=3.0,
+        held_out_loss=3.0,
     )  # fmt: skip
 
 

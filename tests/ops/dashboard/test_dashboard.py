@@ -211,7 +211,7 @@ def test_metrics_are_those_of_the_view(client: TestClient, watch: Watcher, trans
     assert answer.headers["content-type"] == metrics.CONTENT_TYPE
     found = {s.name: s.value for family in text_string_to_metric_families(answer.text) for s in family.samples}
     view = observe(transport, MANIFEST)
-    assert set(found) <= {*metrics.RUN, *metrics.BOOKS, metrics.ROUND_AGE, *metrics.RUN_ISLAND}
+    assert set(found) <= {*metrics.RUN, *metrics.BOOKS, metrics.ROUND_AGE, metrics.UNFINISHED, *metrics.RUN_ISLAND}
     assert list(found.values()).count(view.held_out_last) >= 1
     watch.board.end_reading(Fault(1000.0, "Redis does not answer"))
     assert (client.get("/metrics").status_code, client.get("/metrics").text) == (503, "Redis does not answer\n")

@@ -16,13 +16,15 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import InnerState
+from archipelago.islands.tasks import workload
+from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.experiments import tape_run
 from archipelago.ops.experiments.baselines import Point
 from archipelago.ops.experiments.tape_run import Course, TapeRun, calm, quality, rehearsed
 from archipelago.ops.simulation.failures import FailureModel, simulate
 from archipelago.ops.simulation.tape import FailureTape, Leg, outages, read, taped, write
 from tests.failing import failing
-from tests.small import SMALL, compiled
+from tests.small import SMALL
 
 HEAD = '{"tape": 1, "islands": 1, "step_seconds": 1.0, "seconds": 9.0}\n'
 
@@ -148,7 +150,7 @@ def tape_of(*islands: list[tuple[float, float]]) -> FailureTape:
 
 
 def followed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape) -> TapeRun:
-    run = TapeRun(config, corpus, compiled(config), tape)
+    run = TapeRun(our_work(config, corpus), tape)
     run.finish()
     books = run.transport.reader.books()
     assert books.published == books.merged + books.refused + run.transport.reader.backlog()
@@ -163,7 +165,7 @@ def test_a_tape_without_failures_gives_the_usual_run(config: RunConfig, corpus: 
 
 
 def test_a_short_stall_keeps_the_island(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = TapeRun(config, corpus, compiled(config), tape_of([(0, 1)], [(0, 1), (10.5, 0), (18.5, 1)]))
+    run = TapeRun(our_work(config, corpus), tape_of([(0, 1)], [(0, 1), (10.5, 0), (18.5, 1)]))
     stalled = run.islands["island-1"]
     run.finish()
     assert run.deaths == 0
@@ -213,9 +215,9 @@ def test_the_batch_shrinks_with_the_slices(config: RunConfig, corpus: OpenCorpus
 def test_a_rehearsal_predicts_the_last_step(config: RunConfig, corpus: OpenCorpus) -> None:
     """160 steps of work: 60 until step 40, 20 until step 60, and two a step from there on."""
     tape = tape_of([(0, 0.5), (40, 1)], [(0, 1), (40, 0), (60, 1)])
-    assert rehearsed(config, corpus, tape, 160 * config.tokens_per_step) == pytest.approx(100, abs=3)
+    assert rehearsed(our_work(config, corpus), tape, 160 * config.tokens_per_step) == pytest.approx(100, abs=3)
     both_stand = tape_of(*[[(0.0, 1.0), (10.0, 0.0), (20.0, 1.0)]] * 2)
-    steps = rehearsed(config, corpus, both_stand, 60 * config.tokens_per_step)
+    steps = rehearsed(our_work(config, corpus), both_stand, 60 * config.tokens_per_step)
     assert steps == pytest.approx(30, abs=2), "the global step stalls with all of them"
 
 
@@ -246,7 +248,7 @@ def test_rows_of_quality_without_training(
         return state, jnp.zeros(len(tokens_nxBxT1))
 
     losses = iter([8.0, 2.0, 8.0, 2.2])
-    monkeypatch.setattr(tape_run, "compile_steps", lambda model, inner: idle)
+    monkeypatch.setattr(workload, "compiled_steps", lambda model, inner: idle)
     monkeypatch.setattr(tape_run, "scoring", lambda *_: lambda tokens, params: Point(tokens, next(losses)))
     tapes = {"calm": calm(2, 1.0), "rough": tape_of([(0, 1), (8, 0), (13, 1)], [(0, 1)])}
     first, second = quality(config, tapes, lambda _: None)

@@ -218,6 +218,14 @@ def test_measuring_this_machine(tmp_path: Path) -> None:
     assert site.disk_free_bytes > 0
 
 
+def test_the_data_of_scripts_and_of_a_task_is_their_own() -> None:
+    scripts, task = doctor_site.own_data(""), doctor_site.own_data("digits")
+    assert scripts.code == task.code == "corpus.ok"
+    assert "'digits'" in task.what
+    assert "script" in scripts.what
+    assert "script" not in task.what
+
+
 def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> None:
     assert doctor_site.corpus("small-text", corpus.identity).code == "corpus.ok"
     assert doctor_site.corpus("small-text", None).code == "corpus.ok"

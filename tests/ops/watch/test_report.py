@@ -16,7 +16,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from archipelago.broker.buckets.bundles import Bundles
+from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.config import checked
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Evaluation
@@ -28,6 +31,7 @@ from archipelago.ops.dashboard.assets import PAGE
 from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.redis_program import find_program
+from archipelago.ops.launch.run_copies import copy_run_files
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import Provenance, commands
@@ -35,6 +39,8 @@ from archipelago.ops.watch.provenance_page import cards
 from archipelago.ops.watch.report import SCRIPTS, STYLES, Figures, ReportOptions, everything, html, of_image, of_watch
 from archipelago.ops.watch.run_view import observe
 from tests import samples
+from tests.broker.buckets.faulty_bucket import FaultyFileSystem
+from tests.failing import failing
 
 MANIFEST = samples.manifest()
 NOTHING = Provenance({}, {}, [], "")
@@ -153,6 +159,31 @@ def test_a_report_from_a_folder_without_redis(tmp_path: Path) -> None:
     assert {name: page["books"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
         "published": 4, "merged": 2, "refused": 1, "pending": 1, "balanced": True,
     }  # fmt: skip
+
+
+def test_a_report_from_a_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
+    folder, remote = tmp_path / "runs" / "sample", bucket.child("sample")
+    left_behind(folder)
+    assert not copy_run_files(folder, remote)
+    store = CheckpointStore(folder / "merger" / "checkpoints")
+    number = store.numbers()[-1]
+    Bundles(remote.child("merger", "checkpoints")).put(number, store.path_of(number), {})
+    here = everything(ReportOptions(str(folder)))
+    there = everything(ReportOptions(remote.address))
+    assert there.data["charts"] == here.data["charts"]
+    assert [island["name"] for island in there.data["page"]["islands"]] == ["oslo"]  # from report.json
+    with failing(ConfigError, "report.no-data"):
+        everything(ReportOptions(bucket.child("other").address))
+
+
+def test_files_of_a_run_that_cannot_be_copied_are_told(bucket: BucketFolder, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("{}")
+
+    def away(request: str, path: str) -> None:
+        raise ConnectionError("refused")
+
+    FaultyFileSystem.fault = staticmethod(away)
+    assert copy_run_files(tmp_path, bucket)
 
 
 def test_a_report_from_a_checkpoint() -> None:

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from archipelago.broker.config import OWN_MODEL, ModelConfig
+from archipelago.broker.manifest import NO_CORPUS
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import LIVE_SECONDS, Books, Evaluation, Member, Pending, Presence, TapeEntry
 from archipelago.broker.transport import Memory, MergerStatus
+from archipelago.ops.dashboard.page_data import settings
 from archipelago.ops.watch.advice import problems
-from archipelago.ops.watch.formatting import evaluated, line, number, render, size
+from archipelago.ops.watch.formatting import evaluated, line, number, render, run_lines, size
 from archipelago.ops.watch.health import Health
 from archipelago.ops.watch.run_view import BALANCE_TRIES, RunView, merged_by_island, observe, summarise
 from tests import samples
@@ -120,6 +123,20 @@ def test_the_age_of_the_newest_evaluation_is_known() -> None:
     assert "30 s ago by b" in said
     assert "round 3 (4 rounds ago)" in said
     assert "ago" not in evaluated(VIEW_BEFORE, 1090.0)
+
+
+@pytest.mark.parametrize("task", ["", "digits"])
+def test_a_run_of_scripts_shows_no_evaluation_and_a_run_of_a_task_does(task: str) -> None:
+    config = replace(MANIFEST.config, model=ModelConfig(size=OWN_MODEL))
+    manifest = replace(MANIFEST, config=config, task=task, corpus=NO_CORPUS)
+    view = summarise(manifest, TAPE, PRESENCES, BOOKS, Pending(3, 299), [], MERGED, {}, MEMORY)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(run_lines(view))
+    said = console.export_text()
+    assert ("held-out" in said, "evaluated" in said) == (bool(task), bool(task))
+    assert ("task digits" in said) is bool(task)
+    assert "training loss" in said
+    assert settings(manifest)["model"] == ("that of the task 'digits'" if task else "that of its users' scripts")
 
 
 def test_an_island_before_the_first_round() -> None:

@@ -19,12 +19,13 @@ from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.tasks.ours import our_work
 from archipelago.merger.state import RunState
 from archipelago.ops.commands import run
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch.steer import changes_of
 from tests import samples
-from tests.small import SMALL, compiled
+from tests.small import SMALL
 
 Call = Callable[..., tuple[int, str, str]]
 CONFIG = RunConfig()
@@ -159,7 +160,7 @@ def closed(run: VirtualRun, number: int) -> Callable[[], bool]:
 
 
 def steered_run(config: RunConfig, corpus: OpenCorpus, *, takeover: bool) -> VirtualRun:
-    run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1])
+    run = VirtualRun(our_work(config, corpus), [1.0, 1.1])
     run.advance_until(closed(run, 5))
     run.transport.reader.steer({OUTER_RATE: "0.25", QUORUM: "2", GRACE: "0.5"})
     run.advance_until(closed(run, 8))
@@ -185,13 +186,13 @@ def test_a_takeover_of_a_steered_run_gives_the_same_bits(config: RunConfig, corp
         "outer.learning_rate=0.25 sync.quorum=2 sync.grace=0.5",
         "outer.learning_rate=0.7",
     ]
-    unsteered = VirtualRun(config, corpus, compiled(config), [1.0, 1.1])
+    unsteered = VirtualRun(our_work(config, corpus), [1.0, 1.1])
     unsteered.finish()
     assert of_the_run(unsteered)[1] != of_the_run(one)[1]
 
 
 def test_islands_train_during_a_pause_and_are_merged_after_it(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1])
+    run = VirtualRun(our_work(config, corpus), [1.0, 1.1])
     run.advance_until(closed(run, 4))
     run.transport.reader.steer({"merging": "paused"})
     run.play_one()
@@ -211,7 +212,7 @@ def test_islands_train_during_a_pause_and_are_merged_after_it(config: RunConfig,
 @pytest.mark.parametrize("wish", ["drain", pytest.param("expel", marks=pytest.mark.full)])
 def test_an_island_is_removed_and_the_others_continue(config: RunConfig, corpus: OpenCorpus, wish: str) -> None:
     config = replace(config, inner=replace(config.inner, steps=72))
-    run = VirtualRun(config, corpus, compiled(config), [1.0, 1.0, 1.1])
+    run = VirtualRun(our_work(config, corpus), [1.0, 1.0, 1.1])
     run.advance_until(closed(run, 4))
     run.transport.reader.steer({"island.island-2": wish})
     run.advance_until(lambda: "island-2" not in run.islands)
@@ -234,7 +235,7 @@ def test_an_island_is_removed_and_the_others_continue(config: RunConfig, corpus:
 
 
 def test_the_notes_of_a_run(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = VirtualRun(config, corpus, compiled(config), [1.0, 1.0])
+    run = VirtualRun(our_work(config, corpus), [1.0, 1.0])
     run.advance_until(closed(run, 2))
     run.transport.reader.steer({"island.island-1": "drain", OUTER_RATE: "0.5"})
     run.finish()
