@@ -9,7 +9,7 @@ FOLDERS := $(shell find broker islands merger ops -type d -not -name __pycache__
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 ARGS ?=
 
-.PHONY: help train test test-all storm soak fuzz lint format lock clean
+.PHONY: help train test test-all storm soak fuzz deploy lint format lock clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
@@ -33,6 +33,12 @@ soak: $(LINKED)  ## simulated storms on all cores, with new seeds, until one fai
 fuzz: $(LINKED)  ## hostile bytes, guided by coverage (atheris: Python 3.11 to 3.13, Linux); ARGS=-max_total_time=600
 	$(BIN)/python -m pip install --quiet atheris
 	$(BIN)/python -m tests.fuzz.fuzz_wire $(ARGS)
+
+deploy: $(LINKED)  ## the files of ops/deploy on a real Slurm and as an image (root on Debian; CI does not run it)
+	@for program in slurmctld munged podman debootstrap; do command -v $$program > /dev/null || \
+		{ echo "error: $$program is missing: apt-get install slurm-wlm munge podman debootstrap" >&2; exit 2; }; done
+	PATH=$(CURDIR)/$(BIN):$$PATH ops/deploy/slurm/check_requeue.sh
+	ops/deploy/check_image.sh
 
 lint: $(LINKED)  ## style and types
 	$(BIN)/ruff check .
@@ -60,10 +66,14 @@ $(READY): requirements.lock
 	@touch $@
 
 # PyTorch is not in the lock, because a machine with an accelerator needs another build of it than one without. The tests
-# train models of transformers and peft beside ours, and run the scripts of docs/examples as they are.
+# train models of transformers and peft beside ours, and run the scripts of docs/examples as they are. moto is the S3
+# server of the tests; botocore is pinned because s3fs needs one of few versions. The last three check ops/deploy.
 $(TORCH): $(READY) Makefile
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 peft==0.21.2 \
-		equinox==0.13.8 grain==0.2.18 scikit-learn==1.9.1; \
+		equinox==0.13.8 grain==0.2.18 scikit-learn==1.9.1 \
+		s3fs==2026.9.0 aiobotocore==3.10.0 botocore==1.43.117 boto3==1.43.117 moto==5.2.5 py-partiql-parser==0.6.3 \
+		flask==3.1.3 flask-cors==6.0.5 \
+		kubernetes-validate==1.37.0 podman-compose==1.6.0 compose-spec==0.2.1; \
 	then touch $@; else \
 		echo "warning: PyTorch cannot be installed, so its tests are skipped; in CI they fail" >&2; fi
 

@@ -46,4 +46,4 @@ with join(None, "mine", params, state=lambda: opt_state, island=sys.argv[1]) as 
         labels = (inputs @ teacher).argmax(axis=1)
         params, opt_state, loss = train_step(params, opt_state, inputs, labels)
         params = run.sync(params, tokens=len(inputs), loss=loss)
-print(f"{run.island} ends at step {run.step} with the loss {loss:.3f}")
+print(f"{run.island} ends at step {run.step}")

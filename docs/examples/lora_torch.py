@@ -31,5 +31,5 @@ with pytorch.join(None, "mine", model, optimizer, island=sys.argv[1]) as run:
         loss.backward()
         optimizer.step()
         run.sync(tokens=batch.numel(), loss=loss)
-print(f"{run.island} ends at step {run.step} with the loss {loss:.3f}")
+print(f"{run.island} ends at step {run.step}")
 model.save_pretrained(f"adapter-{run.island}", save_embedding_layers=False)

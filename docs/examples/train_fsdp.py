@@ -32,5 +32,5 @@ with pytorch.join(None, "mine", model, optimizer, island=sys.argv[1]) as run:
         optimizer.step()
         run.sync(tokens=len(windows) * mesh.size(), loss=loss)
 if dist.get_rank() == 0:
-    print(f"{sys.argv[1]} ends at step {run.step} with the loss {loss:.3f}")
+    print(f"{sys.argv[1]} ends at step {run.step}")
 dist.destroy_process_group()

@@ -49,4 +49,4 @@ with join(None, "mine", params, state=lambda: opt_state, island=island) as run:
         params = run.sync(params, tokens=len(batch["label"]), loss=loss)
         if run.finished:
             break
-print(f"{run.island} ends at step {run.step} with the loss {loss:.3f}")
+print(f"{run.island} ends at step {run.step}")

@@ -27,4 +27,4 @@ with pytorch.join(None, "demo", model, optimizer, island=sys.argv[1], names=pyto
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         run.sync(tokens=8 * 128, loss=loss)
-print(f"{run.island} ends at step {run.step} with the loss {loss:.3f}")
+print(f"{run.island} ends at step {run.step}")

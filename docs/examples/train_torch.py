@@ -24,4 +24,4 @@ with pytorch.join(None, "mine", model, optimizer, island=sys.argv[1]) as run:
         loss.backward()
         optimizer.step()
         run.sync(tokens=len(windows), loss=loss)
-print(f"{run.island} ends at step {run.step} with the loss {loss:.3f}")
+print(f"{run.island} ends at step {run.step}")
