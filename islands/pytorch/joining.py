@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
 from archipelago.islands.own_loop.trained import Trained
 from archipelago.islands.pytorch.host import HostCopy, torch_host
-from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
+from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.pytorch.named import unwrapped
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.shards import mesh_of
 from archipelago.islands.pytorch.state import OptimizerState
@@ -66,8 +68,8 @@ def create(
             in their names, or a function from a name to "embedding" or "rest".
         buffers: The names of buffers that are merged too, such as the means of a batch norm.
         trained: Which parameters are trained: a regular expression that is found in their names, or a function from a
-            name to a boolean. The others are frozen: `join` compares them by digest, and they are never sent. None for
-            those that require gradients now.
+            name to a boolean. One that several layers share is trained if any of its names is chosen. The others are
+            frozen: `join` compares them by digest, and they are never sent. None for those that require gradients now.
         names: The names and layouts of the run where they are not those of the module, as in `join`.
         record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
 
@@ -94,26 +96,34 @@ def create(
     return create_run(url, name, config, tensors, first, parameters.frozen_values)
 
 
+@dataclass(frozen=True)
+class Joining:
+    """What a script gives to `join`, whose docstring describes it. All processes of one island give the same."""
+
+    url: str | None
+    run: str
+    model: Any
+    optimizers: Sequence[Any] = ()
+    buffers: Sequence[str] = ()
+    trained: Trained | None = None
+    names: Names | None = None
+    island: str | None = None
+    wait_seconds: float = 30.0
+
+    def parts(self) -> tuple[ModuleParameters, OptimizerState | None]:
+        """Return the parameters, and the state of the optimisers if there are any."""
+        parameters = ModuleParameters(self.model, self.buffers, self.trained, self.names)
+        parameters.require_not_optimized(self.optimizers)
+        return parameters, OptimizerState(self.optimizers, parameters.tensors) if self.optimizers else None
+
+
 class JoinedRun(Session):
     """A run that a PyTorch script has joined, as `join` returns it. Use it as a context manager."""
 
-    def __init__(
-        self,
-        url: str | None,
-        run: str,
-        model: Any,
-        optimizers: Sequence[Any],
-        buffers: Sequence[str],
-        trained: Trained | None,
-        names: Names | None,
-        island: str | None,
-        wait_seconds: float,
-    ) -> None:
-        super().__init__(url, run, island, wait_seconds)
-        self._parameters = ModuleParameters(model, buffers, trained, names)
-        self._llama_config = _llama_config(model) if names is llama.from_llama else None
-        self._parameters.require_not_optimized(optimizers)
-        self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
+    def __init__(self, given: Joining) -> None:
+        super().__init__(given.url, given.run, given.island, given.wait_seconds)
+        self._parameters, self._state = given.parts()
+        self._llama_config = _llama_config(given.model) if given.names is llama.from_llama else None
         self._replica: TorchReplica | None = None
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
@@ -150,6 +160,7 @@ class JoinedRun(Session):
         if self._llama_config is not None:
             llama.require_size(self._llama_config, manifest.config.model.size)
         self._parameters.tell_of_own()
+        self._parameters.note_frozen()
         self._replica = replica = self._new_replica(manifest)
         if self._state is not None:
             self._state.rehearse()
@@ -263,15 +274,14 @@ def join(
                 "Give an optimiser of PyTorch, or a list of them.",
                 code="loop.optimizer",
             )
+    given = Joining(url, name, model, several, buffers, trained, names, island, wait_seconds)
     inner, group = unwrapped(model)
     if (mesh := mesh_of(inner)) is not None:
         from archipelago.islands.pytorch.sharded import joined
 
-        return joined(mesh, url, name, model, several, buffers, trained, names, island, wait_seconds)
+        return joined(mesh, given)
     if group is None or group.size() == 1:
-        return JoinedRun(url, name, model, several, buffers, trained, names, island, wait_seconds)
+        return JoinedRun(given)
     from archipelago.islands.pytorch.parallel import Follower, Leader
 
-    if group.rank() == 0:
-        return Leader(group, url, name, model, several, buffers, trained, names, island, wait_seconds)
-    return Follower(group, model, several, buffers, trained, names)
+    return Leader(group, given) if group.rank() == 0 else Follower(group, given)

@@ -13,13 +13,13 @@ from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.naming import Names, misnamed, place_of
-from archipelago.islands.own_loop.tensors import KindOf
+from archipelago.islands.own_loop.tensors import KindOf, not_finite
 from archipelago.islands.own_loop.trained import Trained, frozen_changed, nothing_trained, trained_by, trained_error
+from archipelago.islands.pytorch.frozen import FrozenTensors
+from archipelago.islands.pytorch.named import COMPILED, named_tensors, require_known, unwrapped
 from archipelago.islands.pytorch.shards import Spread, mesh_of, own_part, put_back
 
 MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: `torch.compile` puts this name before those of the module that it wraps.
-_COMPILED = "_orig_mod."
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ class ModuleParameters:
 
     Parameters of float32, bfloat16 and float16 that are trained are merged, in float32, and so are the buffers that are
     named. The other parameters are frozen, and the other buffers stay the island's own. A parameter that several layers
-    share is one tensor, under its first name. Where the run has other names than the module, all names here are those
-    of the run.
+    share is one tensor under its first name, and is trained if `trained` finds any of its names. Where the run has
+    other names than the module, all names here are those of the run.
 
     Attributes:
         tensors: The merged tensors by name.
@@ -62,8 +62,16 @@ class ModuleParameters:
         self._model, _ = unwrapped(model)
         mesh = mesh_of(self._model)
         self._names = names
+        if isinstance(buffers, str):
+            raise ConfigError(
+                f"`buffers` is the text {buffers!r}", f"Give a list of names: [{buffers!r}].", code="loop.buffer"
+            )
         self._buffers = frozenset(buffers)
+        require_known(names, self._model)
         self._is_trained = None if trained is None else trained_by(trained)
+        self._shared: dict[int, list[str]] = {}  # all names of each tensor
+        for name, tensor in named_tensors(self._model, all_names=True):
+            self._shared.setdefault(id(tensor), []).append(place_of(names, name).name)
         found = self._all()
         for name in buffers:
             if name not in found:
@@ -93,12 +101,12 @@ class ModuleParameters:
                     "Convert it to a dense tensor, or keep it in a buffer.",
                     code="loop.dtype",
                 )
-        places = [place_of(names, name) for name, _ in _named(self._model)]
+        places = [place_of(names, name) for name, _ in named_tensors(self._model)]
         self.transposed = frozenset(place.name for place in places if place.transposed)
         for name in self.transposed:
             if found[name].dim() != 2:
                 raise misnamed(f"swaps the axes of {name!r}, which has {found[name].dim()} axes instead of 2")
-        self._versions = {name: _version(tensor) for name, tensor in self.frozen.items()}
+        self._watched = FrozenTensors(self.frozen)
         first, one = next(iter(self.tensors.items()))
         self.device = one.device
         for name, tensor in self.tensors.items():
@@ -121,7 +129,7 @@ class ModuleParameters:
                 "Make the values first: `model.to_empty(device=…)` and its initialisation, or one forward pass.",
                 code="loop.meta",
             )
-        if name not in self._buffers and not self._chooses(name, tensor):
+        if name not in self._buffers and not self._chooses(tensor):
             return False
         if not tensor.numel():
             return False
@@ -133,8 +141,10 @@ class ModuleParameters:
             )
         return True
 
-    def _chooses(self, name: str, tensor: Any) -> bool:
-        return bool(tensor.requires_grad) if self._is_trained is None else self._is_trained(name)
+    def _chooses(self, tensor: Any) -> bool:
+        if self._is_trained is None:
+            return bool(tensor.requires_grad)
+        return any(map(self._is_trained, self._shared[id(tensor)]))
 
     def frozen_values(self) -> list[FrozenValues]:
         """Return the parameters that are not trained."""
@@ -161,7 +171,7 @@ class ModuleParameters:
 
     def tell_of_own(self) -> None:
         """Log which parameters and saved buffers are not merged."""
-        saved = (place_of(self._names, name.replace(_COMPILED, "")).name for name in self._model.state_dict())
+        saved = (place_of(self._names, name.replace(COMPILED, "")).name for name in self._model.state_dict())
         parameters = self._all()
         own = [name for name in saved if name in parameters and name not in self.tensors and name not in self.frozen]
         if own:
@@ -171,7 +181,7 @@ class ModuleParameters:
     def _all(self) -> dict[str, Any]:
         """Return every parameter and buffer of the module by its name in the run."""
         found: dict[str, Any] = {}
-        for name, tensor in _named(self._model):
+        for name, tensor in named_tensors(self._model):
             renamed = place_of(self._names, name).name
             if renamed in found:
                 raise misnamed(f"gives two tensors the name {renamed!r}, one of which is {name!r} in the model")
@@ -210,9 +220,19 @@ class ModuleParameters:
                 )
             _require_kind(name, self._kinds[name], _kind(tensor))
         for name, tensor in self.frozen.items():
-            if present.get(name) is not tensor or _version(tensor) != self._versions[name]:
+            if present.get(name) is not tensor:
                 raise frozen_changed(name)
+        self._watched.look()
         return self._views(self.tensors)
+
+    def note_frozen(self) -> None:
+        """Note the frozen tensors, which are those of the run now."""
+        self._watched.note()
+
+    def require_frozen(self) -> None:
+        """Raise ConfigError (`loop.frozen-changed`) if a frozen tensor has changed. This waits for the device."""
+        put_back(self._model)
+        self._watched.require_same()
 
     def replace(self, named: Mapping[str, Any]) -> None:
         """Do nothing: the replica has changed the tensors in place."""
@@ -224,13 +244,7 @@ class ModuleParameters:
     def not_finite(self, candidates: Sequence[str]) -> DivergedError:
         """Return the error that names a parameter with NaN or infinity."""
         found = [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(own_part(tensor)).all())]
-        where = f"the parameter {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:4])}"
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        return DivergedError(
-            f"{where}{more} holds NaN or infinity, so nothing of it was sent",
-            "Start the script again: it takes the run's parameters. If that repeats, lower the learning rate.",
-            code="loop.not-finite",
-        )
+        return not_finite("parameter", found, candidates)
 
 
 #: The bytes of a tensor that are copied to the host at a time.
@@ -242,11 +256,6 @@ def pieces(tensor: Any) -> Iterator[memoryview]:
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE_BYTES):
         yield flat[start : start + PIECE_BYTES].cpu().numpy().data
-
-
-def _version(tensor: Any) -> int:
-    """Return a count that PyTorch raises whenever the tensor is changed in place."""
-    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 #: Shape, dtype and device of a tensor.
@@ -267,23 +276,3 @@ def _require_kind(name: str, was: Kind, now: Kind) -> None:
         "Convert or move the model before `join`.",
         code=code,
     )
-
-
-def unwrapped(model: Any) -> tuple[Any, Any]:
-    """Return the module inside of its wrappers, and the process group of DistributedDataParallel, if it is one."""
-    group = None
-    while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            group = model.process_group
-        elif not isinstance(model, torch.nn.DataParallel):
-            if not hasattr(model, "_orig_mod"):
-                return model, group
-            model = model._orig_mod
-            continue
-        model = model.module
-
-
-def _named(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every parameter and buffer once. One that is shared has its first name."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield name.replace(_COMPILED, ""), tensor

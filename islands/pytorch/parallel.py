@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.models.naming import Names
-from archipelago.islands.own_loop.trained import Trained
-from archipelago.islands.pytorch.joining import JoinedRun
+from archipelago.islands.own_loop.signals import StoppedBySignal, StopSignal
+from archipelago.islands.pytorch.joining import JoinedRun, Joining
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.state import OptimizerState
 
@@ -33,6 +32,7 @@ class Said:
         has_left: Whether the leader has left because of an error.
         changed: The number of tensors that it adopted.
         finished: Whether to stop.
+        stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
         step: The run's clock.
         steps: The run's length.
         has_state: Whether the optimisers' state follows.
@@ -43,6 +43,7 @@ class Said:
     has_left: bool = False
     changed: int = 0
     finished: bool = False
+    stopping: bool = False
     step: int = 0
     steps: int = 0
     has_state: bool = False
@@ -66,11 +67,13 @@ class Team:
         self.messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
 
     def exchange(self, said: Said) -> Said:
-        """Return what the leader gives to this call. What the others give does not matter."""
+        """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
         message = torch.tensor([int(value) for value in vars(said).values()])
-        self.share_on_host(message)
-        left, changed, finished, step, steps, state, work, about = message.tolist()
-        return Said(bool(left), changed, bool(finished), step, steps, bool(state), work, about)
+        dist.all_reduce(message, group=self.messages)
+        left, changed, finished, stopping, step, steps, state, work, about = message.tolist()
+        return Said(
+            bool(left), changed, bool(finished or stopping), bool(stopping), step, steps, bool(state), work, about
+        )
 
     def share_on_host(self, tensor: Any) -> None:
         """Overwrite a tensor of the host by the leader's."""
@@ -99,8 +102,8 @@ class Team:
 class Leader(JoinedRun):
     """The island's membership, in the process that leads."""
 
-    def __init__(self, group: Any, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, group: Any, given: Joining) -> None:
+        super().__init__(given)
         self._group = group
         self._team: Team | None = None
         self._said = Said()
@@ -152,9 +155,14 @@ class Leader(JoinedRun):
         if changed:
             places = {name: place for place, name in enumerate(self._parameters.tensors)}
             team.share_chosen(self._parameters, [places[name] for name in changed], len(changed))
+        self._stop.require_heard(self._said.stopping)
+
+    def _heed_signal(self) -> None:
+        """Do nothing yet: all processes heed the signal together, at the end of `sync`."""
 
     def _clock(self) -> dict[str, Any]:
-        return {"finished": super().finished, "step": super().step, "steps": super().steps}
+        stopping = self._stop.has_arrived
+        return {"finished": super().finished, "stopping": stopping, "step": super().step, "steps": super().steps}
 
     # What the others were told, because all processes must take the same turn.
 
@@ -177,21 +185,12 @@ class Leader(JoinedRun):
 class Follower:
     """The island's membership, in a process that follows the leader."""
 
-    def __init__(
-        self,
-        group: Any,
-        model: Any,
-        optimizers: Sequence[Any],
-        buffers: Sequence[str],
-        trained: Trained | None,
-        names: Names | None,
-    ) -> None:
+    def __init__(self, group: Any, given: Joining) -> None:
         self._group = group
-        self._parameters = ModuleParameters(model, buffers, trained, names)
-        self._parameters.require_not_optimized(optimizers)
-        self._state = OptimizerState(optimizers, self._parameters.tensors) if optimizers else None
+        self._parameters, self._state = given.parts()
         self._team: Team | None = None
         self._said = Said()
+        self._stop = StopSignal()
         self.island, self.moments = "", "fresh"
 
     def __enter__(self) -> Self:
@@ -206,6 +205,7 @@ class Follower:
         self._share(team)
         if self._said.has_state and self._state is not None:
             self.moments = "the leader"
+        self._stop.watch()
         return self
 
     def _new_team(self) -> Team:
@@ -225,9 +225,12 @@ class Follower:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave."""
-        if error is None:
-            self.leave()
-        self._team = None
+        try:
+            if error is None or isinstance(error, StoppedBySignal):
+                self.leave()
+        finally:
+            self._team = None
+            self._stop.release()
 
     def leave(self) -> None:
         """Follow the leader no longer."""
@@ -248,9 +251,10 @@ class Follower:
         self._hear(self._team)
         if self._said.changed:
             self._team.share_chosen(self._parameters, [], self._said.changed)
+        self._stop.require_heard(self._said.stopping)
 
     def _hear(self, team: Team) -> None:
-        self._said = team.exchange(Said())
+        self._said = team.exchange(Said(stopping=self._stop.has_arrived))
         if self._said.has_left:
             raise ConfigError(
                 "the leader of this island (rank 0) has left the run",

@@ -22,7 +22,9 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.own_loop.new_run import FirstValues, Frozen
+from archipelago.islands.own_loop.signals import StoppedBySignal
 from archipelago.islands.pytorch.host import HostCopy
+from archipelago.islands.pytorch.joining import Joining
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.parallel import Follower, Leader, Said, Team
 from archipelago.islands.pytorch.shard_replica import ShardReplica
@@ -71,18 +73,18 @@ def create_together(
     return said.finished
 
 
-def joined(mesh: Any, *arguments: Any) -> Leader | Follower:
-    """Return the membership of this process of a mesh. The arguments are those of `JoinedRun`."""
+def joined(mesh: Any, given: Joining) -> Leader | Follower:
+    """Return the membership of this process of a mesh."""
     if dist.get_rank() == int(mesh.mesh.flatten()[0]):
-        return ShardLeader(mesh, *arguments)
-    return ShardFollower(mesh, *arguments)
+        return ShardLeader(mesh, given)
+    return ShardFollower(mesh, given)
 
 
 class ShardLeader(Leader):
     """The island's membership, in the process that leads."""
 
-    def __init__(self, mesh: Any, *arguments: Any) -> None:
-        super().__init__(None, *arguments)
+    def __init__(self, mesh: Any, given: Joining) -> None:
+        super().__init__(None, given)
         self._mesh = mesh
         self._shards: Any = None  # the team, while this process is in the run
         self._from_peer: Sequence[Any] = ()
@@ -111,7 +113,7 @@ class ShardLeader(Leader):
         return ShardReplica(manifest, self._parameters, team.courier, tell)
 
     def _state_copies(self) -> Sequence[Any] | None:
-        if self._state is None or not self._state.can_travel or self._shards is None:
+        if self._state is None or self._shards is None or not self._state.still_travels():
             return None
         self._shards.tell(Work.GIVE_STATE)
         return [self._state.digest, *map(HostCopy, self._shards.gather_state(self._state))]
@@ -125,16 +127,21 @@ class ShardLeader(Leader):
             self._shards.scatter_state(self._state, self._from_peer)
         self._from_peer = ()
 
+    def _tell_of_error(self) -> None:
+        """Tell the others, unless they may wait for a tensor. They hear of it when this process ends."""
+        if not self._is_torn:
+            super()._tell_of_error()
+
     def _leave(self, error: BaseException | None) -> None:
         """Leave the run. Without an error, all processes do, and send the newest progress together."""
         if self._has_left or self._loop is None or self._shards is None:
             return
-        if error is not None:  # also for SystemExit, because the others have stopped to follow
+        if error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
             is_ours = isinstance(error, Exception)
             super()._leave(error if is_ours else RuntimeError(f"stopped by {type(error).__name__}"))
             return
         try:
-            super()._leave(None)
+            super()._leave(error)
         finally:
             with suppress(RuntimeError):  # the others may be gone
                 self._shards.exchange(Said(finished=True))
@@ -143,9 +150,9 @@ class ShardLeader(Leader):
 class ShardFollower(Follower):
     """The island's membership, in a process that follows the leader."""
 
-    def __init__(self, mesh: Any, url: Any, run: str, *arguments: Any) -> None:
-        super().__init__(None, *arguments[:-2])
-        self._mesh, self._run = mesh, run
+    def __init__(self, mesh: Any, given: Joining) -> None:
+        super().__init__(None, given)
+        self._mesh, self._run = mesh, given.run
         self._shards: Any = None  # the team, while this process is in the run
         self._replica: ShardReplica | None = None
 

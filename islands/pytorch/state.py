@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.own_loop.handover import STEPS_MAX, decode, layout_digest
+from archipelago.islands.own_loop.handover import decode, layout_digest
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.shards import joined_like, own_part
 
@@ -121,7 +122,7 @@ class OptimizerState:
             for optimizer in fresh:
                 _step_without_gradients(optimizer)
             self.entries = tuple(self._found())
-            self.can_travel = bool(self.entries)
+            self.can_travel = bool(self.entries) and bool(self.digest.size)
         except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
             log.warning("this optimiser's state is not shared with peers: %s: %s", type(error).__name__, error)
         finally:
@@ -143,6 +144,30 @@ class OptimizerState:
                             value = torch.empty_like(value, device="meta")
                         yield Entry(group, optimizer.state, parameter, name, key, value)
 
+    def still_travels(self) -> bool:
+        """Return whether the state has the layout that it had at first. Otherwise no peer could use it from now on."""
+        if self.can_travel and (change := self._change()):
+            log.warning("this optimiser's state is no longer given to newcomers: %s", change)
+            self.can_travel = False
+        return self.can_travel
+
+    def _change(self) -> str:
+        """Return what has changed in the layout of the state since `rehearse`; empty if nothing has."""
+        known: dict[tuple[int, int], set[str]] = {}
+        for entry in self.entries:
+            state = entry.states.get(entry.parameter, {})
+            known.setdefault((id(entry.states), id(entry.parameter)), set()).add(entry.key)
+            value = state.get(entry.key)
+            if value is not None and _layout(value) != _layout(entry.example):
+                return f"{entry.key!r} of {entry.name!r} was {_layout(entry.example)}, and is {_layout(value)}"
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                more = {key for key, value in state.items() if value is not None}
+                more -= known.get((id(optimizer.state), id(parameter)), set())
+                if more:
+                    return f"it has a new value {min(map(str, more))!r}"
+        return ""
+
     @property
     def digest(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The digest of the layout, 16 bytes."""
@@ -150,7 +175,7 @@ class OptimizerState:
 
     def copies(self) -> list[Any] | None:
         """Return the digest and copies of all values that no later step changes; None if they cannot travel."""
-        if not self.can_travel:
+        if not self.still_travels():
             return None
         return [self.digest, *(HostCopy(entry.present()) for entry in self.entries)]
 
@@ -185,6 +210,13 @@ class OptimizerState:
         """Replace the state of the optimisers by values of a peer."""
         for entry, value in zip(self.entries, values, strict=True):
             entry.put(value)
+
+
+def _layout(value: Any) -> str:
+    """Return the shape and dtype of a value of the state, in words."""
+    if not torch.is_tensor(value):
+        return f"a number ({type(value).__name__})" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _home(entry: Entry) -> Any:
