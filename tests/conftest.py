@@ -19,6 +19,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests import tiers
 
@@ -95,6 +96,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture
+def bucket() -> Iterator[BucketFolder]:
+    """An empty bucket in memory (`faulty_bucket`), without faults until the test sets one."""
+    from tests.broker.buckets import faulty_bucket
+
+    faulty_bucket.reset()
+    yield BucketFolder("faulty://bucket/runs")
+    faulty_bucket.reset()
+
+
 #: Above this much memory a worker drops its compiled programs. JAX reloads most of them from the session's cache.
 MEMORY_BYTES_MAX = 640 << 20
 
@@ -113,6 +124,6 @@ def _bounded_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test in its own folder, without the environment variables that name a run."""
-    for name in ("ARCHIPELAGO_URL", "ARCHIPELAGO_RUN", "ARCHIPELAGO_DATA"):
+    for name in ("ARCHIPELAGO_URL", "ARCHIPELAGO_RUN", "ARCHIPELAGO_DATA", "ARCHIPELAGO_BUCKET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

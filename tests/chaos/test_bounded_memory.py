@@ -22,6 +22,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import MEMORY_SHARE_MAX, START
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.tasks.ours import our_work
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server, start_server
@@ -108,7 +109,12 @@ class BoundedRun:
     def __init__(self, url: str, raw: Any, corpus: OpenCorpus, config: RunConfig) -> None:
         name = f"bounded-{uuid.uuid4().hex[:8]}"
         self.raw, self.keys, self.config = raw, Keys(name), config
-        self.run = VirtualRun(config, corpus, cast(Any, steps), SPEEDS, connect=partial(connect, url, name), run=name)
+        self.run = VirtualRun(
+            replace(our_work(config, corpus), steps=cast(Any, steps)),
+            SPEEDS,
+            connect=partial(connect, url, name),
+            run=name,
+        )
         self.transport = self.run.transport
         self.merger = self.run.merger
         self.run.advance_until(lambda: self.merger.rounds.closed >= 6)

@@ -20,10 +20,10 @@ from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.registry import build
 from archipelago.islands.sync.arrays import flatten
+from archipelago.islands.tasks.ours import our_work
 from archipelago.merger.round_merge import publish
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server
-from tests.small import compiled
 from tests.tiers import examples
 
 DIFFERENCES = ["int8", "int4", "e3m0"]
@@ -77,7 +77,7 @@ def test_islands_hold_the_bits_that_the_merger_published(
     config = replace(config, wire=WireConfig(up="int4", down=down), inner=replace(config.inner, steps=10_000))
     name = f"down-{down}"
     connection = partial(connect, server.url, name)
-    run = VirtualRun(config, corpus, compiled(config), [1.0, 1.2], connect=connection, run=name)
+    run = VirtualRun(our_work(config, corpus), [1.0, 1.2], connect=connection, run=name)
     run.advance_until(lambda: run.merger.rounds.closed >= 12)
     late = run.add_island("late", 1.0)
     deaf = run.islands["island-1"].link
@@ -106,7 +106,7 @@ def test_a_restarted_merger_continues_to_the_same_bits(config: RunConfig, corpus
     config = replace(config, wire=WireConfig(up="int4", down="int4"))
     digests = []
     for restarts in (False, True):
-        run = VirtualRun(config, corpus, compiled(config), [1.0, 1.2])
+        run = VirtualRun(our_work(config, corpus), [1.0, 1.2])
         run.advance_until(lambda run=run: run.merger.rounds.closed >= 8)  # type: ignore[misc]
         if restarts:
             run.new_merger()
@@ -117,7 +117,7 @@ def test_a_restarted_merger_continues_to_the_same_bits(config: RunConfig, corpus
 
 def test_a_missing_or_damaged_difference_is_replaced_by_a_full_snapshot(config: RunConfig, corpus: OpenCorpus) -> None:
     config = replace(config, wire=WireConfig(down="int4"), inner=replace(config.inner, steps=10_000))
-    run = VirtualRun(config, corpus, compiled(config), [1.0])
+    run = VirtualRun(our_work(config, corpus), [1.0])
     run.advance_until(lambda: run.merger.rounds.closed >= 8)
     link = run.islands["island-0"].link
     for gone in (None, b"nonsense"):
@@ -141,7 +141,7 @@ def test_a_hostile_difference_is_replaced_by_a_full_snapshot(
 ) -> None:
     """It has the announced size, so that only its bytes are wrong."""
     config = replace(config, wire=WireConfig(down="int4", zstd_level=0), inner=replace(config.inner, steps=10_000))
-    run = VirtualRun(config, corpus, compiled(config), [1.0])
+    run = VirtualRun(our_work(config, corpus), [1.0])
     run.advance_until(lambda: run.merger.rounds.closed >= 8)
     link = run.islands["island-0"].link
     honest, wholes = link.transport.island.difference, link.inbox.snapshots.fetch

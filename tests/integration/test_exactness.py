@@ -19,6 +19,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import lease_all
 from archipelago.islands.inner import begin
 from archipelago.islands.models.registry import Params, build
+from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests.small import compiled
 from tests.tiers import examples
@@ -57,7 +58,7 @@ def test_one_island_equals_plain_training(config: RunConfig, corpus: OpenCorpus,
     """This holds for lossy codecs, too: the island keeps the rounding error and sends it later."""
     wire = WireConfig(up=codec, down="float32")  # type: ignore[arg-type]
     config = replace(config, wire=wire, **PLAIN)  # type: ignore[arg-type]
-    run = VirtualRun(config, corpus, compiled(config), [1.0])
+    run = VirtualRun(our_work(config, corpus), [1.0])
     island = run.islands["island-0"]
     run.advance_until(lambda: island.totals.steps >= config.inner.steps)
     assert run.merger.rounds.closed >= config.inner.steps // 2 - 2, "the island did not sync"
@@ -68,7 +69,7 @@ def test_one_island_equals_plain_training(config: RunConfig, corpus: OpenCorpus,
 @given(delays=st.lists(st.integers(0, 3), min_size=4, max_size=8))
 def test_late_snapshots_do_not_change_the_result(config: RunConfig, corpus: OpenCorpus, delays: list[int]) -> None:
     config = replace(config, wire=WireConfig(up="float32", down="float32"), **PLAIN)  # type: ignore[arg-type]
-    run = VirtualRun(config, corpus, compiled(config), [1.0])
+    run = VirtualRun(our_work(config, corpus), [1.0])
     island = run.islands["island-0"]
     receive, turn = island.link.pump_receive, iter(delays * 100)
 
@@ -85,7 +86,7 @@ def test_late_snapshots_do_not_change_the_result(config: RunConfig, corpus: Open
 def test_the_merger_holds_the_same_parameters(config: RunConfig, corpus: OpenCorpus) -> None:
     """This holds after the last contributions, up to the rounding of one subtraction."""
     config = replace(config, wire=WireConfig(up="float32", down="float32"), **PLAIN)  # type: ignore[arg-type]
-    run = VirtualRun(config, corpus, compiled(config), [1.0])
+    run = VirtualRun(our_work(config, corpus), [1.0])
     run.finish()
     expected = plain_training(config, corpus, config.inner.steps)
     for rows, fragment in zip(run.manifest.layout, run.merger.fragments, strict=True):
@@ -98,7 +99,7 @@ def test_the_same_run_gives_the_same_bits(config: RunConfig, corpus: OpenCorpus)
     digests = []
     for attempt in range(2):
         name = f"again-{attempt}"
-        run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1, 2.5], run=name)
+        run = VirtualRun(our_work(config, corpus), [1.0, 1.1, 2.5], run=name)
         run.finish()
         digests.append([entry.digest for entry in run.transport.reader.tape(1000)])
     assert digests[0] == digests[1]
@@ -109,7 +110,7 @@ def test_fakeredis_changes_no_bit(config: RunConfig, corpus: OpenCorpus) -> None
     """Redis carries the same bits that the broker in memory passes by reference."""
     tapes = []
     for connection in (None, partial(connect, "fakeredis://bits", "bits")):
-        run = VirtualRun(config, corpus, compiled(config), [1.0, 1.3], connect=connection, run="bits")
+        run = VirtualRun(our_work(config, corpus), [1.0, 1.3], connect=connection, run="bits")
         run.finish()
         entries = run.transport.reader.tape(1000)
         tapes.append([(e.round, e.digest, [replace(m, entry="") for m in e.members]) for e in entries])

@@ -9,6 +9,7 @@ import pytest
 
 from archipelago.broker.config import RunConfig
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.experiments.baselines import Point, data_parallel
 from archipelago.ops.experiments.parity import islands
 
@@ -32,10 +33,10 @@ def test_three_islands_keep_up_with_data_parallel(config: RunConfig, corpus: Ope
         data=replace(config.data, corpus="small-text", held_out_sequences=128),
         inner=replace(config.inner, steps=STEPS, warmup_steps=24),
     )
-    ours, run = islands(config, corpus, 3, slow)
+    ours, run = islands(our_work(config, corpus), 3, slow)
     steps = round(STEPS * (2 + 1 / slow) / 3)
     parallel = replace(config, inner=replace(config.inner, steps=steps))
-    theirs = data_parallel(parallel, corpus, 3, lambda point: None)
+    theirs = data_parallel(our_work(parallel, corpus), 3, lambda point: None)
     books = run.transport.reader.books()
     assert books.published == books.merged + books.refused
     assert ours[-1].bits_per_byte < RATIO_MAX * theirs[-1].bits_per_byte, "\n".join(

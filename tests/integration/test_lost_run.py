@@ -70,7 +70,7 @@ def test_the_merger_names_its_checkpoint(lost: LostRun, tmp_path: Path) -> None:
 
 
 def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun) -> None:
-    options = InitOptions(url=lost.url, run="tiny", resume=lost.folder.path)
+    options = InitOptions(url=lost.url, run="tiny", resume=str(lost.folder.path))
     assert init.main(options) == 0
     lost.serve()
     assert 0 < lost.run.merger.state.closed < lost.closed
@@ -98,7 +98,7 @@ def test_a_run_of_which_only_the_name_is_left_is_a_lost_one(lost: LostRun) -> No
 
 def test_an_empty_folder_cannot_continue_a_run(lost: LostRun, tmp_path: Path) -> None:
     with failing(ConfigError, "init.no-checkpoint"):
-        init.main(InitOptions(url=lost.url, run="tiny", resume=tmp_path / "empty"))
+        init.main(InitOptions(url=lost.url, run="tiny", resume=str(tmp_path / "empty")))
 
 
 @pytest.mark.parametrize("notices", ["pump_heartbeat", "pump_receive"])
@@ -120,7 +120,7 @@ def test_an_island_leaves_a_run_that_took_the_name(lost: LostRun, notices: str) 
 
 
 def test_a_damaged_uid_is_no_other_run(lost: LostRun) -> None:
-    init.main(InitOptions(url=lost.url, run="tiny", resume=lost.folder.path))
+    init.main(InitOptions(url=lost.url, run="tiny", resume=str(lost.folder.path)))
     lost.transport.connection.redis.hset("{tiny:s0}:manifest", "uid", "nonsense")
     lost.island.link.pump()
     assert lost.island.link.failure is None
@@ -138,7 +138,7 @@ def accounts(lost: LostRun) -> RunView:
 
 
 def test_tokens_that_were_merged_after_the_checkpoint_are_lost(lost: LostRun) -> None:
-    init.main(InitOptions(url=lost.url, run="tiny", resume=lost.folder.path))
+    init.main(InitOptions(url=lost.url, run="tiny", resume=str(lost.folder.path)))
     lost.serve()
     steps_back = lost.island.totals.steps - lost.run.merger.state.step
     lost.run.play(lost.island, 10)
@@ -156,7 +156,7 @@ def test_tokens_that_were_merged_after_the_checkpoint_are_lost(lost: LostRun) ->
 
 
 def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> None:
-    init.main(InitOptions(url=lost.url, run="tiny", resume=lost.folder.path))
+    init.main(InitOptions(url=lost.url, run="tiny", resume=str(lost.folder.path)))
     lost.serve()
     lost.run.play(lost.island, 10)
     before, discarded = accounts(lost).tokens_lost, 0

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.process import LEAVE_SECONDS
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.launch.embedded_redis import Server, start_server
@@ -356,23 +357,31 @@ def scraped(port: int) -> dict[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
+def probed(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10) as answer:
+        assert answer.status == 200
+        return str(answer.read().decode())
+
+
 def test_workers_serve_metrics_write_curves_and_log_json(
     processes: Processes, server: Server, tmp_path: Path, until: Until
 ) -> None:
     url, run = server.url, "observed"
     processes.run("init", url, "--run", run, "--inner.steps=100000", *SETTINGS)
     ports = free_port(), free_port()
-    seen = ["--run", run, "--log-json"]
+    seen = ["--run", run, "--log-json", "--stopped-status=75"]
     merger = processes.start("merger", url, *seen, f"--metrics-port={ports[0]}", "--checkpoint-every=0")
     island = processes.start("island", url, *seen, f"--metrics-port={ports[1]}", "--name=oslo")
     until(lambda: scraped(ports[0]).get("archipelago_merger_round", 0) >= 6, "some rounds")
     until(lambda: scraped(ports[1]).get("archipelago_island_loss", 0) > 0, "a loss")
+    probes = [(port, path) for port in ports for path in ("healthz", "readyz")]
+    assert [probed(*probe) for probe in probes] == ["serving\n"] * 2 + ["training\n"] * 2
     curves = tmp_path / "runs" / run
     for folder in (curves / "islands/oslo/tensorboard", curves / "merger/tensorboard"):
         until(lambda folder=folder: any(path.stat().st_size > 100 for path in folder.glob("*tfevents*")), str(folder))
     for worker in (island, merger):
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait() == 0, processes.said(worker)
+        assert worker.wait(LEAVE_SECONDS) == 75, processes.said(worker)
     for worker, who in ((merger, "merger"), (island, "oslo")):
         lines = [json.loads(line) for line in processes.said(worker).splitlines()]
         assert {said["who"] for said in lines} == {who}

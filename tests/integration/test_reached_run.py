@@ -57,6 +57,7 @@ def test_an_invited_island_trains_until_it_is_revoked(tmp_path: Path, stack: Exi
     up = ["up", "--open", "--host", "localhost", "--run", "demo", "--islands", "1", "--no-one-process", STEPS]
     started(stack, hub, *up, path=str(tmp_path))
     until((hub / "runs/demo/joins/island-0.join").exists, "the join files of our own processes")
+    assert "archipelago island demo.NAME.join" in (hub / "log").read_text()
     invited = started(stack, hub, "invite", "oslo", "--run", "demo", "--out", str(tmp_path / "oslo.join"))
     assert invited.wait() == 0
     island = started(stack, site, "island", str(tmp_path / "oslo.join"))

@@ -18,10 +18,10 @@ from archipelago.broker.messages import Contribution
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import windows
+from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from archipelago.ops.watch.run_view import observe
 from tests.intercept import Intercepted
-from tests.small import compiled
 
 SHARDS, LENGTH = 8, 32
 BYTES = 6_000
@@ -92,7 +92,7 @@ def test_every_token_is_merged_once_in_each_completed_pass(config: RunConfig, co
     leases: list[tuple[str, Place]] = []
     published: dict[str, Contribution] = {}
     run = VirtualRun(
-        config, text(corpus), compiled(config), [1.0, 1.1, 1.4], clock=clock, run="data",
+        our_work(config, text(corpus)), [1.0, 1.1, 1.4], clock=clock, run="data",
         connect=lambda: Watched(broker.connect("data"), leases, published),
     )  # fmt: skip
     born, kills = 3, 0
@@ -125,7 +125,7 @@ def test_every_token_is_merged_once_in_each_completed_pass(config: RunConfig, co
 
 
 def test_a_new_island_gets_shards_at_once(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = VirtualRun(settings(config), text(corpus), compiled(settings(config)), [1.0, 1.0])
+    run = VirtualRun(our_work(settings(config), text(corpus)), [1.0, 1.0])
     run.advance_until(lambda: run.clock.now >= 20.0)
     newcomer = run.add_island("newcomer", 1.0)
     run.advance_until(lambda: newcomer.totals.steps >= 4)

@@ -21,13 +21,13 @@ from archipelago.broker.stamps import EPOCHS_SKIPPED
 from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.tasks.ours import our_work
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import Checkpointer, at_once
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.administration import Administrator
 from tests.failing import failing
 from tests.samples import contribution, first_snapshots, handover, heartbeat, image, manifest
-from tests.small import compiled
 
 ISLANDS = ("island-0", "island-1", "island-2")
 NAMES = (f"signed-{n}" for n in itertools.count())
@@ -78,7 +78,7 @@ class SignedRun(VirtualRun):
 
     def __init__(self, config: RunConfig, corpus: OpenCorpus, speeds: list[float], run: str = "") -> None:
         self.keys = Keys(run or next(NAMES))
-        super().__init__(config, corpus, compiled(config), speeds, run=self.keys.run)
+        super().__init__(our_work(config, corpus), speeds, run=self.keys.run)
 
     def connect_as(self, who: str) -> Transport:
         return self.keys.connect(who)
@@ -117,9 +117,7 @@ def honest(start: Start) -> list[tuple[int, str, tuple[str, ...]]]:
 
 def test_signing_changes_no_bit(honest: list[Any], config: RunConfig, corpus: OpenCorpus) -> None:
     name = next(NAMES)
-    plain = VirtualRun(
-        config, corpus, compiled(config), SPEEDS, connect=lambda: connect(f"fakeredis://{name}", name), run=name
-    )
+    plain = VirtualRun(our_work(config, corpus), SPEEDS, connect=lambda: connect(f"fakeredis://{name}", name), run=name)
     plain.finish()
     assert tape(plain) == honest
     assert len(honest) > 6

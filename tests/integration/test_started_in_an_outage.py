@@ -43,7 +43,7 @@ class Stuttering(Intercepted):
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     monkeypatch.setattr("archipelago.broker.process.PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("archipelago.islands.prepared.training_text", lambda *_: CORPUS)
+    monkeypatch.setattr("archipelago.islands.tasks.ours.training_text", lambda *_: CORPUS)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # The merger sets it as well.
     for module in (archipelago.islands.main, archipelago.merger.main):
         monkeypatch.setattr(module, "keep_compiled", lambda: None)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import Until
@@ -45,10 +46,26 @@ def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, u
     assert found["rounds"] > interrupted["rounds"] > 0
     assert found["held_out_first"] > 5.4, "the untrained model knows 256 bytes"
     assert found["held_out_last"] < 3.0
+    assert found["held_out_one_process"] < 3.0, "one process trained on as many tokens"
     assert found["pending"] == 0
     logs = (tmp_path / "runs/bytes/logs/island-0.log").read_text()
     assert "optimiser state: own checkpoint" in logs or "optimiser state: peer" in logs
     assert "repeat data" not in logs
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_up_that_is_stopped_before_an_island_has_joined_ends_everything(
+    processes: Processes, tmp_path: Path, until: Until, number: signal.Signals
+) -> None:
+    process = processes.start("up", "--task", str(TASK), "--run=early", "--islands=2", "--no-tensorboard")
+    log = tmp_path / "runs/early/logs/island-1.log"
+    until(log.exists, "the islands to be started")
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    assert process.wait() == 130, processes.said(process)
+    assert "joined" not in log.read_text()
+    assert len(started) >= 3
+    assert not psutil.wait_procs(started, timeout=0)[1], "the Redis, the merger and the islands have ended"
 
 
 def test_a_mistake_in_a_task_ends_up_with_one_error(processes: Processes, tmp_path: Path) -> None:

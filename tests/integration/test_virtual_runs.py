@@ -19,10 +19,10 @@ from archipelago.islands.data.sharding import held_out
 from archipelago.islands.evaluation import compile_evaluation, published
 from archipelago.islands.models.registry import build
 from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.worker import Island
 from archipelago.merger.outer import OUTER
 from archipelago.ops.experiments.virtual_time import VirtualRun
-from tests.small import compiled
 
 Start = Callable[..., VirtualRun]
 
@@ -35,7 +35,7 @@ def start(request: pytest.FixtureRequest, corpus: OpenCorpus) -> Start:
     def start(config: RunConfig, speeds: list[float]) -> VirtualRun:
         name = next(names)
         connection = partial(connect, f"fakeredis://{name}", name)
-        return VirtualRun(config, corpus, compiled(config), speeds, connect=connection, run=name)
+        return VirtualRun(our_work(config, corpus), speeds, connect=connection, run=name)
 
     return start
 
@@ -110,7 +110,7 @@ def test_a_quorum_larger_than_the_live_islands_is_reduced(start: Start, config: 
 
 def test_snapshots_may_arrive_late(config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are adopted within two steps, and no token is lost."""
-    run = VirtualRun(config, corpus, compiled(config), [1.0, 1.1], late_seconds=3.0)
+    run = VirtualRun(our_work(config, corpus), [1.0, 1.1], late_seconds=3.0)
     islands, said, heard = list(run.islands.values()), dict[tuple[int, int], float](), list[float]()
 
     def say(_: TapeEntry, snapshot: Snapshot) -> None:

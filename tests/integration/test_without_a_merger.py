@@ -22,7 +22,7 @@ from tests.small import SMALL
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
-    monkeypatch.setattr("archipelago.islands.prepared.training_text", lambda *_: CORPUS)
+    monkeypatch.setattr("archipelago.islands.tasks.ours.training_text", lambda *_: CORPUS)
     monkeypatch.setattr(archipelago.islands.main, "keep_compiled", lambda: None)
     made = connect(f"fakeredis://{uuid.uuid4().hex}", "demo")
     manifest = describe("demo", SMALL, CORPUS.identity)

@@ -81,6 +81,9 @@ class Store:
         """Return the numbers of the finished checkpoints."""
         return sorted(self._disk.images)
 
+    def fetch(self) -> None:
+        """Do nothing: no bucket has copies."""
+
     def next_number(self) -> int:
         """Return a number greater than all others."""
         return max(self._disk.images, default=0) + 1
@@ -125,6 +128,10 @@ class Record:
     def last_round(self) -> int:
         """Return the last recorded round."""
         return max((last for _, last in self.segments), default=0)
+
+    def names(self) -> list[str]:
+        """Return the names of the segments."""
+        return [f"{first}-{last}" for first, last in self.segments]
 
     def go_back(self, last_round: int) -> None:
         """Forget the rounds after `last_round`."""
