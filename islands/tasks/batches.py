@@ -15,7 +15,7 @@ from archipelago.islands.data.supply import Supply
 from archipelago.islands.tasks.file import NamedTask
 from archipelago.islands.tasks.shards import Shard, TaskRun
 
-#: The kinds of numpy dtypes that are no numbers: objects, texts and times.
+#: The kinds of numpy dtypes that are no numbers: objects, texts and times. Records are no numbers either.
 _NO_NUMBERS = "OSUMm"
 
 log = logging.getLogger(__name__)
@@ -41,19 +41,23 @@ class TaskBatches(Supply):
 
     def next(self, steps: int) -> Any:
         """Return the next batches, stacked. Raises ConfigError (`task.batches`) for wrong ones, and at their end."""
-        drawn = []
+        stacked: Any = None
         self.tokens = 0
-        for _ in range(steps):
+        for step in range(steps):
             batch, shard, tokens = self._peek()
             self._first = None
             if shard is not None:
                 shard.read()
             self.tokens += tokens
-            drawn.append(batch)
+            if stacked is None:
+                stacked = jax.tree.map(lambda x: np.empty((steps, *x.shape), x.dtype), batch)
+            # The next batch may be drawn into the same arrays, so this one is copied first.
+            for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(batch), strict=True):
+                whole[step] = part
         if self._run.current is None and not self._told:
             log.warning("the task %r does not read by `run.shards`: a restart may repeat data", self._task.name)
         self._told = True
-        return jax.tree.map(lambda *each: np.stack(each), *drawn)
+        return stacked
 
     def sample(self, steps: int) -> Any:
         """Return the first batch as often as asked. It is not used up."""
@@ -112,9 +116,9 @@ class TaskBatches(Supply):
 
     def _checked(self, batch: Any) -> Any:
         """Return a batch as arrays of the host. Raises ConfigError for one that has no arrays, or other shapes."""
-        leaves, structure = jax.tree.flatten(batch)
+        leaves, structure = self._task.call("batches", jax.tree.flatten, batch)
         arrays = self._task.call("batches", lambda: [np.asarray(leaf) for leaf in leaves])
-        wrong = [array.dtype for array in arrays if array.dtype.kind in _NO_NUMBERS]
+        wrong = [array.dtype for array in arrays if array.dtype.kind in _NO_NUMBERS or array.dtype.names]
         if not arrays or wrong:
             given = f"an array of {wrong[0]}" if wrong else "a batch without arrays"
             raise self._task.wrong("batches", f"give {given}", "Yield trees of arrays of numbers.")

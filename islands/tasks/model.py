@@ -43,7 +43,8 @@ class TaskModel:
         self._layout = TreeLayout.of(named.call("init", task.init, seed) if task.shapes is None else task.shapes)
         self.tensors = self._layout.tensors(kinds_by(task.kinds))
         # Leaves that are not trained are constants of the program, and `init` may draw them.
-        self._key = task.init, task.loss, id(task.optimizer), seed if self._layout.own else None
+        functions = _hashable(task.init), _hashable(task.loss)
+        self._key = *functions, id(task.optimizer), seed if self._layout.own else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TaskModel) and self._key == other._key
@@ -150,6 +151,15 @@ class TaskModel:
             raise self.named.wrong(
                 "evaluate", f"gives {found!r:.80}", 'Return a number, or a dictionary of numbers with a "loss".'
             ) from None
+
+
+def _hashable(function: Any) -> Any:
+    """Return a function, or the identity of a callable object that has no hash: this model keeps it alive."""
+    try:
+        hash(function)
+    except TypeError:
+        return id(function)
+    return function
 
 
 def at_step(state: Any, global_step: jax.Array) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +177,13 @@ MISTAKES = [
     ("task = Task(init, loss, lambda run: run.shards(0))", "task.shards"),
     ("task = Task(init, loss, batches, optimizer='adam')", "task.optimizer"),
     ("task = Task(init, loss, batches, optimizer=optax.GradientTransformation(None, None))", "task.optimizer"),
+    (
+        "task = Task(init, loss, batches, optimizer=optax.GradientTransformation("
+        "lambda params: jnp.int32(0), lambda gradients, state, params: (gradients, state * 0.5)))",
+        "task.optimizer",
+    ),
+    ("task = Task(init, loss, lambda run: [{1: np.ones(2), 'x': np.ones(2)}])", "task.batches"),
+    ("task = Task(init, loss, lambda run: [np.zeros(2, 'i4,f4')])", "task.batches"),
     ("task = Task(init, loss, batches, tokens=0)", "task.tokens"),
     ("task = Task(init, lambda params, batch: while_loop(loss(params, batch)), batches)", "task.loss"),
     ("task = Task(init, loss, lambda run: (None for shard in run.shards(4) if False))", "task.shards"),
@@ -235,6 +242,34 @@ def test_batches_that_end_or_change_end_the_island(supply: Any) -> None:
     run = TaskedRun(replace(TASK, batches=supply))
     with failing(ConfigError, "task.batches"):
         run.play(3, run.island())
+
+
+def test_a_loader_may_fill_the_same_array_again() -> None:
+    def counted(run: TaskRun) -> Iterator[dict[str, Any]]:
+        buffer = np.zeros(2, np.float32)
+        for _ in itertools.count():
+            buffer += 1.0
+            yield {"x": buffer}
+
+    supply = Workload.of(file_of(replace(TASK, batches=counted)), CONFIG).supply(TaskRun("a", 0))
+    assert supply.sample(2)["x"].tolist() == [[1.0, 1.0]] * 2
+    assert supply.next(3)["x"].tolist() == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    assert supply.next(1)["x"].tolist() == [[4.0, 4.0]]
+
+
+def test_a_loss_may_be_an_object_without_a_hash() -> None:
+    @dataclass
+    class Scaled:
+        by: float
+
+        def __call__(self, params: Any, batch: Any) -> Any:
+            return self.by * loss(params, batch)[0]
+
+    task = replace(TASK, loss=Scaled(2.0))
+    work = Workload.of(file_of(task), CONFIG)
+    require_trainable(work)
+    assert Workload.of(file_of(task), CONFIG).steps is work.steps, "it is compiled once"
+    assert Workload.of(file_of(replace(TASK, loss=Scaled(2.0))), CONFIG).steps is not work.steps
 
 
 def test_a_worker_with_another_tree_or_task_is_refused() -> None:
