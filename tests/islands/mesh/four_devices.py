@@ -24,7 +24,7 @@ from archipelago.islands.inner import begin, compile_steps, require_sound
 from archipelago.islands.mesh.placement import placement_of
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.registry import build
-from archipelago.islands.sync import recovery, tree_replica
+from archipelago.islands.sync import recovery, tree_programs
 from archipelago.islands.sync.recovery import Received, StateForPeer
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.sync.state_tree import decode
@@ -93,7 +93,7 @@ def test_no_device_gathers_a_tensor(capfd: pytest.CaptureFixture[str]) -> None:
     of = tree_run("int4")
     replica = TreeReplica(of, templates())
     params = replica.begin([np.zeros(of.sizes[0], np.float32)])
-    program = tree_replica.compiled_tree_measure(of.layout[0], "int4", replica._homes[0], is_thin=False)
+    program = tree_programs.compiled_tree_measure(of.layout[0], "int4", replica._homes[0], is_thin=False)
     text = program.lower(replica.references[0], replica._part(0, params)).compile().as_text()
     shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([0-9,]+)\]", text)]
     assert sum(of.sizes) / 4 < max(map(math.prod, shapes)) < sum(of.sizes) / 2

@@ -16,7 +16,7 @@ from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.messages import LIVE_SECONDS
 from archipelago.islands.own_loop import loop as own_loop
-from archipelago.islands.sync.tree_replica import _moved
+from archipelago.islands.sync.homes import at_home
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG
 from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, of, trained, tree
@@ -149,7 +149,7 @@ def test_numpy_leaves_may_be_changed_in_place_after_a_sync() -> None:
     placed = SingleDeviceSharding(jax.devices()[0])
     memory = np.ones(1 << 16, np.float32)
     leaf = memory[(-memory.ctypes.data % 64) // 4 :][: 1 << 15]
-    held = [_moved(leaf, None), _moved(leaf, placed)]
+    held = [at_home(leaf, None), at_home(leaf, placed)]
     leaf += 1.0
     assert [float(each.max()) for each in held] == [1.0, 1.0]
 

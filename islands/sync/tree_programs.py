@@ -1,0 +1,153 @@
+"""The programs that measure and adopt a fragment of a tree where its shards lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
+
+from archipelago.broker.codecs import Parts
+from archipelago.broker.codecs import codec as codec_of
+from archipelago.broker.config import AdoptConfig
+from archipelago.islands.sync.adoption import build
+from archipelago.islands.sync.arrays import Rows, Tensors, flatten, parameters_in, unflatten
+from archipelago.islands.sync.cuts import CutPlan, Placed, plan
+from archipelago.islands.sync.homes import Home
+from archipelago.islands.sync.replica import compiled_quantise, difference, moments_after, settle
+from archipelago.islands.sync.sharded_cut import AssembledPart, encode, spec
+
+#: The dtype of each tensor of a fragment, in the order of its rows.
+Dtypes = tuple[str, ...]
+#: From the references and the tensors of a fragment to the codec's parts and the next references.
+TreeMeasure = Callable[[Tensors, Tensors], tuple[Parts, Tensors]]
+#: From a snapshot's tensors, a fragment's, its references, and the share of first moments to the next tensors and
+#: references.
+TreeAdopt = Callable[..., tuple[Tensors, Tensors]]
+
+
+@cache
+def cut_of(rows: Rows, home: Home, codec: str) -> CutPlan:
+    """Return how a fragment is cut for a codec."""
+    placed = [_place(there) for there in home.tensors]
+    return plan(rows, placed, dict(home.mesh.shape) if home.mesh else {}, codec_of(codec).block)
+
+
+def _place(there: Sharding | None) -> Placed:
+    if not isinstance(there, NamedSharding):
+        return Placed()
+    return Placed(tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in there.spec))
+
+
+@cache
+def compiled_tree_measure(rows: Rows, codec: str, home: Home, *, is_thin: bool) -> Any:
+    """Return the program that encodes a fragment where its shards lie, and moves its references."""
+    chosen, cut = codec_of(codec), cut_of(rows, home, codec)
+    moments = {tensor.name for tensor, _ in rows if tensor.kind == "moment"}
+
+    def measure(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
+        own = {tensor.name: part[tensor.name].astype(jnp.float32) for tensor, _ in rows}
+        values = {name: reference[name] - x for name, x in own.items() if name not in moments}
+        # The thin codec would leave few first moments. It sends zeros, which stand for none.
+        values |= {name: jnp.zeros_like(own[name]) if is_thin else own[name] for name in moments}
+        parts, restored = encode(chosen, cut, home.mesh, values)
+        return parts, {name: x if name in moments else reference[name] - restored[name] for name, x in own.items()}
+
+    if home.mesh is None:
+        return jax.jit(measure)
+    # The leader of several hosts sends what all of them have encoded.
+    is_here = all(device.process_index == jax.process_index() for device in home.mesh.devices.flat)
+    encoded = NamedSharding(home.mesh, spec(cut.axes) if cut.axes and is_here else spec())
+    return jax.jit(measure, out_shardings=(encoded, _named(rows, home)))
+
+
+def tree_measure(rows: Rows, codec: str, home: Home, *, is_thin: bool) -> TreeMeasure:
+    """Return what measures a fragment, and puts together on the host what several devices have encoded."""
+    chosen, cut = codec_of(codec), cut_of(rows, home, codec)
+    compiled = compiled_tree_measure(rows, codec, home, is_thin=is_thin)
+
+    def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
+        parts, after = compiled(reference, part)
+        if cut.spread:
+            parts = tuple(AssembledPart(i, chosen, cut, each) for i, each in enumerate(parts))
+        return parts, after
+
+    return measured
+
+
+@cache
+def thin_measure(rows: Rows, codec: str, size: int, shared_size: int) -> TreeMeasure:
+    """Measure tensors that no device has a part of, with the program of the thin codec that fragments share."""
+    start = parameters_in(rows)
+    cut = jax.jit(lambda reference, part: difference(rows, shared_size, flatten(rows, reference), part))
+    quantise = compiled_quantise(codec)
+
+    def settled(reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array) -> tuple[Parts, Tensors]:
+        parts, next_N = settle(codec, size, start, reference_N, parts_M, restored_M)
+        return parts, unflatten(rows, next_N)
+
+    finish = jax.jit(settled)
+
+    def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
+        difference_M, reference_N = cut(reference, part)
+        parts, after = finish(reference_N, *quantise(difference_M))
+        return parts, after
+
+    return measured
+
+
+@cache
+def tree_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, home: Home, has_moments: bool) -> TreeAdopt:
+    """Return what adopts a fragment's snapshot by the run's rule."""
+    adopt, settle = partial(_adopt, rows, config, dtypes, has_moments), _rounded
+    if home.mesh is None:
+        adopting, settling = jax.jit(adopt), jax.jit(settle)
+    else:
+        named = _named(rows, home)
+        adopting, settling = jax.jit(adopt, out_shardings=(named, named, named)), jax.jit(settle, out_shardings=named)
+    is_exact = all(dtype == "float32" for dtype in dtypes)
+
+    def adopted(new: Tensors, part: Tensors, reference: Tensors, share: jax.Array | None) -> tuple[Tensors, Tensors]:
+        held, next_reference, own = adopting(new, part, reference, share)
+        # This is a program of its own: within one, XLA may leave out a rounding whose result becomes float32 again.
+        return held, next_reference if is_exact else settling(next_reference, own, held)
+
+    return adopted
+
+
+def _adopt(
+    rows: Rows,
+    config: AdoptConfig,
+    dtypes: Dtypes,
+    has_moments: bool,
+    new: Tensors,
+    part: Tensors,
+    reference: Tensors,
+    share: jax.Array | None,
+) -> tuple[Tensors, Tensors, Tensors]:
+    """Return the next tensors, and the next references and the next parameters as they are before rounding."""
+    rule = build(config)
+    exact, after = {}, {}
+    for tensor, _ in rows:
+        name = tensor.name
+        exact[name], after[name] = rule.adopt(new[name], part[name].astype(jnp.float32), reference[name])
+    if has_moments:
+        assert share is not None  # noqa: S101 - runs that average moments give it
+        names = [tensor.name for tensor, _ in rows if tensor.kind == "moment"]
+        are_there = jnp.any(jnp.stack([jnp.any(new[name] != 0.0) for name in names]))
+        for name in names:
+            exact[name] = moments_after(rule, new[name], part[name], reference[name], share, are_there)
+    held = {t.name: exact[t.name].astype(dtype) for (t, _), dtype in zip(rows, dtypes, strict=True)}
+    return held, after, exact
+
+
+def _rounded(reference: Tensors, own: Tensors, held: Tensors) -> Tensors:
+    """Return the references, moved by what rounding did to the parameters."""
+    return {name: x + (held[name].astype(jnp.float32) - own[name]) for name, x in reference.items()}
+
+
+def _named(rows: Rows, home: Home) -> dict[str, Sharding | None]:
+    return {tensor.name: there for (tensor, _), there in zip(rows, home.tensors, strict=True)}
