@@ -17,7 +17,8 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
 from archipelago.islands.hosts.frames import Frame, unfit
-from archipelago.islands.hosts.team import Seat, Team
+from archipelago.islands.hosts.seat import Seat
+from archipelago.islands.hosts.team import Team
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.arrays import put
 

@@ -17,8 +17,11 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.manifest import Manifest, installed_versions
 from archipelago.broker.observe import logs
 from archipelago.broker.process import INTERRUPTED, USER_ERROR, keep_compiled, supervised_status
+from archipelago.islands.hosts.greeting import disagreement
+from archipelago.islands.hosts.loss import LOST_STATUS
 from archipelago.islands.hosts.membership import Membership
-from archipelago.islands.hosts.team import LOST_STATUS, Seat, Team, disagreement, joined
+from archipelago.islands.hosts.seat import Seat, joined
+from archipelago.islands.hosts.team import Team
 
 if TYPE_CHECKING:
     from archipelago.islands.worker import Island

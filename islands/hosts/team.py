@@ -1,4 +1,4 @@
-"""The connections between the leader of an island and its other processes, and what happens when one is lost.
+"""The leader's connections to the other processes of its island, and what happens when one is lost.
 
 The leader waits at its address until all others have come. Both sides prove that they know the address of the run's
 Redis, and they compare what must be the same. Then the leader says what all processes do, in order, and the others do
@@ -8,7 +8,6 @@ hosts can go on.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import queue
@@ -21,37 +20,15 @@ from contextlib import suppress
 from typing import Any
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError, WireError
-from archipelago.broker.process import OUTAGE, USER_ERROR
+from archipelago.broker.process import USER_ERROR
 from archipelago.islands.hosts.frames import Connection, Frame, Value
+from archipelago.islands.hosts.greeting import HELLO_SECONDS, disagreement, matches, no_arrays, proof
+from archipelago.islands.hosts.loss import BEAT_SECONDS, LOST_STATUS, SILENCE_SECONDS, OnLost, in_words
 from archipelago.islands.hosts.membership import Membership
 
-#: A process that has been silent for this long is lost. One that ends closes its connection, which is noticed at once.
-SILENCE_SECONDS = 15.0
-BEAT_SECONDS = 1.0
-#: A process that has just connected says who it is within this time.
-HELLO_SECONDS = 10.0
 POLL_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
-
-#: Called once, in any thread, with the sentence that says which process was lost, and the exit status.
-OnLost = Callable[[str, int], None]
-#: The exit status of all processes of an island that has lost one.
-LOST_STATUS = OUTAGE
-
-
-def proof(key: bytes, *parts: str) -> str:
-    """Return what only a process can compute that knows the key."""
-    return hmac.new(key, "\0".join(parts).encode(), "sha256").hexdigest()
-
-
-def _matches(found: str, expected: str) -> bool:
-    return hmac.compare_digest(found.encode(), expected.encode())
-
-
-def _no_arrays() -> int:
-    """Return the most bytes of the arrays of a greeting, or of what another process says to the leader."""
-    return 0
 
 
 class _Follower:
@@ -139,9 +116,9 @@ class Team:
             connection = Connection(sock)
             challenge = secrets.token_hex(32)
             connection.send(Frame("challenge", (challenge,)))
-            hello = connection.receive(_no_arrays, HELLO_SECONDS)
+            hello = connection.receive(no_arrays, HELLO_SECONDS)
             rank, hosts, about, own = hello.number(0), hello.number(1), hello.text(2), hello.text(3)
-            if not _matches(hello.text(4), proof(self._key, challenge, str(rank), str(hosts), about, own)):
+            if not matches(hello.text(4), proof(self._key, challenge, str(rank), str(hosts), about, own)):
                 connection.send(Frame("refused", (
                     f"the leader at {self.place.address} does not know this process",
                     "Give all hosts of an island the same Redis URL or join file.", "hosts.stranger",
@@ -255,7 +232,7 @@ class Team:
     def _hear(self, follower: _Follower) -> None:
         try:
             while True:
-                frame = follower.connection.receive(_no_arrays, SILENCE_SECONDS)
+                frame = follower.connection.receive(no_arrays, SILENCE_SECONDS)
                 if frame.kind == "stopping":
                     follower.is_stopping = True
                 elif frame.kind == "ended":
@@ -277,153 +254,3 @@ class Team:
             with suppress(OSError):
                 other.connection.send(Frame("end", (sentence, LOST_STATUS)))
         self._on_lost(sentence, LOST_STATUS)
-
-
-class Seat:
-    """The connection of another process to the leader."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        self._is_over = False
-        self._on_lost: OnLost = lambda sentence, status: None
-        self._stopped: Callable[[], bool] = lambda: False
-        #: The most bytes of a message. The manifest says how many there can be.
-        self.most = 0
-
-    def start(self, on_lost: OnLost, stopped: Callable[[], bool]) -> None:
-        """Receive what the leader says, in a thread, and send signs of life.
-
-        Args:
-            on_lost: Called if the leader is lost, or ends with an error.
-            stopped: Whether a signal has arrived, which the leader must know.
-        """
-        self._on_lost, self._stopped = on_lost, stopped
-        for target in (self._hear, self._beat):
-            threading.Thread(target=target, name="leader", daemon=True).start()
-
-    def say(self, kind: str, *values: Value) -> None:
-        """Tell the leader something."""
-        with suppress(OSError):  # the thread that receives notices that the leader is lost
-            self._connection.send(Frame(kind, values))
-
-    def next(self) -> Frame:
-        """Wait for the next message."""
-        return self._frames.get()
-
-    def expect(self, kind: str) -> Frame:
-        """Wait for the next message, which must be of that kind. Raises WireError (`hosts.message`)."""
-        frame = self.next()
-        if frame.kind != kind:
-            raise WireError(f"the leader says {frame.kind[:40]!r} in the place of {kind!r}", code="hosts.message")
-        return frame
-
-    def _hear(self) -> None:
-        try:
-            while True:
-                frame = self._connection.receive(lambda: self.most, SILENCE_SECONDS)
-                if frame.kind == "end":
-                    self._is_over = True
-                    self.say("ended")
-                    if sentence := frame.text(0):
-                        self._on_lost(sentence, frame.number(1))
-                if frame.kind != "beat":
-                    self._frames.put(frame)
-        except (OSError, WireError) as error:
-            if self._is_over:
-                self._connection.close()
-            else:
-                self._is_over = True
-                self._connection.close()
-                self._on_lost(f"the leader of this island is lost ({in_words(error)})", LOST_STATUS)
-
-    def _beat(self) -> None:
-        has_told = False
-        while not self._is_over:
-            is_stopping = self._stopped() and not has_told
-            self.say("stopping" if is_stopping else "beat")
-            has_told |= is_stopping
-            time.sleep(POLL_SECONDS if not has_told else BEAT_SECONDS)
-
-
-def joined(
-    place: Membership,
-    about: Mapping[str, str],
-    key: bytes,
-    seconds: float,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Seat:
-    """Come to the leader, and return the connection.
-
-    Args:
-        place: The place of this process.
-        about: What all processes must have alike, by its name in words.
-        key: What strangers do not know.
-        seconds: How long to wait for the leader.
-        stopped: Whether a signal has arrived.
-
-    Raises:
-        HostError: The leader is not there (`hosts.away`).
-        ConfigError: The leader refuses this process; the code is the leader's. Or it is no leader (`hosts.stranger`).
-        KeyboardInterrupt: A signal has arrived.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return _greeted(place, about, key)
-        except (OSError, WireError) as error:
-            if stopped():
-                raise KeyboardInterrupt from error
-            if time.monotonic() >= deadline:
-                raise HostError(
-                    f"the leader of this island does not answer at {place.address} ({in_words(error)})",
-                    "Start host 0 there, or check --coordinator. Its port and the next one must be open to all hosts.",
-                    code="hosts.away",
-                ) from None
-        time.sleep(POLL_SECONDS)
-
-
-def _greeted(place: Membership, about: Mapping[str, str], key: bytes) -> Seat:
-    connection = Connection(socket.create_connection((place.host, place.port), timeout=HELLO_SECONDS))
-    try:
-        _greet(connection, place, about, key)
-    except BaseException:
-        connection.close()
-        raise
-    return Seat(connection)
-
-
-def _greet(connection: Connection, place: Membership, about: Mapping[str, str], key: bytes) -> None:
-    challenge = connection.receive(_no_arrays, HELLO_SECONDS).text(0)
-    own, text = secrets.token_hex(32), json.dumps(dict(about))
-    rank, hosts = place.rank, place.hosts
-    connection.send(
-        Frame("hello", (rank, hosts, text, own, proof(key, challenge, str(rank), str(hosts), text, own)))
-    )  # fmt: skip
-    answer = connection.receive(_no_arrays, HELLO_SECONDS)
-    if answer.kind == "refused":
-        raise ConfigError(answer.text(0), answer.text(1), code=answer.text(2))
-    if answer.kind != "welcome" or not _matches(answer.text(0), proof(key, own)):
-        raise ConfigError(
-            f"what answers at {place.address} is not the leader of this island",
-            "Check --coordinator, and give all hosts of an island the same Redis URL or join file.",
-            code="hosts.stranger",
-        )
-
-
-def disagreement(what: str, own: str, rank: int, other: str) -> ConfigError:
-    """Return the error of hosts that have not the same."""
-    return ConfigError(
-        f"the hosts of this island disagree: host 0 has {what} {own}, and host {rank} has {other}",
-        "Install the same versions, and start all hosts with the same flags and as many devices.",
-        code="hosts.disagree",
-    )
-
-
-def in_words(error: Exception) -> str:
-    """Return the reason of a lost connection."""
-    if isinstance(error, TimeoutError):
-        return f"silent for {SILENCE_SECONDS:g} s"
-    if isinstance(error, OSError):
-        return (error.strerror or str(error) or type(error).__name__).lower()
-    return str(error)

@@ -15,7 +15,8 @@ from archipelago.broker.redis.transport import connect
 from archipelago.islands.hosts.frames import Frame
 from archipelago.islands.hosts.membership import Membership
 from archipelago.islands.hosts.processes import Leading, come, connect_devices
-from archipelago.islands.hosts.team import Seat, Team
+from archipelago.islands.hosts.seat import Seat
+from archipelago.islands.hosts.team import Team
 from archipelago.ops.bench.process import keep_to
 from archipelago.ops.bench.turns import RUN, join_run, random_text, synced_turn
 

@@ -19,9 +19,11 @@ from jax._src.lib import _jax  # type: ignore[attr-defined]
 from archipelago.broker.errors import ConfigError, HostError, WireError
 from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_SECONDS, START_SECONDS
 from archipelago.islands.hosts.frames import Connection, Frame
+from archipelago.islands.hosts.loss import LOST_STATUS
 from archipelago.islands.hosts.membership import Membership, is_in_cluster, membership
 from archipelago.islands.hosts.processes import key_of
-from archipelago.islands.hosts.team import LOST_STATUS, Seat, Team, joined
+from archipelago.islands.hosts.seat import Seat, joined
+from archipelago.islands.hosts.team import Team
 from archipelago.ops.launch.redis_probe import free_port
 from tests.conftest import Until
 from tests.failing import failing

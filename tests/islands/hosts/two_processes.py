@@ -23,7 +23,8 @@ from archipelago.islands.hosts.coordinator import disconnect
 from archipelago.islands.hosts.frames import Frame
 from archipelago.islands.hosts.membership import Membership
 from archipelago.islands.hosts.processes import Leading, come, connect_devices
-from archipelago.islands.hosts.team import Seat, Team
+from archipelago.islands.hosts.seat import Seat
+from archipelago.islands.hosts.team import Team
 from archipelago.islands.inner import begin, require_sound
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.sync import recovery
