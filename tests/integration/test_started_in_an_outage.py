@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import archipelago.islands.main
+import archipelago.islands.running
 import archipelago.merger.main
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.process import AwaitedRun
@@ -45,7 +46,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     monkeypatch.setattr("archipelago.broker.process.PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("archipelago.islands.tasks.ours.training_text", lambda *_: CORPUS)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # The merger sets it as well.
-    for module in (archipelago.islands.main, archipelago.merger.main):
+    for module in (archipelago.islands.running, archipelago.merger.main):
         monkeypatch.setattr(module, "keep_compiled", lambda: None)
     monkeypatch.setattr(archipelago.merger.main, "keep_freed_memory", lambda: None)
     monkeypatch.setattr("archipelago.merger.serving.serve", partial(serve, pause=lambda _: None))

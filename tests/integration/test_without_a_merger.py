@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import archipelago.islands.main
+import archipelago.islands.running
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.main import IslandOptions
@@ -23,7 +24,7 @@ from tests.small import SMALL
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
     monkeypatch.setattr("archipelago.islands.tasks.ours.training_text", lambda *_: CORPUS)
-    monkeypatch.setattr(archipelago.islands.main, "keep_compiled", lambda: None)
+    monkeypatch.setattr(archipelago.islands.running, "keep_compiled", lambda: None)
     made = connect(f"fakeredis://{uuid.uuid4().hex}", "demo")
     manifest = describe("demo", SMALL, CORPUS.identity)
     made.create(manifest, first_snapshots(manifest))

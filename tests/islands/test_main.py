@@ -18,7 +18,7 @@ from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.manifest import NO_CORPUS
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands import main
+from archipelago.islands import main, running
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.worker import Island
@@ -45,7 +45,7 @@ def transport(url: str) -> Iterator[RedisTransport]:
 
 def run(url: str, folder: Path) -> dict[str, object]:
     options = main.IslandOptions(url=url, run="demo", folder=folder, scan_steps=1)
-    return main._run(options, "oslo", lambda: False, Origin("oslo"))
+    return running.run_named(options, "oslo", lambda: False, Origin("oslo"))
 
 
 @pytest.mark.parametrize("action", ["drain", "expel"])
@@ -74,7 +74,7 @@ def test_the_curves_of_a_diverged_island_are_complete(
         island.beat("training")
         raise DivergedError("the loss of oslo was not finite")
 
-    monkeypatch.setattr(main, "keep_compiled", lambda: None)
+    monkeypatch.setattr(running, "keep_compiled", lambda: None)
     monkeypatch.setattr("archipelago.islands.tasks.ours.training_text", lambda *_: CORPUS)
     monkeypatch.setattr("archipelago.islands.worker.train", diverge)
     with pytest.raises(DivergedError):

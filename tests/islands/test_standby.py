@@ -19,11 +19,12 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.process import Patience
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands import main, standby
+from archipelago.islands import main, running, standby
 from archipelago.islands import prepared as preparing
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.own_memory import settings_here
 from archipelago.islands.prepared import PreparedIsland
+from archipelago.islands.setup import require_batch
 from archipelago.islands.standby import Assignment, assignment, await_assignment
 from archipelago.islands.tasks import ours
 from archipelago.islands.tasks.shards import TaskRun
@@ -126,7 +127,8 @@ def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
-    monkeypatch.setattr(main, "keep_compiled", lambda: None)
+    for module in (main, running):
+        monkeypatch.setattr(module, "keep_compiled", lambda: None)
     monkeypatch.setattr(ours, "training_text", lambda *_: CORPUS)
     url = f"fakeredis://{uuid.uuid4().hex}"
     monkeypatch.setenv("ARCHIPELAGO_URL", url)
@@ -157,9 +159,9 @@ def test_an_island_may_have_batches_of_its_own_size(transport: RedisTransport) -
     assert not prepared.fits(manifest, None)
     for wrong in (-1, 64 * run_size + 1):
         with failing(ConfigError, "config.batch-size"):
-            main._require_batch(wrong, manifest)
+            require_batch(wrong, manifest)
     with failing(ConfigError, "task.setting"):
-        main._require_batch(8, replace(manifest, task="mine"))
+        require_batch(8, replace(manifest, task="mine"))
 
 
 def test_a_rehearsal_writes_nothing_to_the_broker(transport: RedisTransport) -> None:
@@ -184,7 +186,7 @@ def run(
 
     monkeypatch.setattr("archipelago.islands.worker.train", train)
     options = main.IslandOptions(run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False, **more)
-    main._run(options, "oslo", lambda: False, Origin("oslo"), prepared)
+    running.run_named(options, "oslo", lambda: False, Origin("oslo"), prepared)
     return built[0]
 
 
@@ -245,7 +247,7 @@ def test_an_assignment_keeps_the_arguments_of_the_standby(
     told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "2"))
     monkeypatch.setattr(main, "await_assignment", lambda *_: told)
     monkeypatch.setattr(main, "stop_on_signals", lambda: lambda: False)
-    monkeypatch.setattr(main, "_island", lambda options, stopped, prepared: became.append(options))
+    monkeypatch.setattr(main, "run_island", lambda options, stopped, prepared: became.append(options))
     main.main(options)
     assert capfd.readouterr().out == "ready\n"
     assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]

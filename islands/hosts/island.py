@@ -1,0 +1,62 @@
+"""`archipelago island` as one of several hosts: as their leader, or as one that follows it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from archipelago.broker.process import URL_VARIABLE
+from archipelago.islands.hosts.membership import Membership
+from archipelago.islands.options import IslandOptions, require_valid
+from archipelago.islands.running import run_island
+from archipelago.islands.setup import own_placement, own_settings, own_task
+
+
+def lead(options: IslandOptions, place: Membership, stopped: Callable[[], bool]) -> int:
+    """Run an island as the leader of its hosts."""
+    from archipelago.islands.hosts.processes import Leading
+
+    require_valid(options)
+    leading = Leading(place, *_shared(options))
+    try:
+        status = run_island(options, lambda: stopped() or leading.team.is_stopping, leading=leading)
+    except BaseException as error:
+        leading.end(error=error)
+        raise
+    leading.end(status)
+    return status
+
+
+def follow_leader(options: IslandOptions, place: Membership, stopped: Callable[[], bool]) -> int:
+    """Do what the leader of the hosts says until the island ends."""
+    from archipelago.islands.hosts.processes import come, connect_devices
+
+    options.log_as(f"host-{place.rank}", options.run)
+    require_valid(options)
+    seat = come(place, *_shared(options), options.patience(stopped).seconds, stopped)
+    manifest = connect_devices(place, seat)
+    task = own_task(options, manifest)
+
+    from archipelago.islands.hosts.computing import SharedComputation, follow, most_bytes
+    from archipelago.islands.hosts.coordinator import disconnect
+    from archipelago.islands.prepared import prepare
+
+    seat.most = most_bytes(manifest)
+    placement, settings = own_placement(options, manifest), own_settings(options, manifest)
+    prepared = prepare(manifest, options.corpus, task, placement, options.batch_size, settings)
+    work = prepared.workload
+    computation = SharedComputation(manifest, work.steps, work.begin, placement)
+    status = follow(seat, computation, manifest, prepared.sample())
+    disconnect()
+    return status
+
+
+def _shared(options: IslandOptions) -> tuple[dict[str, str], bytes]:
+    """Return what all hosts of an island must have alike, and the key that strangers do not have."""
+    from archipelago.islands.hosts.processes import alike, key_of
+
+    flags = {
+        "--run": options.run, "--mesh": options.mesh, "--corpus": options.corpus, "--batch-size": options.batch_size,
+        "--micro-batches": options.micro_batches, "--rematerialise": options.rematerialise,
+    }  # fmt: skip
+    return alike(flags), key_of(options.url or os.environ.get(URL_VARIABLE, ""))

@@ -1,0 +1,203 @@
+"""The life of one island: connect, prepare, join, train, leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from archipelago.broker.control import require_welcome
+from archipelago.broker.files import make_untracked
+from archipelago.broker.observe.curves import CurveWriter
+from archipelago.broker.observe.health import Health
+from archipelago.broker.observe.logs import Origin
+from archipelago.broker.observe.progress import progress
+from archipelago.broker.process import keep_compiled, print_json
+from archipelago.islands.options import IslandOptions, island_name, own_bucket, require_valid
+from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
+from archipelago.islands.setup import own_placement, own_settings, own_task, tell_of_device
+
+if TYPE_CHECKING:
+    from archipelago.broker.transport import IslandTransport
+    from archipelago.islands.evaluator import Evaluator
+    from archipelago.islands.hosts.processes import Leading
+    from archipelago.islands.prepared import PreparedIsland
+    from archipelago.islands.sync.connection.link import Link
+    from archipelago.islands.worker import Island
+
+log = logging.getLogger(__name__)
+
+
+def run_island(
+    options: IslandOptions,
+    stopped: Callable[[], bool],
+    prepared: PreparedIsland | None = None,
+    leading: Leading | None = None,
+) -> int:
+    name = island_name(options)
+    origin = options.log_as(name, options.run, island=name)
+    require_valid(options)
+    summary = run_named(options, name, stopped, origin, prepared, leading)
+    if options.json:
+        print_json(summary)
+    if summary["state"] == "replaced":
+        return REPLACED_STATUS
+    # An operator who asked the island to leave does not want it back, unlike a launcher that needs its machine.
+    return options.stopped_status if summary["state"] == "left" and stopped() else 0
+
+
+def run_named(
+    options: IslandOptions,
+    name: str,
+    stopped: Callable[[], bool],
+    origin: Origin,
+    prepared: PreparedIsland | None = None,
+    leading: Leading | None = None,
+) -> dict[str, object]:
+    began = time.process_time() if prepared else 0.0  # the time before a standby's assignment does not count
+    awaited = options.patience(stopped)
+    health = Health()
+    registry = options.registry(health)
+    transport = awaited(options.connect)
+    origin.run = transport.run
+    folder = options.folder or Path("runs") / transport.run / "islands" / name
+    sinks = options.sinks(transport.run, name, "island", folder, "global_step")
+    manifest = awaited(transport.reader.manifest)  # before JAX loads, so that a wrong name fails at once
+    task = own_task(options, manifest)
+    require_welcome(
+        awaited(transport.reader.control), name, manifest.run
+    )  # before the island claims anything under that name
+    require_free(folder, name, awaited(transport.reader.presences))
+    bucket = own_bucket(options, transport.run, name)
+    keep_compiled()
+    if leading is not None:
+        leading.assemble(manifest, awaited.seconds, stopped)
+
+    from archipelago.islands import telemetry
+    from archipelago.islands.checkpoint import IslandStore
+    from archipelago.islands.prepared import prepare
+    from archipelago.islands.rejoin import Rejoin
+    from archipelago.islands.turn_log import TurnLog
+    from archipelago.islands.worker import train
+
+    loaded = time.process_time() - began
+    placement, settings = own_placement(options, manifest), own_settings(options, manifest)
+    if prepared is None or not prepared.fits(manifest, options.corpus, placement, options.batch_size, settings):
+        with progress("opening the data and building the model"):
+            prepared = prepare(manifest, options.corpus, task, placement, options.batch_size, settings)
+    if leading is not None:
+        prepared.share(leading.team)
+    tell_of_device(dataclasses.replace(manifest, config=settings), placement)
+    awaited(partial(prepared.register, transport))
+    with suppress(OSError):  # An island trains without checkpoints where it cannot write.
+        make_untracked(folder)
+    store = IslandStore(folder, manifest, bucket)
+    if store.copier is not None:
+        store.copier.start()
+    returned = awaited(lambda: transport.island.claim_checkpoint(name))
+    whole = store.find(*returned) if returned else None
+    incarnation = uuid.uuid4().hex[:8]
+    link = prepared.link(transport, f"{name}/{incarnation}")
+    with progress(f"downloading the {manifest.parameters:,} parameters"):
+        arrivals = awaited(link.join)
+    with progress("placing the parameters on the device"):
+        island = prepared.island(name, incarnation, link, arrivals, store.on_marker)
+    if leading is not None:
+        leading.island = island
+    joined = time.process_time() - began
+    rejoin = Rejoin(transport, store, island, arrivals)
+    rejoin.ask()
+    island.beat("joining")
+    if registry is not None:
+        registry.register(telemetry.IslandCollector(island))
+    curves = CurveWriter(sinks, lambda: telemetry.point(island))
+    island.pacer.step_seconds_min = options.step_seconds_min
+    link.start()
+    evaluator = _evaluator(options, prepared, transport, link, curves)
+    with progress("compiling and measuring the inner steps"):
+        prepared.warm_up(island, options.scan_steps)
+    compiled = time.process_time() - began
+    with progress("taking the optimiser state"):
+        rejoin.complete(whole)
+    del arrivals, rejoin, whole  # each holds another copy of the model
+    curves.start()
+    ready = time.process_time() - began
+    log.info(
+        "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary, after %.1f s of processor time",
+        manifest.run, island.ledger.closed, island.device, island.moments, island.scan_steps, ready,
+        extra={"round": island.ledger.closed},
+    )  # fmt: skip
+    try:
+        watched = health.watched(stopped, lambda: "training")
+        state = train(island, watched, TurnLog.named_in(os.environ, incarnation))
+        health.leave()
+        if evaluator is not None:
+            evaluator.stop()
+            if state == "done":
+                with progress("evaluating the final parameters"):
+                    evaluator.finish(stopped)
+    finally:
+        link.stop()
+        curves.close()  # the last points matter most after a divergence
+    if state == "replaced":
+        remember(folder, name, link.replaced_by)
+        store.close()
+    else:
+        with progress("writing the last checkpoint"):
+            store.finish(island)
+    log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
+    seconds = {
+        "imports": loaded, "joining": joined - loaded, "programs": compiled - joined, "state": ready - compiled
+    }  # fmt: skip
+    return _summary(island, state) | {"start_seconds": seconds}
+
+
+def _summary(island: Island, state: str) -> dict[str, object]:
+    """Return what the island has done, for `--json`."""
+    outbox = island.link.outbox
+    return {
+        "island": island.name,
+        "run": island.manifest.run,
+        "state": state,
+        "steps": island.totals.steps,
+        "tokens": island.totals.tokens,
+        "global_step": island.ledger.global_step,
+        "moments": island.moments,
+        "sent": outbox.sent,
+        "refused": island.ledger.refused,
+        "bytes_up": outbox.bytes_up,
+        "bytes_down": island.link.bytes_down,
+    }
+
+
+def _evaluator(
+    options: IslandOptions, prepared: PreparedIsland, transport: IslandTransport, link: Link, curves: CurveWriter
+) -> Evaluator | None:
+    """Start the evaluations of this island; None if it makes none."""
+    from archipelago.islands.evaluator import Evaluator
+
+    evaluation = prepared.workload.evaluation() if options.evaluate_every else None
+    if evaluation is not None and not prepared.evaluates_here:
+        log.info("this island evaluates nothing, because no device of its leader holds the whole model")
+        return None
+    if evaluation is None:
+        return None
+    evaluator = Evaluator(
+        transport,
+        prepared.manifest,
+        link.who,
+        evaluation,
+        link.inbox.snapshots.all_held,
+        options.evaluate_every,
+        curves,
+        place=prepared.place,
+    )
+    evaluator.start()
+    return evaluator

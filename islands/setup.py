@@ -1,0 +1,95 @@
+"""What an island trains, by which settings, and on which devices: from its flags and the run's manifest."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from archipelago.broker.config import BATCH_FACTOR_MAX
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.process import keep_compiled
+from archipelago.islands.mesh.shape import MeshShape, parsed
+from archipelago.islands.own_memory import settings_here
+
+if TYPE_CHECKING:
+    from archipelago.broker.config import RunConfig
+    from archipelago.broker.manifest import Manifest
+    from archipelago.islands.mesh.placement import Placement
+    from archipelago.islands.options import IslandOptions
+    from archipelago.islands.tasks.file import TaskFile
+
+log = logging.getLogger(__name__)
+
+
+def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
+    """Return the task that the island trains, if the run has one. This may import JAX."""
+    if options.task is None and not manifest.task:
+        manifest.require_own_code("`archipelago island`")
+        return None
+    if options.corpus is not None:
+        raise ConfigError(
+            "a task brings its own data, so --corpus would change nothing", "Leave it out.", code="task.setting"
+        )
+    keep_compiled()
+
+    from archipelago.islands.tasks.file import task_of
+
+    return task_of(options.task, manifest, "`archipelago island`")
+
+
+def own_settings(options: IslandOptions, manifest: Manifest) -> RunConfig:
+    """Return the settings by which this island computes its inner steps."""
+    return settings_here(manifest.config, options.micro_batches, options.rematerialise, options.batch_size)
+
+
+def own_placement(options: IslandOptions, manifest: Manifest) -> Placement | None:
+    """Return where everything is on the devices of this process; None for one device. This imports JAX."""
+    import jax
+
+    from archipelago.islands.mesh.placement import placement_of
+
+    require_batch(options.batch_size, manifest)
+    shape = parsed(options.mesh) if options.mesh is not None else None
+    config = own_settings(options, manifest)
+    own = options.batch_size or config.data.batch_size
+    batch_size = 0 if manifest.task else own // config.inner.micro_batches  # a task has its own
+    placement = placement_of(shape, manifest, batch_size, jax.devices())
+    if jax.process_count() > 1 and (placement is None or placement.shape.devices < jax.device_count()):
+        raise ConfigError(
+            f"this island has {jax.device_count()} devices on {jax.process_count()} hosts, and its mesh has "
+            f"{placement.shape.devices if placement else 1}",
+            "Give a --mesh of all of them, or a --batch-size that their number divides.",
+            code="hosts.mesh",
+        )
+    return placement
+
+
+def require_batch(batch_size: int, manifest: Manifest) -> None:
+    """Raise ConfigError (`config.batch-size`, `task.setting`) for a batch that the run would not take."""
+    if batch_size and manifest.task:
+        raise ConfigError(
+            "a task has batches of its own, so --batch-size would change nothing", "Leave it out.", code="task.setting"
+        )
+    most = BATCH_FACTOR_MAX * manifest.config.data.batch_size
+    if not 0 <= batch_size <= most:
+        raise ConfigError(
+            f"--batch-size cannot be {batch_size}",
+            f"Give 1 to {most:,} sequences ({BATCH_FACTOR_MAX} times the run's batch), or 0 for the run's.",
+            code="config.batch-size",
+        )
+
+
+def tell_of_device(manifest: Manifest, placement: Placement | None) -> None:
+    """Log what the run needs and what this machine has, and which devices stay unused."""
+    import jax
+
+    from archipelago.islands.device import memory_in_words, unused_devices
+
+    shape = placement.shape if placement is not None else MeshShape()
+    said, troubles = memory_in_words(manifest, jax.devices()[0], shape)
+    log.info("%s", said)
+    for trouble in troubles:
+        log.warning("%s", trouble, extra={"code": "island.memory"})
+    if unused := unused_devices(jax.local_devices(), shape, os.environ):
+        log.warning("%s", unused, extra={"code": "island.unused-devices"})
