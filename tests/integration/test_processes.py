@@ -43,15 +43,16 @@ SETTINGS = [
 class Processes:
     """Starts `archipelago` commands, keeps their output, and ends them all."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *prefix: str) -> None:
+        """Keep output in `folder`. The commands are arguments of `prefix`, if it is given."""
+        self.folder, self.prefix = folder, prefix
         self.all: list[subprocess.Popen[str]] = []
 
     def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
         log = self.folder / f"process-{len(self.all)}.log"
         with log.open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "archipelago.ops", *args],
+                [*self.prefix, sys.executable, "-P", "-m", "archipelago.ops", *args],
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
                 stdout=subprocess.PIPE,
                 stderr=said,
