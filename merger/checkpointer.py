@@ -104,6 +104,7 @@ class Checkpointer:
         self._job: Future[Covered] | None = None
         self._due_at: float | None = None
         self._failed_until = float("-inf")
+        self._may_copy = False
         #: The last failure without its digits. A repeat of the same failure is logged at debug level.
         self._trouble = ""
 
@@ -115,6 +116,7 @@ class Checkpointer:
         """
         if self._due_at is None:
             self._due_at = now + self.every_seconds
+        self._start_copier()
         return self._job is None and now >= (self._failed_until if urgent else self._due_at)
 
     def lacks(self, closed: int, covered: int) -> bool:
@@ -139,6 +141,7 @@ class Checkpointer:
 
     def begin(self, cut: CheckpointCut, now: float) -> None:
         """Start writing a cut to disk."""
+        self._start_copier()
         self._due_at = now + self.every_seconds
         self._job = self._spawn(lambda: self._keep(cut))
 
@@ -162,8 +165,13 @@ class Checkpointer:
         return covered
 
     def start(self) -> None:
-        """Begin to copy to the bucket, if there is one."""
-        if self.copier is not None:
+        """Allow copies to the bucket once this merger serves. A standby may share the folder of the one that serves."""
+        self._may_copy = True
+
+    def _start_copier(self) -> None:
+        """Begin to copy, if that is allowed. Only the merger that serves calls this."""
+        if self._may_copy and self.copier is not None:
+            self._may_copy = False
             self.copier.start()
 
     def news(self) -> list[str]:

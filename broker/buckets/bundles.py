@@ -104,7 +104,12 @@ class Bundles:
         manifest = self.manifest(number)
         with staged_folder(target) as stage:
             for name, (size, check) in manifest.files.items():
-                self.folder.download(f"{manifest.folder}/{name}", stage / name)
+                try:
+                    self.folder.download(f"{manifest.folder}/{name}", stage / name)
+                except BucketError as error:
+                    if error.code != "bucket.missing":
+                        raise
+                    raise self._damaged(number, f"{manifest.folder}/{name} is missing") from None
                 if (stage / name).stat().st_size != size or digest_of_file(stage / name) != check:
                     raise self._damaged(number, f"{manifest.folder}/{name} has another digest than its manifest says")
 
@@ -127,8 +132,8 @@ class Bundles:
         used = {self.manifest(number).folder for number in kept}
         for name in self.folder.folders():
             number_text = name.partition("-")[0]
-            # An upload in progress of another process has a number above all complete ones.
-            if name not in used and number_text.isdecimal() and int(number_text) <= kept[-1]:
+            # Another process may be uploading the newest number, or one above it.
+            if name not in used and number_text.isdecimal() and int(number_text) < kept[-1]:
                 self.folder.delete(name)
 
     def _damaged(self, number: int, why: str) -> BucketError:
@@ -161,6 +166,9 @@ def fetch_newer(bundles: Bundles, folder: Path, newest: int, most: int = 1) -> N
                 raise
             log.warning("%s", error, extra={"code": error.code})
             continue
+        except OSError:
+            if not (folder / str(number)).is_dir():  # else another process has just downloaded it to this folder
+                raise
         log.info("checkpoint %s was downloaded from %s", number, bundles.folder)
         most -= 1
         if not most:

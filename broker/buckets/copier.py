@@ -73,11 +73,12 @@ class Copier:
 
         A full disk is logged; the checkpoint is not copied then.
         """
-        place = self.stage / str(number)
+        place, about = self.stage / str(number), self.stage / f"{number}.{_ABOUT}"
         try:
+            about.unlink(missing_ok=True)  # it is written last, so that a later process takes whole checkpoints only
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(source, place, copy_function=_link)
-            (self.stage / f"{number}.{_ABOUT}").write_text(json.dumps(self.about), encoding="utf-8")
+            about.write_text(json.dumps(self.about), encoding="utf-8")
         except OSError as error:
             self._fail(BucketError(f"checkpoint {number} cannot be copied ({error})", "Is the disk full?"))
             return
@@ -95,7 +96,7 @@ class Copier:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._has_ended, seconds)
+            self._changed.wait_for(lambda: self._has_ended or self._thread is None, seconds)
             is_done = self._waiting is None and not self._is_working
         if not is_done:
             log.warning(
@@ -161,6 +162,10 @@ class Copier:
         if number is None:
             return
         source = self.stage / str(number)
+        if not source.is_dir():
+            log.warning("checkpoint %s is not copied: it was deleted from %s", number, self.stage)
+            self._done(number)
+            return
         if number > max(numbers, default=-1):
             self.bundles.put(number, source, self.about)
             self.newest = number

@@ -8,11 +8,12 @@ of all its backends into ours.
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,14 @@ class BucketFolder:
             self.upload(Path(file.name), name)
 
     def upload(self, local: Path, name: str) -> None:
-        """Copy a file to the bucket, and check that all of it has arrived."""
+        """Copy a file to the bucket, and check that all of it has arrived. Raises OSError if it cannot be read here."""
+        with local.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
         with self._translated("write"):
             self._fs.put_file(str(local), self._at(name))
             self._fs.invalidate_cache()
             found = int(self._fs.info(self._at(name))["size"])
-        if found != (size := local.stat().st_size):
+        if found != size:
             raise BucketError(
                 f"only {found:,} of {size:,} bytes of {self}/{name} have arrived",
                 "The upload was cut off. It is tried again.",
@@ -145,14 +148,15 @@ class BucketFolder:
             self.upload(path, path.relative_to(local).as_posix())
 
     def download(self, name: str, local: Path) -> None:
-        """Copy a file from the bucket."""
+        """Copy a file from the bucket. Raises OSError if it cannot be written here."""
         local.parent.mkdir(parents=True, exist_ok=True)
-        with self._translated("read"):
+        local.open("wb").close()  # so that a refusal by the disk is not taken for one by the bucket
+        with self._translated("read", passes=_is_full_disk):
             self._fs.get_file(self._at(name), str(local))
 
     def delete(self, name: str) -> None:
         """Delete a file or a folder, if it is there."""
-        with suppress(FileNotFoundError), self._translated("delete from", missing=FileNotFoundError):
+        with suppress(FileNotFoundError), self._translated("delete from", passes=_is_missing):
             self._fs.rm(self._at(name), recursive=True)
 
     def _at(self, name: str) -> str:
@@ -160,7 +164,7 @@ class BucketFolder:
 
     def _entries(self) -> Iterator[tuple[str, str, int]]:
         try:
-            with self._translated("list", missing=FileNotFoundError):
+            with self._translated("list", passes=_is_missing):
                 self._fs.invalidate_cache()
                 found = self._fs.ls(self._path, detail=True)
         except FileNotFoundError:
@@ -172,14 +176,14 @@ class BucketFolder:
                 yield path.rpartition("/")[2], entry["type"], int(entry["size"] or 0)
 
     @contextmanager
-    def _translated(self, verb: str, missing: type[Exception] | None = None) -> Iterator[None]:
-        """Turn an error of the backend into a BucketError. `missing` is an error that passes."""
+    def _translated(self, verb: str, passes: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
+        """Turn an error of the backend into a BucketError, unless it `passes`."""
         try:
             yield
         except ArchipelagoError:
             raise
         except Exception as error:  # each backend has exceptions of its own
-            if missing is not None and isinstance(error, missing):
+            if passes(error):
                 raise
             raise _error(self.shown, verb, error) from error
 
@@ -201,6 +205,15 @@ def open_bucket(address: str, *names: str) -> BucketFolder:
             raise
         log.warning("%s", error, extra={"code": error.code})
     return folder
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError)
+
+
+def _is_full_disk(error: Exception) -> bool:
+    """Return whether a download has filled this machine's disk. No backend reports these of its own."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _known_schemes() -> set[str]:

@@ -119,7 +119,7 @@ def fetch_text(address: str, folder: Path) -> Path:
     files = remote.tree()
     with progress(f"downloading {remote}"):
         for path in filter(None, files):
-            if ".." in Path(path).parts:
+            if ".." in Path(path).parts or Path(path).is_absolute():  # the key FOLDER//etc/x ends with /etc/x
                 raise BucketError(f"{remote} has a file {path!r:.200}", "Rename it.", code="bucket.damaged")
             remote.download(path, folder / name / path)
         if not any(files):  # the address is that of a file

@@ -141,6 +141,21 @@ def test_a_damaged_copy_is_skipped_for_an_earlier_one(
     assert "bucket.damaged" in [vars(each).get("code") for each in caplog.records]
 
 
+def test_a_standby_with_the_same_folder_copies_nothing(bucket: BucketFolder, tmp_path: Path) -> None:
+    run = MergerRun(CONFIG, quorum=2)
+    merger = serving(run, tmp_path, bucket)
+    run.play(merger, 1, 2)
+    merger.checkpoint()
+    for serves in (False, True):
+        transport = run.broker.connect("sample")
+        standby = MergerFolder(tmp_path, bucket=bucket).checkpointer(transport, run.manifest, 1e9, at_once)
+        standby.start()
+        if serves:
+            standby.is_due(0.0)
+        standby.close()
+        assert bool(bucket.child("checkpoints").files()) == serves
+
+
 def test_a_second_machine_numbers_above_the_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
     """A new run of the same name begins with round 1, while the bucket holds later checkpoints of the old run."""
     run = MergerRun(CONFIG, quorum=2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
-from archipelago.broker.buckets.bundles import BundleManifest, Bundles
+from archipelago.broker.buckets.bundles import BundleManifest, Bundles, fetch_newer
 from archipelago.broker.buckets.copier import RETRY_SECONDS, RETRY_SECONDS_MAX, Copier
 from archipelago.broker.buckets.folder import BucketError, BucketFolder, open_bucket
 from archipelago.broker.buckets.record import copy_record, fetch_record
@@ -96,6 +97,56 @@ def test_damage_is_found_and_leaves_nothing_on_the_disk(bucket: BucketFolder, tm
     with failing(BucketError, "bucket.damaged"):
         bundles.get(1, tmp_path / "new" / "1")
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_bundle_without_all_its_files_is_damaged(bucket: BucketFolder, tmp_path: Path) -> None:
+    bundles = Bundles(bucket)
+    for number in (1, 2):
+        bundles.put(number, written(tmp_path, number), ABOUT)
+    bucket.delete(f"{bundles.manifest(2).folder}/d/1.bin")
+    fetch_newer(bundles, tmp_path / "new", -1)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["1"]
+
+
+def test_two_processes_can_download_to_one_folder(bucket: BucketFolder, tmp_path: Path) -> None:
+    bundles, new = Bundles(bucket), tmp_path / "new"
+    bundles.put(1, written(tmp_path, 1), ABOUT)
+
+    def fault(request: str, path: str) -> None:
+        if request == "get" and path.endswith("0.bin"):  # meanwhile, the other process
+            FaultyFileSystem.fault = staticmethod(lambda request, path: None)
+            fetch_newer(bundles, new, -1)
+
+    FaultyFileSystem.fault = staticmethod(fault)
+    fetch_newer(bundles, new, -1)
+    assert content(new / "1") == content(tmp_path / "1")
+    assert len(list(new.iterdir())) == 1
+
+
+def test_a_fault_of_this_disk_is_not_one_of_the_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
+    bucket.write("x", b"content")
+    for place in (Path("/dev/full"), tmp_path):
+        with pytest.raises(OSError, match=r"No space|directory"):
+            bucket.download("x", place)
+    with pytest.raises(FileNotFoundError):
+        bucket.upload(tmp_path / "none", "y")
+
+
+def test_an_upload_of_the_newest_number_is_not_pruned(bucket: BucketFolder, tmp_path: Path) -> None:
+    """Another process may have the same number, and its upload ends later."""
+    bundles = Bundles(bucket)
+    bundles.put(1, written(tmp_path, 1), ABOUT)
+
+    def fault(request: str, path: str) -> None:
+        if request == "put" and path.endswith("2.json"):
+            FaultyFileSystem.fault = staticmethod(lambda request, path: None)
+            bundles.put(2, tmp_path / "2", ABOUT)
+            bundles.prune(keep=1)
+
+    FaultyFileSystem.fault = staticmethod(fault)
+    bundles.put(2, written(tmp_path, 2), ABOUT)
+    bundles.get(2, tmp_path / "new")
+    assert content(tmp_path / "new") == content(tmp_path / "2")
 
 
 @pytest.mark.parametrize("path", ["../../etc/passwd", "/etc/passwd", "..\\x"])
@@ -201,6 +252,36 @@ def test_a_later_process_copies_what_is_left(bucket: BucketFolder, tmp_path: Pat
     assert copier.bundles.numbers() == [4]
     copier.bundles.get(4, tmp_path / "new")
     assert content(tmp_path / "new") == content(source)
+
+
+def test_a_checkpoint_that_was_staged_in_part_is_not_copied(bucket: BucketFolder, tmp_path: Path) -> None:
+    """The process is killed while it stages the same number again."""
+    copier = copier_of(bucket, tmp_path)
+    copier.offer(4, source := written(tmp_path, 4))
+
+    def killed(source: Path, place: Path, **_: object) -> None:
+        place.mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "copytree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            copier.offer(4, source)
+    later = copier_of(bucket, tmp_path)
+    later.start()
+    assert later.close()
+    assert later.bundles.numbers() == []
+
+
+def test_a_staged_checkpoint_that_was_deleted_is_forgotten(bucket: BucketFolder, tmp_path: Path) -> None:
+    copier = copier_of(bucket, tmp_path)
+    copier.offer(1, written(tmp_path, 1))
+    shutil.rmtree(tmp_path / "uploads" / "1")
+    assert copier.turn() == 0
+    assert copier.bundles.numbers() == []
+    copier.offer(2, written(tmp_path, 2))
+    assert copier.turn() == 0
+    assert copier.bundles.numbers() == [2]
 
 
 def test_the_end_of_a_process_does_not_wait_for_a_bucket_that_fails(bucket: BucketFolder, tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ def test_text_is_read_from_an_address(
         main(PrepareOptions(f"{texts.address}/none.txt"))
 
 
+def test_text_is_written_to_its_folder_only(corpora: BucketFolder, tmp_path: Path) -> None:
+    """A key may have two slashes in a row, and what follows them looks like a path from the root."""
+    outside = tmp_path / "outside.txt"
+    FaultyFileSystem().pipe_file(f"{corpora.address.replace('faulty://', '/')}/texts/{outside}", TEXT.encode())
+    with failing(BucketError, "bucket.damaged"):
+        main(PrepareOptions(f"{corpora.address}/texts"))
+    assert not outside.exists()
+
+
 def test_an_address_is_no_name_of_a_corpus() -> None:
     with failing(ConfigError, "data.address"):
         open_corpus("s3://bucket/corpora/mine")
