@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from archipelago.broker.buckets.folder import BucketFolder, chosen
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.options import WorkerOptions
-from archipelago.broker.process import AwaitedRun, require_role
-from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.process import AwaitedRun
 from archipelago.islands.mesh.shape import parsed
 
 log = logging.getLogger(__name__)
@@ -91,22 +88,6 @@ def require_valid(options: IslandOptions) -> None:
             "Give a number of seconds such as 15, or 0 for no evaluations.",
             code="config.evaluate-every",
         )
-
-
-def island_name(options: IslandOptions) -> str:
-    """Return the island's name. An invited island has the name in its join file, as only that may write as it."""
-    invited = options.invitation()
-    require_role(invited, "island")
-    if invited is None:
-        random = f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}"
-        return checked_name(options.name or random, "the island name")
-    if options.name not in (None, invited.name):
-        raise ConfigError(
-            f"the join file is the one of the island {invited.name!r}, not of {options.name!r}",
-            "Leave out --name, or use the join file of that island.",
-            code="invitation.other-name",
-        )
-    return invited.name
 
 
 def own_bucket(options: IslandOptions, run: str, name: str) -> BucketFolder | None:

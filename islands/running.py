@@ -20,7 +20,8 @@ from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
-from archipelago.islands.options import IslandOptions, island_name, own_bucket, require_valid
+from archipelago.islands.options import IslandOptions, own_bucket, require_valid
+from archipelago.islands.own_loop.identity import island_name
 from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
 from archipelago.islands.setup import own_placement, own_settings, own_task, tell_of_device
 
@@ -41,7 +42,7 @@ def run_island(
     prepared: PreparedIsland | None = None,
     leading: Leading | None = None,
 ) -> int:
-    name = island_name(options)
+    name = island_name(options.url, options.name, "--name")
     origin = options.log_as(name, options.run, island=name)
     require_valid(options)
     summary = run_named(options, name, stopped, origin, prepared, leading)

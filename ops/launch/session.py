@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from archipelago.broker.buckets.copier import FINISH_SECONDS
+from archipelago.broker.buckets.folder import chosen
 from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.manifest import Manifest
@@ -40,6 +42,11 @@ EVALUATE_SECONDS = 30.0
 DRAIN_SECONDS = 20.0
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.1
+
+
+def leave_seconds(worker: WorkerOptions) -> float:
+    """Return how long a worker may take to end. With a bucket, it copies its last checkpoint there."""
+    return LEAVE_SECONDS + (FINISH_SECONDS if chosen(worker.bucket) else 0.0)
 
 
 class RedisSupervisor:
@@ -224,7 +231,7 @@ class Session:
 
     def _end(self) -> None:
         """Let the islands send their last contributions and leave, the merger merge them, and measure the result."""
-        stop_all(self.islands, LEAVE_SECONDS)
+        stop_all(self.islands, leave_seconds(self.options.worker))
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.merger.process is not None and self.merger.process.poll() is None and time.monotonic() < deadline:
             with suppress(BrokerError):  # If Redis is away, contributions may still wait in it.
@@ -236,7 +243,7 @@ class Session:
         if self.options.has_losses and not self._is_evaluated():
             self.evaluator.start()
             self.evaluator.wait(EVALUATE_SECONDS)
-        stop_all([self.merger], LEAVE_SECONDS)
+        stop_all([self.merger], leave_seconds(self.options.worker))
 
     def _is_evaluated(self) -> bool:
         """Return whether the newest parameters have been evaluated, as the last island does at the end of a run.

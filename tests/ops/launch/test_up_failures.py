@@ -9,11 +9,20 @@ from typing import cast
 
 import pytest
 
+from archipelago.broker.buckets.copier import FINISH_SECONDS
+from archipelago.broker.buckets.folder import BUCKET_VARIABLE
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.messages import Books, Pending, Presence
+from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.transport import Memory
 from archipelago.ops.launch import up
-from archipelago.ops.launch.session import Session
+from archipelago.ops.launch.session import (
+    DRAIN_SECONDS,
+    EVALUATE_SECONDS,
+    KILL_SECONDS,
+    Session,
+    leave_seconds,
+)
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.run_view import summarise
@@ -46,6 +55,16 @@ def test_a_process_that_cannot_continue_ends_up(failed: list[str], is_fatal: boo
 def test_an_island_that_left_its_name_to_another_process_ends_nothing(tmp_path: Path) -> None:
     Session._require_workers(session(tmp_path))
     Session._require_workers(session(tmp_path, "island-0"))
+
+
+def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BUCKET_VARIABLE, raising=False)
+    usual, copying = (leave_seconds(WorkerOptions(bucket=bucket)) for bucket in (None, "s3://bucket/folder"))
+    assert copying == usual + FINISH_SECONDS
+    monkeypatch.setenv(BUCKET_VARIABLE, "s3://bucket/folder")
+    assert leave_seconds(WorkerOptions()) == copying
+    # First the islands end, and then the merger, before `up` ends itself.
+    assert 2 * copying + DRAIN_SECONDS + EVALUATE_SECONDS + KILL_SECONDS < up.END_SECONDS
 
 
 def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> None:
