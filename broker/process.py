@@ -112,8 +112,8 @@ def supervised_status(error: ArchipelagoError) -> int:
 def stop_on_signals(end_seconds: float | None = None) -> Callable[[], bool]:
     """Handle SIGTERM and SIGINT, and return a function that tells whether one has arrived.
 
-    A second signal ends the process at once. Ctrl-C counts if it arrived before, and a library that was being loaded
-    has ignored it: Python drops exceptions in callbacks of its garbage collector, for example.
+    A second signal ends the process at once. A Ctrl-C that arrived before this call counts, too. Python may have
+    dropped its exception, as it does in callbacks of its garbage collector.
 
     Args:
         end_seconds: The most seconds between the first signal and the end of the process. If something hangs, the

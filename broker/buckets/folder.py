@@ -67,7 +67,7 @@ class BucketFolder:
         address: The URL of the folder.
 
     Raises:
-        BucketError: The address is no URL that fsspec knows (`bucket.scheme`), or a package is missing
+        BucketError: The address is not a URL that fsspec knows (`bucket.scheme`), or a package is missing
             (`bucket.extra`).
     """
 
@@ -230,7 +230,9 @@ def _opened(address: str, shown: str) -> tuple[Any, str]:
     scheme = found[1] if found else ""
     if scheme not in _known_schemes():
         close = difflib.get_close_matches(scheme, ["s3", "gs", "az", "abfs", "hf", "sftp", "file", "memory"], 1, 0.4)
-        what = f"{shown!r:.200} is no address of a bucket" if not scheme else f"{scheme}:// in {shown:.200} is unknown"
+        what = (
+            f"{shown!r:.200} is not an address of a bucket" if not scheme else f"{scheme}:// in {shown:.200} is unknown"
+        )
         raise BucketError(
             what,
             f"Write it as {close[0] if close else 's3'}://BUCKET/FOLDER. Other schemes are s3, gs, az and sftp.",

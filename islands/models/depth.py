@@ -25,8 +25,8 @@ class Depth:
     """How a model passes through its layers.
 
     Attributes:
-        scan: Compile one layer and repeat it, in place of one program for all layers.
-        rematerialise: Compute each layer again in the backward pass, in place of keeping its activations.
+        scan: Compile one layer and repeat it instead of one program for all layers.
+        rematerialise: Compute each layer again in the backward pass instead of keeping its activations.
     """
 
     scan: bool = False

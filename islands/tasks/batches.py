@@ -15,7 +15,7 @@ from archipelago.islands.data.supply import Supply
 from archipelago.islands.tasks.file import NamedTask
 from archipelago.islands.tasks.shards import Shard, TaskRun
 
-#: The kinds of numpy dtypes that are no numbers: objects, texts and times. Records are no numbers either.
+#: The kinds of numpy dtypes that are not numbers: objects, texts and times. Records are not numbers either.
 _NO_NUMBERS = "OSUMm"
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class TaskBatches(Supply):
         if self._iterator is None:
             if not hasattr(self._given, "__iter__"):
                 given = type(self._given).__name__
-                raise self._task.wrong("batches", f"gives no iterable, but {given!r}", "Yield batches.")
+                raise self._task.wrong("batches", f"gives {given!r} instead of an iterable", "Yield batches.")
             self._iterator = self._task.call("batches", iter, self._given)
         end = object()
         batch = self._task.call("batches", next, self._iterator, end)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NamedTask:
-    """A task, and what a run knows about it. A failure of this one is a failure of this package, and stays as it is.
+    """A task, and what a run knows about it. Errors of our own tasks are faults of this package, and stay as they are.
 
     Attributes:
         task: The task.
@@ -141,7 +141,7 @@ def load_task(text: str) -> TaskFile:
     task = getattr(module, variable)
     if not isinstance(task, Task):
         raise ConfigError(
-            f"{variable!r} in {path} is of the type {type(task).__name__!r}, and no task",
+            f"{variable!r} in {path} is of the type {type(task).__name__!r}, and not a task",
             f"Write `{variable} = archipelago.Task(init, loss, batches)`.",
             code="task.type",
         )
@@ -218,11 +218,11 @@ def _require_parts(found: TaskFile) -> None:
     task = found.task
     for what in ("init", "loss", "batches"):
         if not callable(getattr(task, what)):
-            raise found.wrong(what, "is no function", "Give a function.")
+            raise found.wrong(what, "is not a function", "Give a function.")
     if task.evaluate is not None and not callable(task.evaluate):
-        raise found.wrong("evaluate", "is no function", "Give a function, or leave it out.")
+        raise found.wrong("evaluate", "is not a function", "Give a function, or leave it out.")
     if task.optimizer is not None and not all(hasattr(task.optimizer, name) for name in ("init", "update")):
-        raise found.wrong("optimizer", "is no optax transformation", "Give one, such as optax.adamw(1e-3).")
+        raise found.wrong("optimizer", "is not an optax transformation", "Give one, such as optax.adamw(1e-3).")
     if not callable(task.tokens) and task.tokens is not None and not _is_count(task.tokens):
         raise found.wrong("tokens", f"is {task.tokens!r}", "Give a whole number from 1 on, or a function of a batch.")
     checked_name(found.name, "the name of the task")

@@ -96,7 +96,7 @@ class TaskModel:
                 said = f"{dtype}{list(shape)}" if hasattr(value, "shape") else repr(type(value).__name__)
                 raise self.named.wrong(
                     "loss",
-                    f"gives {said}, and no scalar",
+                    f"gives {said} instead of a scalar",
                     "Return a floating-point scalar, such as a mean, or a pair of a loss and a penalty.",
                 )
         loss, *penalties = (jnp.asarray(value).astype(jnp.float32) for value in values)
@@ -104,7 +104,7 @@ class TaskModel:
 
     def gradient(self, params: Params, batch: Any) -> tuple[Params, jax.Array]:
         """Return the gradients of the objective by name, and the loss."""
-        # The way back may fail, too.
+        # The backward pass may fail, too.
         gradients, loss = self.named.call("loss", gradient(self), params, batch)
         return gradients, loss
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: All processes of the measurement know it.
 KEY = b"bench"
 COME_SECONDS = 300.0
-#: Steps with messages and steps without alternate so often in a turn.
+#: How often steps with messages and steps without alternate in a turn.
 CHUNKS = 4
 
 

@@ -27,7 +27,7 @@ from archipelago.islands.models.registry import build
 
 #: From a fragment's outer gradient, its tensors' lengths and random numbers to what the island sends.
 Forgery = Callable[[Vector, list[int], np.random.Generator], Vector]
-#: The attack `claims` claims so many times its tokens. A merger admits batches that are this much larger than usual.
+#: The attack `claims` multiplies its tokens by this. A merger admits batches that are this much larger than usual.
 CLAIMED = 64
 
 

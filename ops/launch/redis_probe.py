@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 def two_free_ports() -> int:
-    """Return a port that was free just now, as the next one was."""
+    """Return a port. It and the next one were free just now."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError, OverflowError), socket.socket() as probe:

@@ -164,7 +164,7 @@ class Child:
             self.process.send_signal(number)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the process to end, and kill it once `seconds` have passed, with all that it has started."""
+        """Wait for the process to end, and kill it after `seconds`. Kill all processes that it has left behind."""
         if self.process is None or self.process.returncode is not None:  # its number may be another's by now
             return
         try:
