@@ -69,7 +69,7 @@ def serve(port: int, host: str, registry: CollectorRegistry, health: Health) -> 
 
     try:
         return endpoint.start(host, port, registry, health)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise _unusable(host, port, error) from None
 
 
@@ -82,13 +82,15 @@ def require_free(host: str, ports: Iterable[int]) -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
                 probe.bind(address)
                 probe.listen()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise _unusable(host, port, error) from None
 
 
-def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+def _unusable(host: str, port: int, error: OSError | UnicodeError) -> ConfigError:
+    """Return the error of an address. A part of a host's name that is longer than 63 characters is a UnicodeError."""
+    why = getattr(error, "strerror", None) or error
     return ConfigError(
-        f"metrics cannot be served on {host}:{port} ({error.strerror or error})",
+        f"metrics cannot be served on {host:.200}:{port} ({why})",
         "Choose another --metrics-port or --metrics-host.",
         code="config.metrics-address",
     )

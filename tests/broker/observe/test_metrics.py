@@ -84,9 +84,12 @@ def test_a_port_out_of_range_is_an_error(port: int) -> None:
         WorkerOptions(metrics_port=port).registry(Health())
 
 
-def test_a_host_of_another_machine_is_an_error() -> None:
+@pytest.mark.parametrize("host", ["192.0.2.1", "a" * 64])
+def test_a_host_of_another_machine_is_an_error(host: str) -> None:
     with failing(ConfigError, "config.metrics-address"):
-        WorkerOptions(metrics_port=0, metrics_host="192.0.2.1").registry(Health())
+        WorkerOptions(metrics_port=0, metrics_host=host).registry(Health())
+    with failing(ConfigError, "config.metrics-address"):
+        metrics.require_free(host, [0])
 
 
 def test_children_get_the_same_options_and_separate_ports() -> None:
