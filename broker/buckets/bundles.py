@@ -51,7 +51,7 @@ class BundleManifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> BundleManifest:
-        """Parse a manifest. Raises ValueError, LookupError, TypeError or AttributeError."""
+        """Parse a manifest. Raises ValueError, LookupError, TypeError, AttributeError or RecursionError."""
         body = json.loads(data)
         if body["format"] != FORMAT or body.pop("digest") != _digest_of(body):
             raise ValueError("it is damaged")
@@ -82,7 +82,7 @@ class Bundles:
         data = self.folder.read(f"{number}.json", _MANIFEST_BYTES_MAX)
         try:
             return BundleManifest.from_json(data)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(number, f"{number}.json cannot be read: {error}") from None
 
     def put(self, number: int, source: Path, about: Mapping[str, str]) -> None:

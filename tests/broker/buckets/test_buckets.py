@@ -154,7 +154,8 @@ def test_a_manifest_names_no_files_outside(bucket: BucketFolder, tmp_path: Path,
     bucket.write("1.json", BundleManifest("1-ab", {path: (1, "")}, ABOUT).to_json())
     bucket.write("2.json", b"{}")
     bucket.write("3.json", json.dumps({"format": 1, "digest": ""}).encode())
-    for number in (1, 2, 3):
+    bucket.write("4.json", b"[" * 200_000)
+    for number in (1, 2, 3, 4):
         with failing(BucketError, "bucket.damaged"):
             Bundles(bucket).get(number, tmp_path / "new")
     assert not (tmp_path / "new").exists()
