@@ -1,16 +1,84 @@
-"""Validation of Redis URLs, and their display without passwords."""
+"""Validation of Redis URLs, their parts, and their display without passwords.
+
+| address | the run lies on |
+| --- | --- |
+| `redis://HOST:PORT/DB`, `rediss://…`, `unix:///PATH` | that server |
+| `redis+cluster://HOST:PORT,HOST:PORT`, `rediss+cluster://…` | a Redis Cluster; each HOST is one of its nodes |
+| `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB`, … | the primary of SERVICE; each HOST is a Sentinel |
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
+Kind = Literal["server", "cluster", "sentinel"]
+SENTINEL_PORT = 26379
+REDIS_PORT = 6379
 
-def require_address(url: str) -> None:
-    """Raise ValueError for a URL that is invalid, or that the Redis client would silently misread."""
+
+@dataclass(frozen=True)
+class Address:
+    """A URL, taken apart.
+
+    Attributes:
+        kind: What the hosts are.
+        url: The address of the first host as redis-py reads it, with user, password, database and options.
+        hosts: All hosts with their ports. Empty for the kind `server`.
+        service: The name by which Sentinels know the primary; else empty.
+        sentinel_options: User and password for the Sentinels, which have users of their own.
+    """
+
+    kind: Kind
+    url: str
+    hosts: tuple[tuple[str, int], ...] = ()
+    service: str = ""
+    sentinel_options: tuple[tuple[str, str], ...] = ()
+
+
+def parse_address(url: str) -> Address:
+    """Return the parts of a URL. Raises ValueError for one that is invalid, or that the client would misread."""
+    scheme, plus, kind = urlsplit(url).scheme.partition("+")
+    if not plus:
+        _require_single(url)
+        return Address("server", url)
+    if scheme not in ("redis", "rediss") or kind not in ("cluster", "sentinel"):
+        raise ValueError("it does not begin with redis+cluster://, redis+sentinel:// or the same with rediss")
+    parts = urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    found = tuple(_host(each, SENTINEL_PORT if kind == "sentinel" else REDIS_PORT) for each in hosts.split(","))
+    first = f"[{found[0][0]}]" if ":" in found[0][0] else found[0][0]
+    service, path = "", parts.path
+    if kind == "sentinel":
+        _, service, *rest = f"{path}/".split("/", 2)
+        if not service:
+            raise ValueError("it names no service: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE")
+        path = f"/{rest[0].strip('/')}"
+    elif path.strip("/") not in ("", "0"):
+        raise ValueError("a cluster has only the database 0")
+    options = parse_qsl(parts.query)
+    query = urlencode([(name, value) for name, value in options if not name.startswith("sentinel_")])
+    single = parts._replace(scheme=scheme, netloc=f"{user}{at}{first}:{found[0][1]}", path=path, query=query).geturl()
+    _require_single(single)
+    of_sentinels = [(name.removeprefix("sentinel_"), value) for name, value in options if name.startswith("sentinel_")]
+    if any(name not in ("username", "password") for name, _ in of_sentinels) or (of_sentinels and not service):
+        raise ValueError("only sentinel_username and sentinel_password of redis+sentinel:// can begin with sentinel_")
+    return Address("cluster" if kind == "cluster" else "sentinel", single, found, service, tuple(of_sentinels))
+
+
+def _host(text: str, port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.path or "@" in text:
+        raise ValueError("it names no host, or an empty one between two commas")
+    return parts.hostname, parts.port or port
+
+
+def _require_single(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("it does not begin with redis://, rediss:// or unix://")
+        raise ValueError("it does not begin with redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://")
     if parts.scheme == "unix":
         if parts.hostname is not None or not parts.path:
             raise ValueError("the path of a socket must be absolute")
@@ -18,6 +86,11 @@ def require_address(url: str) -> None:
         raise ValueError("it names no host")
     elif not re.fullmatch(r"/?\d*", parts.path) or parts.fragment:
         raise ValueError("only the number of a database can follow the host")
+
+
+def require_address(url: str) -> None:
+    """Raise ValueError for a URL that is invalid, or that the Redis client would silently misread."""
+    parse_address(url)
 
 
 def redacted(url: str) -> str:

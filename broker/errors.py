@@ -114,7 +114,9 @@ class FencedError(BrokerError):
 
 
 #: Codes of refusals that end by themselves or by an operator's act, without a change of the run.
-OUTAGES = frozenset(["broker.refused-disk", "broker.refused-memory", "broker.refused-replica"])
+OUTAGES = frozenset(
+    ["broker.refused-disk", "broker.refused-memory", "broker.refused-replica", "broker.refused-replicas"]
+)
 
 
 def is_outage(error: ArchipelagoError) -> bool:

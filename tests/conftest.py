@@ -22,6 +22,7 @@ from hypothesis import settings
 from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests import tiers
+from tests.clusters import Cluster
 
 settings.register_profile("archipelago", deadline=None, print_blob=True, max_examples=tiers.examples(100))
 settings.load_profile("archipelago")
@@ -94,6 +95,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real Redis or Valkey server for the whole session. It is part of an installed package."""
     with start_server(tmp_path_factory.mktemp("server") / "redis") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[Cluster]:
+    """A Redis Cluster of three primaries without replicas, for the whole session."""
+    made = Cluster(tmp_path_factory.mktemp("cluster"), until)
+    yield made
+    made.end()
 
 
 @pytest.fixture

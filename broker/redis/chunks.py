@@ -126,11 +126,33 @@ class ChunkStore:
         sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
         wanted = self._bounded(chunks, sizes)
         payload = self._connection.joined(wanted, sizes, READ_AHEAD) if len(wanted) == count else None
+        if payload is None and len(wanted) == count:
+            payload = self._again(chunks, sizes)
         if payload is None:
             raise WireError(
                 f"a chunk of the payload is missing, or they are not {size} bytes in all", code="wire.chunk-missing"
             )
         return payload
+
+    def _again(self, chunks: Sequence[str], sizes: Sequence[int]) -> bytes | None:
+        """Read the chunks in the ordinary way, after another answer than a chunk came.
+
+        It may have been an error of the server, such as that the run is on another node now. A chunk is missing only if
+        a server says so, because a contribution is refused then.
+        """
+        if self._lengths(chunks) != list(sizes):
+            return None
+        with self._redis.pipeline(transaction=False) as pipe:
+            for chunk in chunks:
+                pipe.getrange(chunk, 0, CHUNK_BYTES - 1)
+            return b"".join(pipe.execute())
+
+    def _lengths(self, chunks: Sequence[str]) -> list[Any]:
+        """Return the length of each chunk. That of a key of another type is an exception, which equals no length."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for chunk in chunks:
+                pipe.strlen(chunk)
+            return list(pipe.execute(raise_on_error=False))
 
     def _bounded(self, chunks: Sequence[str], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
         """Return the commands that read the chunks, without making the server send larger values.
@@ -140,10 +162,7 @@ class ChunkStore:
         """
         if len(chunks) <= FEW:
             return [("GETRANGE", chunk, 0, CHUNK_BYTES - 1) for chunk in chunks]
-        with self._redis.pipeline(transaction=False) as pipe:
-            for chunk in chunks:
-                pipe.strlen(chunk)
-            lengths = pipe.execute(raise_on_error=False)  # of what is no string there is none
+        lengths = self._lengths(chunks)
         return [("GET", chunk) for chunk, size, found in zip(chunks, sizes, lengths, strict=True) if found == size]
 
     def keys_of(self, raw: Raw, prefix: str = "", limit: int | None = None) -> list[str]:

@@ -16,9 +16,10 @@ from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import Failures, is_wrong_kind
-from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import next_id
-from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_lasting, require_single
+from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_kind, require_lasting
+from archipelago.broker.redis.servers import Servers
 from archipelago.broker.signing import Payload, Raw, Signing, SigningOff
 from archipelago.broker.stamps import Stamps
 from archipelago.broker.transport import START, Memory
@@ -46,21 +47,26 @@ def block_ms(seconds: float) -> int | None:
 
 
 class RedisConnection:
-    """One run at one server. Threads may share it, because each call takes its own connection from a pool.
+    """One run at the server that holds it. Threads may share it, because each call takes a connection from a pool.
 
     Attributes:
         run: The name of the run.
         where: The server's address without its password, as messages name it.
         keys: The keys of the run.
-        redis: The client of redis-py. Its annotations mix sync and async answers, so it is untyped here.
+        servers: All servers of the address.
+        redis: The client of the server that holds all keys of the run. Its annotations mix sync and async answers, so
+            it is untyped here.
     """
 
-    def __init__(self, client: RedisClient, run: str, where: str = "the Redis", *, is_invited: bool = False) -> None:
+    def __init__(
+        self, at: Servers | RedisClient, run: str, where: str = "the Redis", *, is_invited: bool = False
+    ) -> None:
         self.run = run
         self.where = where
         self.keys = Keys(run)
-        self.redis: Any = client
-        password = client.connection_pool.connection_kwargs.get("password")
+        self.servers = at if isinstance(at, Servers) else Servers(at)
+        self.redis: Any = self.servers.client(self.keys.manifest)
+        password = self.redis.connection_pool.connection_kwargs.get("password")
         self._failures = Failures(where, password, is_invited=is_invited)
         self.has_info = True
         #: How this process signs what it writes and checks what it reads.
@@ -73,11 +79,38 @@ class RedisConnection:
         """Raise our errors in place of the client library's."""
         return self._failures.translated()
 
-    def require_single(self) -> None:
-        """Raise BrokerError if no run can live on this server: it is too old, in a cluster, or a sentinel."""
+    @property
+    def registry(self) -> Any:
+        """The client of the server that holds the names of all runs. In a cluster, it may be another one."""
+        return self.servers.client(REGISTRY)
+
+    def register(self) -> None:
+        """Write the run's name among those of all runs, as far as this user may and the server that has them answers.
+
+        The run does not depend on it. A key of another type is deleted first.
+        """
+        try:
+            try:
+                self._add_name()
+            except BrokerError as error:
+                if not is_wrong_kind(error):
+                    raise
+                with self.translated():
+                    self.registry.delete(REGISTRY)
+                self._add_name()
+        except BrokerError as error:
+            log.debug("the name of the run could not be added to those of all runs: %s", error.what)
+
+    def _add_name(self) -> None:
+        with self.translated():
+            self.registry.sadd(REGISTRY, self.run)
+
+    def require_kind(self) -> None:
+        """Raise BrokerError if no run can live at this address: the server is too old, or of another kind."""
         info = self._server_info()
         if self.has_info:  # fakeredis does not know INFO, but has all commands that a run needs
-            require_single(self.where, info, self.info("sentinel") if mode_of(info) == "sentinel" else {})
+            sentinel = self.info("sentinel") if mode_of(info) == "sentinel" else {}
+            require_kind(self.where, info, sentinel, self.servers.kind)
 
     def _server_info(self) -> dict[str, Any]:
         try:
@@ -118,9 +151,13 @@ class RedisConnection:
                 return {}
 
     def instance(self) -> str:
-        """Return the id of the server's process, which a restart changes."""
-        with self.translated():
-            return str(self.info("server").get("run_id", ""))
+        """Return the id of the server's process and of its data's history.
+
+        A restart changes the first. A failover changes both, except where a server that was demoted without a restart
+        is promoted again: only its history then tells that it took another server's data in between.
+        """
+        process, history = self.info("server").get("run_id", ""), self.info("replication").get("master_replid", "")
+        return f"{process} {history}".strip()
 
     def memory(self) -> Memory:
         """Return how much memory the server uses, its limit, and the memory of its machine."""
@@ -235,5 +272,5 @@ class RedisConnection:
         return read_joined(self.redis, commands, sizes, ahead)
 
     def close(self) -> None:
-        """Close the pool's connections."""
-        self.redis.close()
+        """Close all connections."""
+        self.servers.close()

@@ -75,7 +75,7 @@ class Creation:
                     raise self._exists()
                 self._connection.require_lasting()
                 # Before the transaction, whose keys all share one hash tag. Names without a run are not listed.
-                self._connection.redis.sadd(REGISTRY, self._connection.run)
+                self._connection.registry.sadd(REGISTRY, self._connection.run)
                 placed = [self._chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
                 fill = self.prepared(image) if image else None
                 epoch = self._first_epoch(pipe, image)

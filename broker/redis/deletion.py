@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
@@ -36,7 +35,7 @@ class Deletion:
             count = int(self._redis.unlink(*first))
             for batch in self._batches():
                 count += int(self._redis.unlink(*batch))
-            self._redis.srem(REGISTRY, self._connection.run)
+            self._connection.registry.srem(REGISTRY, self._connection.run)
         return count
 
     def delete_users(self) -> list[str]:
@@ -46,13 +45,12 @@ class Deletion:
         return [user for user in users if membership.remove_user(user)]
 
     def _batches(self) -> Iterator[list[bytes]]:
-        """Yield the run's keys. No name of a run contains a character that patterns or these prefixes use."""
-        prefixes = (f"{self._keys.tag}:", self._keys.island(""))
-        scans = (self._redis.scan_iter(match=f"{prefix}*", count=SCANNED) for prefix in prefixes)
+        """Yield the run's keys. No name of a run contains a character that patterns or the prefix use."""
+        prefix = f"{self._keys.tag}:"
         batch: list[bytes] = []
         with self._connection.translated():
-            for key in chain(*scans):
-                if not key.startswith(tuple(prefix.encode() for prefix in prefixes)):
+            for key in self._redis.scan_iter(match=f"{prefix}*", count=SCANNED):
+                if not key.startswith(prefix.encode()):
                     continue
                 batch.append(key)
                 if len(batch) == BATCH:

@@ -22,6 +22,16 @@ _REFUSALS = {
         "Raise its `maxmemory`; the run then goes on by itself.",
     ),
     "WRONGTYPE": ("wrong-type", "holds another type of value under that key", "Delete the key, or restore it."),
+    "NOREPLICAS|Not enough good replicas": (
+        "replicas", "has too few replicas that follow it, so it refuses writes",
+        "Start its replicas, or lower `min-replicas-to-write`; the run then goes on by itself.",
+    ),
+    "cluster support disabled": (
+        "no-cluster", "is no node of a cluster", "Write redis:// in place of redis+cluster://."
+    ),
+    "unknown command .?SENTINEL": (
+        "no-sentinel", "is no Sentinel", "Name the Sentinels, not the servers that they watch."
+    ),
     "read only replica": ("replica", "is a replica, so it refuses writes", "Use the address of its primary."),
 }  # fmt: skip
 #: What only a node of a cluster answers.
@@ -66,7 +76,7 @@ class Failures:
             if (fault := _tls_fault(error)) is not None:
                 raise self._insecure(fault) from error
             silent = f"{self.where} does not answer ({self._text(error)})"
-            plain = " An address without TLS begins with redis://." if self.where.startswith("rediss:") else ""
+            plain = " An address without TLS begins with redis://." if self.where.startswith("rediss") else ""
             raise UnreachableError(silent, f"Is it running, and can this machine reach it?{plain}") from error
         except _OF_CLUSTERS as error:
             raise is_cluster(self.where, self._text(error)) from error

@@ -1,7 +1,7 @@
 """The names of a run's keys in Redis.
 
-All keys that change in one transaction share the hash tag `{RUN:s0}`, so that they stay on one node of a cluster. Only
-heartbeats have no tag, because they never change in a transaction with other keys.
+All keys of a run share the hash tag `{RUN:s0}`, so that one node of a cluster has all of them. Only the names of all
+runs lie elsewhere (`archipelago:runs`).
 
 Every key has one kind of writer, so that the access rules of a role can name its keys. NAME is an island's name, which
 cannot contain a colon. All roles read all keys.
@@ -13,7 +13,7 @@ cannot contain a colon. All roles read all keys.
 | `actions:NAME` | stream | NAME appends, mergers delete | recorded actions |
 | `leases:NAME` | hash | NAME | `SHARD` to `INCARNATION:PASS:TURN` (`broker.corpus_shards.Claim`) |
 | `c:NAME:…` | strings | NAME, mergers delete | chunks of the payloads that NAME sends |
-| `RUN:island:NAME` | hash | NAME | heartbeat |
+| `island:NAME` | hash | NAME | heartbeat |
 | `name:NAME` | string | NAME | the newest claim to the name |
 | `islands` | set | islands (SADD), mergers delete | names of islands |
 | `corpora` | hash | islands (HSETNX) | digests of corpora |
@@ -116,7 +116,7 @@ class Keys:
 
     def short(self, key: str) -> str:
         """Return the key without the name of the run."""
-        return key.removeprefix(f"{self.tag}:").removeprefix(f"{self.run}:")
+        return key.removeprefix(f"{self.tag}:")
 
     def updates(self, island: str) -> str:
         """Return the key of the stream of one island's contributions."""
@@ -132,7 +132,7 @@ class Keys:
 
     def island(self, island: str) -> str:
         """Return the key of one island's heartbeat."""
-        return f"{self.run}:island:{island}"
+        return f"{self.tag}:island:{island}"
 
     def name(self, island: str) -> str:
         """Return the key of the newest claim to the name of an island."""

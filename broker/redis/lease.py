@@ -1,6 +1,18 @@
 """The lease that lets one merger write, and the fence around each of its writes.
 
 Every write watches the epoch's key and is one transaction, so Redis itself refuses writes of an older epoch.
+
+A failover may forget the newest writes, even those of the lease and the epoch. Each history (the writes that one
+primary has, in their order) is still written by one merger at a time:
+
+- The epoch's key holds the number and the merger that took it. If the forgotten takeover gave merger A the number 5,
+  the next merger B may be given 5 again, but the key then says `5 B`, and Redis refuses what A writes as `5 A`.
+- If a takeover by B is forgotten, the key names A again, which may go on. Redis refuses what B writes.
+- Replication keeps the order of writes. A replica that has a commit has the epoch in which it was made.
+- A primary that is cut off may take writes of its merger until it learns of its successor. These writes belong to a
+  history that ends: the old primary drops them when it follows the new one.
+- A merger whose own commits were forgotten notices it before its next commit: that names the round that must be the
+  last one, and the server's instance is another one (`RedisConnection.instance`). It then loads the run again.
 """
 
 from __future__ import annotations

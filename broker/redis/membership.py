@@ -68,21 +68,21 @@ class Membership:
         return user.encode() in (self._administer("ACL", "USERS") or [])
 
     def set_user(self, user: str, password: str, rules: Sequence[str]) -> bool:
-        """Create or replace a user. Its present connections end. Return False if the server does not permit that."""
+        """Create or replace a user. Its present connections end. Return False if a server does not permit that."""
         begin, *rest = rules  # `reset` removes passwords, so it comes first
-        if self._administer("ACL", "SETUSER", user, begin, f">{password}", *rest) is None:
+        if None in self._everywhere("ACL", "SETUSER", user, begin, f">{password}", *rest):
             return False
-        self._administer("CLIENT", "KILL", "USER", user)
+        self._everywhere("CLIENT", "KILL", "USER", user)
         return True
 
     def remove_user(self, user: str) -> bool | None:
         """Delete a user, which ends its connections, too.
 
         Returns:
-            Whether there was such a user; None if the server does not permit it.
+            Whether there was such a user; None if a server does not permit it.
         """
-        gone = self._administer("ACL", "DELUSER", user)
-        return None if gone is None else bool(gone)
+        gone = self._everywhere("ACL", "DELUSER", user)
+        return None if None in gone else any(gone)
 
     def is_open(self) -> bool:
         """Return whether clients without a password may do anything, as far as this connection may know it."""
@@ -91,16 +91,24 @@ class Membership:
         return b"on" in words and b"nopass" in words
 
     def keep(self) -> Kept:
-        """Let the server write its users to its disk, and return where they are."""
-        if self._administer("ACL", "SAVE") is not None:
+        """Let the servers write their users to their disks, and return where they are."""
+        if None not in self._everywhere("ACL", "SAVE"):
             return "aclfile"
-        return "config" if self._administer("CONFIG", "REWRITE") is not None else "nowhere"
+        return "config" if None not in self._everywhere("CONFIG", "REWRITE") else "nowhere"
 
-    def _administer(self, *command: str) -> Any:
+    def _everywhere(self, *command: str) -> list[Any]:
+        """Return the answers of all servers. Each has users of its own: a replica does not take those of its primary.
+
+        A replica without them would refuse every member once it is promoted.
+        """
+        with self._connection.translated():
+            return [self._administer(*command, node=node) for node in self._connection.servers.nodes()]
+
+    def _administer(self, *command: str, node: Any = None) -> Any:
         """Return the answer to a command of an administrator; None if the server does not know or permit it."""
         try:
             with self._connection.translated():
-                return self._redis.execute_command(*command)
+                return (node or self._redis).execute_command(*command)
         except BrokerError as error:
             cause = error.__cause__
             denied = isinstance(cause, redis.exceptions.NoPermissionError) or re.search(

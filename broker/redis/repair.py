@@ -11,12 +11,12 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from archipelago.broker.corpus_shards import cursor_text
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError, WireError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
-from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.replies import names_in, signed_state, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
@@ -46,7 +46,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
         "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, *map(keys.updates, islands),
                    *map(keys.actions, islands)],
         "string": [keys.state, keys.epoch, keys.lease, keys.evaluator, *map(keys.name, islands)],
-        "set": [keys.islands, REGISTRY],
+        "set": [keys.islands],
     }  # fmt: skip
     return {key: kind for kind, of_kind in kinds.items() for key in of_kind}
 
@@ -67,8 +67,6 @@ class RedisRepair:
         self._stored, self._chunks, self._updates, self._lease = stored, chunks, updates, lease
         #: The names of islands that were seen; None before the first look.
         self._names: frozenset[str] | None = None
-        #: Damaged keys that this merger may not delete.
-        self._left: set[str] = set()
 
     @property
     def _signing(self) -> Signing:
@@ -81,32 +79,17 @@ class RedisRepair:
             return []
         with self._lease.fenced(epoch) as pipe:
             for key in wrong:
-                if not key.startswith(self._keys.tag):  # it may be on another node of a cluster than the others
-                    continue
                 pipe.rename(key, self._keys.damaged(key))
                 pipe.pexpire(self._keys.damaged(key), DAMAGED_SECONDS * 1000)
             if lacks_manifest:
                 pipe.delete(self._keys.manifest)
                 pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
         for key in wrong:
-            if not key.startswith(self._keys.tag):
-                self._delete(key)
-        for key in wrong:
             log.warning("%s held another type of value and was moved aside", key, extra={"code": "repair.wrong-type"})
         if lacks_manifest:
             log.warning("the run had lost its manifest, which was written again", extra={"code": "repair.manifest"})
         damaged = {*wrong, *([self._keys.manifest] if lacks_manifest else [])}
         return sorted(self._keys.short(key) for key in damaged)
-
-    def _delete(self, key: str) -> None:
-        try:
-            with self._connection.translated():
-                self._redis.delete(key)
-        except UnreachableError:
-            raise
-        except BrokerError as error:  # a merger's rights need not include this key; its owner has to repair it
-            self._connection.warn_once(key, WireError(error.what))
-            self._left.add(key)
 
     def lost(self, closed: int) -> list[str]:
         fragments = range(len(self._stored.sizes()))
@@ -126,13 +109,10 @@ class RedisRepair:
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for key in kinds:
                 pipe.type(key)
-            pipe.sadd(REGISTRY, self._connection.run)
-            *found, _ = pipe.execute(raise_on_error=False)
+            found = pipe.execute(raise_on_error=False)
+        self._connection.register()
         both = zip(kinds.items(), found, strict=True)
-        wrong = [
-            key for (key, kind), type_ in both if isinstance(type_, bytes) and type_.decode() not in (kind, "none")
-        ]
-        return [key for key in wrong if key not in self._left]
+        return [key for (key, kind), type_ in both if isinstance(type_, bytes) and type_.decode() not in (kind, "none")]
 
     def _islands(self) -> list[str]:
         """Return the names of the run's islands. Those with a stream are found again if the set of names was lost."""

@@ -31,7 +31,7 @@ SELECTORS: Final = (7, 0)
 SETINFO: Final = (7, 2)
 
 #: Commands without keys. None of them changes anything at the server.
-_KEYLESS: Final = ("PING", "TIME", "INFO", "MULTI", "EXEC", "DISCARD", "UNWATCH")
+_KEYLESS: Final = ("PING", "TIME", "INFO", "MULTI", "EXEC", "DISCARD", "UNWATCH", "CLUSTER|SLOTS")
 #: Further commands without keys, by role. A merger finds the streams whose names are lost.
 _KEYLESS_OF: Final[dict[Role, tuple[str, ...]]] = {"merger": ("SCAN",)}
 _READS: Final = (
@@ -76,7 +76,7 @@ def grants(role: Role, keys: Keys, name: str) -> list[Grant]:
         keys: The keys of the run.
         name: The name of the member.
     """
-    reading = Grant(_READS, (f"{keys.tag}:*", f"{keys.run}:*", REGISTRY), is_read=True)
+    reading = Grant(_READS, (f"{keys.tag}:*", REGISTRY), is_read=True)
     return [reading, *_WRITES[role](keys, name)]
 
 
@@ -108,7 +108,7 @@ def _island(keys: Keys, name: str) -> list[Grant]:
 def _merger(keys: Keys, _name: str) -> list[Grant]:
     everything = (*_KEY_WRITES, "RENAME", *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL")
     # All keys of the run except `members`: only an administrator decides who belongs to a run.
-    but_members = (f"{keys.tag}:[^m]*", f"{keys.tag}:m:*", keys.manifest, keys.island("*"))
+    but_members = (f"{keys.tag}:[^m]*", f"{keys.tag}:m:*", keys.manifest)
     return [Grant(everything, but_members), Grant(("SADD",), (REGISTRY,))]
 
 

@@ -1,7 +1,7 @@
 """Tell which kind of server an address leads to, and refuse those that cannot hold a run.
 
-A run needs one primary that is no node of a cluster and that evicts nothing. The functions are pure: they judge what
-INFO answers. A server that does not tell (fakeredis has no INFO) is taken for one that works.
+A run needs a primary that evicts nothing, and an address that says whether it is a node of a cluster. The functions
+are pure: they judge what INFO answers. A server that does not tell (fakeredis has no INFO) is taken for one that works.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from archipelago.broker.address import Kind
 from archipelago.broker.errors import BrokerError, ServerTooOldError
 
 #: The oldest Redis that has the commands that streams need.
@@ -32,13 +33,14 @@ def mode_of(info: Info) -> str:
     return str(info.get("redis_mode") or info.get("server_mode") or "")
 
 
-def require_single(where: str, info: Info, sentinel: Info) -> None:
-    """Raise BrokerError for a server on which no run can live, whatever its settings are.
+def require_kind(where: str, info: Info, sentinel: Info, kind: Kind = "server") -> None:
+    """Raise BrokerError for a server on which no run can live, or not at this kind of address.
 
     Args:
         where: The server's address without its password.
         info: The section `server` of INFO.
         sentinel: The section `sentinel`, which names the primaries that a sentinel watches.
+        kind: The kind of the address.
 
     Raises:
         ServerTooOldError: The server lacks commands that the streams need.
@@ -51,7 +53,7 @@ def require_single(where: str, info: Info, sentinel: Info) -> None:
             "works",
             "Upgrade it. Or run `archipelago up` without a URL, which starts a new server.",
         )
-    if mode_of(info) == "cluster":
+    if mode_of(info) == "cluster" and kind != "cluster":
         raise is_cluster(where)
     if mode_of(info) == "sentinel":
         raise _is_sentinel(where, sentinel)
@@ -61,19 +63,20 @@ def is_cluster(where: str, said: str = "") -> BrokerError:
     """Return the error of a node of a cluster. `said` is its answer to a command."""
     answered = f" ({said})" if said else ""
     return BrokerError(
-        f"{where} is a node of a Redis Cluster, and a run keeps all its keys on one server{answered}",
-        "Name a Redis that is not in cluster mode (`cluster-enabled no`).",
+        f"{where} is a node of a Redis Cluster{answered}",
+        "Write redis+cluster:// in place of redis:// (rediss+cluster:// in place of rediss://), and name several nodes "
+        "if you can: redis+cluster://HOST:PORT,HOST:PORT.",
         code="broker.cluster",
     )
 
 
 def _is_sentinel(where: str, sentinel: Info) -> BrokerError:
     primaries = [found for name, found in sentinel.items() if re.fullmatch(r"master\d+", name)]
-    known = [f"redis://{each['address']}" for each in primaries if isinstance(each, dict) and "address" in each]
-    remedy = f"Use the address of the primary: {' or '.join(known)}." if known else "Use the address of its primary."
+    known = [str(each["name"]) for each in primaries if isinstance(each, dict) and "name" in each]
     return BrokerError(
         f"{where} is a Sentinel, which only watches other servers",
-        f"{remedy} After a failover, start the workers with the address of the new primary.",
+        "Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE with the addresses of the Sentinels and the name of the "
+        f"primary{f' ({chr(32).join(known)})' if known else ''}. Workers then follow it through a failover.",
         code="broker.sentinel",
     )
 

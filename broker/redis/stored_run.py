@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.connection import RedisConnection
@@ -26,12 +28,18 @@ class StoredRun:
         """
         names: list[str] = []
         with self._connection.forgiving(REGISTRY, "a set"):
-            names = names_in(self._connection.redis.smembers(REGISTRY))
-        with self._connection.translated(), self._connection.redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.exists(Keys(name).manifest)
-            exist = pipe.execute(raise_on_error=False)  # a member of one run may not look at others
-        return [name for name, exists in zip(names, exist, strict=True) if isinstance(exists, int) and exists]
+            names = names_in(self._connection.registry.smembers(REGISTRY))
+        asked: dict[Any, list[str]] = {}  # by client: in a cluster, runs lie on several nodes
+        for name in names:
+            asked.setdefault(self._connection.servers.client(Keys(name).manifest), []).append(name)
+        found: set[str] = set()
+        for client, some in asked.items():
+            with self._connection.translated(), client.pipeline(transaction=False) as pipe:
+                for name in some:
+                    pipe.exists(Keys(name).manifest)
+                exist = pipe.execute(raise_on_error=False)  # a member of one run may not look at others
+            found.update(name for name, exists in zip(some, exist, strict=True) if isinstance(exists, int) and exists)
+        return [name for name in names if name in found]
 
     def manifest(self) -> Manifest:
         """Return the manifest.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from archipelago.broker.address import redacted, require_address
+from archipelago.broker.address import redacted
 from archipelago.broker.errors import BadUrlError, BrokerError
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.client import RedisClient, client_at, fake_client
+from archipelago.broker.redis.client import RedisClient, fake_client
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.creation import Creation
 from archipelago.broker.redis.islands import RedisIsland
@@ -18,6 +18,7 @@ from archipelago.broker.redis.members import KnownMembers, signing_of
 from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import RedisReader
+from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.signed_run import sign_stored
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
@@ -28,7 +29,7 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
     """Connect to one run, which need not exist yet.
 
     Args:
-        url: `redis://`, `rediss://`, `unix://` or, for a fake server within this process, `fakeredis://NAME`.
+        url: The address (see `broker.address`) or, for a fake server within this process, `fakeredis://NAME`.
         run: The name of the run.
         invitation: The join file that holds this URL, if one does. Its certificate authority is then the only one that
             is trusted, and its keys sign and check messages.
@@ -39,11 +40,10 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
     if url.startswith("fakeredis://"):
         return RedisTransport(fake_client(url.removeprefix("fakeredis://") or "default"), run, invitation=invitation)
     try:
-        require_address(url)
         authority = invitation.ca_certificate if invitation else ""
-        transport = RedisTransport(client_at(url, authority), run, redacted(url), invitation)
+        transport = RedisTransport(servers_at(url, authority), run, redacted(url), invitation)
         try:
-            transport.connection.require_single()
+            transport.connection.require_kind()
         except BrokerError:
             transport.close()
             raise
@@ -52,7 +52,8 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
         secret = redacted(url) != url  # the client's message may quote a part of the password
         raise BadUrlError(
             f"{redacted(url)!r} cannot be read as the address of a Redis" + ("" if secret else f" ({error})"),
-            "Write redis://HOST:PORT, rediss://:PASSWORD@HOST:PORT or unix:///PATH"
+            "Write redis://HOST:PORT, rediss://:PASSWORD@HOST:PORT, unix:///PATH, redis+cluster://HOST:PORT,HOST:PORT "
+            "or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE"
             + (", and in a password %2F for '/', %3F for '?', %23 for '#'." if secret else "."),
         ) from None
 
@@ -61,11 +62,11 @@ class RedisTransport:
     """See `broker.transport.Transport`. Threads may share it, because each call takes a connection from a pool."""
 
     def __init__(
-        self, client: RedisClient, run: str, where: str = "the Redis", invitation: Invitation | None = None
+        self, at: Servers | RedisClient, run: str, where: str = "the Redis", invitation: Invitation | None = None
     ) -> None:
         self.run = run
         self.invitation = invitation
-        self.connection = RedisConnection(client, run, where, is_invited=invitation is not None)
+        self.connection = RedisConnection(at, run, where, is_invited=invitation is not None)
         self.membership = Membership(self.connection)
         self.members = KnownMembers(run, self.membership.all)
         self.connection.signing = signing_of(invitation, run, self.members.key_of)

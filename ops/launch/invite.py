@@ -207,7 +207,7 @@ def warnings(administrator: Administrator, invited: Invitation, *, created: bool
     local = invited.url.startswith("unix:") or is_local(re.sub(r"[:/][^\]]*$", "", host))
     if local:
         yield "its URL works on this machine only; give --address rediss://HOST:PORT for members elsewhere"
-    elif not invited.url.startswith("rediss:"):
+    elif not invited.url.startswith("rediss"):
         yield "its URL has no TLS (rediss://), so everyone on the way can read its password"
     if administrator.is_open():
         yield "the Redis has the user `default` without a password: roles bind nobody until it is off or has one"

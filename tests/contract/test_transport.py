@@ -1,4 +1,4 @@
-"""Contract tests of the transports. Each test runs in memory, on fakeredis and on a real server."""
+"""Contract tests of the transports. Each test runs in memory, on fakeredis, on a real server and on a real cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from archipelago.broker.transport import (
     Memory,
     Transport,
 )
-from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
 from tests.contract.members import Members, MembersTransport
 
@@ -39,7 +38,13 @@ REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "it was too old")
 
 
 @pytest.fixture(
-    params=["memory", "fakeredis", "redis", "roles", pytest.param("rules for Redis 6.2", marks=pytest.mark.full)]
+    params=[
+        *("memory", "fakeredis", "redis", "roles"),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("cluster", "roles in a cluster", "rules for Redis 6.2")
+        ),
+    ]
 )
 def connections(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """A function that opens connections to one run. The run does not exist yet."""
@@ -47,9 +52,12 @@ def connections(request: pytest.FixtureRequest) -> Iterator[Connect]:
     opened: list[Transport] = []
     memory = MemoryBroker()
     members: Members | None = None
-    if request.param in ("roles", "rules for Redis 6.2"):
-        early = (6, 2) if request.param != "roles" else None
-        members = Members(request.getfixturevalue("server").url, run, early)
+    url = ""
+    if request.param not in ("memory", "fakeredis"):
+        url = request.getfixturevalue("cluster" if "cluster" in request.param else "server").url
+    if request.param.startswith(("roles", "rules")):
+        early = (6, 2) if request.param.startswith("rules") else None
+        members = Members(url, run, early)
 
     def open_one() -> Transport:
         if members:
@@ -59,8 +67,7 @@ def connections(request: pytest.FixtureRequest) -> Iterator[Connect]:
         elif request.param == "fakeredis":
             made = connect(f"fakeredis://{run}", run)
         else:
-            server: Server = request.getfixturevalue("server")
-            made = connect(server.url, run)
+            made = connect(url, run)
         opened.append(made)
         return made
 

@@ -171,7 +171,7 @@ class Inbox:
                     del self._early[event.fragment]
                     self.snapshots.drop(event.fragment)
                 self.snapshots.announce(replace(event, merged=""))
-                self._outbox.resolve(event.identities)
+                self._outbox.resolve(event.identities, event.round)
             case Marker(number=number):
                 self._outbox.mark(number)
             case Refusal(repeat=False) | Refusal(decided=True):  # a broker that died may have lost the first refusal
@@ -179,6 +179,7 @@ class Inbox:
             case Resume(round=number):
                 require_same_run(self._transport.reader, self._manifest)
                 self._must_resend = True
+                self._outbox.undo(number)
                 if number != self.heard_round:
                     self._go_back(number)
                 self.heard_round = number

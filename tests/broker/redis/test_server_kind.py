@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from archipelago.broker.errors import BrokerError, ServerTooOldError
-from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_lasting, require_single
+from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_kind, require_lasting
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.redis_probe import free_port
 from archipelago.ops.launch.redis_program import find_program
@@ -81,13 +81,19 @@ def test_a_node_of_a_cluster_is_refused(start: Start) -> None:
     assert [f.code for f in check_server(f"redis://127.0.0.1:{port}", None, 0.0).findings] == ["role.cluster"]
 
 
-def test_a_sentinel_is_refused_with_the_address_of_the_primary(start: Start) -> None:
+def test_a_sentinel_is_refused_with_the_name_of_the_primary(start: Start) -> None:
     primary = start('save ""')
     port = start(f"sentinel monitor mine 127.0.0.1 {primary} 1", flags=("--sentinel",))
     with failing(BrokerError, "broker.sentinel") as raised:
         create(f"redis://127.0.0.1:{port}")
-    assert f"redis://127.0.0.1:{primary}" in raised.value.remedy
-    assert [f.code for f in check_server(f"redis://127.0.0.1:{port}", None, 0.0).findings] == ["role.sentinel"]
+    assert "(mine)" in raised.value.remedy
+
+
+def test_an_address_names_the_kind_of_its_servers(start: Start) -> None:
+    port = start('save ""')
+    for kind, path in (("cluster", ""), ("sentinel", "/mine")):
+        with failing(BrokerError, f"broker.refused-no-{kind}"):
+            create(f"redis+{kind}://127.0.0.1:{port}{path}")
 
 
 def test_a_replica_takes_no_run(start: Start) -> None:
@@ -139,13 +145,13 @@ def connect_blind(url: str) -> Any:
 def test_redis_and_valkey_name_the_mode_differently(name: str) -> None:
     assert mode_of({name: "cluster"}) == "cluster"
     with failing(BrokerError, "broker.cluster"):
-        require_single("here", {"redis_version": "7.2.4", name: "cluster"}, {})
+        require_kind("here", {"redis_version": "7.2.4", name: "cluster"}, {})
 
 
 def test_old_servers_are_refused_and_silent_ones_are_not() -> None:
     with failing(ServerTooOldError):
-        require_single("here", {"redis_version": "6.0.16"}, {})
-    require_single("here", {"redis_version": "6.2.0", "redis_mode": "standalone"}, {})
+        require_kind("here", {"redis_version": "6.0.16"}, {})
+    require_kind("here", {"redis_version": "6.2.0", "redis_mode": "standalone"}, {})
     require_lasting("here", {}, {})
 
 

@@ -410,6 +410,27 @@ def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(harness: H
     assert len(harness.deliveries()) == 2
 
 
+def test_contributions_of_a_round_that_the_broker_has_lost_are_sent_again(harness: Harness) -> None:
+    """A failover forgot the newest two commits, and one of the contributions that they had merged."""
+    link = harness.link()
+    for number in (1, 2, 3):
+        link.send(draft(number))
+    link.pump()
+    first, second, third = harness.deliveries()
+    for number, delivery in enumerate((first, second, third), 1):
+        harness.close(number, float(number), delivery.contribution)
+    link.pump()
+    assert link.outbox.unresolved_rounds() == set()
+    harness.forget(second.entry)
+    harness.resume(1)
+    link.pump()
+    assert [c.round for c in harness.published()] == [2]  # it still holds the third, whose merge it has lost
+    assert link.outbox.unresolved_rounds() == {2, 3}
+    harness.resume(1)
+    link.pump()
+    assert len(harness.published()) == 1
+
+
 def test_resending_continues_after_an_outage(harness: Harness) -> None:
     link = harness.link()
     for number in (1, 2):

@@ -1,0 +1,135 @@
+"""Every key of a run, in a real cluster: who writes it, in which slot it lies, and how it is deleted.
+
+The cluster refuses every command and transaction whose keys lie in two slots.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import pytest
+from redis.crc import key_slot
+
+from archipelago.broker.invitation import ROLES, Member
+from archipelago.broker.messages import Evaluation, Note
+from archipelago.broker.redis import roles
+from archipelago.broker.redis.deletion import Deletion
+from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import Repair
+from tests import samples
+from tests.clusters import Cluster
+
+#: A payload of several chunks.
+LARGE: Final = bytes(range(256)) * 10_000
+#: What a key's name is after the tag: the roles that write it, and how it is deleted before its run is.
+KEYS: Final = {
+    "manifest": ("merger", "with the run"),
+    "members": ("administrator", "with the run"),
+    "updates:a": ("island merger", "with the run; its entries once a checkpoint covers them"),
+    "actions:a": ("island merger", "with the run; its entries once a record has them"),
+    "leases:a": ("island merger", "with the run; claims of earlier passes by their island"),
+    "c:a:x[.][0-9]+[.].*": ("island merger", "with their entry"),
+    "c:b:h[.].*": ("island merger", "expires"),
+    "island:[abc]": ("island merger", "expires"),
+    "name:a": ("island merger", "expires"),
+    "islands": ("island merger", "with the run"),
+    "corpora": ("island merger", "with the run"),
+    "asks": ("island merger", "expires"),
+    "handover:c:z": ("island merger", "expires"),
+    "restored": ("island merger", "with the run"),
+    "notes": ("island merger operator", "with the run; old entries by newer ones"),
+    "evaluations": ("island merger operator", "with the run; old entries by newer ones"),
+    "evaluator": ("island merger", "expires"),
+    "control": ("merger operator", "with the run"),
+    "snapshots": ("merger", "with the run; old entries by newer ones"),
+    "tape": ("merger", "with the run; old entries by newer ones"),
+    "fragment:[01]": ("merger", "with the run"),
+    "outer:[01]": ("merger", "with the run"),
+    "difference:0:1": ("merger", "expires"),
+    "m:[fo][01][.].*": ("merger", "with their pointer"),
+    "m:d0[.].*": ("merger", "expires"),
+    "data": ("merger", "with the run"),
+    "state": ("merger", "with the run"),
+    "books": ("merger", "with the run"),
+    "epoch": ("merger", "with the run"),
+    "lease": ("merger", "expires"),
+    "standbys": ("merger", "expires"),
+    "damaged:.*": ("merger", "expires"),
+}
+
+
+@pytest.fixture
+def transport(cluster: Cluster) -> Iterator[RedisTransport]:
+    made = connect(cluster.url, f"run-{uuid.uuid4().hex[:8]}")
+    yield made
+    made.close()
+
+
+def play(transport: RedisTransport) -> None:
+    """Write every kind of key, each by the call that writes it in a run."""
+    manifest = samples.manifest(transport.run, width=100_000)
+    transport.restore(samples.image(manifest, [(samples.contribution(LARGE, sequence=7), LARGE)], LARGE))
+    island, merger, reader = transport.island, transport.merger, transport.reader
+    epoch = merger.acquire("m", 100.0)
+    assert epoch is not None
+    for name, incarnation in (("a", "x"), ("b", "y"), ("c", "z")):
+        island.heartbeat(samples.heartbeat(name, incarnation=incarnation))
+    island.claim_name("a", "x")
+    entry = island.publish(samples.contribution(LARGE, sequence=1), LARGE, samples.actions(1))
+    island.publish(samples.contribution(LARGE, sequence=2), LARGE)
+    assert len(merger.updates(0.0)) == 3
+    commit = samples.commit([entry], LARGE[::-1], 2, outer=LARGE * 2, difference=LARGE)
+    merger.commit(epoch, replace(commit, cursors={"0": (0, 5)}))
+    assert island.lease_shard(["0"], "a/x") and island.lease_evaluation("a/x", 9.0)
+    island.register_corpus("text", "0" * 32)
+    island.request_state("c/z")
+    assert island.promise_answer("c/z", "b/y")
+    island.hand_over("c/z", samples.handover(LARGE), LARGE)
+    reader.note(Note(1.0, "a", "left", "it was stopped"))
+    reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0))
+    reader.steer({"pause": "1"})
+    merger.stand_by("other")
+    transport.membership.put("a", Member("island"))
+    transport.connection.redis.delete(transport.connection.keys.data)
+    transport.connection.redis.set(transport.connection.keys.data, "of another type")
+    assert merger.put_aside(epoch, manifest) == ["data"]
+    merger.write_back(epoch, Repair(cursors={"0": (0, 5)}))
+
+
+def test_every_key_has_an_owner_a_slot_and_a_way_to_be_deleted(cluster: Cluster, transport: RedisTransport) -> None:
+    run, keys = transport.run, Keys(transport.run)
+    play(transport)
+    owner = cluster.owner(run)
+    found = {key.decode() for key in owner.client.keys("*") if run.encode() in key}
+    assert {key_slot(key.encode()) for key in found} == {key_slot(keys.manifest.encode())}
+    assert not any(run.encode() in key for node in cluster.nodes if node is not owner for key in node.client.keys("*"))
+    missing = set(KEYS)
+    for key in found:
+        fitting = [pattern for pattern in KEYS if re.fullmatch(pattern, keys.short(key))]
+        assert len(fitting) == 1, f"{key} has no owner, or two: {fitting}"
+        missing -= set(fitting)
+        writers, deleted = KEYS[fitting[0]]
+        assert writers_of(key, keys) == set(writers.split()), key
+        expires = owner.client.ttl(key) > 0
+        assert expires == (deleted == "expires") or (expires and " their " in f" {deleted} "), key
+    assert not missing, f"the run has no such keys: {missing}"
+    Deletion(transport.connection).delete()
+    assert not any(run.encode() in key for node in cluster.nodes for key in node.client.keys("*"))
+    assert run.encode() not in transport.connection.registry.smembers(REGISTRY)
+
+
+def writers_of(key: str, keys: Keys) -> set[str]:
+    """Return the roles that may write a key of the islands a, b and c."""
+    out: set[str] = set()
+    for role in ROLES:
+        for name in "abc":
+            patterns = [pattern for grant in roles.grants(role, keys, name)[1:] for pattern in grant.keys]
+            if any(fnmatch.fnmatchcase(key, pattern.replace("[^", "[!")) for pattern in patterns):
+                out.add(role)
+    return out or {"administrator"}

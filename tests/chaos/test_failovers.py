@@ -1,0 +1,226 @@
+"""A primary is killed, and its replica takes over without the newest writes; the slot of a run moves; Sentinels decide.
+
+What islands sent is merged once, and two mergers never both write one history.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from redis.crc import key_slot
+
+from archipelago.broker.errors import BrokerError, FencedError, UnreachableError
+from archipelago.broker.messages import Call
+from archipelago.broker.redis import chunks, merger
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import RedisTransport, connect
+from tests import samples
+from tests.chaos.island_threads import IslandThreads, check, create
+from tests.chaos.test_redis_killed import WIDTH, MergerThread, closed, void
+from tests.clusters import Cluster, Watched
+from tests.conftest import Until
+
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[Cluster]:
+    """A cluster of three primaries with a replica each."""
+    made = Cluster(tmp_path_factory.mktemp("copied"), until, replicas=1)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make chunks small, so that payloads have several."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64 << 10)
+
+
+class Moments:
+    """Calls a function once in the middle of a merger's next commit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._armed: Callable[[], None] | None = None
+        self.done = threading.Event()
+        monkeypatch.setattr(merger, "failpoint", self._passed)
+
+    def arm(self, act: Callable[[], None]) -> None:
+        self.done.clear()
+        self._armed = act
+
+    def _passed(self, name: str) -> None:
+        if name == "commit.watched" and self._armed is not None:
+            act, self._armed = self._armed, None
+            act()
+            self.done.set()
+
+
+class Run:
+    """A run of three islands and a merger, on threads of this process."""
+
+    def __init__(self, url: str, name: str, folder: Path, until: Until) -> None:
+        self.until = until
+        manifest = create(url, name, WIDTH)
+        self.transport = connect(url, name)
+        self.merger = MergerThread(url, name, folder / "merger")
+        self.islands = IslandThreads(url, manifest, ["a", "b", "c"], pause=0.01)
+
+    def goes_on(self, what: str, rounds: int = 1) -> None:
+        """Wait for further rounds and contributions."""
+        taken = len(self.islands.acknowledged)
+        self.until(lambda: closed(self.transport) >= 0, f"an answer {what}")
+        before = closed(self.transport)
+        self.until(lambda: closed(self.transport) >= before + rounds, f"rounds {what}")
+        self.until(lambda: len(self.islands.acknowledged) > taken, f"a contribution {what}")
+
+    def end(self, what: str) -> None:
+        """Let all islands leave, and assert that nothing was lost and nothing merged twice."""
+        self.goes_on(what, rounds=20)
+        self.islands.leave()
+        self.until(lambda: self.transport.reader.backlog() == 0, f"everything to be merged {what}")
+        self.merger.stop()
+        check(self.transport, self.islands)
+        self.transport.close()
+
+
+def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writes(
+    copied: Cluster, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch, small_chunks: None
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    chance, moments = random.Random(seed), Moments(monkeypatch)
+    run = Run(copied.url, "killed", tmp_path, until)
+    for kill in range(25):
+        what = f"before kill {kill} (seed {seed})"
+        run.goes_on(what)
+        old = copied.owner("killed")
+        until(lambda old=old: bool(copied.replica_of(old)), what)
+        new = copied.replica_of(old)
+        until(new.is_synced, f"a replica {what}")
+        with ExitStack() as stack:
+            if kill % 3:
+                stack.enter_context(new.cut_off())
+                run.goes_on(f"that will be lost, {what}")
+            if kill % 2:
+                moments.arm(old.kill)
+                until(moments.done.is_set, f"a commit {what}")
+            else:
+                moment = time.monotonic() + 0.1 * chance.random()
+                until(lambda moment=moment: time.monotonic() >= moment, "the moment of the kill")
+                old.kill()
+            if kill % 5:
+                copied.promote(new)
+            else:
+                until(lambda new=new: new.role() == "master", f"the others to elect {what}")
+        old.start()
+        until(old.is_synced, f"the killed one to follow {what}")
+    run.end(f"after the last kill (seed {seed})")
+    assert len(run.islands.acknowledged) > 100
+
+
+def test_a_run_goes_on_while_its_slot_moves(copied: Cluster, tmp_path: Path, until: Until, small_chunks: None) -> None:
+    run = Run(copied.url, "moved", tmp_path, until)
+    slot = key_slot(Keys("moved").manifest.encode())
+    for move in range(6):
+        run.goes_on(f"before move {move}")
+        old = copied.owner("moved")
+        new = next(node for node in copied.nodes if node is not old and node.role() == "master")
+        copied.move_slot(slot, old, new)
+        assert copied.owner("moved") is new
+    run.end("after the moves")
+    assert run.merger.begun == 1  # an outage, after which the same merger goes on
+
+
+def test_a_run_goes_on_when_sentinels_replace_its_primary(tmp_path: Path, until: Until, small_chunks: None) -> None:
+    watched = Watched(tmp_path / "watched", until)
+    try:
+        run = Run(watched.url, "watched", tmp_path, until)
+        run.goes_on("before the failover")
+        with watched.replica.cut_off():
+            run.goes_on("that will be lost")
+        watched.primary.kill()
+        until(lambda: watched.replica.role() == "master", "the Sentinels to promote the replica")
+        run.end("after the failover")
+    finally:
+        watched.end()
+
+
+def fail_over(cluster: Cluster, run: str, meanwhile: Callable[[], None], until: Until) -> None:
+    """Let the replica of a run's primary take over without the writes of `meanwhile`."""
+    old = cluster.owner(run)
+    until(lambda: cluster.replica_of(old).is_synced(), "a replica")
+    new = cluster.replica_of(old)
+    with new.cut_off():
+        meanwhile()
+        old.kill()
+        cluster.promote(new)
+    old.start()
+    until(old.is_synced, "the killed one to follow")
+
+
+def begun(cluster: Cluster, run: str) -> list[RedisTransport]:
+    """Return the connections of two mergers to a new run."""
+    both = [connect(cluster.url, run) for _ in range(2)]
+    manifest = samples.manifest(run)
+    both[0].create(manifest, samples.first_snapshots(manifest))
+    cluster.owner(run).client.wait(1, 5000)
+    return both
+
+
+def after_outage(until: Until, call: Callable[[], object]) -> object:
+    """Return what the call returns after an outage, as a worker would repeat it."""
+    answers: list[object] = []
+
+    def answered() -> bool:
+        try:
+            answers.append(call())
+        except UnreachableError:
+            return False
+        return True
+
+    until(answered, "the end of the outage")
+    return answers[0]
+
+
+def test_two_mergers_with_one_epoch_never_both_write(copied: Cluster, until: Until) -> None:
+    """The failover forgot that the first one took the lease, so the second one is given the same number."""
+    first, second = begun(copied, "one-epoch")
+    fail_over(copied, "one-epoch", lambda: void(first.merger.acquire("first", 100.0)), until)
+    assert after_outage(until, lambda: second.merger.acquire("second", 100.0)) == 1
+    with pytest.raises(FencedError):
+        after_outage(until, lambda: first.merger.commit(1, samples.commit([])))
+    with pytest.raises(FencedError):
+        first.merger.renew(1, "first", 100.0)
+    second.merger.commit(1, samples.commit([]))
+    assert [entry.epoch for entry in second.reader.tape(10)] == [1]
+    for transport in (first, second):
+        transport.close()
+
+
+def test_a_merger_whose_takeover_was_forgotten_writes_no_more(copied: Cluster, until: Until) -> None:
+    """The history in which the second one took over has ended. The first one holds the lease in the other one."""
+    first, second = begun(copied, "takeover")
+    assert first.merger.acquire("first", 1e-3) == 1
+    copied.owner("takeover").client.wait(1, 5000)
+
+    def take_over() -> None:
+        until(lambda: second.merger.acquire("second", 100.0) == 2, "the lease")
+        second.merger.commit(2, samples.commit([]))
+
+    fail_over(copied, "takeover", take_over, until)
+    with pytest.raises(FencedError):
+        after_outage(until, lambda: second.merger.announce(2, Call(1, 0)))
+    after_outage(until, lambda: first.merger.renew(1, "first", 100.0))
+    assert second.merger.acquire("second", 100.0) is None
+    first.merger.commit(1, samples.commit([]))
+    assert [entry.epoch for entry in first.reader.tape(10)] == [1]
+    with pytest.raises(BrokerError):
+        second.merger.commit(2, samples.commit([], round_number=2))
+    for transport in (first, second):
+        transport.close()

@@ -1,0 +1,222 @@
+"""A Redis Cluster and a primary with Sentinels for tests, of the Valkey that an installed package brings."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
+from archipelago.broker.redis.keys import Keys
+from archipelago.ops.launch import parent_death
+from archipelago.ops.launch.redis_probe import LOOPBACK, free_port
+from archipelago.ops.launch.redis_program import find_program
+
+Until = Callable[..., None]
+
+PASSWORD = secrets.token_hex(8)
+#: How long a node may be silent before the others, or a Sentinel, replace it.
+SILENT_MS = 500
+
+
+@dataclass
+class Node:
+    """One server process. It can be killed and started again on its folder."""
+
+    folder: Path
+    options: Sequence[str]
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True)
+        self.client: Any = redis.Redis(LOOPBACK, self.port, password=PASSWORD, protocol=2, socket_timeout=5.0)
+        self.start()
+
+    def start(self) -> None:
+        program = find_program().path
+        assert program is not None
+        argv = [str(program), *self.options, "--port", str(self.port), "--dir", str(self.folder), "--bind", LOOPBACK]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(parent_death.command(argv), stdout=log, stderr=log, cwd=self.folder)
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
+
+    def kill(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def role(self) -> str:
+        """Return `master` or `slave`, as the node itself says."""
+        return str(self.client.role()[0].decode())
+
+    def is_synced(self) -> bool:
+        """Return whether this replica has a live link to its primary."""
+        info = self.client.info("replication")
+        return bool(info["role"] == "slave" and info["master_link_status"] == "up")
+
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Keep this replica from following its primary, which goes on alone: a wrong password refuses every try."""
+        self.client.config_set("masterauth", "wrong")
+        self.client.execute_command("CLIENT", "KILL", "TYPE", "master")
+        yield
+        self.client.config_set("masterauth", PASSWORD)
+
+    def end(self) -> None:
+        if self.is_running:
+            self.kill()
+        self.client.close()
+
+
+def data_options(*more: str) -> list[str]:
+    """Return the options of a server with a password that keeps nothing on disk."""
+    return ["--requirepass", PASSWORD, "--masterauth", PASSWORD, "--save", "", "--appendonly", "no",
+            "--repl-diskless-sync-delay", "0", "--loglevel", "warning", *more]  # fmt: skip
+
+
+class Cluster:
+    """Three primaries, each with `replicas` replicas."""
+
+    def __init__(self, folder: Path, until: Until, replicas: int = 0) -> None:
+        self._until = until
+        count = 3 * (1 + replicas)
+        self.nodes = [self._node(folder / str(index)) for index in range(count)]
+        for node in self.nodes:
+            until(node.answers, f"node {node.folder} to answer")
+        self.ids = {node.port: node.client.execute_command("CLUSTER MYID").decode() for node in self.nodes}
+        share = -(-REDIS_CLUSTER_HASH_SLOTS // 3)
+        for index, node in enumerate(self.nodes[:3]):
+            last = min(REDIS_CLUSTER_HASH_SLOTS, (index + 1) * share) - 1
+            node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", index * share, last)
+            node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+        for node in self.nodes[1:]:
+            first = self.nodes[0]
+            bus = int(node.options[node.options.index("--cluster-port") + 1])
+            first.client.execute_command("CLUSTER", "MEET", LOOPBACK, node.port, bus)
+        until(lambda: all(self._knows_all(node) for node in self.nodes), "the nodes to meet")
+        for index, node in enumerate(self.nodes[3:]):
+            node.client.execute_command("CLUSTER", "REPLICATE", self.ids[self.nodes[index % 3].port])
+        until(lambda: all(self._is_ok(node) for node in self.nodes), "the cluster to be ready")
+        until(lambda: all(node.is_synced() for node in self.nodes[3:]), "the replicas to follow")
+
+    def _node(self, folder: Path) -> Node:
+        cluster = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(SILENT_MS), "--cluster-port"]
+        return Node(folder, data_options(*cluster, str(free_port())))
+
+    def _knows_all(self, node: Node) -> bool:
+        found = node.client.execute_command("CLUSTER NODES")
+        return len(found) == len(self.nodes) and not any("handshake" in each["flags"] for each in found.values())
+
+    def _is_ok(self, node: Node) -> bool:
+        info = node.client.execute_command("CLUSTER INFO")
+        return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == len(self.nodes)
+
+    @property
+    def url(self) -> str:
+        """The address, which names all nodes."""
+        return f"redis+cluster://:{PASSWORD}@{','.join(f'{LOOPBACK}:{node.port}' for node in self.nodes)}"
+
+    def owner(self, run: str) -> Node:
+        """Return the primary that owns the slot of a run."""
+        return self.holder(Keys(run).manifest)
+
+    def holder(self, key: str) -> Node:
+        """Return the primary that owns the slot of a key, as it says itself."""
+        slot = key_slot(key.encode())
+        for node in self.nodes:
+            if node.is_running and node.role() == "master" and slot in self.slots_of(node):
+                return node
+        raise LookupError(f"no running primary owns the slot {slot}")
+
+    def slots_of(self, node: Node) -> set[int]:
+        """Return the slots that a node says it owns."""
+        own = node.client.execute_command("CLUSTER NODES")[f"{LOOPBACK}:{node.port}"]["slots"]
+        return {slot for first, *last in own for slot in range(int(first), int((last or [first])[0]) + 1)}
+
+    def replica_of(self, primary: Node) -> Node:
+        """Return a running replica of a primary."""
+        for node in self.nodes:
+            info = node.client.info("replication") if node.is_running and node is not primary else {}
+            if info.get("role") == "slave" and info["master_port"] == primary.port:
+                return node
+        raise LookupError(f"{primary.port} has no replica")
+
+    def promote(self, replica: Node) -> None:
+        """Make a replica the primary of its slots, without asking the others."""
+        replica.client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        self._until(lambda: replica.role() == "master", "the replica to take over")
+
+    def move_slot(self, slot: int, old: Node, new: Node, *, keys_at_once: int = 1) -> None:
+        """Move a slot key by key, as `redis-cli --cluster reshard` does it."""
+        old_id, new_id = self.ids[old.port], self.ids[new.port]
+        new.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)
+        old.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id)
+        while keys := old.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, keys_at_once):
+            old.client.execute_command("MIGRATE", LOOPBACK, new.port, "", 0, 5000, "AUTH", PASSWORD, "KEYS", *keys)
+        for node in (new, old, *self.nodes):
+            if node.is_running and node.role() == "master":
+                node.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
+
+    def end(self) -> None:
+        for node in self.nodes:
+            node.end()
+
+
+class Watched:
+    """One primary with a replica, and three Sentinels that watch them."""
+
+    def __init__(self, folder: Path, until: Until) -> None:
+        self._until = until
+        self.primary = Node(folder / "primary", data_options())
+        until(self.primary.answers, "the primary to answer")
+        follows = data_options("--replicaof", f"{LOOPBACK} {self.primary.port}")
+        self.replica = Node(folder / "replica", follows)
+        self.sentinels = []
+        for index in range(3):
+            home = folder / f"sentinel-{index}"
+            config = folder / f"sentinel-{index}.conf"
+            config.write_text(
+                f"sentinel monitor mine {LOOPBACK} {self.primary.port} 2\n"
+                f"sentinel auth-pass mine {PASSWORD}\n"
+                f"sentinel down-after-milliseconds mine {SILENT_MS}\n"
+                "sentinel failover-timeout mine 3000\n"
+                f"requirepass {PASSWORD}\n"
+                f"sentinel sentinel-pass {PASSWORD}\n"
+            )
+            self.sentinels.append(Node(home, [str(config), "--sentinel"]))
+        for node in (self.replica, *self.sentinels):
+            until(node.answers, f"{node.folder} to answer")
+        until(self.replica.is_synced, "the replica to follow")
+        until(lambda: all(self._knows_all(node) for node in self.sentinels), "the Sentinels to meet")
+
+    def _knows_all(self, sentinel: Node) -> bool:
+        state = sentinel.client.sentinel_masters()["mine"]
+        return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
+
+    @property
+    def url(self) -> str:
+        """The address, which names all Sentinels."""
+        hosts = ",".join(f"{LOOPBACK}:{node.port}" for node in self.sentinels)
+        return f"redis+sentinel://:{PASSWORD}@{hosts}/mine?sentinel_password={PASSWORD}"
+
+    def end(self) -> None:
+        for node in (*self.sentinels, self.primary, self.replica):
+            node.end()
