@@ -16,15 +16,18 @@ from typing import Any
 
 from redis.connection import SSLConnection
 
+from archipelago.broker.address import Kind
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.invitation import ROLES, Role
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.node_facts import NodeFacts, node_facts
 
 INFO_SECTIONS = ("server", "memory", "persistence", "stats", "clients", "replication", "cluster")
-SETTINGS = ("appendonly", "appendfsync", "save", "maxmemory-policy", "client-output-buffer-limit", "maxclients")
+SETTINGS = ("appendonly", "appendfsync", "save", "maxmemory-policy", "client-output-buffer-limit", "maxclients",
+            "min-replicas-to-write")  # fmt: skip
 FIRST_BURST_BYTES = 16 << 10
 BURST_BYTES_MAX = 8 << 20
 #: The factor between the sizes of two bursts.
@@ -196,6 +199,10 @@ class RedisCheckup:
             ahead = seconds + microseconds / 1e6 - (before + wall()) / 2
         return ServerFacts(info, settings, ahead, self._needs_password(), *self._rights())
 
+    def servers(self) -> tuple[Kind, list[NodeFacts]]:
+        """Return the kind of the address, and facts about all its servers."""
+        return self._connection.servers.kind, node_facts(self._connection)
+
     @contextmanager
     def _if_allowed(self) -> Iterator[None]:
         """Suppress the error of a command that the server does not know or does not permit."""
@@ -255,7 +262,8 @@ class RedisCheckup:
                 tried("EXEC")  # an empty transaction, which tests the permission for EXEC
                 if tried("MULTI") in QUEUES:
                     for command in needed_commands(self._keys, self.role, self._name, self._version()):
-                        tried(*command)
+                        if REGISTRY not in command or self._connection.registry is self._redis:  # else another node's
+                            tried(*command)
                     for words in roles.forbidden_commands(self.role, self._keys) if self.role else ():
                         if self._answer(connection, *words) in QUEUED:
                             excess.append(words[0])

@@ -178,12 +178,6 @@ def role(info: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield problems of a server that is not a primary with its own keys."""
     if info.get("role") == "slave":
         yield problem("role.replica", "This server is a replica, which takes no writes.", "Name its primary instead.")
-    if info.get("cluster_enabled"):
-        yield problem(
-            "role.cluster",
-            "This server is a node of a cluster, and a run keeps its keys on one server.",
-            "Name a Redis that is not in cluster mode.",
-        )
 
 
 def persistence(facts: ServerFacts) -> Finding:
@@ -314,7 +308,7 @@ def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None 
         return problem(
             "rights.denied",
             f"This user may not run {', '.join(denied)} on this run's keys.",
-            f"ACL SETUSER NAME {names}, with ~RUN:* ~{{RUN:* and ~archipelago:* among its keys. "
+            f"ACL SETUSER NAME {names}, with ~{{RUN:* and ~archipelago:* among its keys. "
             "`archipelago invite` makes users with exactly the rights of a role.",
         )
     if excess:

@@ -30,6 +30,7 @@ from archipelago.ops.watch.doctor import checks, estimate
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem
 from archipelago.ops.watch.doctor.estimate import Estimate
+from archipelago.ops.watch.doctor.topology import topology
 from archipelago.ops.watch.formatting import plain
 
 PINGS = 200
@@ -197,8 +198,10 @@ def _check_link(checkup: RedisCheckup, seconds: float, found: Server) -> None:
     if seconds and checkup.may_write:
         found.link = _bandwidth(checkup, seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
         found.findings.append(checks.bandwidth(found.link))
-    host = str(checkup.options.get("host", ""))
+    kind, nodes = checkup.servers()
+    host = next((node.host for node in nodes if node.is_holder), str(checkup.options.get("host", "")))
     found.findings += checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role)
+    found.findings += topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))
 
 
 def _bandwidth(checkup: RedisCheckup, seconds: float, round_trip_seconds: float) -> Bandwidth:

@@ -74,7 +74,6 @@ def test_a_good_server_is_fine() -> None:
     [
         (info(redis_version="6.0.9"), "problem", "version.too-old"),
         (info(role="slave"), "problem", "role.replica"),
-        (info(cluster_enabled=1), "problem", "role.cluster"),
         (setting("appendonly", "no"), "warning", "persistence.none"),
         (replace(GOOD, settings={"appendonly": "no", "save": "60 1", "maxmemory-policy": "noeviction"}), "warning",
          "persistence.snapshots"),
