@@ -72,9 +72,17 @@ def footprint(manifest: Manifest) -> Footprint:
 
 def device_and_host(manifest: Manifest) -> tuple[int, int]:
     """Estimate the memory of an island with an accelerator: on that device, and on its machine."""
-    elements, fragment = manifest.elements, FRAGMENTS_HELD * 4 * max(manifest.sizes, default=0)
-    device = sum(ON_DEVICE.values()) * elements + _of_batches(manifest)
-    return device + fragment, ISLAND_BASE + sum(ON_HOST.values()) * elements + fragment
+    on_host = ISLAND_BASE + sum(ON_HOST.values()) * manifest.elements + _fragments_held(manifest)
+    return state_on_device(manifest) + _of_batches(manifest), on_host
+
+
+def state_on_device(manifest: Manifest) -> int:
+    """Estimate the memory of an island on one device that holds everything, without the activations of a batch."""
+    return sum(ON_DEVICE.values()) * manifest.elements + _fragments_held(manifest)
+
+
+def _fragments_held(manifest: Manifest) -> int:
+    return FRAGMENTS_HELD * 4 * max(manifest.sizes, default=0)
 
 
 def _of_batches(manifest: Manifest) -> int:

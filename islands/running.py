@@ -89,7 +89,8 @@ def run_named(
     from archipelago.islands.worker import train
 
     loaded = time.process_time() - began
-    placement, settings = own_placement(options, manifest), own_settings(options, manifest)
+    device_bytes = leading.device_bytes if leading is not None else None
+    placement, settings = own_placement(options, manifest, device_bytes), own_settings(options, manifest)
     if prepared is None or not prepared.fits(manifest, options.corpus, placement, options.batch_size, settings):
         with progress("opening the data and building the model"):
             prepared = prepare(manifest, options.corpus, task, placement, options.batch_size, settings)

@@ -43,18 +43,25 @@ def own_settings(options: IslandOptions, manifest: Manifest) -> RunConfig:
     return settings_here(manifest.config, options.micro_batches, options.rematerialise, options.batch_size)
 
 
-def own_placement(options: IslandOptions, manifest: Manifest) -> Placement | None:
-    """Return where everything is on the devices of this process; None for one device. This imports JAX."""
+def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int | None = None) -> Placement | None:
+    """Return where everything is on the devices of this island; None for one device. This imports JAX.
+
+    Args:
+        options: The flags.
+        manifest: The run.
+        device_bytes: The memory of a device, where several hosts have agreed on it. The default is what is here.
+    """
     import jax
 
-    from archipelago.islands.mesh.placement import placement_of
+    from archipelago.islands.mesh.placement import device_memory, placement_of
 
     require_batch(options.batch_size, manifest)
     shape = parsed(options.mesh) if options.mesh is not None else None
     config = own_settings(options, manifest)
     own = options.batch_size or config.data.batch_size
     batch_size = 0 if manifest.task else own // config.inner.micro_batches  # a task has its own
-    placement = placement_of(shape, manifest, batch_size, jax.devices())
+    memory = device_memory() if device_bytes is None else device_bytes
+    placement = placement_of(shape, manifest, batch_size, jax.devices(), memory)
     if jax.process_count() > 1 and (placement is None or placement.shape.devices < jax.device_count()):
         raise ConfigError(
             f"this island has {jax.device_count()} devices on {jax.process_count()} hosts, and its mesh has "

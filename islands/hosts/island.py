@@ -34,15 +34,14 @@ def follow_leader(options: IslandOptions, place: Membership, stopped: Callable[[
     options.log_as(f"host-{place.rank}", options.run)
     require_valid(options)
     seat = come(place, *_shared(options), options.patience(stopped).seconds, stopped)
-    manifest = connect_devices(place, seat)
+    manifest, device_bytes = connect_devices(place, seat)
     task = own_task(options, manifest)
 
-    from archipelago.islands.hosts.computing import SharedComputation, follow, most_bytes
+    from archipelago.islands.hosts.computing import SharedComputation, follow
     from archipelago.islands.hosts.coordinator import disconnect
     from archipelago.islands.prepared import prepare
 
-    seat.most = most_bytes(manifest)
-    placement, settings = own_placement(options, manifest), own_settings(options, manifest)
+    placement, settings = own_placement(options, manifest, device_bytes), own_settings(options, manifest)
     prepared = prepare(manifest, options.corpus, task, placement, options.batch_size, settings)
     work = prepared.workload
     computation = SharedComputation(manifest, work.steps, work.begin, placement)

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 #: How long a process takes to find its devices. On a loaded machine, JAX alone loads for many seconds.
 DEVICES_SECONDS = 300.0
+#: Batches, and the optimiser's state, may have this many bytes in addition to those of the model's copies.
+SPARE_BYTES = 1 << 30
+#: The bytes of one element of the optimiser's state of the largest optimisers, and of parameters and references.
+ELEMENT_BYTES = 32
 REMEDY = "All its processes end with status 75. Start all of them again."
 
 log = logging.getLogger(__name__)
@@ -58,6 +62,8 @@ class Leading:
         self.place = place
         self.team = Team(place, about, key)
         self.island: Island | None = None
+        #: The memory of the smallest device of all hosts in bytes; 0 if it is not known.
+        self.device_bytes = 0
         self._has_jax = False
 
     def assemble(self, manifest: Manifest, seconds: float, stopped: Callable[[], bool]) -> None:
@@ -71,11 +77,13 @@ class Leading:
         self.team.tell("run", (json.dumps(manifest.to_fields()),))
         self._has_jax = True
         connect(self.place)
-        own = devices_here()
+        own, memory = devices_here()
         for rank, said in self.team.ask_all("devices", DEVICES_SECONDS).items():
             if said.text(0) != own:
                 raise disagreement("devices", own, rank, said.text(0))
-        self.team.tell("go")
+            memory = min(memory, said.number(1))
+        self.device_bytes = memory  # all hosts choose the same mesh by it
+        self.team.tell("go", (memory,))
 
     def _lost(self, sentence: str, status: int) -> None:
         """End this process at once. Computations over several hosts would wait for ever."""
@@ -118,24 +126,35 @@ def come(place: Membership, about: Mapping[str, str], key: bytes, seconds: float
     return seat
 
 
-def connect_devices(place: Membership, seat: Seat) -> Manifest:
-    """Return the run, and connect JAX. Afterwards `jax.devices()` are those of all processes."""
+def connect_devices(place: Membership, seat: Seat) -> tuple[Manifest, int]:
+    """Connect JAX. Afterwards `jax.devices()` are those of all processes.
+
+    Returns:
+        The run, and the memory of the smallest device of all hosts in bytes; 0 if it is not known.
+    """
     from archipelago.islands.hosts.coordinator import connect
 
     manifest = Manifest.from_fields(json.loads(seat.expect("run").text(0)))
+    seat.most = most_bytes(manifest)
     keep_compiled()
     connect(place)
-    seat.say("devices", devices_here())
-    seat.expect("go")
-    return manifest
+    seat.say("devices", *devices_here())
+    return manifest, seat.expect("go").number(0)
 
 
-def devices_here() -> str:
-    """Return the number and the kind of this process's devices."""
+def most_bytes(manifest: Manifest) -> int:
+    """Return the most bytes of a message."""
+    return SPARE_BYTES + ELEMENT_BYTES * manifest.elements
+
+
+def devices_here() -> tuple[str, int]:
+    """Return the number and the kind of this process's devices, and the memory of one of them."""
     import jax
 
+    from archipelago.islands.mesh.placement import device_memory
+
     devices = jax.local_devices()
-    return f"{len(devices)} of {devices[0].device_kind}"
+    return f"{len(devices)} of {devices[0].device_kind}", device_memory()
 
 
 def _exit(status: int) -> None:

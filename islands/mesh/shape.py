@@ -77,9 +77,17 @@ def parsed(text: str) -> MeshShape:
     return MeshShape(**sizes)
 
 
-def widest(devices: int, batch_size: int) -> MeshShape:
-    """Return the default: as many of the devices on `data` as divide the batch evenly."""
-    return MeshShape(data=max(n for n in range(1, max(1, devices) + 1) if batch_size % n == 0))
+def by_default(devices: int, batch_size: int, state_bytes: int = 0, device_bytes: int = 0) -> MeshShape:
+    """Return the default: as many devices as divide the batch evenly, on `fsdp` if one cannot hold everything.
+
+    Args:
+        devices: The number of devices.
+        batch_size: The sequences of an inner step.
+        state_bytes: What a device has to hold on `data`.
+        device_bytes: The memory of a device; 0 if it is not known, as of a processor.
+    """
+    count = max(n for n in range(1, max(1, devices) + 1) if batch_size % n == 0)
+    return MeshShape(fsdp=count) if 0 < device_bytes < state_bytes else MeshShape(data=count)
 
 
 def require_divided(shape: MeshShape, batch_size: int) -> None:

@@ -107,7 +107,7 @@ def follow_leader(pipe: Connection, url: str, cores: set[int], devices: int, pla
     """Do what the leader says, and sometimes the same without being told."""
     _prepare(cores, devices)
     seat = come(place, {}, KEY, COME_SECONDS, lambda: False)
-    manifest = connect_devices(place, seat)
+    manifest, _ = connect_devices(place, seat)
 
     from functools import partial
 

@@ -18,12 +18,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from archipelago.broker.codecs import CODECS, Vector, body_of
 from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
+from archipelago.broker.footprint import state_on_device
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.inner import begin, compile_steps, require_sound
 from archipelago.islands.mesh.placement import placement_of
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.registry import build
+from archipelago.islands.options import IslandOptions
+from archipelago.islands.setup import own_placement
 from archipelago.islands.sync import recovery, tree_programs
 from archipelago.islands.sync.recovery import Received, StateForPeer
 from archipelago.islands.sync.replica import Replica
@@ -215,6 +218,20 @@ def test_a_mesh_that_does_not_fit_is_refused(shape: MeshShape, batch: int, code:
             placement_of(shape, manifest(), batch, jax.local_devices())
     else:
         assert placement_of(shape, manifest(), batch, jax.local_devices()) is not None
+
+
+def test_a_model_that_one_device_cannot_hold_is_split_by_default(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    of, shapes = manifest(), []
+    for memory in (state_on_device(of), state_on_device(of) - 1):
+        monkeypatch.setattr("archipelago.islands.mesh.placement.device_memory", lambda memory=memory: memory)
+        placement = own_placement(IslandOptions(), of)
+        assert placement is not None
+        shapes.append(placement.shape)
+    assert shapes == [FOUR, MeshShape(fsdp=4)]
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [MeshShape(fsdp=4)]
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from archipelago.broker.manifest import Tensor
 from archipelago.islands.main import IslandOptions
 from archipelago.islands.main import main as island
 from archipelago.islands.mesh.rules import axes_of, specs
-from archipelago.islands.mesh.shape import MeshShape, parsed, require_divided, require_present, widest
+from archipelago.islands.mesh.shape import MeshShape, by_default, parsed, require_divided, require_present
 from archipelago.islands.models.registry import build
 from tests.failing import failing
 
@@ -47,7 +47,9 @@ def test_other_texts_are_refused_before_anything_loads(text: str, code: str) -> 
     ("devices", "batch", "data"), [(1, 8, 1), (4, 8, 4), (8, 12, 6), (3, 8, 2), (5, 7, 1), (6, 0, 6)]
 )
 def test_by_default_data_takes_the_devices_that_divide_the_batch(devices: int, batch: int, data: int) -> None:
-    assert widest(devices, batch) == MeshShape(data=data)
+    assert by_default(devices, batch) == MeshShape(data=data)
+    assert by_default(devices, batch, 100, 99) == MeshShape(fsdp=data), "one device cannot hold everything"
+    assert by_default(devices, batch, 100, 100) == by_default(devices, batch, 100, 0) == MeshShape(data=data)
 
 
 def test_a_mesh_must_divide_the_batch_and_be_present() -> None:
